@@ -1,0 +1,316 @@
+"""The flags of a training run: LLaVA's and Hugging Face's names, checked before anything is built, then frozen."""
+
+import dataclasses
+import difflib
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
+
+from llava_ds.constants import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """Which model, and which part of it trains."""
+
+    model_name_or_path: str | None = HfArg(
+        default=None, help="Folder of the causal language model; absent: the tiny model that ships with the package."
+    )
+    vision_tower: str | None = HfArg(default=None, help="Folder of the CLIP tower; required with --model_name_or_path.")
+    mm_projector_type: Literal["mlp2x_gelu", "linear"] = HfArg(
+        default="mlp2x_gelu", help="Projector from tower features to the language model's width."
+    )
+    mm_vision_select_layer: int = HfArg(
+        default=-2, help="Hidden state of the tower that is projected; -1 is the last layer's. Later layers never run."
+    )
+    pretrain_mm_mlp_adapter: str | None = HfArg(
+        default=None, help="Projector of stage 1 to start from (mm_projector.bin or .safetensors)."
+    )
+    tune_mm_mlp_adapter: bool = HfArg(
+        default=False, help="Stage 1: train the projector only and leave mm_projector.bin."
+    )
+    version: Literal["plain", "v1"] = HfArg(
+        default="v1", help="Conversation template: plain (stage 1) or v1 (Vicuna, stage 2)."
+    )
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """Which records and pictures, and how they become tokens."""
+
+    data_path: str | None = HfArg(
+        default=None, help="LLaVA-format JSON file; absent: scenes of coloured shapes, generated."
+    )
+    image_folder: str | None = HfArg(default=None, help="Folder that the records' image paths are relative to.")
+    image_aspect_ratio: Literal["square", "pad"] = HfArg(
+        default="square",
+        help="square: resize the short side and crop the centre; pad: first pad to a square with the mean colour.",
+    )
+    max_image_pixels: int = HfArg(
+        default=50_000_000, help="Pictures with more pixels than this are refused before decoding (at least 1)."
+    )
+    model_max_length: int = HfArg(default=2048, help="Longest sample in tokens, image features included (at least 2).")
+    cache_dir: str = HfArg(
+        default="~/.cache/llava_ds", help="Folder for encoded data sets and for the generated scenes."
+    )
+    dataloader_num_workers: int = HfArg(
+        default=0, help="Processes per rank that decode pictures; 0 decodes between steps."
+    )
+
+
+@dataclass(frozen=True)
+class TrainingArguments:
+    """How it trains, and what it leaves."""
+
+    deepspeed_config: str | None = HfArg(
+        default=None, aliases=["--deepspeed"], help="DeepSpeed JSON; every value 'auto' is filled from the flags."
+    )
+    output_dir: str | None = HfArg(default=None, help="Folder for everything that the run leaves.")
+    num_train_epochs: float = HfArg(default=1.0, help="Passes over the data (above 0).")
+    max_steps: int = HfArg(default=-1, help="Optimizer steps; above 0 it wins over --num_train_epochs.")
+    per_device_train_batch_size: int = HfArg(default=8, help="Samples per rank and micro-batch (at least 1).")
+    gradient_accumulation_steps: int = HfArg(default=1, help="Micro-batches per optimizer step (at least 1).")
+    train_batch_size: int | None = HfArg(
+        default=None,
+        help="Samples per optimizer step over all ranks. Given, accumulation follows from it, so that the same run "
+        "results on any number of ranks; --per_device_train_batch_size is then an upper bound.",
+    )
+    tokens_per_micro_batch: int | None = HfArg(
+        default=None,
+        help="Lay the samples of an optimizer step on ranks and micro-batches of at most this many tokens, balanced, "
+        "instead of by count. Changes the layout only: loss and gradient stay those of the step.",
+    )
+    learning_rate: float = HfArg(default=2e-5, help="Peak learning rate.")
+    mm_projector_lr: float | None = HfArg(default=None, help="Peak learning rate of the projector, if another.")
+    weight_decay: float = HfArg(default=0.0, help="AdamW weight decay; never on biases and norms.")
+    adam_beta1: float = HfArg(default=0.9, help="AdamW beta 1.")
+    adam_beta2: float = HfArg(default=0.999, help="AdamW beta 2.")
+    adam_epsilon: float = HfArg(default=1e-8, help="AdamW epsilon.")
+    max_grad_norm: float = HfArg(default=0.0, help="Clip the gradient to this norm; 0 does not clip (LLaVA-1.5).")
+    warmup_ratio: float = HfArg(default=0.0, help="Part of all steps in which the rate rises from 0, rounded up.")
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = HfArg(
+        default="cosine", help="Learning-rate schedule, as transformers defines it."
+    )
+    loss_reduction: Literal["token", "micro_batch"] = HfArg(
+        default="token",
+        help="token: mean over all supervised tokens of the step; micro_batch: LLaVA's mean of micro-batch means.",
+    )
+    bf16: bool = HfArg(default=False, help="Train in bfloat16 with fp32 master weights.")
+    fp16: bool = HfArg(default=False, help="Train in float16 with loss scaling (needs a GPU).")
+    tf32: bool = HfArg(default=False, help="Allow TF32 matrix products for fp32 on CUDA.")
+    gradient_checkpointing: bool = HfArg(
+        default=False, help="Recompute the language model's layers in backward to save memory."
+    )
+    seed: int = HfArg(default=42, help="Seed of initialisation and dropout.")
+    data_seed: int | None = HfArg(default=None, help="Seed of the sample order; absent: --seed.")
+    logging_steps: int = HfArg(default=1, help="Steps between readings of the loss (at least 1).")
+    save_strategy: Literal["steps", "no"] = HfArg(
+        default="steps", help="steps: a checkpoint every --save_steps and one at the end; no: none."
+    )
+    save_steps: int = HfArg(default=500, help="Optimizer steps between checkpoints (at least 1).")
+    save_total_limit: int | None = HfArg(default=None, help="Checkpoints to keep (at least 1); absent: all.")
+    resume: str = HfArg(
+        default="auto", help="auto: go on from the newest whole checkpoint in --output_dir; a checkpoint's path; never."
+    )
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """All sections, and the names of the flags that the user wrote (command line or recipe)."""
+
+    model: ModelArguments
+    data: DataArguments
+    training: TrainingArguments
+    given: frozenset[str]
+
+    def replaced(self, **values: object) -> "Arguments":
+        """A copy in which every named flag has another value, in whichever section it is."""
+        sections = {}
+        for section in ("model", "data", "training"):
+            part = getattr(self, section)
+            mine = {k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(part)}}
+            sections[section] = dataclasses.replace(part, **mine)
+        return dataclasses.replace(self, **sections)
+
+    def as_dict(self) -> dict[str, object]:
+        """Every flag and its value."""
+        return {**dataclasses.asdict(self.model), **dataclasses.asdict(self.data), **dataclasses.asdict(self.training)}
+
+
+# Flags of LLaVA's scripts whose wish is met, or does not arise, here: the values that may be given, and why no code
+# reads them. They are named once at the start of a run.
+WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
+    "mm_use_im_start_end": (("False", "false", "0"), "pictures carry no start and end marks"),
+    "mm_use_im_patch_token": (("False", "false", "0"), "there is no patch token"),
+    "lazy_preprocess": (None, "pictures are always decoded as they are needed, text is encoded once"),
+    "is_multimodal": (None, "text-only records are always allowed"),
+    "evaluation_strategy": (("no",), "run/evaluate.py scores a finished model"),
+    "eval_strategy": (("no",), "run/evaluate.py scores a finished model"),
+    "per_device_eval_batch_size": (None, "nothing is evaluated while training"),
+    "report_to": (None, "metrics.jsonl and loss.png are always written"),
+}
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> None:
+        raise ConfigError(message)
+
+
+def build_parser() -> HfArgumentParser:
+    """The parser of run/train.py; its --help is the reference of all flags."""
+    parser = _Parser(
+        (ModelArguments, DataArguments, TrainingArguments), description="Train a LLaVA.", allow_abbrev=False
+    )
+    parser.add_argument("--recipe", help="YAML file of flags; the command line wins over it.")
+    parser.add_argument("--local_rank", type=int, help="Set by the deepspeed launcher; LOCAL_RANK is what counts.")
+    for name, (_, reason) in WITHOUT_EFFECT.items():
+        parser.add_argument(f"--{name}", nargs="?", const="True", help=f"Accepted without effect: {reason}.")
+    return parser
+
+
+def read_recipe(path: str | Path) -> dict[str, object]:
+    """The flags of a YAML recipe. Raises ConfigError when it is not a flat mapping of scalars."""
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--recipe {path} can't be read: {error}") from error
+    if not isinstance(recipe, dict) or any(isinstance(v, (dict, list)) for v in recipe.values()):
+        raise ConfigError(f"--recipe {path} must be a YAML mapping of flag names to single values")
+    return recipe
+
+
+def parse_arguments(argv: list[str], defaults: dict[str, object] | None = None) -> tuple[Arguments, list[str]]:
+    """Parsed and checked flags, and one line for every flag that was given but has no effect.
+
+    argv: the command line without the program's name; defaults: flags below the recipe in precedence, which do not
+    count as given. Raises ConfigError, which lists every problem found.
+    """
+    parser = build_parser()
+    recipe_path = _recipe_of(argv)
+    recipe = read_recipe(recipe_path) if recipe_path else {}
+    tokens = _as_tokens(defaults or {}) + _as_tokens(recipe) + list(argv)
+    model, data, training, rest, unknown = parser.parse_args_into_dataclasses(
+        tokens, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        raise ConfigError(_unknown_flags(unknown, parser))
+
+    given = {name.removeprefix("no_") for name in recipe}
+    given |= {token[2:].split("=", 1)[0] for token in argv if token.startswith("--")}
+    given = {"deepspeed_config" if name == "deepspeed" else name for name in given}
+    args = Arguments(model, data, training, frozenset(given))
+
+    notes, problems = [], []
+    for name, (allowed, reason) in WITHOUT_EFFECT.items():
+        value = getattr(rest, name)
+        if value is None:
+            continue
+        if allowed is not None and value not in allowed:
+            problems.append(f"--{name} {value} is not supported ({reason}): leave it out or give {allowed[0]}")
+        else:
+            notes.append(f"--{name} {value} has no effect: {reason}")
+    problems += find_problems(args)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return args, notes
+
+
+def find_problems(args: Arguments) -> list[str]:
+    """Everything that is wrong with the flags by themselves and with the paths they name, a line each."""
+    model, data, training = args.model, args.data, args.training
+    problems = []
+
+    def check(ok: bool, message: str) -> None:
+        if not ok:
+            problems.append(message)
+
+    for name, least in (
+        ("per_device_train_batch_size", 1),
+        ("gradient_accumulation_steps", 1),
+        ("train_batch_size", 1),
+        ("tokens_per_micro_batch", 1),
+        ("logging_steps", 1),
+        ("save_steps", 1),
+        ("save_total_limit", 1),
+        ("max_image_pixels", 1),
+        ("model_max_length", 2),
+        ("dataloader_num_workers", 0),
+    ):
+        value = args.as_dict()[name]
+        check(value is None or value >= least, f"--{name} is {value}: give {least} or more")
+    for name in ("learning_rate", "mm_projector_lr", "weight_decay", "max_grad_norm", "adam_epsilon"):
+        value = args.as_dict()[name]
+        check(value is None or (math.isfinite(value) and value >= 0), f"--{name} is {value}: give 0 or more")
+    for name in ("adam_beta1", "adam_beta2"):
+        check(0 <= args.as_dict()[name] < 1, f"--{name} is {args.as_dict()[name]}: give a value from 0 to below 1")
+    check(0 <= training.warmup_ratio <= 1, f"--warmup_ratio is {training.warmup_ratio}: give a value from 0 to 1")
+    check(
+        training.max_steps > 0 or training.num_train_epochs > 0,
+        f"--num_train_epochs is {training.num_train_epochs}: give a value above 0, or --max_steps",
+    )
+    check(not (training.bf16 and training.fp16), "--bf16 and --fp16 are both set: choose one")
+    check(training.output_dir is not None, "--output_dir is missing: name the folder for what the run leaves")
+
+    check(
+        training.deepspeed_config is not None,
+        "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json",
+    )
+    for name in ("deepspeed_config", "data_path", "pretrain_mm_mlp_adapter"):
+        value = args.as_dict()[name]
+        check(value is None or os.path.isfile(value), f"--{name} {value}: there is no such file")
+    for name in ("model_name_or_path", "vision_tower", "image_folder"):
+        value = args.as_dict()[name]
+        check(value is None or os.path.isdir(value), f"--{name} {value}: there is no such folder")
+    check(
+        (model.model_name_or_path is None) == (model.vision_tower is None),
+        "--model_name_or_path and --vision_tower go together: give both, or neither for the tiny model",
+    )
+    check(
+        model.model_name_or_path is None or data.data_path is not None,
+        "--data_path is missing: the generated scenes go with the tiny model only; name your LLaVA-format JSON",
+    )
+    check(
+        model.version != "plain" or model.tune_mm_mlp_adapter,
+        "--version plain is the template of stage 1: give --tune_mm_mlp_adapter True with it, or --version v1",
+    )
+    check(
+        model.mm_projector_type == "mlp2x_gelu" or model.tune_mm_mlp_adapter,
+        f"--mm_projector_type {model.mm_projector_type} can't be exported as a whole model, for transformers' Llava "
+        "has a two-layer projector: give mlp2x_gelu, or --tune_mm_mlp_adapter True",
+    )
+    return problems
+
+
+def _recipe_of(argv: list[str]) -> str | None:
+    for i, token in enumerate(argv):
+        if token.startswith("--recipe="):
+            return token.split("=", 1)[1]
+        if token == "--recipe":
+            if i + 1 == len(argv):
+                raise ConfigError("--recipe needs the path of a YAML file")
+            return argv[i + 1]
+    return None
+
+
+def _as_tokens(flags: dict[str, object]) -> list[str]:
+    return [token for name, value in flags.items() if value is not None for token in (f"--{name}", str(value))]
+
+
+def _unknown_flags(unknown: list[str], parser: HfArgumentParser) -> str:
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    lines = []
+    for token in unknown:
+        flag = token.split("=", 1)[0]
+        if not flag.startswith("-"):
+            lines.append(f"unexpected argument {flag!r}: every value belongs behind a --flag")
+            continue
+        nearest = difflib.get_close_matches(flag, known, n=1)
+        hint = f": did you mean {nearest[0]}?" if nearest else ": run/train.py --help lists all flags"
+        lines.append(f"unknown flag {flag}{hint}")
+    return "\n".join(lines)

@@ -1,0 +1,215 @@
+# V vocabulary, D language-model width, S positions
+"""What a finished run leaves: the projector after stage 1, a llava-hf folder after stage 2."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    CLIPImageProcessorPil,
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaImageProcessorPil,
+    LlavaProcessor,
+)
+
+from llava_ds import formats
+from llava_ds.arguments import ModelArguments
+from llava_ds.batch import Batch
+from llava_ds.checkpoint.gather import gathered
+from llava_ds.constants import IMAGE_TOKEN
+from llava_ds.data.templates import CHAT_TEMPLATES
+from llava_ds.distributed import Ranks
+from llava_ds.model.build import ModelPlan
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.weights import WeightFiles
+
+MAX_SHARD_BYTES = 5 * 1000**3
+
+# Largest difference of logits, relative to their largest magnitude, at which an export counts as the same model:
+# the two sides add in another order.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+def export_projector(model: LlavaModel, args: ModelArguments, output_dir: Path, ranks: Ranks) -> list[Path]:
+    """Write mm_projector.bin with LLaVA's keys, and the same as .safetensors beside it."""
+    named = [(f"projector.{name}", parameter) for name, parameter in model.projector.named_parameters()]
+    tensors = {
+        formats.projector_to_llava(name, args.mm_projector_type): tensor for name, tensor in gathered(named, ranks)
+    }
+    paths = [output_dir / "mm_projector.bin", output_dir / "mm_projector.safetensors"]
+    if ranks.is_first:
+        torch.save(tensors, paths[0])
+        save_file(tensors, paths[1], metadata={"format": "pt"})
+    return paths
+
+
+def export_hf(
+    model: LlavaModel, plan: ModelPlan, args: ModelArguments, image_aspect_ratio: str, output_dir: Path, ranks: Ranks
+) -> None:
+    """Write a folder that LlavaForConditionalGeneration and AutoProcessor open: safetensors shards, llava-hf's names.
+
+    Every rank takes part; only rank 0 writes, and holds one shard at a time. A tokenizer without <image> gets it as a
+    new last token, whose rows are the mean of the others.
+    """
+    tokenizer = plan.tokenizer
+    rows = model.language_model.config.vocab_size
+    if IMAGE_TOKEN not in tokenizer.get_vocab():
+        tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    rows = max(rows, image_token_id + 1)
+
+    # Ranks beside the first only take part in the gathers.
+    tensors = ((formats.to_hf(name), tensor) for name, tensor in gathered(model.named_parameters(), ranks))
+    if not ranks.is_first:
+        for _ in tensors:
+            pass
+        return
+    dtype = next(model.parameters()).dtype
+    _write_shards(_complete(tensors, plan, args, rows, dtype), output_dir)
+    _write_config(model, plan, args, image_token_id, rows, dtype, output_dir)
+    _write_processor(plan, args, image_aspect_ratio, output_dir)
+
+
+def _complete(
+    tensors: Iterator[tuple[str, torch.Tensor]], plan: ModelPlan, args: ModelArguments, rows: int, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's tensors, the embeddings grown to rows, and the tower's layers that training never built."""
+    seen = set()
+    for name, tensor in tensors:
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(tensor) < rows:
+            mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
+            tensor = torch.cat([tensor, mean.expand(rows - len(tensor), -1)])  # (V, D)
+        seen.add(name)
+        yield name, tensor
+    whole = partial(formats.clip_from_disk, num_layers=plan.vision_config.num_hidden_layers)
+    for name, read in WeightFiles(args.vision_tower, whole).tensors():
+        hf_name = formats.to_hf(f"vision_tower.{name}")
+        if hf_name not in seen:
+            yield hf_name, read().to(dtype)
+
+
+def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], output_dir: Path) -> None:
+    """model.safetensors, or its shards with an index. Complete files replace older ones only at the end."""
+    shards: list[dict[str, int]] = []  # name -> bytes
+    pending: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        save_file(pending, output_dir / f"shard-{len(shards)}.tmp", metadata={"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in pending.items()})
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > MAX_SHARD_BYTES:
+            flush()
+        pending[name] = tensor.contiguous()
+    flush()
+    for old in output_dir.glob("model*.safetensors*"):
+        old.unlink()
+    names = [
+        "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        for i in range(len(shards))
+    ]
+    for i, name in enumerate(names):
+        (output_dir / f"shard-{i}.tmp").rename(output_dir / name)
+    if len(shards) > 1:
+        weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+        total = sum(sum(shard.values()) for shard in shards)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (output_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _write_config(
+    model: LlavaModel,
+    plan: ModelPlan,
+    args: ModelArguments,
+    image_token_id: int,
+    rows: int,
+    dtype: torch.dtype,
+    output_dir: Path,
+) -> None:
+    text_config = plan.text_config.to_dict()
+    text_config["vocab_size"] = rows
+    text_config.pop("_attn_implementation", None)
+    tokenizer = plan.tokenizer
+    LlavaConfig(
+        vision_config=plan.vision_config.to_dict(),
+        text_config=text_config,
+        image_token_index=image_token_id,
+        projector_hidden_act="gelu",
+        vision_feature_select_strategy="default",
+        vision_feature_layer=args.mm_vision_select_layer,
+        image_seq_length=plan.images.num_tokens,
+        multimodal_projector_bias=True,
+        tie_word_embeddings=model.language_model.config.tie_word_embeddings,
+        architectures=["LlavaForConditionalGeneration"],
+        dtype=str(dtype).removeprefix("torch."),
+    ).save_pretrained(output_dir)
+    GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    ).save_pretrained(output_dir)
+
+
+def _write_processor(plan: ModelPlan, args: ModelArguments, image_aspect_ratio: str, output_dir: Path) -> None:
+    spec = plan.images
+    settings = {
+        "size": {"shortest_edge": spec.size},
+        "crop_size": {"height": spec.size, "width": spec.size},
+        "image_mean": list(spec.mean),
+        "image_std": list(spec.std),
+    }
+    if image_aspect_ratio == "pad":
+        image_processor = LlavaImageProcessorPil(do_pad=True, **settings)
+    else:
+        image_processor = CLIPImageProcessorPil(**settings)
+    LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=plan.tokenizer,
+        patch_size=spec.patch_size,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,  # the class token, which "default" takes away again
+        chat_template=CHAT_TEMPLATES[args.version],
+    ).save_pretrained(output_dir)
+    # transformers 5 keeps all of it in processor_config.json; earlier versions and other programs look here.
+    image_processor.save_pretrained(output_dir)
+    sentencepiece = Path(args.model_name_or_path) / "tokenizer.model"
+    if sentencepiece.is_file():
+        shutil.copy(sentencepiece, output_dir)
+
+
+@torch.no_grad()
+def compare_reloaded(
+    output_dir: Path, batch: Batch, mean: torch.Tensor, std: torch.Tensor, logits: torch.Tensor
+) -> float:
+    """Open the exported folder with transformers and compare its logits with the trained model's.
+
+    batch: a single sample; mean, std (1, 3, 1, 1): how the tower scales pixels; logits (T, V) of the trained model at
+    every position. Returns the largest difference relative to the largest magnitude.
+    Raises RuntimeError when it is above TOLERANCE.
+    """
+    reloaded = LlavaForConditionalGeneration.from_pretrained(
+        output_dir, dtype=logits.dtype, local_files_only=True
+    ).eval()
+    ids = batch.input_ids.cpu().clone()
+    ids[0, batch.image_positions.cpu()] = reloaded.config.image_token_id
+    pixels = None
+    if len(batch.image_positions):
+        pixels = ((batch.pixel_values.cpu().float() / 255 - mean.cpu()) / std.cpu()).to(logits.dtype)
+    # The row of <image> is the export's own.
+    again = reloaded(input_ids=ids, pixel_values=pixels).logits[0, :, : logits.shape[1]]  # (T, V)
+    logits = logits.cpu().float()
+    difference = ((again.float() - logits).abs().max() / logits.abs().max()).item()
+    limit = TOLERANCE[again.dtype]
+    if not difference <= limit:
+        raise RuntimeError(
+            f"{output_dir} was exported, but transformers computes other logits from it (difference {difference:.2e} "
+            f"of the largest, allowed {limit:.0e}): keep the checkpoint and report this"
+        )
+    return difference

@@ -1,0 +1,145 @@
+"""What a checkpoint holds beside the engine's part, and how a run goes on from it."""
+
+import dataclasses
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llava_ds.arguments import Arguments
+from llava_ds.checkpoint import commit
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks, barrier
+
+ENGINE = "engine"  # the tag under which DeepSpeed writes its part
+TRAINER = "trainer.json"
+
+# Flags that say where a run lies or how it is watched: another value gives the same model.
+FREE_FLAGS = {
+    "output_dir", "resume", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "cache_dir",
+    "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "vision_tower",
+    "data_path", "image_folder", "pretrain_mm_mlp_adapter",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RunIdentity:
+    """All that has to be the same for a resumed run to end in the same model."""
+
+    flags: dict[str, object]
+    data: str  # fingerprint of the encoded samples
+    world_size: int
+    zero_stage: int
+
+    @classmethod
+    def of(cls, args: Arguments, data: str, world_size: int, zero_stage: int) -> "RunIdentity":
+        flags = {name: value for name, value in args.as_dict().items() if name not in FREE_FLAGS}
+        return cls(flags, data, world_size, zero_stage)
+
+    def differences(self, saved: dict) -> list[str]:
+        """A line for everything that a saved identity (as read from JSON) has differently."""
+        lines = [
+            f"--{name} is {value}, was {saved['flags'].get(name)}"
+            for name, value in self.flags.items()
+            if saved["flags"].get(name) != value
+        ]
+        if saved["data"] != self.data:
+            lines.append("the data set (or its encoding) is another one")
+        for name in ("world_size", "zero_stage"):
+            if saved[name] != getattr(self, name):
+                lines.append(f"{name} is {getattr(self, name)}, was {saved[name]}")
+        return lines
+
+
+def save(
+    engine, output_dir: Path, step: int, tokens: int, identity: RunIdentity, limit: int | None, ranks: Ranks
+) -> Path:
+    """Write checkpoint-<step>: engine, random states of every rank, counters. All ranks call it together."""
+    scratch = commit.begin(output_dir, step, ranks)
+    # DeepSpeed's own "latest" file may name a torn checkpoint: the manifest takes its place. Frozen parameters come
+    # from their source again, so they are not written.
+    engine.save_checkpoint(str(scratch), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)
+    torch.save(_random_states(ranks.device), scratch / f"random-{ranks.rank}.pt")
+    if ranks.is_first:
+        trainer = {"step": step, "tokens": tokens, "identity": dataclasses.asdict(identity)}
+        (scratch / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+    path = commit.commit(scratch, ranks)
+    if ranks.is_first:
+        commit.keep_newest(output_dir, limit)
+    return path
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumePoint:
+    """Where to go on: a checkpoint and its counters; path is None for a fresh start."""
+
+    path: Path | None = None
+    step: int = 0
+    tokens: int = 0
+
+
+def find_resume_point(resume: str, output_dir: Path, identity: RunIdentity) -> tuple[ResumePoint, list[str]]:
+    """The checkpoint that --resume asks for, and lines to print. Raises ConfigError when it can't be gone on from."""
+    if resume == "never":
+        return ResumePoint(), []
+    if resume == "auto":
+        path, lines = commit.newest_whole(output_dir)
+        if path is None:
+            return ResumePoint(), lines
+    else:
+        path, lines = Path(resume), []
+        problem = commit.problem_with(path) if path.is_dir() else "there is no such folder"
+        if problem is not None:
+            raise ConfigError(f"--resume {resume} can't be used: {problem}")
+    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    differences = identity.differences(trainer["identity"])
+    if differences:
+        raise ConfigError(
+            f"{path} is a checkpoint of a run with other settings, which would not end in the same model:\n"
+            + "\n".join(f"  {line}" for line in differences)
+            + "\ngive the same settings, another --output_dir, or --resume never to start again"
+        )
+    return ResumePoint(path, trainer["step"], trainer["tokens"]), [*lines, f"resuming from {path}"]
+
+
+def set_aside(output_dir: Path, ranks: Ranks) -> None:
+    """Move an earlier run's checkpoints and metrics to a folder of their own: a fresh start must not mix with them."""
+    earlier = [*commit.checkpoints(output_dir), *output_dir.glob("metrics.jsonl")]
+    if ranks.is_first and earlier:
+        target = output_dir / time.strftime("previous-%Y%m%d-%H%M%S")
+        target.mkdir()
+        for path in earlier:
+            path.rename(target / path.name)
+        print(f"what an earlier run left is now in {target}", flush=True)
+    barrier()
+
+
+def restore(engine, point: ResumePoint, ranks: Ranks) -> None:
+    """Bring the engine and this rank's random states to where the checkpoint was saved."""
+    loaded, _ = engine.load_checkpoint(str(point.path), tag=ENGINE, load_module_strict=False)
+    if loaded is None:
+        raise RuntimeError(f"DeepSpeed loaded nothing from {point.path}")
+    states = torch.load(point.path / f"random-{ranks.rank}.pt", weights_only=True)
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], ranks.device)
+
+
+def _random_states(device: torch.device) -> dict[str, object]:
+    """The generators' states as plain numbers and tensors, which load without running pickled code."""
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states

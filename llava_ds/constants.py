@@ -1,0 +1,15 @@
+"""Values with one meaning in the whole package, and the two errors that a user may see."""
+
+IGNORE_INDEX = -100  # label of a position that is not supervised (torch's cross-entropy default)
+IMAGE_TOKEN_INDEX = -200  # id of one image-feature position in encoded ids, before the collator replaces it (LLaVA)
+IMAGE_TOKEN = "<image>"
+
+EXIT_BAD_INPUT = 2
+
+
+class ConfigError(ValueError):
+    """The flags, the recipe or the DeepSpeed JSON can't be used as given. The text says what to do."""
+
+
+class DataError(ValueError):
+    """A data set, picture or weight file can't be used as given. The text says where and what to do."""

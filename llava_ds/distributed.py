@@ -1,0 +1,130 @@
+"""Start-up of the ranks, sums over them, and speaking once."""
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from llava_ds.constants import EXIT_BAD_INPUT
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among those that train together, and the device it uses."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def world_size_from_env() -> int:
+    """Number of ranks that the launcher announced; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def init_ranks() -> Ranks:
+    """Join the process group (NCCL on GPUs, gloo on CPU) and choose this rank's device.
+
+    Reads the variables that deepspeed's launcher, torchrun and Slurm wrappers set; without them, a group of one.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(_free_port())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        _use_gloo_without_compiling(accelerator)
+        # Two ranks with every core each would run slower than one: share the cores out.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", _local_size()))))
+        device = torch.device("cpu")
+    else:
+        accelerator.set_device(local_rank)
+        device = torch.device(accelerator.device_name(local_rank))
+    deepspeed.init_distributed(verbose=False)
+    return Ranks(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), device)
+
+
+def _use_gloo_without_compiling(accelerator) -> None:
+    """Keep DeepSpeed from building its shared-memory collective, which needs a C++ compiler and gains nothing here.
+
+    DeepSpeed 0.19 has no public switch: init_distributed asks this private table whether the op may be built.
+    """
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__[accelerator.create_op_builder("ShareMemCommBuilder").NAME] = False
+
+
+def _local_size() -> str:
+    return os.environ.get("LOCAL_SIZE", "1")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def all_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over all ranks, in place."""
+    torch.distributed.all_reduce(values)
+    return values
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    torch.distributed.barrier()
+
+
+@contextlib.contextmanager
+def first_rank_first(ranks: Ranks) -> Iterator[None]:
+    """Let rank 0 through first: what it writes to a cache, the others find there."""
+    if not ranks.is_first:
+        barrier()
+    yield
+    if ranks.is_first:
+        barrier()
+
+
+def quiet_libraries() -> None:
+    """Hold back what DeepSpeed and transformers say at every start; warnings and errors remain."""
+    import logging
+
+    import transformers
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def print_first(*lines: str) -> None:
+    """Print from rank 0 only; works before the process group exists."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def exit_for_bad_input(error: Exception, program: str) -> None:
+    """Say once what is wrong with the user's input and leave with exit code 2.
+
+    The other ranks usually found the same: they wait to be ended by the launcher, and speak up only if they are not.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank != 0:
+        time.sleep(5.0)
+    where = "" if rank == 0 else f" (rank {rank})"
+    print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
+    # Not sys.exit: other ranks may be inside a collective, and the interpreter's clean-up would wait for them.
+    sys.stdout.flush()
+    os._exit(EXIT_BAD_INPUT)

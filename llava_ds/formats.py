@@ -1,0 +1,50 @@
+"""Names of the same tensors in this package, in LLaVA's files and in llava-hf folders: mapped here and nowhere else.
+
+Here:      vision_tower.clip.*   projector.layers.{0,2}.*   language_model.*
+LLaVA:                           model.mm_projector.{0,2}.*, or model.mm_projector.* for a linear projector
+llava-hf:  vision_tower.vision_model.*   multi_modal_projector.linear_{1,2}.*   language_model.*
+"""
+
+import re
+
+PROJECTOR = "projector.layers."
+LLAVA_PROJECTOR = "model.mm_projector."
+
+
+def projector_to_llava(name: str, kind: str) -> str:
+    """ "projector.layers.0.weight" as LLaVA's mm_projector.bin spells it, for a kind of projector."""
+    rest = name.removeprefix(PROJECTOR)
+    return LLAVA_PROJECTOR + (rest.removeprefix("0.") if kind == "linear" else rest)
+
+
+def projector_from_llava(name: str) -> str | None:
+    """A name in a projector file to one in the projector module ("layers.0.weight"); None for other tensors.
+
+    Accepts what LLaVA accepts: anything before "mm_projector.", as LoRA runs and whole checkpoints write it.
+    """
+    found = re.search(r"(?:^|\.)mm_projector\.(\d+\.)?(weight|bias)$", name)
+    return None if found is None else f"layers.{found[1] or '0.'}{found[2]}"
+
+
+def clip_from_disk(name: str, num_layers: int) -> str | None:
+    """A name in a CLIP folder (vision model alone, or with its text model) to one in the truncated tower ("clip.*").
+
+    None for what the tower does not have: text model, projections, layers from num_layers on, position buffers.
+    """
+    if name.startswith(("text_model.", "visual_projection.", "text_projection.", "logit_scale")):
+        return None
+    name = name.removeprefix("vision_model.")
+    layer = re.match(r"encoder\.layers\.(\d+)\.", name)
+    if (layer and int(layer[1]) >= num_layers) or name == "embeddings.position_ids":
+        return None
+    return f"clip.{name}"
+
+
+def to_hf(name: str) -> str:
+    """A parameter's name here to its name on disk in a llava-hf folder (the spelling that every version reads)."""
+    if name.startswith("vision_tower.clip."):
+        return "vision_tower.vision_model." + name.removeprefix("vision_tower.clip.")
+    if name.startswith(PROJECTOR):
+        layer, _, rest = name.removeprefix(PROJECTOR).partition(".")
+        return f"multi_modal_projector.linear_{ {'0': 1, '2': 2}[layer] }.{rest}"
+    return name

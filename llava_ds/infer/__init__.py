@@ -1,0 +1,1 @@
+"""Opening an exported model, answering and scoring."""

@@ -1,0 +1,1 @@
+"""Vision tower, projector, language model, and how they are built and loaded."""

@@ -1,0 +1,131 @@
+"""Building a LLaVA from folders: configurations first, then the model (partitioned from birth under ZeRO-3), then weights."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import deepspeed
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CLIPVisionConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
+from transformers.integrations.deepspeed import prevent_arange_dtype_change
+
+from llava_ds import formats
+from llava_ds.arguments import ModelArguments
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks
+from llava_ds.model import attention
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.projector import build_projector
+from llava_ds.model.vision import ImageSpec, VisionTower, read_image_spec, read_vision_config, truncated
+from llava_ds.model.weights import TensorSource, WeightFiles, load_weights
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What can be known of the model before anything is built."""
+
+    text_config: PreTrainedConfig
+    vision_config: CLIPVisionConfig
+    images: ImageSpec
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the language model."""
+        return self.text_config.hidden_size
+
+
+def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
+    """Read configurations and tokenizer, no weights. Raises ConfigError for folders that can't be used."""
+    path = args.model_name_or_path
+    try:
+        text_config = AutoConfig.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model_name_or_path {path} can't be opened: {error}") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"--model_name_or_path {path}: the tokenizer is a slow one, without character offsets: add its tokenizer.json"
+        )
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest is not None and max_length > longest:
+        raise ConfigError(
+            f"--model_max_length is {max_length}, but the language model knows {longest} positions: give {longest} or less"
+        )
+    vision_config = read_vision_config(args.vision_tower)
+    truncated(vision_config, args.mm_vision_select_layer)  # raises for a layer that the tower does not have
+    return ModelPlan(text_config, vision_config, read_image_spec(args.vision_tower), tokenizer)
+
+
+def build_model(
+    plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, seed: int, ranks: Ranks
+) -> LlavaModel:
+    """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start."""
+    zero3 = ds_config["zero_optimization"].get("stage") == 3
+    mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
+    with _construction(ds_config, dtype, ranks.device, zero3):
+        language_model = AutoModelForCausalLM.from_config(
+            plan.text_config, attn_implementation=attention.register(), dtype=dtype
+        )
+        tower = VisionTower(plan.vision_config, args.mm_vision_select_layer, mean, std)
+        projector = build_projector(args.mm_projector_type, plan.vision_config.hidden_size, plan.hidden_size)
+        model = LlavaModel(tower, projector, language_model)
+    unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
+    assert not unpartitioned, f"built outside zero.Init: {unpartitioned[:3]}"
+    if zero3:
+        # One gather per layer instead of one per matrix: fewer hooks and collectives, the same arithmetic.
+        deepspeed.utils.set_z3_leaf_modules(model, _layer_classes(model))
+
+    load_weights(language_model, WeightFiles(args.model_name_or_path), ranks, "--model_name_or_path")
+    num_layers = tower.clip.config.num_hidden_layers
+    tower_files = WeightFiles(args.vision_tower, partial(formats.clip_from_disk, num_layers=num_layers))
+    load_weights(tower, tower_files, ranks, "--vision_tower")
+    load_weights(projector, _projector_source(plan, args, seed), ranks, "--pretrain_mm_mlp_adapter")
+    return model
+
+
+def _projector_source(plan: ModelPlan, args: ModelArguments, seed: int) -> WeightFiles | TensorSource:
+    """The projector of stage 1, or a fresh one that is the same whatever the stage, the precision and the ranks."""
+    if args.pretrain_mm_mlp_adapter is not None:
+        return WeightFiles(args.pretrain_mm_mlp_adapter, formats.projector_from_llava)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        fresh = build_projector(args.mm_projector_type, plan.vision_config.hidden_size, plan.hidden_size)
+    return TensorSource(fresh.state_dict(), "(fresh)")
+
+
+@contextlib.contextmanager
+def _construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool) -> Iterator[None]:
+    """Where modules are born: in the training dtype, on the device, without random numbers, and partitioned under ZeRO-3.
+
+    Rotary tables are computed in float32 whatever the dtype: zero.Init would make them bfloat16 (transformers 5).
+    """
+    before = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_init_weights())
+        if zero3:
+            stack.enter_context(prevent_arange_dtype_change())
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype))
+        else:
+            stack.enter_context(torch.device(device))
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _layer_classes(model: nn.Module) -> list[type[nn.Module]]:
+    """The classes of the repeated layers of tower and language model."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    return sorted({type(stack[0]) for stack in stacks}, key=lambda cls: cls.__name__)

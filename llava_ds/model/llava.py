@@ -1,0 +1,55 @@
+# T tokens of all samples laid end to end, N pictures, P patches each, C tower width, D language-model width,
+# M image positions, S supervised positions, V vocabulary
+"""The composition: tower, projector, language model, and the loss of one micro-batch."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llava_ds.batch import Batch
+from llava_ds.model.projector import Projector
+from llava_ds.model.vision import VisionTower
+
+
+class LlavaModel(nn.Module):
+    """A LLaVA over samples laid end to end. Calling it gives the loss, summed over the supervised positions."""
+
+    def __init__(self, vision_tower: VisionTower, projector: Projector, language_model: nn.Module) -> None:
+        super().__init__()
+        self.vision_tower = vision_tower
+        self.projector = projector
+        self.language_model = language_model
+
+    def forward(self, batch: Batch, logits_at: torch.Tensor | None = None) -> torch.Tensor:
+        """The cross-entropy summed over the S supervised positions, float32, a scalar.
+
+        With logits_at, (S,) indices into T, the output layer there instead: (S, V).
+        """
+        positions = batch.target_positions if logits_at is None else logits_at
+        output = self.language_model(
+            inputs_embeds=self.embed(batch),
+            position_ids=batch.position_ids,
+            cu_seqlens=batch.cu_seqlens,
+            max_seqlen=batch.max_seqlen,
+            logits_to_keep=positions,
+            use_cache=False,
+        )
+        logits = output.logits[0]  # (1, S, V) -> (S, V)
+        return logits if logits_at is not None else F.cross_entropy(logits.float(), batch.targets, reduction="sum")
+
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """Token embeddings with the pictures' features in their places: (1, T, D).
+
+        Tower and projector run exactly once, whatever the batch holds, so that the collectives of all ranks match;
+        features that no position asks for take part with a gradient of zero.
+        """
+        features = self.image_features(batch.pixel_values)  # (N, P, D)
+        placed = features.flatten(0, 1).index_select(0, batch.feature_index)  # (M, D)
+        embeds = self.language_model.get_input_embeddings()(batch.input_ids)  # (1, T, D)
+        return embeds.index_copy(1, batch.image_positions, placed[None].to(embeds.dtype))
+
+    def image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """(N, 3, H, W) uint8 to (N, P, D). The frozen tower keeps nothing for backward."""
+        with torch.no_grad():
+            features = self.vision_tower(pixel_values)  # (N, P, C)
+        return self.projector(features)

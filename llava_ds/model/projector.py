@@ -1,0 +1,39 @@
+# N pictures, P patches per picture, C tower width, D language-model width
+"""The projector from the tower's features to the language model's embedding space."""
+
+import torch
+from torch import nn
+
+from llava_ds.constants import ConfigError
+
+
+class Projector(nn.Module):
+    """A stack of layers whose names are LLaVA's: "0" and "2" are linear, "1" is the GELU between them.
+
+    (N, P, C) to (N, P, D). Source: LLaVA's build_vision_projector.
+    """
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.layers(features)
+
+
+def _linear(tower_width: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(tower_width, width))
+
+
+def _mlp2x_gelu(tower_width: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(tower_width, width), nn.GELU(), nn.Linear(width, width))
+
+
+PROJECTORS = {"linear": _linear, "mlp2x_gelu": _mlp2x_gelu}
+
+
+def build_projector(kind: str, tower_width: int, width: int) -> Projector:
+    """A projector with torch's default initialisation. Raises ConfigError for an unknown kind."""
+    if kind not in PROJECTORS:
+        raise ConfigError(f"--mm_projector_type {kind!r} is unknown: choose from {', '.join(PROJECTORS)}")
+    return Projector(PROJECTORS[kind](tower_width, width))

@@ -1,0 +1,87 @@
+"""What a person sees while it trains, and the files that hold the same: the bar, metrics.jsonl, loss.png."""
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from llava_ds.distributed import Ranks
+from llava_ds.report.metrics import MetricsLog, read_metrics
+from llava_ds.report.plots import plot_loss
+
+
+class Progress:
+    """Takes every step's result, reads the device only every logging_steps, and writes on rank 0."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        resume_step: int,
+        max_steps: int,
+        steps_per_epoch: int,
+        logging_steps: int,
+        ranks: Ranks,
+    ) -> None:
+        self.output_dir, self.ranks = output_dir, ranks
+        self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
+        self.pending: list = []
+        self.log = MetricsLog(output_dir / "metrics.jsonl", resume_step) if ranks.is_first else None
+        self.bar = tqdm(
+            total=max_steps, initial=resume_step, desc=output_dir.name, unit="step", disable=not ranks.is_first,
+            mininterval=0.5 if sys.stderr.isatty() else 10.0, dynamic_ncols=True,
+        )  # fmt: skip
+
+    def after_step(self, result, skipped_steps: int) -> None:
+        """result: a StepResult of the loop; skipped_steps: the engine's count of steps without an update."""
+        self.pending.append((result, skipped_steps))
+        if len(self.pending) == self.logging_steps or result.step == self.max_steps:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending; call it before a checkpoint, so that the log never lags behind one."""
+        rows = [self._row(result, skipped) for result, skipped in self.pending]
+        if rows and self.ranks.is_first:
+            self.log.write(rows)
+            self.bar.set_postfix_str(
+                f"loss {rows[-1]['loss']:.4f}, lr {max(rows[-1]['lr']):.2e}, {rows[-1]['tokens_per_s']:,.0f} tokens/s",
+                refresh=False,
+            )
+            self.bar.update(len(rows))
+        self.pending.clear()
+
+    def close(self, title: str) -> None:
+        """End the bar and draw the curve."""
+        self.flush()
+        self.bar.close()
+        if self.ranks.is_first:
+            rows = read_metrics(self.output_dir / "metrics.jsonl")
+            if rows:
+                plot_loss(rows, self.output_dir / "loss.png", title)
+
+    def _row(self, result, skipped_steps: int) -> dict:
+        window = result.window
+        return {
+            "step": result.step,
+            "epoch": result.step / self.steps_per_epoch,
+            "loss": float(result.loss),
+            "lr": result.lr,
+            "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
+            "samples": window.num_samples_all_ranks,
+            "tokens": window.num_tokens_all_ranks,
+            "supervised_tokens": window.num_targets_all_ranks,
+            "step_time_s": round(result.step_time_s, 6),
+            "data_wait_s": round(window.data_wait_s, 6),
+            "tokens_per_s": round(window.num_tokens_all_ranks / result.step_time_s, 1),
+            "peak_memory_bytes": peak_memory_bytes(self.ranks.device),
+            "skipped_steps": skipped_steps,
+        }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank used so far: on its GPU, or of the whole process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

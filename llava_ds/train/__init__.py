@@ -1,0 +1,1 @@
+"""What trains, at which rate, and the loop."""

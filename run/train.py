@@ -1,0 +1,214 @@
+"""Train a LLaVA: deepspeed run/train.py --deepspeed_config ds_configs/zero3.json
+
+Without --model_name_or_path it trains the tiny model that ships with the package on generated pictures.
+"""
+
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+
+from llava_ds.arguments import Arguments, parse_arguments, read_recipe
+from llava_ds.checkpoint import state as checkpoint
+from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_projector
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.collator import collate
+from llava_ds.data.dataset import EncodedDataset, EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.loader import Layout, windows
+from llava_ds.data.sampler import steps_per_epoch
+from llava_ds.distributed import (
+    Ranks,
+    exit_for_bad_input,
+    first_rank_first,
+    init_ranks,
+    print_first,
+    quiet_libraries,
+)
+from llava_ds.ds_config import ResolvedConfig, check_engine, read_ds_config, resolve_ds_config
+from llava_ds.model.build import ModelPlan, build_model, plan_model
+from llava_ds.report.progress import Progress
+from llava_ds.report.run_record import write_run_record
+from llava_ds.tiny import default as tiny
+from llava_ds.train.loop import StepResult, TrainState, train
+from llava_ds.train.schedule import scheduler_factory, total_steps, warmup_steps
+from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def main(argv: list[str]) -> None:
+    args, notes = parse_arguments(argv, defaults=_defaults(argv))
+    raw_config = read_ds_config(args.training.deepspeed_config)
+    quiet_libraries()
+    ranks = init_ranks()
+    print_first(*notes)
+
+    # What will be trained on what: all of it is read and checked before a model is built.
+    with first_rank_first(ranks):
+        args = tiny.fill_in(args)
+    plan = plan_model(args.model, args.data.model_max_length)
+    resolved = resolve_ds_config(raw_config, args, world_size=ranks.world_size, hidden_size=plan.hidden_size)
+    args = resolved.args
+    with first_rank_first(ranks):
+        dataset = _open_data(args, plan)
+    layout = Layout(
+        ranks.rank,
+        ranks.world_size,
+        args.training.per_device_train_batch_size,
+        args.training.gradient_accumulation_steps,
+        args.training.tokens_per_micro_batch,
+    )
+    per_epoch = steps_per_epoch(len(dataset), layout.batch_size)
+    num_steps = total_steps(args.training, per_epoch)
+    identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, _zero_stage(resolved))
+    output_dir = Path(args.training.output_dir)
+    resume, lines = checkpoint.find_resume_point(args.training.resume, output_dir, identity)
+    if resume.path is None:
+        checkpoint.set_aside(output_dir, ranks)
+    _print_plan(args, resolved, dataset, layout, num_steps, per_epoch, lines)
+    if ranks.is_first:
+        write_run_record(output_dir, args, resolved.config, num_steps)
+
+    # The model, the engine, and what the engine was in the middle of.
+    torch.manual_seed(args.training.seed)
+    torch.backends.cuda.matmul.allow_tf32 = args.training.tf32
+    model = build_model(plan, args.model, resolved.config, _dtype(resolved.config), args.training.seed, ranks)
+    choose_trainable(model, args)
+    if args.training.gradient_checkpointing:
+        model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    groups = parameter_groups(model, args)
+    print_first(*describe(model, groups))
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(
+            groups,
+            betas=(args.training.adam_beta1, args.training.adam_beta2),
+            eps=args.training.adam_epsilon,
+            fused=ranks.device.type == "cuda",
+        ),
+        lr_scheduler=scheduler_factory(args.training, num_steps),
+        config=resolved.config,
+    )
+    check_engine(engine, resolved.config)
+    if resume.path is not None:
+        checkpoint.restore(engine, resume, ranks)
+
+    # Train.
+    state = TrainState(resume.step, resume.tokens)
+    progress = Progress(
+        output_dir,
+        resume_step=resume.step,
+        max_steps=num_steps,
+        steps_per_epoch=per_epoch,
+        logging_steps=args.training.logging_steps,
+        ranks=ranks,
+    )
+
+    def after_step(result: StepResult) -> None:
+        progress.after_step(result, engine.skipped_steps)
+        if _saves_at(args, result.step, num_steps):
+            progress.flush()
+            checkpoint.save(
+                engine, output_dir, state.step, state.tokens, identity, args.training.save_total_limit, ranks
+            )
+
+    steps = windows(
+        dataset,
+        layout,
+        seed=args.training.seed if args.training.data_seed is None else args.training.data_seed,
+        start_step=state.step,
+        num_steps=num_steps,
+        num_workers=args.data.dataloader_num_workers,
+        device=ranks.device,
+    )
+    train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
+    progress.close(
+        title=f"{output_dir.name}: {num_steps} steps, ZeRO-{_zero_stage(resolved)}, {ranks.world_size} ranks"
+    )
+
+    # What it leaves.
+    if args.model.tune_mm_mlp_adapter:
+        paths = export_projector(model, args.model, output_dir, ranks)
+        print_first(f"projector: {', '.join(map(str, paths))}")
+    else:
+        _export_and_check(engine, plan, args, dataset, output_dir, ranks)
+    torch.distributed.destroy_process_group()
+
+
+def _defaults(argv: list[str]) -> dict[str, object]:
+    """The tiny model's recipe, unless the user brings a model or a recipe."""
+    flags = {token[2:].split("=", 1)[0] for token in argv if token.startswith("--")}
+    if flags & {"model_name_or_path", "recipe"}:
+        return {}
+    stage = "pretrain" if "tune_mm_mlp_adapter" in flags else "finetune"
+    defaults = read_recipe(RECIPES / f"tiny-{stage}.yaml")
+    return {name: value for name, value in defaults.items() if name not in flags}
+
+
+def _open_data(args: Arguments, plan: ModelPlan) -> EncodedDataset:
+    data = args.data
+    return open_encoded(
+        data.data_path,
+        data.image_folder,
+        plan.tokenizer,
+        EncodingOptions(args.model.version, data.model_max_length, plan.images.num_tokens),
+        PictureOptions(plan.images.size, plan.images.mean, data.image_aspect_ratio, data.max_image_pixels),
+        data.cache_dir,
+    )
+
+
+def _zero_stage(resolved: ResolvedConfig) -> int:
+    return resolved.config["zero_optimization"].get("stage", 0)
+
+
+def _dtype(config: dict) -> torch.dtype:
+    if config["bf16"]["enabled"]:
+        return torch.bfloat16
+    return torch.float16 if config["fp16"]["enabled"] else torch.float32
+
+
+def _saves_at(args: Arguments, step: int, num_steps: int) -> bool:
+    training = args.training
+    return training.save_strategy == "steps" and (step % training.save_steps == 0 or step == num_steps)
+
+
+def _print_plan(
+    args: Arguments,
+    resolved: ResolvedConfig,
+    dataset: EncodedDataset,
+    layout: Layout,
+    num_steps: int,
+    per_epoch: int,
+    lines: list[str],
+) -> None:
+    training = args.training
+    print_first(
+        dataset.summary(args.data.data_path),
+        f"{num_steps:,} optimizer steps of {layout.batch_size} samples ({num_steps / per_epoch:.2f} epochs), "
+        f"{warmup_steps(training, num_steps)} of them warm-up, {training.lr_scheduler_type} schedule",
+        f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
+        *resolved.explain(),
+        *lines,
+    )
+
+
+def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_dir: Path, ranks: Ranks) -> None:
+    """The llava-hf folder, proven on one sample: transformers has to compute the same logits from it."""
+    sample = dataset[dataset.first_with_picture()]
+    batch = collate([sample], plan.images.size, plan.images.num_tokens).to(ranks.device)
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
+    export_hf(engine.module, plan, args.model, args.data.image_aspect_ratio, output_dir, ranks)
+    if ranks.is_first:
+        tower = engine.module.vision_tower
+        difference = compare_reloaded(output_dir, batch, tower.mean, tower.std, logits)
+        print(f"model: {output_dir} (reloaded with transformers, logits differ by {difference:.1e} of the largest)")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ConfigError, DataError) as error:
+        exit_for_bad_input(error, "run/train.py")

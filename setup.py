@@ -1,0 +1,41 @@
+"""The package and its dependencies; settings of ruff and pytest are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'__version__ = "(.+)"', (here / "llava_ds" / "__init__.py").read_text(encoding="utf-8"))[1]
+
+setup(
+    name="llava_ds",
+    version=version,
+    description="A LLaVA-style image-text model trainer written directly on the DeepSpeed engine",
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=find_packages(include=["llava_ds", "llava_ds.*"]),
+    package_data={"llava_ds.tiny": ["weights/*/*"]},
+    install_requires=[
+        "torch>=2.10",
+        "deepspeed>=0.19.8,<0.20",  # distributed.py and model/build.py use two of its private names
+        "transformers>=5.17,<6",
+        "tokenizers",
+        "datasets>=4",
+        "safetensors",
+        "pillow>=11",
+        "numpy",
+        "pyyaml",
+        "tqdm",
+        "matplotlib",
+    ],
+    extras_require={
+        "flash": ["flash-attn>=2.7"],
+        "liger": ["liger-kernel>=0.8"],
+        "lora": ["peft>=0.17"],
+        "wandb": ["wandb"],
+        "demo": ["gradio"],
+        "dev": ["pytest", "ruff"],
+    },
+)

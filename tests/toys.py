@@ -1,0 +1,76 @@
+"""Random toy models and data for tests: seconds to train, every code path of a large one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
+
+from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
+
+IMAGE_SIZE, PATCH_SIZE = 24, 8
+TEXTS = [
+    "USER: What is it? ASSISTANT: It is a red cat.",
+    "A chat between a curious user and an assistant.",
+    "yes no two",
+]
+ANSWERS = ["yes", "It is a red cat.", "two", "There is no dog, but a cat."]
+
+
+def write_base(folder: Path, *, seed: int = 0) -> dict[str, str]:
+    """Write a random language model (grouped-query attention) and a random CLIP tower; return the flags that name them."""
+    torch.manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(TEXTS, max_vocab_size=400)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    save_tokenizer(tokenizer, folder / "llama")
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH_SIZE,
+    )
+    CLIPVisionModel(vision).save_pretrained(folder / "clip")
+    CLIPImageProcessorPil(
+        size={"shortest_edge": IMAGE_SIZE}, crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    ).save_pretrained(folder / "clip")
+    return {"model_name_or_path": str(folder / "llama"), "vision_tower": str(folder / "clip")}
+
+
+def write_data(folder: Path, kinds: str, *, seed: int = 0, plain: bool = False) -> dict[str, str]:
+    """Write a data set with one sample per letter: "i" with a picture, "t" text only; return the flags that name it."""
+    rng = np.random.default_rng(seed)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    records = []
+    for index, kind in enumerate(kinds):
+        turns = 1 if plain else int(rng.integers(1, 4))
+        talk = []
+        for turn in range(turns):
+            mark = "<image>\n" if kind == "i" and turn == 0 else ""
+            talk.append({"from": "human", "value": f"{mark}What is it, number {index}?"})
+            talk.append({"from": "gpt", "value": ANSWERS[int(rng.integers(len(ANSWERS)))]})
+        record = {"id": f"s{index}", "conversations": talk}
+        if kind == "i":
+            width, height = rng.integers(20, 50, 2)
+            pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / f"{index}.png")
+            record["image"] = f"{index}.png"
+        records.append(record)
+    (folder / "data.json").write_text(json.dumps(records))
+    return {"data_path": str(folder / "data.json"), "image_folder": str(folder / "images")}
