@@ -101,8 +101,12 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
 def quiet_libraries() -> None:
     """Hold back what DeepSpeed and transformers say at every start; warnings and errors remain."""
     import logging
+    import warnings
 
     import transformers
+
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 calls old.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     transformers.logging.set_verbosity_error()

@@ -20,7 +20,7 @@ ANSWERS = ["yes", "It is a red cat.", "two", "There is no dog, but a cat."]
 
 
 def write_base(folder: Path, *, seed: int = 0) -> dict[str, str]:
-    """Write a random language model (grouped-query attention) and a random CLIP tower; return the flags that name them."""
+    """Write a random language model (grouped-query attention) and CLIP tower; return the flags that name them."""
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(TEXTS, max_vocab_size=400)

@@ -1,4 +1,4 @@
-"""Building a LLaVA from folders: configurations first, then the model (partitioned from birth under ZeRO-3), then weights."""
+"""Building a LLaVA from folders: configurations first, then the model (under ZeRO-3 partitioned), then the weights."""
 
 import contextlib
 from collections.abc import Iterator
@@ -55,12 +55,14 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
         raise ConfigError(f"--model_name_or_path {path} can't be opened: {error}") from error
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"--model_name_or_path {path}: the tokenizer is a slow one, without character offsets: add its tokenizer.json"
+            f"--model_name_or_path {path}: the tokenizer is a slow one, without character offsets: "
+            "add its tokenizer.json"
         )
     longest = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and max_length > longest:
         raise ConfigError(
-            f"--model_max_length is {max_length}, but the language model knows {longest} positions: give {longest} or less"
+            f"--model_max_length is {max_length}, but the language model knows {longest} positions: "
+            f"give {longest} or less"
         )
     vision_config = read_vision_config(args.vision_tower)
     truncated(vision_config, args.mm_vision_select_layer)  # raises for a layer that the tower does not have
@@ -106,7 +108,7 @@ def _projector_source(plan: ModelPlan, args: ModelArguments, seed: int) -> Weigh
 
 @contextlib.contextmanager
 def _construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool) -> Iterator[None]:
-    """Where modules are born: in the training dtype, on the device, without random numbers, and partitioned under ZeRO-3.
+    """Where modules are born: in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3.
 
     Rotary tables are computed in float32 whatever the dtype: zero.Init would make them bfloat16 (transformers 5).
     """

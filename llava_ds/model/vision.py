@@ -54,7 +54,8 @@ def read_image_spec(path: str | Path) -> ImageSpec:
     size = crop["height"] if isinstance(crop, dict) else crop
     if size != vision.image_size:
         raise ConfigError(
-            f"--vision_tower {path}: preprocessor_config.json crops to {size} pixels, but the tower takes {vision.image_size}"
+            f"--vision_tower {path}: preprocessor_config.json crops to {size} pixels, "
+            f"but the tower takes {vision.image_size}"
         )
     return ImageSpec(size, vision.patch_size, tuple(processor["image_mean"]), tuple(processor["image_std"]))
 

@@ -65,7 +65,8 @@ class WeightFiles:
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+            names = opened.keys()
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     return {name: tuple(tensor.shape) for name, tensor in _load_pickle(file).items()}
 
 
@@ -97,7 +98,7 @@ class TensorSource:
 
 @torch.no_grad()
 def load_weights(module: nn.Module, source: WeightFiles | TensorSource, ranks: Ranks, what: str) -> None:
-    """Fill every parameter of a module from a source, partitioned by ZeRO-3 or not, and prove by checksum that it arrived.
+    """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
 
     Raises DataError when a tensor is missing, has another shape or is not the module's, and RuntimeError when what the
     ranks hold differs from what was read (weights put into partitioned parameters can vanish silently).
