@@ -47,8 +47,10 @@ def init_ranks() -> Ranks:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         _use_gloo_without_compiling(accelerator)
-        # Two ranks with every core each would run slower than one: share the cores out.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", _local_size()))))
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Two ranks with every core each would run slower than one: share the cores out.
+            local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
         device = torch.device("cpu")
     else:
         accelerator.set_device(local_rank)
@@ -65,10 +67,6 @@ def _use_gloo_without_compiling(accelerator) -> None:
     from deepspeed.ops import __compatible_ops__
 
     __compatible_ops__[accelerator.create_op_builder("ShareMemCommBuilder").NAME] = False
-
-
-def _local_size() -> str:
-    return os.environ.get("LOCAL_SIZE", "1")
 
 
 def _free_port() -> int:

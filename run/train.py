@@ -133,7 +133,6 @@ def main(argv: list[str]) -> None:
         print_first(f"projector: {', '.join(map(str, paths))}")
     else:
         _export_and_check(engine, plan, args, dataset, output_dir, ranks)
-    torch.distributed.destroy_process_group()
 
 
 def _defaults(argv: list[str]) -> dict[str, object]:
@@ -212,3 +211,4 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, "run/train.py")
+    torch.distributed.destroy_process_group()

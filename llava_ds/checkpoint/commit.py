@@ -59,7 +59,7 @@ def problem_with(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, not {expected['bytes']}"
-        if _sha256(path) != expected["sha256"]:
+        if sha256(path) != expected["sha256"]:
             return f"{name} has changed since it was saved"
     return None
 
@@ -89,10 +89,11 @@ def keep_newest(output_dir: Path, limit: int | None) -> None:
 
 def _flush_and_hash(path: Path) -> dict:
     _flush(path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -37,6 +37,8 @@ class RunIdentity:
     @classmethod
     def of(cls, args: Arguments, data: str, world_size: int, zero_stage: int) -> "RunIdentity":
         flags = {name: value for name, value in args.as_dict().items() if name not in FREE_FLAGS}
+        projector = args.model.pretrain_mm_mlp_adapter
+        flags["pretrain_mm_mlp_adapter"] = projector and commit.sha256(Path(projector))  # its content, wherever it lies
         return cls(flags, data, world_size, zero_stage)
 
     def differences(self, saved: dict) -> list[str]:

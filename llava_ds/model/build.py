@@ -82,6 +82,7 @@ def build_model(
         tower = VisionTower(plan.vision_config, args.mm_vision_select_layer, mean, std)
         projector = build_projector(args.mm_projector_type, plan.vision_config.hidden_size, plan.hidden_size)
         model = LlavaModel(tower, projector, language_model)
+    assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
     assert not unpartitioned, f"built outside zero.Init: {unpartitioned[:3]}"
     if zero3:
@@ -117,7 +118,8 @@ def _construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zer
         stack.enter_context(no_init_weights())
         if zero3:
             stack.enter_context(prevent_arange_dtype_change())
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype))
+            # Not dtype=: on CPU, DeepSpeed 0.19.8 takes bfloat16 whatever is given there; from the config it is right.
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
         else:
             stack.enter_context(torch.device(device))
         torch.set_default_dtype(dtype)

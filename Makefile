@@ -1,0 +1,82 @@
+# Every command that a person types. Each makes .venv first if it is not there or out of date.
+#   make finetune    the tiny model in both stages, exported and evaluated
+#   make pretrain MODEL=/models/vicuna-7b VISION_TOWER=/models/clip DATA=blip_558k.json IMAGES=images/
+# ARGS= goes to run/train.py as it is: make finetune ARGS="--learning_rate 1e-5"
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+VENV     ?= .venv
+BIN      := $(VENV)/bin
+ARGS     ?=
+
+# Stage 1 and stage 2 of the tiny model, or of the model that MODEL names.
+ifdef MODEL
+  ifndef VISION_TOWER
+    $(error MODEL needs VISION_TOWER, DATA and IMAGES with it: make pretrain MODEL=... VISION_TOWER=... DATA=... IMAGES=...)
+  endif
+  RECIPE    ?= llava-v1.5-7b
+  OUTPUT    ?= output/$(notdir $(patsubst %/,%,$(MODEL)))
+  MODEL_ARGS = --model_name_or_path $(MODEL) --vision_tower $(VISION_TOWER) \
+               $(if $(DATA),--data_path $(DATA)) $(if $(IMAGES),--image_folder $(IMAGES))
+else
+  RECIPE    ?= tiny
+  OUTPUT    ?= output/tiny
+  MODEL_ARGS =
+endif
+PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
+
+# All local accelerators; without one, two ranks on CPU.
+LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed \
+         $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--num_accelerators 2")')
+
+.PHONY: install pretrain finetune train-finetune evaluate ablation test test-full lint clean help
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+	@echo 'targets: install pretrain finetune evaluate ablation test test-full lint clean'
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: setup.py constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt torch
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Stage 1: align the projector, ZeRO-2.
+pretrain: install
+	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/$(RECIPE)-pretrain.yaml \
+	  $(MODEL_ARGS) --output_dir $(OUTPUT)-pretrain $(ARGS)
+
+# Stage 2: visual instruction tuning, ZeRO-3, from stage 1's projector; then the score on held-out questions.
+finetune: install
+	@test -e $(PROJECTOR) || $(MAKE) --no-print-directory pretrain DATA=$(PRETRAIN_DATA) IMAGES=$(PRETRAIN_IMAGES)
+	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero3.json --recipe run/recipes/$(RECIPE)-finetune.yaml \
+	  $(MODEL_ARGS) --pretrain_mm_mlp_adapter $(PROJECTOR) --output_dir $(OUTPUT)-finetune $(ARGS)
+ifndef MODEL
+	@$(MAKE) --no-print-directory evaluate
+endif
+
+evaluate: install
+	$(BIN)/python run/evaluate.py --model_path $(OUTPUT)-finetune --compare_without_image \
+	  --output $(OUTPUT)-finetune/evaluation.json
+
+# The same stage 2 with a fresh projector, for comparison.
+ablation: install
+	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero3.json --recipe run/recipes/tiny-finetune.yaml \
+	  --output_dir output/tiny-finetune-without-stage-1 $(ARGS)
+	$(BIN)/python run/evaluate.py --model_path output/tiny-finetune-without-stage-1 --compare_without_image \
+	  --output output/tiny-finetune-without-stage-1/evaluation.json
+
+test: install
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-full: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) output .pytest_cache .ruff_cache *.egg-info

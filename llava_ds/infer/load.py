@@ -1,0 +1,34 @@
+"""Opening an exported model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoProcessor, LlavaForConditionalGeneration, LlavaProcessor
+
+from llava_ds.constants import ConfigError
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A LLaVA in transformers' own class, with its processor, ready to answer."""
+
+    model: LlavaForConditionalGeneration
+    processor: LlavaProcessor
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Features per picture."""
+        return self.model.config.image_seq_length
+
+
+def load_model(path: str | Path, device: str | None = None) -> LoadedModel:
+    """Open a llava-hf folder from disk, on a GPU if there is one. Raises ConfigError when it is not such a folder."""
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"{path} holds no exported model (no config.json): train one first, for example make finetune")
+    try:
+        processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+        model = LlavaForConditionalGeneration.from_pretrained(path, dtype="auto", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be opened as a LLaVA: {error}") from error
+    return LoadedModel(model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu")), processor)

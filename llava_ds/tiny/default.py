@@ -1,0 +1,35 @@
+"""What a run uses that names no model: the tiny weights and generated scenes, through the same flags as any other."""
+
+from pathlib import Path
+
+from llava_ds.arguments import Arguments
+from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
+from llava_ds.tiny.dataset import write_dataset
+
+
+def fill_in(args: Arguments) -> Arguments:
+    """The same flags with the tiny model's folders and the generated data in the place of what was not given.
+
+    Writes the data on the first call. Flags that name a model are returned as they are.
+    """
+    if args.model.model_name_or_path is not None:
+        return args
+    args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
+    if args.data.data_path is not None:
+        return args
+    folder = scenes_folder(args.data.cache_dir)
+    write_dataset(folder)
+    split = "pretrain" if args.model.tune_mm_mlp_adapter else "finetune"
+    return args.replaced(data_path=str(folder / f"{split}.json"), image_folder=str(folder))
+
+
+def scenes_folder(cache_dir: str) -> Path:
+    """Where the generated scenes lie."""
+    return Path(cache_dir).expanduser() / "scenes"
+
+
+def heldout_data(cache_dir: str) -> tuple[str, str]:
+    """The generated held-out questions and the folder of their pictures, written on the first call."""
+    folder = scenes_folder(cache_dir)
+    write_dataset(folder)
+    return str(folder / "heldout.json"), str(folder)

@@ -1,0 +1,52 @@
+"""Starting the real thing: the deepspeed launcher with CPU ranks."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TRAIN = ROOT / "run" / "train.py"
+RUN_MANY = ROOT / "tests" / "workers" / "run_many.py"
+
+
+def launch(num_ranks: int, script: Path, *arguments: str, timeout_s: int = 300) -> subprocess.CompletedProcess:
+    """Run a script on some CPU ranks through the deepspeed launcher, and return when it ended."""
+    bin_folder = Path(sys.executable).parent
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment |= {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{bin_folder}{os.pathsep}{environment['PATH']}",
+    }
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [str(bin_folder / "deepspeed"), "--num_accelerators", str(num_ranks), "--master_port", str(port)]
+    return subprocess.run(
+        [*command, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def run_many(num_ranks: int, folder: Path, runs: list[dict[str, object]], timeout_s: int = 300) -> str:
+    """Run run/train.py once per dict of flags, all in one launch. Returns the output; fails with it if a run failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = folder / "runs.json"
+    listed.write_text(json.dumps([command_line(flags) for flags in runs]))
+    done = launch(num_ranks, RUN_MANY, str(listed), timeout_s=timeout_s)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def command_line(flags: dict[str, object]) -> list[str]:
+    return [token for name, value in flags.items() for token in (f"--{name}", str(value))]
+
+
+def ds_config(stage: int) -> str:
+    return str(ROOT / "ds_configs" / f"zero{stage}.json")
+
+
+def losses(output_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output_dir / "metrics.jsonl").read_text().splitlines()]

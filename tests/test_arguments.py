@@ -1,0 +1,214 @@
+"""Flags: who wins, what is refused, and that one error tells all of it."""
+
+from pathlib import Path
+
+import pytest
+
+from llava_ds.arguments import WITHOUT_EFFECT, parse_arguments
+from llava_ds.constants import ConfigError
+
+ZERO2 = str(Path(__file__).parents[1] / "ds_configs" / "zero2.json")
+NEEDED = ["--deepspeed_config", ZERO2, "--output_dir", "out"]
+
+
+def parse(*argv: object, **more):
+    return parse_arguments([*NEEDED, *map(str, argv)], **more)[0]
+
+
+def refused(*argv: object) -> str:
+    """The message with which a command line is refused."""
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(list(map(str, argv)))
+    return str(caught.value)
+
+
+def recipe(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path):
+    path = recipe(tmp_path, "learning_rate: 3.0e-3\nwarmup_ratio: 0.1\nmm_vision_select_layer: -1\nbf16: true\n")
+    defaults = {"warmup_ratio": 0.5, "adam_beta2": 0.95}
+    for placed in (["--recipe", path, "--learning_rate", 1e-4], ["--learning_rate", 1e-4, f"--recipe={path}"]):
+        args = parse(*placed, defaults=defaults)
+        assert args.training.learning_rate == 1e-4
+        assert args.training.warmup_ratio == 0.1
+        assert args.training.adam_beta2 == 0.95
+        assert args.training.save_steps == 500
+        assert args.model.mm_vision_select_layer == -1
+        assert args.training.bf16 is True
+
+
+def test_given_names_what_the_user_wrote_and_nothing_else(tmp_path):
+    path = recipe(tmp_path, "learning_rate: 3.0e-3\n")
+    args = parse("--recipe", path, "--bf16=True", "--version", "v1", defaults={"seed": 7})
+    assert args.given == {"recipe", "learning_rate", "bf16", "version", "deepspeed_config", "output_dir"}
+    assert args.training.seed == 7
+
+
+def test_a_flag_spelled_with_hyphens_is_given_under_its_name():
+    args = parse("--train-batch-size", 8, "--tune-mm-mlp-adapter", "True")
+    assert args.training.train_batch_size == 8
+    assert {"train_batch_size", "tune_mm_mlp_adapter"} <= args.given
+
+
+def test_deepspeed_is_another_name_for_deepspeed_config():
+    args = parse_arguments(["--deepspeed", ZERO2, "--output_dir", "out"])[0]
+    assert args.training.deepspeed_config == ZERO2
+    assert "deepspeed_config" in args.given and "deepspeed" not in args.given
+
+
+def test_unknown_flag_names_the_nearest(tmp_path):
+    message = refused(*NEEDED, "--learning_rat", 1e-3, "--zzzzzz=1")
+    assert "unknown flag --learning_rat: did you mean --learning_rate?" in message
+    assert "unknown flag --zzzzzz: run/train.py --help lists all flags" in message
+    message = refused(*NEEDED, "--recipe", recipe(tmp_path, "learn_rate: 1\n"))
+    assert "unknown flag --learn_rate: did you mean --learning_rate?" in message
+
+
+def test_the_value_of_an_unknown_flag_is_no_second_problem():
+    assert len(refused(*NEEDED, "--learning_rat", 1e-3).splitlines()) == 1
+
+
+def test_a_flag_is_never_completed_from_its_beginning():
+    assert "unknown flag --learning" in refused(*NEEDED, "--learning", 1e-3)
+
+
+def test_a_value_without_a_flag_is_named():
+    assert "unexpected argument 'oops': every value belongs behind a --flag" in refused(*NEEDED, "oops")
+
+
+def test_llavas_pretrain_script_parses_and_names_what_has_no_effect(tmp_path):
+    for name in ("vicuna", "clip", "images"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data.json").write_text("[]")
+    script = f"""
+        --deepspeed {ZERO2} --model_name_or_path {tmp_path}/vicuna --version plain --data_path {tmp_path}/data.json
+        --image_folder {tmp_path}/images --vision_tower {tmp_path}/clip --mm_projector_type mlp2x_gelu
+        --tune_mm_mlp_adapter True --mm_vision_select_layer -2 --mm_use_im_start_end False
+        --mm_use_im_patch_token False --bf16 True --output_dir out --num_train_epochs 1
+        --per_device_train_batch_size 32 --per_device_eval_batch_size 4 --gradient_accumulation_steps 1
+        --evaluation_strategy no --save_strategy steps --save_steps 24000 --save_total_limit 1 --learning_rate 1e-3
+        --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type cosine --logging_steps 1 --tf32 True
+        --model_max_length 2048 --gradient_checkpointing True --dataloader_num_workers 4 --lazy_preprocess True
+        --report_to wandb"""
+    args, notes = parse_arguments([*script.split(), "--local_rank", "0"])
+    assert args.training.per_device_train_batch_size == 32 and args.model.mm_vision_select_layer == -2
+    named = {note.split()[0].removeprefix("--") for note in notes}
+    assert named == set(WITHOUT_EFFECT) & set(script.replace("--", "").split())
+    assert all("has no effect: " in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "instead"),
+    [
+        ("mm_use_im_start_end", "True", "False"),
+        ("mm_use_im_patch_token", "True", "False"),
+        ("evaluation_strategy", "steps", "no"),
+        ("eval_strategy", "epoch", "no"),
+    ],
+)
+def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
+    message = refused(*NEEDED, f"--{flag}", value)
+    assert message.startswith(f"--{flag} {value} is not supported (") and message.endswith(f"or give {instead}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        *((name, 0, "give 1 or more") for name in (
+            "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size", "tokens_per_micro_batch",
+            "logging_steps", "save_steps", "save_total_limit", "max_image_pixels",
+        )),
+        ("model_max_length", 1, "give 2 or more"),
+        ("dataloader_num_workers", -1, "give 0 or more"),
+        ("learning_rate", -1.0, "give 0 or more"),
+        ("learning_rate", "nan", "give 0 or more"),
+        ("mm_projector_lr", "inf", "give 0 or more"),
+        ("weight_decay", -0.1, "give 0 or more"),
+        ("max_grad_norm", -1.0, "give 0 or more"),
+        ("adam_epsilon", -1.0, "give 0 or more"),
+        ("adam_beta1", 1.0, "give a value from 0 to below 1"),
+        ("adam_beta2", -0.5, "give a value from 0 to below 1"),
+        ("warmup_ratio", 1.5, "give a value from 0 to 1"),
+        ("num_train_epochs", 0, "give a value above 0"),
+        ("num_train_epochs", "inf", "give a value above 0"),
+        *((name, "missing", "there is no such file") for name in (
+            "deepspeed_config", "data_path", "pretrain_mm_mlp_adapter",
+        )),
+        *((name, "missing", "there is no such folder") for name in (
+            "model_name_or_path", "vision_tower", "image_folder",
+        )),
+        ("version", "v9", "invalid choice: 'v9'"),
+        ("bf16", "perhaps", "--bf16"),
+        ("save_steps", "many", "--save_steps"),
+    ],
+)  # fmt: skip
+def test_bad_value_is_refused_by_name(flag, value, expected):
+    message = refused(*NEEDED, f"--{flag}", value)
+    assert f"--{flag}" in message and str(value) in message and expected in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--bf16", "True", "--fp16", "True"], "--bf16 and --fp16 are both set: choose one"),
+        (["--model_name_or_path", "."], "--model_name_or_path and --vision_tower go together"),
+        (["--vision_tower", "."], "--model_name_or_path and --vision_tower go together"),
+        (["--model_name_or_path", ".", "--vision_tower", "."], "--data_path is missing"),
+        (["--version", "plain"], "--version plain is the template of stage 1"),
+        (["--mm_projector_type", "linear"], "--mm_projector_type linear can't be exported as a whole model"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(argv, expected):
+    assert expected in refused(*NEEDED, *argv)
+
+
+def test_missing_output_dir_and_config_are_named():
+    message = refused("--output_dir", "out")
+    assert message == "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json"
+    assert refused("--deepspeed", ZERO2) == "--output_dir is missing: name the folder for what the run leaves"
+
+
+def test_all_problems_come_in_one_error():
+    message = refused("--save_steps", 0, "--adam_beta1", 2, "--eval_strategy", "steps", "--data_path", "missing")
+    lines = message.splitlines()
+    for part in (
+        "--save_steps",
+        "--adam_beta1",
+        "--eval_strategy",
+        "--data_path",
+        "--output_dir",
+        "--deepspeed_config",
+    ):
+        assert sum(line.startswith(part) for line in lines) == 1, message
+    assert len(lines) == 6
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "learning_rate: [1, 2]\n", "data: {a: 1}\n", "just text\n", ""])
+def test_a_recipe_that_is_no_flat_mapping_is_refused(tmp_path, text):
+    path = recipe(tmp_path, text)
+    assert (
+        refused(*NEEDED, "--recipe", path) == f"--recipe {path} must be a YAML mapping of flag names to single values"
+    )
+
+
+def test_a_recipe_that_can_not_be_read_is_refused(tmp_path):
+    assert "can't be read" in refused(*NEEDED, "--recipe", tmp_path / "missing.yaml")
+    assert "can't be read" in refused(*NEEDED, "--recipe", recipe(tmp_path, "a: [1\n"))
+    assert refused(*NEEDED, "--recipe") == "--recipe needs the path of a YAML file"
+
+
+def test_every_recipe_in_the_package_parses():
+    recipes = sorted((Path(__file__).parents[1] / "run" / "recipes").glob("*.yaml"))
+    assert recipes
+    for path in recipes:
+        parse("--recipe", path)
+
+
+def test_replaced_changes_a_flag_in_whichever_section():
+    args = parse().replaced(version="plain", image_folder="x", bf16=True)
+    assert (args.model.version, args.data.image_folder, args.training.bf16) == ("plain", "x", True)
+    assert args.as_dict() == {**parse().as_dict(), "version": "plain", "image_folder": "x", "bf16": True}

@@ -1,0 +1,26 @@
+"""Several runs of run/train.py in the processes of one launch, for starting processes is what costs time.
+
+Last argument: a JSON file with a list of command lines. Each goes through the same main() as a launch of its own.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+TRAIN = Path(__file__).parents[2] / "run" / "train.py"
+
+
+def main() -> None:
+    spec = importlib.util.spec_from_file_location("train", TRAIN)
+    train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train)
+    for argv in json.loads(Path(sys.argv[-1]).read_text()):
+        train.main(argv)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
