@@ -19,6 +19,7 @@ def main() -> None:
     spec.loader.exec_module(train)
     for argv in json.loads(Path(sys.argv[-1]).read_text()):
         train.main(argv)
+        torch.distributed.barrier()  # the next run may read what rank 0 has just written
     torch.distributed.destroy_process_group()
 
 

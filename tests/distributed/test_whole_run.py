@@ -1,0 +1,136 @@
+"""Stage 1, stage 2, a break and a resume, on two ranks: what the runs leave, and that a resume changes nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+from launching import ds_config, losses, run_many
+from safetensors.torch import load_file
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from llava_ds.checkpoint.commit import newest_whole
+from llava_ds.data.encode import encode
+from llava_ds.data.images import load_image
+from llava_ds.data.templates import Message, render, render_prompt
+
+STEPS, SAVED = 6, 3
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Output folders: stage 1, stage 2, and each of them broken off after SAVED steps and gone on with."""
+    folder = tmp_path_factory.mktemp("whole")
+    base = toys.write_base(folder / "base")
+    captions = toys.write_data(folder / "captions", "i" * 12, plain=True)
+    talks = toys.write_data(folder / "talks", "iitiitiiitii")
+    common = {
+        **base,
+        "cache_dir": folder / "cache",
+        "model_max_length": 512,
+        "train_batch_size": 4,
+        "learning_rate": 2e-3,
+        "warmup_ratio": 0.1,
+        "max_steps": STEPS,
+        "save_steps": SAVED,
+    }
+    stage1 = {**common, **captions, "version": "plain", "tune_mm_mlp_adapter": True, "deepspeed_config": ds_config(2)}
+    stage2 = {
+        **common,
+        **talks,
+        "version": "v1",
+        "image_aspect_ratio": "pad",
+        "deepspeed_config": ds_config(3),
+        "pretrain_mm_mlp_adapter": folder / "stage1" / "mm_projector.bin",
+    }
+    names = {"stage1": stage1, "stage2": stage2, "stage2_zero2": {**stage2, "deepspeed_config": ds_config(2)}}
+    runs = [{**flags, "output_dir": folder / name} for name, flags in names.items()]
+    run_many(2, folder / "launch-1", runs)
+
+    resumed = []
+    for name, flags in names.items():
+        broken = folder / f"{name}_resumed"
+        broken.mkdir()
+        shutil.copytree(folder / name / f"checkpoint-{SAVED}", broken / f"checkpoint-{SAVED}")
+        shutil.copy(folder / name / "metrics.jsonl", broken)  # holds later steps too, which will come again
+        torn = broken / f"checkpoint-{STEPS}"  # the newest one, but its saving was never finished
+        shutil.copytree(folder / name / f"checkpoint-{STEPS}", torn)
+        (torn / "manifest.json").unlink()
+        resumed.append({**flags, "output_dir": broken})
+    output = run_many(2, folder / "launch-2", resumed)
+    assert output.count(f"checkpoint-{STEPS} is not used: it has no manifest.json") == len(names)
+    assert output.count("resuming from") == len(names)
+    return {path.name: path for path in folder.iterdir()} | {"root": folder}
+
+
+@pytest.mark.parametrize("name", ["stage1", "stage2", "stage2_zero2"])
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(folders, name):
+    whole, resumed = folders[name], folders[f"{name}_resumed"]
+    file = "mm_projector.safetensors" if name == "stage1" else "model.safetensors"
+    expected, found = load_file(whole / file), load_file(resumed / file)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert losses(whole) == losses(resumed)
+    assert newest_whole(resumed)[0] == resumed / f"checkpoint-{STEPS}"
+
+
+def test_stage_1_trains_the_projector_and_leaves_it_with_llavas_keys(folders):
+    saved = torch.load(folders["stage1"] / "mm_projector.bin", weights_only=True)
+    prefix = "model.mm_projector"
+    assert set(saved) == {f"{prefix}.0.weight", f"{prefix}.0.bias", f"{prefix}.2.weight", f"{prefix}.2.bias"}
+    assert saved[f"{prefix}.0.weight"].shape == (32, 16)
+
+
+def test_stage_2_starts_from_the_projector_and_trains_the_language_model_but_not_the_tower(folders):
+    base = folders["base"]
+    exported = load_file(folders["stage2"] / "model.safetensors")
+    language, tower = load_file(base / "llama" / "model.safetensors"), load_file(base / "clip" / "model.safetensors")
+    for name, tensor in language.items():
+        found = exported[f"language_model.{name}"][: len(tensor)]  # <image> is one more row
+        assert not torch.equal(found, tensor), name
+    for name, tensor in tower.items():  # all layers, those that training never built among them
+        assert torch.equal(exported["vision_tower.vision_model." + name.removeprefix("vision_model.")], tensor), name
+    projector = torch.load(folders["stage1"] / "mm_projector.bin", weights_only=True)["model.mm_projector.0.weight"]
+    moved = (exported["multi_modal_projector.linear_1.weight"] - projector).abs().max()
+    assert 0 < moved < 0.05  # six steps of at most 2e-3
+
+
+def test_zero_2_and_zero_3_export_the_same_model(folders):
+    one, other = (load_file(folders[name] / "model.safetensors") for name in ("stage2", "stage2_zero2"))
+    assert one.keys() == other.keys()
+    assert max((one[key] - other[key]).abs().max() for key in one) < 1e-5
+
+
+def test_transformers_opens_the_result_and_its_processor_prepares_what_training_saw(folders):
+    path = folders["stage2"]
+    model = LlavaForConditionalGeneration.from_pretrained(path)
+    processor = AutoProcessor.from_pretrained(path)
+    picture = folders["talks"] / "images" / "0.png"
+    messages = [Message("human", "<image>\nWhat is it?")]
+    inputs = processor(text=render_prompt(messages, "v1"), images=load_image(str(picture), 10**6), return_tensors="pt")
+
+    ids = encode(render([*messages, Message("gpt", "")], "v1"), processor.tokenizer, [9], 512).input_ids
+    image_token = model.config.image_token_id
+    assert inputs["input_ids"][0].tolist() == [image_token if token == -200 else token for token in ids]
+    chat = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}],
+        add_generation_prompt=True,
+    )
+    assert chat == render_prompt(messages, "v1")
+    assert model(**inputs).logits.isfinite().all()
+
+
+def test_what_a_run_leaves(folders):
+    path = folders["stage2"]
+    record = json.loads((path / "run.json").read_text())
+    assert record["arguments"]["learning_rate"] == 2e-3
+    assert record["num_steps"] == STEPS
+    assert '"auto"' not in (path / "ds_config.json").read_text()
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[0]["lr"] == [0.0] * len(rows[0]["lr"])  # the warm-up starts from 0
+    assert all(row["samples"] == 4 and row["supervised_tokens"] < row["tokens"] for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert (path / "loss.png").read_bytes().startswith(b"\x89PNG")
