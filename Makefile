@@ -39,7 +39,6 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: setup.py constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt torch
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -50,15 +49,20 @@ pretrain: install
 
 # Stage 2: visual instruction tuning, ZeRO-3, from stage 1's projector; then the score on held-out questions.
 finetune: install
-	@test -e $(PROJECTOR) || $(MAKE) --no-print-directory pretrain DATA=$(PRETRAIN_DATA) IMAGES=$(PRETRAIN_IMAGES)
+ifdef MODEL
+	@test -e $(PROJECTOR) -o -n "$(PRETRAIN_DATA)" || { echo "there is no $(PROJECTOR) yet: run make pretrain first," \
+	  "name another with PROJECTOR=, or give PRETRAIN_DATA= and PRETRAIN_IMAGES= for stage 1" >&2; exit 2; }
+endif
+	@test -e $(PROJECTOR) || $(MAKE) --no-print-directory pretrain DATA=$(PRETRAIN_DATA) IMAGES=$(PRETRAIN_IMAGES) ARGS=
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero3.json --recipe run/recipes/$(RECIPE)-finetune.yaml \
 	  $(MODEL_ARGS) --pretrain_mm_mlp_adapter $(PROJECTOR) --output_dir $(OUTPUT)-finetune $(ARGS)
-ifndef MODEL
+ifneq ($(if $(MODEL),$(EVAL_DATA),tiny),)
 	@$(MAKE) --no-print-directory evaluate
 endif
 
 evaluate: install
 	$(BIN)/python run/evaluate.py --model_path $(OUTPUT)-finetune --compare_without_image \
+	  $(if $(EVAL_DATA),--data_path $(EVAL_DATA)) $(if $(EVAL_IMAGES),--image_folder $(EVAL_IMAGES)) \
 	  --output $(OUTPUT)-finetune/evaluation.json
 
 # The same stage 2 with a fresh projector, for comparison.

@@ -5,12 +5,15 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from llava_ds.constants import EXIT_BAD_INPUT
+from llava_ds.constants import EXIT_BAD_INPUT, ConfigError, DataError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,38 @@ def barrier() -> None:
 
 @contextlib.contextmanager
 def first_rank_first(ranks: Ranks) -> Iterator[None]:
-    """Let rank 0 through first: what it writes to a cache, the others find there."""
+    """Let rank 0 through first: what it writes to a cache, the others find there.
+
+    An error of the user's that it meets is raised on every rank, so that none is left in a collective.
+    """
     if not ranks.is_first:
-        barrier()
-    yield
-    if ranks.is_first:
-        barrier()
+        _share_error(None)
+        yield
+        return
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        _share_error(error)
+        raise
+    _share_error(None)
+
+
+def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
+    """What rank 0 answers, on every rank; an error that it meets is raised on every rank."""
+    answer: list[object] = [None]
+    with first_rank_first(ranks):
+        if ranks.is_first:
+            answer[0] = ask()
+    torch.distributed.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
+def _share_error(error: Exception | None) -> None:
+    """Tell the other ranks (called on rank 0), or be told and raise (called on the others)."""
+    shared = [error]
+    torch.distributed.broadcast_object_list(shared, src=0)
+    if error is None and shared[0] is not None:
+        raise shared[0]
 
 
 def quiet_libraries() -> None:

@@ -45,11 +45,14 @@ def read_ds_config(path: str | Path) -> dict:
     return config
 
 
-def resolve_ds_config(raw: dict, args: Arguments, *, world_size: int, hidden_size: int) -> ResolvedConfig:
+def resolve_ds_config(
+    raw: dict, args: Arguments, *, world_size: int, hidden_size: int, device_type: str = "cpu"
+) -> ResolvedConfig:
     """Fill every "auto" of a DeepSpeed JSON by the formulas of Hugging Face's integration.
 
-    raw: the JSON as read; hidden_size: the language model's width. A value in the JSON that no flag contradicts is
-    taken over into the returned flags. Raises ConfigError, which lists every conflict.
+    raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu" or the accelerator's. A value
+    in the JSON that no flag contradicts is taken over into the returned flags. Raises ConfigError, which lists every
+    conflict.
     Source: transformers, integrations/deepspeed.py.
     """
     config = copy.deepcopy(raw)
@@ -88,6 +91,10 @@ def resolve_ds_config(raw: dict, args: Arguments, *, world_size: int, hidden_siz
     bf16, fp16 = agree("bf16.enabled", "bf16"), agree("fp16.enabled", "fp16")
     if bf16 is True and fp16 is True:
         problems.append("bf16.enabled and fp16.enabled are both true: choose one")
+    if fp16 is True and device_type == "cpu":
+        problems.append(
+            "fp16 is on, but there is no GPU and DeepSpeed trains in float16 on GPUs only: use --bf16 or fp32"
+        )
     agree("gradient_clipping", "max_grad_norm")
     args = _agree_on_batch(config, args, world_size, fill, problems)
 

@@ -21,6 +21,7 @@ from llava_ds.distributed import (
     Ranks,
     exit_for_bad_input,
     first_rank_first,
+    from_first,
     init_ranks,
     print_first,
     quiet_libraries,
@@ -48,7 +49,13 @@ def main(argv: list[str]) -> None:
     with first_rank_first(ranks):
         args = tiny.fill_in(args)
     plan = plan_model(args.model, args.data.model_max_length)
-    resolved = resolve_ds_config(raw_config, args, world_size=ranks.world_size, hidden_size=plan.hidden_size)
+    resolved = resolve_ds_config(
+        raw_config,
+        args,
+        world_size=ranks.world_size,
+        hidden_size=plan.hidden_size,
+        device_type=ranks.device.type,
+    )
     args = resolved.args
     with first_rank_first(ranks):
         dataset = _open_data(args, plan)
@@ -63,7 +70,8 @@ def main(argv: list[str]) -> None:
     num_steps = total_steps(args.training, per_epoch)
     identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, _zero_stage(resolved))
     output_dir = Path(args.training.output_dir)
-    resume, lines = checkpoint.find_resume_point(args.training.resume, output_dir, identity)
+    # Rank 0 alone reads and hashes what lies there.
+    resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))
     if resume.path is None:
         checkpoint.set_aside(output_dir, ranks)
     _print_plan(args, resolved, dataset, layout, num_steps, per_epoch, lines)

@@ -33,7 +33,7 @@ def flags_of(base: dict, data: dict, output_dir: Path, stage: int, **more: objec
 
 
 def kinds_for(steps: list[str]) -> str:
-    """The kinds of all records in file order, so that the shuffled order shows the given batches one after the other."""
+    """The kinds of all records in file order, for which the shuffled order shows the given batches in turn."""
     wanted = "".join(steps)
     kinds = [""] * len(wanted)
     for position, index in enumerate(epoch_order(len(wanted), seed=42, epoch=0)):
@@ -67,6 +67,8 @@ def runs(tmp_path_factory) -> dict[tuple[str, int, int], Path]:
             ("accumulated", 2, {"per_device_train_batch_size": 1}),
             ("by_tokens", 3, {"tokens_per_micro_batch": 90}),
             ("recomputed", 3, {"gradient_checkpointing": True}),
+            ("bf16", 1, {"bf16": True}),
+            ("bf16", 3, {"bf16": True}),
         ):
             out = outputs[layout, stage, ranks] = folder / f"{layout}-{stage}-{ranks}"
             todo.append(flags_of(base, data["mixed"], out, stage, **more))
@@ -94,6 +96,14 @@ def test_every_stage_gives_the_same_curve(runs, stage, ranks):
 @pytest.mark.parametrize(("layout", "stage"), [("accumulated", 2), ("by_tokens", 3), ("recomputed", 3)])
 def test_the_layout_changes_nothing(runs, layout, stage, ranks):
     assert largest_difference(losses(runs["mixed", 0, 1]), losses(runs[layout, stage, ranks])) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_follows_fp32_and_every_stage_follows_the_other(runs, ranks):
+    reference = losses(runs["mixed", 0, 1])
+    sharded, whole = losses(runs["bf16", 3, ranks]), losses(runs["bf16", 1, ranks])
+    assert 1e-5 < largest_difference(reference, whole) < 0.1  # it is another precision, and the same training
+    assert largest_difference(sharded, whole) < 0.05
 
 
 @pytest.mark.parametrize("pattern", ["all_text", "one_rank_text", "alternating"])

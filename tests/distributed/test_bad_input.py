@@ -1,0 +1,75 @@
+"""Bad input ends a run before any model is built: one clear message, exit code 2, no traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import toys
+from launching import TRAIN, command_line, ds_config, launch
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
+    """What each bad run printed, by name; one goes through the launcher on two ranks."""
+    folder = tmp_path_factory.mktemp("bad")
+    base = toys.write_base(folder / "base")
+    data = toys.write_data(folder / "data", "iitt")
+    good = {
+        **base,
+        **data,
+        "deepspeed_config": ds_config(3),
+        "output_dir": folder / "out",
+        "cache_dir": folder / "cache",
+        "model_max_length": 512,
+    }
+    coco = folder / "coco.json"
+    coco.write_text(json.dumps({"images": [], "annotations": []}))
+    clipped = folder / "clipped.json"
+    clipped.write_text(json.dumps({"gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 4}))
+    bad = {
+        "unknown_flag": {**good, "learning_rat": 1e-3},
+        "no_image_folder": {**good, "image_folder": folder / "nowhere"},
+        "not_llava": {**good, "data_path": coco},
+        "conflict": {
+            **good,
+            "deepspeed_config": clipped,
+            "max_grad_norm": 0.5,
+            "per_device_train_batch_size": 8,
+        },
+    }
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+    def run(flags: dict) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(TRAIN), *command_line(flags)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    with ThreadPoolExecutor(2) as pool:
+        done = dict(zip(bad, pool.map(run, bad.values())))
+    done["launched"] = launch(2, TRAIN, *command_line(bad["not_llava"]))
+    assert not (folder / "out").exists()
+    return done
+
+
+MESSAGES = {
+    "unknown_flag": ["unknown flag --learning_rat: did you mean --learning_rate?"],
+    "no_image_folder": ["--image_folder", "nowhere: there is no such folder"],
+    "not_llava": ["coco.json holds a dict, expected LLaVA's format: a JSON list of records"],
+    "conflict": [
+        "gradient_clipping is 1.0 in the DeepSpeed JSON but --max_grad_norm is 0.5",
+        "train_micro_batch_size_per_gpu is 4 in the DeepSpeed JSON but --per_device_train_batch_size is 8",
+    ],
+    "launched": ["coco.json holds a dict, expected LLaVA's format: a JSON list of records"],
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_one_clear_message_and_exit_code_2(outcomes, name):
+    done = outcomes[name]
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.count("run/train.py: error") == 1
+    for message in MESSAGES[name]:
+        assert message in done.stderr
