@@ -153,6 +153,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "evaluation_strategy": (("no",), "run/evaluate.py scores a finished model"),
     "eval_strategy": (("no",), "run/evaluate.py scores a finished model"),
     "per_device_eval_batch_size": (None, "nothing is evaluated while training"),
+    "group_by_modality_length": (None, "without padding there is nothing to save by it, the order stays shuffled"),
     "report_to": (None, "metrics.jsonl and loss.png are always written"),
 }
 
@@ -203,6 +204,7 @@ def parse_arguments(argv: list[str], defaults: dict[str, object] | None = None) 
 
     given = {name.removeprefix("no_") for name in recipe}
     given |= {token[2:].split("=", 1)[0] for token in argv if token.startswith("--")}
+    given = {name.replace("-", "_") for name in given}
     given = {"deepspeed_config" if name == "deepspeed" else name for name in given}
     args = Arguments(model, data, training, frozenset(given))
 
@@ -251,7 +253,7 @@ def find_problems(args: Arguments) -> list[str]:
         check(0 <= args.as_dict()[name] < 1, f"--{name} is {args.as_dict()[name]}: give a value from 0 to below 1")
     check(0 <= training.warmup_ratio <= 1, f"--warmup_ratio is {training.warmup_ratio}: give a value from 0 to 1")
     check(
-        training.max_steps > 0 or training.num_train_epochs > 0,
+        training.max_steps > 0 or 0 < training.num_train_epochs < math.inf,
         f"--num_train_epochs is {training.num_train_epochs}: give a value above 0, or --max_steps",
     )
     check(not (training.bf16 and training.fp16), "--bf16 and --fp16 are both set: choose one")
@@ -305,11 +307,14 @@ def _as_tokens(flags: dict[str, object]) -> list[str]:
 def _unknown_flags(unknown: list[str], parser: HfArgumentParser) -> str:
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     lines = []
+    after_flag = False
     for token in unknown:
         flag = token.split("=", 1)[0]
         if not flag.startswith("-"):
-            lines.append(f"unexpected argument {flag!r}: every value belongs behind a --flag")
+            if not after_flag:
+                lines.append(f"unexpected argument {flag!r}: every value belongs behind a --flag")
             continue
+        after_flag = "=" not in token
         nearest = difflib.get_close_matches(flag, known, n=1)
         hint = f": did you mean {nearest[0]}?" if nearest else ": run/train.py --help lists all flags"
         lines.append(f"unknown flag {flag}{hint}")

@@ -17,6 +17,7 @@ NOT_DRIVEN = {
     "scheduler": "the schedule comes from --lr_scheduler_type and --warmup_ratio",
     "amp": "use --bf16 or --fp16",
 }
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 NOT_DRIVEN_IN_ZERO = ("offload_optimizer", "offload_param")
 
 
@@ -30,7 +31,7 @@ class ResolvedConfig:
 
     def explain(self) -> list[str]:
         """One line per filled value."""
-        width = max(len(key) for key in self.reasons)
+        width = max((len(key) for key in self.reasons), default=0)
         return [f"  {key:{width}} = {_get(self.config, key)!s:10} {why}" for key, why in self.reasons.items()]
 
 
@@ -59,9 +60,12 @@ def resolve_ds_config(
     reasons: dict[str, str] = {}
     problems = [f"{key} in the DeepSpeed JSON: remove it, {why}" for key, why in NOT_DRIVEN.items() if key in config]
     zero = config.setdefault("zero_optimization", {"stage": 0})
-    for section in ("zero_optimization", "bf16", "fp16"):
+    for section in ("zero_optimization", "bf16", "fp16", "timers"):
         if not isinstance(config.setdefault(section, {}), dict):
             raise ConfigError(f"{section} in the DeepSpeed JSON is {config[section]!r}: expected an object")
+    throughput = config["timers"].setdefault("throughput", {})
+    if not isinstance(throughput, dict):
+        raise ConfigError(f"timers.throughput in the DeepSpeed JSON is {throughput!r}: expected an object")
     problems += [
         f"zero_optimization.{key} in the DeepSpeed JSON: offload is not supported yet, remove it"
         for key in NOT_DRIVEN_IN_ZERO
@@ -78,6 +82,14 @@ def resolve_ds_config(
         written, wanted = _get(config, key), args.as_dict()[flag]
         if written in (None, "auto"):
             fill(key, wanted, f"--{flag}")
+            return wanted
+        if isinstance(wanted, bool):
+            fits, kind = isinstance(written, bool), "true or false"
+        else:
+            number = isinstance(written, (int, float)) and not isinstance(written, bool)
+            fits, kind = number and 0 <= written < float("inf"), "a number from 0"
+        if not fits:
+            problems.append(f'{key} is {_json(written)} in the DeepSpeed JSON: write {kind}, or "auto"')
             return wanted
         if written != wanted and flag in args.given:
             problems.append(
@@ -96,10 +108,12 @@ def resolve_ds_config(
             "fp16 is on, but there is no GPU and DeepSpeed trains in float16 on GPUs only: use --bf16 or fp32"
         )
     agree("gradient_clipping", "max_grad_norm")
-    args = _agree_on_batch(config, args, world_size, fill, problems)
+    batch_problems: list[str] = []
+    args = _agree_on_batch(config, args, world_size, fill, batch_problems)
+    problems += batch_problems
 
     stage = zero.get("stage", 0)
-    if stage == "auto" or stage not in (0, 1, 2, 3):
+    if not isinstance(stage, int) or stage not in (0, 1, 2, 3):
         problems.append(f"zero_optimization.stage is {_json(stage)}: write 0, 1, 2 or 3")
     for key, value, formula in (
         ("reduce_bucket_size", hidden_size * hidden_size, "hidden size squared"),
@@ -111,7 +125,7 @@ def resolve_ds_config(
     if _get(config, "timers.throughput.enabled") is None:
         fill("timers.throughput.enabled", False, "DeepSpeed's timer would wait for the device twice per micro-step")
 
-    left = [key for key in _auto_keys(config) if key not in reasons]
+    left = [key for key in _auto_keys(config) if key not in reasons and not (batch_problems and key in BATCH_KEYS)]
     problems += [f'{key} is "auto", for which there is no rule: write a value' for key in left]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -141,7 +155,7 @@ def _agree_on_batch(config: dict, args: Arguments, world_size: int, fill, proble
             )
         else:
             fixed[flag] = written
-    if problems and len(fixed) < len(keys):
+    if problems:
         return args  # what follows would only repeat the conflict in other words
 
     total = fixed.get("train_batch_size", flags["train_batch_size"])

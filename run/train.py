@@ -145,7 +145,7 @@ def main(argv: list[str]) -> None:
 
 def _defaults(argv: list[str]) -> dict[str, object]:
     """The tiny model's recipe, unless the user brings a model or a recipe."""
-    flags = {token[2:].split("=", 1)[0] for token in argv if token.startswith("--")}
+    flags = {token[2:].split("=", 1)[0].replace("-", "_") for token in argv if token.startswith("--")}
     if flags & {"model_name_or_path", "recipe"}:
         return {}
     stage = "pretrain" if "tune_mm_mlp_adapter" in flags else "finetune"

@@ -256,6 +256,11 @@ def test_a_json_that_can_not_be_used_is_refused(raw, expected):
     assert any(line.startswith(expected) for line in refused(raw))
 
 
+def test_float16_without_a_gpu_is_refused():
+    assert any(line.startswith("fp16 is on, but there is no GPU") for line in refused({}, fp16=True))
+    assert any(line.startswith("fp16 is on, but there is no GPU") for line in refused({"fp16": {"enabled": True}}))
+
+
 def test_one_precision_in_the_json_and_the_other_as_a_flag_is_refused():
     assert any("both true" in line for line in refused({"bf16": {"enabled": True}}, fp16=True))
 

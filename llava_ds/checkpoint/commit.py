@@ -41,6 +41,9 @@ def commit(scratch: Path, ranks: Ranks) -> Path:
             shutil.rmtree(final)  # refused on resume, or it would not be written again
         scratch.rename(final)
         _flush(final.parent)
+        for newer in checkpoints(final.parent)[: checkpoints(final.parent).index(final)]:
+            if problem_with(newer) is not None:  # counted as the newest, it would cost this one
+                shutil.rmtree(newer)
     barrier()
     return final
 
@@ -49,17 +52,18 @@ def problem_with(checkpoint: Path) -> str | None:
     """Why a folder is not a whole checkpoint; None when it is. Reads and hashes every file."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
     except FileNotFoundError:
         return f"it has no {MANIFEST}, so its saving was not finished"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} can't be read ({error})"
-    for name, expected in files.items():
+    for name, (size, digest) in expected.items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, not {expected['bytes']}"
-        if sha256(path) != expected["sha256"]:
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, not {size}"
+        if sha256(path) != digest:
             return f"{name} has changed since it was saved"
     return None
 

@@ -25,7 +25,7 @@ class LoadedModel:
 def load_model(path: str | Path, device: str | None = None) -> LoadedModel:
     """Open a llava-hf folder from disk, on a GPU if there is one. Raises ConfigError when it is not such a folder."""
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"{path} holds no exported model (no config.json): train one first, for example make finetune")
+        raise ConfigError(f"{path} holds no exported model (no config.json): train one first, as make finetune does")
     try:
         processor = AutoProcessor.from_pretrained(path, local_files_only=True)
         model = LlavaForConditionalGeneration.from_pretrained(path, dtype="auto", local_files_only=True)

@@ -1,0 +1,189 @@
+"""The encoded data set: every sample tokenized once, kept in Arrow, read through the page cache."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.constants import DataError
+from llava_ds.data.collator import LoadedSample
+from llava_ds.data.encode import encode
+from llava_ds.data.images import load_image, to_pixels
+from llava_ds.data.sources import Sample, read_samples, shown
+from llava_ds.data.templates import render
+
+ENCODING_VERSION = 1  # raise it when the same text would give other ids or labels
+
+FEATURES = datasets.Features(
+    {
+        "id": datasets.Value("string"),
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        "labels": datasets.Sequence(datasets.Value("int32")),
+        "images": datasets.Sequence(datasets.Value("string")),
+        "length": datasets.Value("int32"),
+        "num_targets": datasets.Value("int32"),
+        "truncated": datasets.Value("bool"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class EncodingOptions:
+    """All that the ids of a sample depend on, beside the sample and the tokenizer."""
+
+    template: str
+    max_length: int
+    num_image_tokens: int
+
+
+@dataclass(frozen=True)
+class PictureOptions:
+    """All that the pixels of a picture depend on, beside the picture."""
+
+    size: int
+    mean: tuple[float, ...]
+    aspect_ratio: str
+    max_pixels: int
+
+
+class EncodedDataset(torch.utils.data.Dataset):
+    """Samples by index, their pictures decoded when asked for.
+
+    fingerprint: a hash of everything that the encoded samples depend on;
+    lengths and num_targets: per sample, tokens and supervised tokens (lists of int).
+    """
+
+    def __init__(
+        self, table: datasets.Dataset, encoding: EncodingOptions, pictures: PictureOptions, fingerprint: str
+    ) -> None:
+        self.table = table.with_format("numpy", columns=["input_ids", "labels"], output_all_columns=True)
+        self.encoding = encoding
+        self.pictures = pictures
+        self.fingerprint = fingerprint
+        self.lengths: list[int] = list(table["length"])
+        self.num_targets: list[int] = list(table["num_targets"])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> LoadedSample:
+        row = self.table[index]
+        options = self.pictures
+        pixels = []
+        for path in row["images"]:
+            picture = load_image(path, options.max_pixels)
+            pixels.append(to_pixels(picture, options.size, options.aspect_ratio, options.mean))
+        ids, labels = (torch.from_numpy(row[name].astype("int64")) for name in ("input_ids", "labels"))
+        return LoadedSample(ids, labels, pixels)
+
+    def first_with_picture(self) -> int:
+        """The first sample that shows a picture; the first of all if none does."""
+        return next((i for i, images in enumerate(self.table["images"]) if images), 0)
+
+    def summary(self, name: str) -> str:
+        """One line: how much there is to see and to learn."""
+        tokens, targets = sum(self.lengths), sum(self.num_targets)
+        cut = sum(self.table["truncated"])
+        pictures = sum(len(images) for images in self.table["images"])
+        line = (
+            f"{name}: {len(self):,} samples, {pictures:,} pictures, {tokens:,} tokens, of which {targets:,} "
+            f"({targets / tokens:.1%}) are supervised; longest sample {max(self.lengths):,}"
+        )
+        return line + (f"; {cut:,} cut at --model_max_length" if cut else "")
+
+
+def open_encoded(
+    data_path: str,
+    image_folder: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    encoding: EncodingOptions,
+    pictures: PictureOptions,
+    cache_dir: str,
+) -> EncodedDataset:
+    """The encoded samples of a data file, from the cache or encoded now.
+
+    The cache's name is a hash of everything the result depends on. It appears in one rename, so any number of
+    processes may do this at once. Raises DataError for data that can't be used or has nothing to learn from.
+    """
+    samples = read_samples(data_path, image_folder)
+    folder = Path(cache_dir).expanduser() / "encoded" / _fingerprint(samples, tokenizer, encoding)
+    if not folder.exists():
+        table = datasets.Dataset.from_list(
+            list(_encode_all(samples, tokenizer, encoding, data_path)), features=FEATURES
+        )
+        scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        with _no_bars():
+            table.save_to_disk(scratch)
+        try:
+            scratch.rename(folder)
+        except OSError:  # another process was first; what it wrote is the same
+            shutil.rmtree(scratch)
+    return EncodedDataset(datasets.load_from_disk(folder), encoding, pictures, folder.name)
+
+
+def _encode_all(
+    samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, name: str
+) -> Iterator[dict]:
+    problems, rows = [], []
+    bar = tqdm(samples, desc=f"encoding {Path(name).name}", disable=int(os.environ.get("RANK", "0")) != 0)
+    for index, sample in enumerate(bar):
+        try:
+            segments = render(list(sample.messages), options.template)
+        except DataError as error:
+            problems.append(f"record {index} ({sample.id}): {error}")
+            continue
+        tokens_per_image = [options.num_image_tokens] * len(sample.images)
+        coded = encode(segments, tokenizer, tokens_per_image, options.max_length)
+        if coded.num_targets == 0:
+            why = f"the first {options.max_length} tokens hold no answer" if coded.truncated else "no answer has a text"
+            problems.append(f"record {index} ({sample.id}): nothing to learn from, {why}")
+        rows.append(
+            {
+                "id": sample.id,
+                "input_ids": coded.input_ids,
+                "labels": coded.labels,
+                "images": list(sample.images),
+                "length": len(coded.input_ids),
+                "num_targets": coded.num_targets,
+                "truncated": coded.truncated,
+            }
+        )
+    if problems:
+        raise DataError(
+            f"{name}: {len(problems)} of {len(samples)} records can't be trained on with --version {options.template} "
+            f"and --model_max_length {options.max_length}: leave them out or change the flags\n" + shown(problems)
+        )
+    return iter(rows)
+
+
+def _fingerprint(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> str:
+    digest = hashlib.sha256()
+    for part in (
+        str(ENCODING_VERSION),
+        repr(options),
+        tokenizer.backend_tokenizer.to_str(),
+        json.dumps(sorted(tokenizer.get_added_vocab().items())),
+    ):
+        digest.update(part.encode() + b"\0")
+    for sample in samples:
+        digest.update(repr(sample).encode() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hold back the bars of `datasets`, for its writing is no news to a user."""
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()

@@ -1,0 +1,149 @@
+"""When a checkpoint exists, and what happens to one that is not whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from llava_ds.checkpoint import commit
+from llava_ds.distributed import Ranks
+
+RANKS = Ranks(0, 0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """One rank, without a process group."""
+    monkeypatch.setattr(commit, "barrier", lambda: None)
+
+
+def write_checkpoint(output_dir: Path, step: int, content: bytes = b"0123456789") -> Path:
+    scratch = commit.begin(output_dir, step, RANKS)
+    (scratch / "engine").mkdir()
+    (scratch / "engine" / "weights.pt").write_bytes(content)
+    (scratch / "trainer.json").write_text("{}")
+    return commit.commit(scratch, RANKS)
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_a_committed_folder_verifies_and_lists_every_file(tmp_path):
+    path = write_checkpoint(tmp_path, 3)
+    assert path == tmp_path / "checkpoint-3" and commit.problem_with(path) is None
+    files = json.loads((path / commit.MANIFEST).read_text())["files"]
+    assert set(files) == {"engine/weights.pt", "trainer.json"}
+    assert files["engine/weights.pt"]["bytes"] == 10
+    assert not (tmp_path / "checkpoint-3.tmp").exists()
+    assert commit.newest_whole(tmp_path) == (path, [])
+
+
+def test_every_kind_of_damage_is_named(tmp_path):
+    path = write_checkpoint(tmp_path, 1)
+    weights, manifest = path / "engine" / "weights.pt", path / commit.MANIFEST
+    whole, listed = weights.read_bytes(), manifest.read_bytes()
+    flip(weights, 4)
+    assert commit.problem_with(path) == "engine/weights.pt has changed since it was saved"
+    weights.write_bytes(whole[:-3])
+    assert commit.problem_with(path) == "engine/weights.pt has 7 bytes, not 10"
+    weights.unlink()
+    assert commit.problem_with(path) == "engine/weights.pt is missing"
+    weights.write_bytes(whole)
+    assert commit.problem_with(path) is None
+    manifest.write_bytes(listed[: len(listed) // 2])
+    assert commit.problem_with(path).startswith("its manifest.json can't be read (")
+    manifest.unlink()
+    assert commit.problem_with(path) == "it has no manifest.json, so its saving was not finished"
+
+
+def test_no_flipped_bit_of_weights_goes_unseen(tmp_path):
+    path = write_checkpoint(tmp_path, 1)
+    for position in range(10):
+        flip(path / "engine" / "weights.pt", position)
+        assert commit.problem_with(path) is not None
+        flip(path / "engine" / "weights.pt", position)
+    assert commit.problem_with(path) is None
+
+
+def test_no_flipped_bit_of_the_manifest_is_taken_or_stops_the_search(tmp_path):
+    older, newer = write_checkpoint(tmp_path, 1), write_checkpoint(tmp_path, 2)
+    manifest = newer / commit.MANIFEST
+    for position in range(manifest.stat().st_size):
+        flip(manifest, position)
+        found, lines = commit.newest_whole(tmp_path)
+        assert found == older and len(lines) == 1, manifest.read_bytes()
+        flip(manifest, position)
+    assert commit.newest_whole(tmp_path)[0] == newer
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"files": []}', '{"files": {"trainer.json": 3}}', '{"files": null}', "null"]
+)
+def test_a_manifest_of_another_shape_is_refused(tmp_path, content):
+    path = write_checkpoint(tmp_path, 1)
+    (path / commit.MANIFEST).write_text(content)
+    assert commit.problem_with(path).startswith("its manifest.json can't be read (")
+
+
+def test_the_newest_whole_one_is_taken_by_number_and_the_refusals_say_why(tmp_path):
+    paths = {step: write_checkpoint(tmp_path, step) for step in (2, 9, 10, 100)}
+    assert commit.checkpoints(tmp_path) == [paths[100], paths[10], paths[9], paths[2]]
+    flip(paths[100] / "trainer.json", 0)
+    (paths[10] / commit.MANIFEST).unlink()
+    found, lines = commit.newest_whole(tmp_path)
+    assert found == paths[9]
+    assert lines == [
+        "checkpoint-100 is not used: trainer.json has changed since it was saved",
+        "checkpoint-10 is not used: it has no manifest.json, so its saving was not finished",
+    ]
+
+
+def test_nothing_whole_is_nothing(tmp_path):
+    assert commit.newest_whole(tmp_path) == (None, [])
+    assert commit.newest_whole(tmp_path / "not there") == (None, [])
+    (tmp_path / "checkpoint-4").mkdir()
+    found, lines = commit.newest_whole(tmp_path)
+    assert found is None and len(lines) == 1
+
+
+def test_an_unfinished_folder_is_never_taken_and_the_next_try_starts_empty(tmp_path):
+    scratch = commit.begin(tmp_path, 5, RANKS)
+    (scratch / "half.pt").write_bytes(b"half")
+    assert scratch.name == "checkpoint-5.tmp"
+    (tmp_path / "checkpoint-5.bak").mkdir()
+    (tmp_path / "checkpoint-x").mkdir()
+    assert commit.checkpoints(tmp_path) == [] and commit.newest_whole(tmp_path) == (None, [])
+    path = write_checkpoint(tmp_path, 5)
+    assert commit.newest_whole(tmp_path)[0] == path and not (path / "half.pt").exists()
+
+
+def test_a_step_saved_again_replaces_a_broken_one(tmp_path):
+    path = write_checkpoint(tmp_path, 5)
+    flip(path / "trainer.json", 0)
+    assert write_checkpoint(tmp_path, 5, b"new") == path
+    assert commit.problem_with(path) is None and (path / "engine" / "weights.pt").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, [12]), (2, [12, 9]), (7, [12, 9, 2]), (None, [12, 9, 2])])
+def test_the_newest_are_kept(tmp_path, limit, kept):
+    for step in (2, 9, 12):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "metrics.jsonl").write_text("")
+    commit.keep_newest(tmp_path, limit)
+    assert [path.name for path in commit.checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in kept]
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_broken_newer_checkpoint_never_costs_the_one_just_saved(tmp_path):
+    """A run that fell back to step 6, for 9 is damaged, saves step 8 next if --save_steps is another one."""
+    for step in (6, 9):
+        write_checkpoint(tmp_path, step)
+    flip(tmp_path / "checkpoint-9" / "engine" / "weights.pt", 0)
+    assert commit.newest_whole(tmp_path)[0] == tmp_path / "checkpoint-6"
+    write_checkpoint(tmp_path, 8)
+    commit.keep_newest(tmp_path, 1)
+    assert commit.newest_whole(tmp_path)[0] == tmp_path / "checkpoint-8"

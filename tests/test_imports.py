@@ -1,0 +1,126 @@
+"""DESIGN's import order, read from the source: nothing is imported, so nothing can hide behind a condition."""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From left to right; what stands on one level does not import each other.
+LEVELS = [
+    {"constants"},
+    {"arguments"},
+    {"geometry", "batch", "formats", "distributed", "ds_config"},
+    {"data", "model"},
+    {"train", "checkpoint", "report"},
+    {"infer", "tools", "tiny"},
+    {"run"},
+]
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+OPTIONAL = {"flash_attn", "peft", "wandb", "gradio", "liger_kernel"}
+
+SOURCES = sorted([*(ROOT / "llava_ds").rglob("*.py"), *(ROOT / "run").rglob("*.py")])
+
+
+def imported(tree: ast.AST) -> list[str]:
+    """Dotted names of all that a piece of source imports; `from a import b` gives a.b."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += ["." * node.level + f"{node.module or ''}.{alias.name}" for alias in node.names]
+    return names
+
+
+def part_of(path: Path) -> str:
+    """The package or module of the order that a file belongs to."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "run" if parts[0] == "run" else parts[1]
+
+
+def wrong_imports(path: Path, source: str) -> list[str]:
+    own = part_of(path)
+    if own == "__init__":  # the package itself: nothing that would run before the rest
+        return imported(ast.parse(source))
+    wrong = []
+    for name in imported(ast.parse(source)):
+        top, _, rest = name.partition(".")
+        if top == "run" or name.startswith("."):
+            wrong.append(name)
+        if top != "llava_ds":
+            continue
+        other = rest.split(".")[0]
+        if other not in ("__version__", own) and LEVEL.get(other, len(LEVELS)) >= LEVEL[own]:
+            wrong.append(name)
+    return wrong
+
+
+def runs_at_import(tree: ast.Module) -> list[ast.stmt]:
+    """All statements that run when the module is imported: those outside functions, also in `if`, `try` and classes."""
+    todo, found = list(tree.body), []
+    while todo:
+        node = todo.pop()
+        found.append(node)
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.ExceptHandler))]
+    return found
+
+
+def test_every_module_has_a_place_in_the_order():
+    assert len(SOURCES) > 30
+    assert {part_of(path) for path in SOURCES} - {"__init__"} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_from_the_left(path):
+    assert wrong_imports(path, path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_optional_packages_are_imported_where_they_are_needed(path):
+    statements = runs_at_import(ast.parse(path.read_text(encoding="utf-8")))
+    at_top = [node for node in statements if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert not OPTIONAL & {name.split(".")[0] for node in at_top for name in imported(node)}
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    graph = {}
+    for path in SOURCES:
+        names = imported(ast.parse(path.read_text(encoding="utf-8")))
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[module] = {known for name in names for known in (name, name.rpartition(".")[0])}
+    order: list[str] = []
+    for _ in graph:  # take modules whose imports are all placed, until none is left
+        order += [module for module in graph if module not in order and not (graph[module] & set(graph)) - set(order)]
+    # run.x is a script beside others of its name: only the package's modules have to come out.
+    assert {module for module in graph if module.startswith("llava_ds.")} <= set(order)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "wrong"),
+    [
+        ("llava_ds/data/x.py", "from llava_ds.model import build", True),
+        ("llava_ds/data/x.py", "def f():\n    import llava_ds.train.loop", True),
+        ("llava_ds/data/x.py", "from llava_ds import model", True),
+        ("llava_ds/data/x.py", "from . import images", True),
+        ("llava_ds/data/x.py", "from llava_ds.data import images", False),
+        ("llava_ds/model/x.py", "from llava_ds import geometry", False),
+        ("llava_ds/geometry.py", "import llava_ds.batch", True),
+        ("llava_ds/train/x.py", "from llava_ds.checkpoint import commit", True),
+        ("llava_ds/train/x.py", "from llava_ds.data.loader import Window", False),
+        ("llava_ds/infer/x.py", "from run.train import main", True),
+        ("llava_ds/__init__.py", "import torch", True),
+        ("run/x.py", "from llava_ds.tiny import default", False),
+    ],
+)
+def test_this_check_sees_a_wrong_import(file, source, wrong):
+    assert bool(wrong_imports(ROOT / file, source)) == wrong
+
+
+def test_this_check_sees_what_runs_at_import():
+    source = "try:\n    import peft\nexcept ImportError:\n    import wandb\ndef f():\n    import gradio\n"
+    names = [imported(node) for node in runs_at_import(ast.parse(source)) if isinstance(node, ast.Import)]
+    assert sorted(itertools.chain(*names)) == ["peft", "wandb"]
