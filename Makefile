@@ -26,7 +26,7 @@ endif
 PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
 
 # All local accelerators; without one, two ranks on CPU.
-LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed \
+LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
          $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--num_accelerators 2")')
 
 .PHONY: install pretrain finetune train-finetune evaluate ablation test test-full lint clean help

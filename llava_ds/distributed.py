@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from tqdm import tqdm
 
 from llava_ds.constants import EXIT_BAD_INPUT, ConfigError, DataError
 
@@ -138,6 +139,13 @@ def quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def progress_bar(**options) -> tqdm:
+    """A tqdm bar on rank 0, silent elsewhere; where no person watches, a line every ten seconds."""
+    silent = int(os.environ.get("RANK", "0")) != 0
+    interval_s = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(**{"disable": silent, "mininterval": interval_s, "dynamic_ncols": True, **options})
 
 
 def print_first(*lines: str) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import datasets
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import DataError
@@ -20,6 +19,7 @@ from llava_ds.data.encode import encode
 from llava_ds.data.images import load_image, to_pixels
 from llava_ds.data.sources import Sample, read_samples, shown
 from llava_ds.data.templates import render
+from llava_ds.distributed import progress_bar
 
 ENCODING_VERSION = 1  # raise it when the same text would give other ids or labels
 
@@ -134,8 +134,7 @@ def _encode_all(
     samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, name: str
 ) -> Iterator[dict]:
     problems, rows = [], []
-    bar = tqdm(samples, desc=f"encoding {Path(name).name}", disable=int(os.environ.get("RANK", "0")) != 0)
-    for index, sample in enumerate(bar):
+    for index, sample in enumerate(progress_bar(iterable=samples, desc=f"encoding {Path(name).name}")):
         try:
             segments = render(list(sample.messages), options.template)
         except DataError as error:

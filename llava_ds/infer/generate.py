@@ -4,12 +4,12 @@
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX
 from llava_ds.data.encode import encode
 from llava_ds.data.images import load_image
 from llava_ds.data.templates import Message, Segment, render_prompt
+from llava_ds.distributed import progress_bar
 from llava_ds.infer.load import LoadedModel
 
 MAX_IMAGE_PIXELS = 50_000_000
@@ -40,7 +40,7 @@ def answer(
     ids = [prompt_ids(loaded, prompt) for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(ids[i]))  # neighbours of equal length need little padding
     answers = [""] * len(prompts)
-    with tqdm(total=len(prompts), desc=progress, disable=not progress, unit="question") as bar:
+    with progress_bar(total=len(prompts), desc=progress, disable=not progress, unit="question") as bar:
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
             batch = _batch(loaded, [ids[i] for i in chosen], [prompts[i].images for i in chosen])

@@ -1,13 +1,11 @@
 """What a person sees while it trains, and the files that hold the same: the bar, metrics.jsonl, loss.png."""
 
 import resource
-import sys
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from llava_ds.distributed import Ranks
+from llava_ds.distributed import Ranks, progress_bar
 from llava_ds.report.metrics import MetricsLog, read_metrics
 from llava_ds.report.plots import plot_loss
 
@@ -29,10 +27,7 @@ class Progress:
         self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
         self.pending: list = []
         self.log = MetricsLog(output_dir / "metrics.jsonl", resume_step) if ranks.is_first else None
-        self.bar = tqdm(
-            total=max_steps, initial=resume_step, desc=output_dir.name, unit="step", disable=not ranks.is_first,
-            mininterval=0.5 if sys.stderr.isatty() else 10.0, dynamic_ncols=True,
-        )  # fmt: skip
+        self.bar = progress_bar(total=max_steps, initial=resume_step, desc=output_dir.name, unit="step")
 
     def after_step(self, result, skipped_steps: int) -> None:
         """result: a StepResult of the loop; skipped_steps: the engine's count of steps without an update."""

@@ -83,7 +83,11 @@ def test_a_prompt_is_the_beginning_of_what_training_saw(template):
         ([human("a"), gpt("b")], "plain", "the plain template takes one question with one <image> and one answer"),
         ([human("<image>")], "plain", "the plain template takes one question with one <image> and one answer"),
         ([gpt("b"), human("<image>")], "plain", "found gpt with 0 <image>, human with 1 <image>"),
-        ([human("<image>"), gpt("b"), human("c")], "plain", "found human with 1 <image>, gpt with 0 <image>, human with 0 <image>"),
+        (
+            [human("<image>"), gpt("b"), human("c")],
+            "plain",
+            "found human with 1 <image>, gpt with 0 <image>, human with 0 <image>",
+        ),
         # One picture would be shown in the place of another, or not at all.
         ([human("<image><image>"), gpt("b")], "plain", "the plain template takes one question with one <image>"),
         ([gpt("<image>"), human("<image>"), gpt("b")], "v1", "<image>"),
