@@ -3,6 +3,7 @@
 
 import functools
 import importlib.util
+import inspect
 
 import torch
 import torch.nn.functional as F
@@ -76,10 +77,14 @@ def _torch_varlen(query, key, value, cu_seqlens, max_seqlen, scaling, dropout) -
 
     if dropout:
         raise ConfigError("attention dropout needs flash-attn on CUDA: install the extra llava_ds[flash]")
+    # torch 2.10 has neither grouped heads nor a scale, and another name for causal; 2.11 has the latter two.
+    newer = "window_size" in inspect.signature(varlen_attn).parameters
+    options = {"window_size": (-1, 0), "scale": scaling} if newer else {"is_causal": True}
+    if not newer and scaling is not None:
+        query = query * (scaling * query.shape[-1] ** 0.5)
     groups = query.shape[1] // key.shape[1]
-    # Repeated, because torch 2.10's varlen_attn has no grouped heads yet.
     q, k, v = (x[0].transpose(0, 1) for x in (query, repeat_kv(key, groups), repeat_kv(value, groups)))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, window_size=(-1, 0))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
     return out[None]  # (1, T, H, E)
 
 

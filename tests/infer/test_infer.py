@@ -1,0 +1,133 @@
+"""Answers and scores from an exported folder, and the two scripts that print them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+from launching import ROOT
+
+from llava_ds.arguments import ModelArguments
+from llava_ds.checkpoint.export import compare_reloaded, export_hf
+from llava_ds.constants import ConfigError
+from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.data.images import load_image, to_pixels
+from llava_ds.data.sources import read_samples
+from llava_ds.data.templates import Message
+from llava_ds.distributed import Ranks
+from llava_ds.infer.evaluate import accuracy_by_kind, is_correct, questions_of, table, without_image
+from llava_ds.infer.generate import Prompt, answer, prompt_ids
+from llava_ds.infer.load import load_model
+from llava_ds.model.build import build_model, plan_model
+
+RANKS = Ranks(0, 0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """(model, plan, arguments, exported folder) of a random toy."""
+    folder = tmp_path_factory.mktemp("infer")
+    args = ModelArguments(**toys.write_base(folder / "base"))
+    plan = plan_model(args, 512)
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    (folder / "out").mkdir()
+    export_hf(model, plan, args, "square", folder / "out", RANKS)
+    return model, plan, args, folder / "out"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict[str, str]:
+    return toys.write_data(tmp_path_factory.mktemp("questions"), "iittiti")
+
+
+def test_answers_do_not_depend_on_the_batch(built, data):
+    loaded = load_model(built[3])
+    prompts = [question.prompt for question in questions_of(read_samples(*data.values()))]
+    together = answer(loaded, prompts, batch_size=5, max_new_tokens=6)
+    alone = [answer(loaded, [prompt], max_new_tokens=6)[0] for prompt in prompts]
+    assert together == alone
+    assert len(set(together)) > 1
+
+
+def test_the_picture_changes_the_prompt_only_where_it_is_shown(built, data):
+    loaded = load_model(built[3])
+    image_token = loaded.model.config.image_token_id
+    question = questions_of(read_samples(*data.values()))[0]
+    shown, withheld = prompt_ids(loaded, question.prompt), prompt_ids(loaded, without_image(question).prompt)
+    assert shown.count(image_token) == loaded.num_image_tokens
+    assert image_token not in withheld
+    assert without_image(question).prompt.images == ()
+
+
+def test_a_wrong_export_is_noticed(built, data):
+    model, plan, _, folder = built
+    picture = load_image(read_samples(*data.values())[0].images[0], 10**6)
+    ids = torch.tensor([1, 5, *[-200] * plan.images.num_tokens, 9, 8])
+    sample = LoadedSample(ids, ids, [to_pixels(picture, plan.images.size, "square", plan.images.mean)])
+    batch = collate([sample], plan.images.size, plan.images.num_tokens)
+    tower = model.vision_tower
+    with torch.no_grad():
+        logits = model(batch, logits_at=torch.arange(len(ids)))
+    assert compare_reloaded(folder, batch, tower.mean, tower.std, logits) < 2e-5
+    with pytest.raises(RuntimeError, match="other logits"):
+        compare_reloaded(folder, batch, tower.mean + 0.2, tower.std, logits)
+
+
+def test_large_models_are_written_in_shards_that_open_as_one(built, tmp_path, monkeypatch):
+    model, plan, args, folder = built
+    monkeypatch.setattr("llava_ds.checkpoint.export.MAX_SHARD_BYTES", 40_000)
+    export_hf(model, plan, args, "square", tmp_path, RANKS)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    one, many = load_model(folder).model.state_dict(), load_model(tmp_path).model.state_dict()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_scores_by_kind(data):
+    samples = read_samples(*data.values())
+    questions = questions_of(samples)
+    assert len(questions) == sum(m.role == "gpt" for sample in samples for m in sample.messages)
+    answers = [question.reference if i % 2 else "wrong" for i, question in enumerate(questions)]
+    scores = accuracy_by_kind(questions, answers)
+    assert scores["overall"] == (len(questions) // 2, len(questions))
+    assert f"{len(questions) // 2 / len(questions):.3f}" in table({"with picture": scores})[-1]
+    assert is_correct(" Yes. ", "yes") and not is_correct("yes, two", "yes")
+
+
+def test_later_questions_are_asked_with_the_files_earlier_answers(data):
+    questions = questions_of(read_samples(*data.values()))
+    later = next(q for q in questions if len(q.prompt.messages) == 3)
+    assert [m.role for m in later.prompt.messages] == ["human", "gpt", "human"]
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="holds no exported model"):
+        load_model(tmp_path)
+
+
+def test_the_scripts(built, data, tmp_path):
+    def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(ROOT / "run" / script), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    out = tmp_path / "scores.json"
+    shown = ["--model_path", str(built[3])]
+    with_data = ["--data_path", data["data_path"], "--image_folder", data["image_folder"]]
+    done = run("evaluate.py", *shown, *with_data, "--compare_without_image", "--output", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "with picture" in done.stdout and "without picture" in done.stdout
+    written = json.loads(out.read_text())
+    assert len(written["answers"]) == written["scores"]["with picture"]["overall"][1]
+
+    image = str(next(Path(data["image_folder"]).glob("*.png")))
+    question = ["--image", image, "--question", "What is it?", "--max_new_tokens", "4"]
+    done = run("chat.py", *shown, *question)
+    assert done.returncode == 0, done.stderr
+    loaded = load_model(built[3])
+    prompt = Prompt((Message("human", "<image>\nWhat is it?"),), (image,))
+    assert done.stdout.strip() == answer(loaded, [prompt], max_new_tokens=4)[0]
+
+    done = run("chat.py", "--model_path", str(tmp_path), "--question", "Hello?")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "holds no exported model" in done.stderr
