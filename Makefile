@@ -62,8 +62,8 @@ endif
 
 evaluate: install
 	$(BIN)/python run/evaluate.py --model_path $(OUTPUT)-finetune --compare_without_image \
-	  $(if $(EVAL_DATA),--data_path $(EVAL_DATA)) $(if $(EVAL_IMAGES),--image_folder $(EVAL_IMAGES)) \
-	  --output $(OUTPUT)-finetune/evaluation.json
+	  --output $(OUTPUT)-finetune/evaluation.json \
+	  $(if $(EVAL_DATA),--data_path $(EVAL_DATA)) $(if $(EVAL_IMAGES),--image_folder $(EVAL_IMAGES))
 
 # The same stage 2 with a fresh projector, for comparison.
 ablation: install

@@ -61,6 +61,9 @@ def export_hf(
     rows = model.language_model.config.vocab_size
     if IMAGE_TOKEN not in tokenizer.get_vocab():
         tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    if tokenizer.pad_token is None:  # batches of prompts need one; LLaVA takes <unk>
+        tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
+    tokenizer.padding_side = "left"
     image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
     rows = max(rows, image_token_id + 1)
 
@@ -133,12 +136,14 @@ def _write_config(
     dtype: torch.dtype,
     output_dir: Path,
 ) -> None:
-    text_config = plan.text_config.to_dict()
+    text_config, vision_config = plan.text_config.to_dict(), plan.vision_config.to_dict()
     text_config["vocab_size"] = rows
-    text_config.pop("_attn_implementation", None)
+    for part in (text_config, vision_config):
+        part["dtype"] = str(dtype).removeprefix("torch.")
+        part.pop("_name_or_path", None)  # where the base lay on this machine is nobody's business
     tokenizer = plan.tokenizer
     LlavaConfig(
-        vision_config=plan.vision_config.to_dict(),
+        vision_config=vision_config,
         text_config=text_config,
         image_token_index=image_token_id,
         projector_hidden_act="gelu",

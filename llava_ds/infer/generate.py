@@ -55,8 +55,7 @@ def answer(
 def _batch(loaded: LoadedModel, ids: list[list[int]], images: list[tuple[str, ...]]) -> dict[str, torch.Tensor]:
     """input_ids and attention_mask (B, T), padded on the left; pixel_values (N, 3, H, W) if there are pictures."""
     device, longest = loaded.model.device, max(map(len, ids))
-    filler = loaded.model.config.text_config.eos_token_id  # masked, so any id but the image token's will do
-    filler = filler[0] if isinstance(filler, list) else filler
+    filler = loaded.processor.tokenizer.pad_token_id or 0  # masked, so any id but the image token's will do
     batch = {
         "input_ids": torch.tensor([[filler] * (longest - len(row)) + row for row in ids], device=device),
         "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=device),

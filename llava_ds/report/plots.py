@@ -23,7 +23,7 @@ def plot_loss(rows: list[dict], path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def running_mean(values: list[float], weight: float = 0.95) -> list[float]:
+def running_mean(values: list[float], weight: float = 0.9) -> list[float]:
     """Exponential running mean without the bias of its start."""
     means, total, norm = [], 0.0, 0.0
     for value in values:

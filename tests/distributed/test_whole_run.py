@@ -120,6 +120,13 @@ def test_transformers_opens_the_result_and_its_processor_prepares_what_training_
     )
     assert chat == render_prompt(messages, "v1")
     assert model(**inputs).logits.isfinite().all()
+    assert str(folders["base"]) not in (path / "config.json").read_text()
+
+    texts = [render_prompt(messages, "v1"), render_prompt([Message("human", "<image>\nAnd here, what is it?")], "v1")]
+    together = processor(text=texts, images=[load_image(str(picture), 10**6)] * 2, padding=True, return_tensors="pt")
+    new = model.generate(**together, max_new_tokens=3, do_sample=False)[0, -3:]
+    alone = model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -3:]
+    assert new.tolist() == alone.tolist()
 
 
 def test_what_a_run_leaves(folders):
