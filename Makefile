@@ -16,8 +16,8 @@ ifdef MODEL
   endif
   RECIPE    ?= llava-v1.5-7b
   OUTPUT    ?= output/$(notdir $(patsubst %/,%,$(MODEL)))
-  MODEL_ARGS = --model_name_or_path $(MODEL) --vision_tower $(VISION_TOWER) \
-               $(if $(DATA),--data_path $(DATA)) $(if $(IMAGES),--image_folder $(IMAGES))
+  MODEL_ARGS = --model_name_or_path '$(MODEL)' --vision_tower '$(VISION_TOWER)' \
+               $(if $(DATA),--data_path '$(DATA)') $(if $(IMAGES),--image_folder '$(IMAGES)')
 else
   RECIPE    ?= tiny
   OUTPUT    ?= output/tiny
@@ -53,7 +53,8 @@ ifdef MODEL
 	@test -e $(PROJECTOR) -o -n "$(PRETRAIN_DATA)" || { echo "there is no $(PROJECTOR) yet: run make pretrain first," \
 	  "name another with PROJECTOR=, or give PRETRAIN_DATA= and PRETRAIN_IMAGES= for stage 1" >&2; exit 2; }
 endif
-	@test -e $(PROJECTOR) || $(MAKE) --no-print-directory pretrain DATA=$(PRETRAIN_DATA) IMAGES=$(PRETRAIN_IMAGES) ARGS=
+	@test -e $(PROJECTOR) || $(MAKE) --no-print-directory pretrain DATA='$(PRETRAIN_DATA)' \
+	  IMAGES='$(PRETRAIN_IMAGES)' ARGS=
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero3.json --recipe run/recipes/$(RECIPE)-finetune.yaml \
 	  $(MODEL_ARGS) --pretrain_mm_mlp_adapter $(PROJECTOR) --output_dir $(OUTPUT)-finetune $(ARGS)
 ifneq ($(if $(MODEL),$(EVAL_DATA),tiny),)
@@ -63,7 +64,7 @@ endif
 evaluate: install
 	$(BIN)/python run/evaluate.py --model_path $(OUTPUT)-finetune --compare_without_image \
 	  --output $(OUTPUT)-finetune/evaluation.json \
-	  $(if $(EVAL_DATA),--data_path $(EVAL_DATA)) $(if $(EVAL_IMAGES),--image_folder $(EVAL_IMAGES))
+	  $(if $(EVAL_DATA),--data_path '$(EVAL_DATA)') $(if $(EVAL_IMAGES),--image_folder '$(EVAL_IMAGES)')
 
 # The same stage 2 with a fresh projector, for comparison.
 ablation: install
