@@ -1,0 +1,59 @@
+"""Muon (Jordan et al., 2024): momentum whose matrix is made orthogonal. The tiny models learn in about half the steps.
+
+torch.optim.Muon iterates in bfloat16, matrix by matrix, which is some thirty times slower on a CPU without bfloat16
+units than this, in float32 over stacks of equal shapes.
+"""
+
+import math
+
+import torch
+
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates matrices by the orthogonalised Nesterov momentum of their gradients."""
+
+    def __init__(self, matrices, lr):
+        super().__init__(matrices, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            by_shape = {}
+            for matrix in group["params"]:
+                by_shape.setdefault(tuple(matrix.shape), []).append(matrix)
+            for (rows, columns), matrices in by_shape.items():
+                updates = torch.stack([self._momentum(matrix) for matrix in matrices])
+                updates = _orthogonal(updates) * max(1, rows / columns) ** 0.5
+                for matrix, update in zip(matrices, updates, strict=True):
+                    matrix.add_(update, alpha=-group["lr"])
+
+    def _momentum(self, matrix):
+        state = self.state[matrix]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(matrix)
+        state["momentum"].lerp_(matrix.grad, 1 - MOMENTUM)
+        return matrix.grad.lerp(state["momentum"], MOMENTUM)
+
+
+def _orthogonal(stack):
+    """Return (N, R, C) matrices with singular values near 1, by Newton-Schulz iteration."""
+    wide = stack.shape[1] <= stack.shape[2]
+    x = stack if wide else stack.mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide else x.mT
+
+
+def warm_up_then_cosine(optimizer, num_steps):
+    """Return a schedule for an optimizer: a linear start over a thirtieth of the steps, then cosine to 0."""
+    warm_up = max(1, num_steps // 30)
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / num_steps)))
+    )

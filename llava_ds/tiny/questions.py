@@ -1,0 +1,245 @@
+"""What can be said and asked about a scene: captions, questions with short answers, and their balance.
+
+A question is balanced per *form* (what is asked, without its wording): over a data set every form meets each of its
+answers equally often, so a model that sees no picture can only guess.
+"""
+
+import collections
+import dataclasses
+import itertools
+
+from llava_ds.tiny.scenes import COLOURS, PLACES, SHAPES
+
+NUMBERS = ("one", "two", "three", "four")  # up to scenes.MAX_THINGS
+KINDS = ("existence", "count", "colour", "shape", "position", "relation")
+TURN_SHARES = (0.12, 0.26, 0.14, 0.14, 0.16, 0.18)  # of KINDS in a conversation: many counts are refused for balance
+ANSWERS = {
+    "existence": ("yes", "no"),
+    "count": NUMBERS,
+    "colour": tuple(COLOURS),
+    "shape": SHAPES,
+    "position": PLACES,
+    "relation": ("yes", "no"),
+}
+RELATIONS = ("left of", "right of", "above", "below")
+
+WORDINGS = {
+    "existence": ("Is there a {0}?", "Can you see a {0}?"),
+    "count": ("How many {0} are there?", "How many {0} can you see?"),
+    "colour": ("What colour is the {0}?", "Which colour does the {0} have?"),
+    "shape": ("What shape is the {0}?", "Which shape does the {0} have?"),
+    "position": ("Where is the {0}?", "In which place is the {0}?"),
+    "relation": ("Is the {0} {1} the {2}?", "Does the {0} lie {1} the {2}?"),
+}
+
+CAPTION_REQUESTS = ("Describe the picture.", "What is in the picture?", "Say what you see.", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One question about one scene. form is what is asked, given and revealed name (thing, attribute) pairs."""
+
+    kind: str
+    form: tuple
+    answer: str
+    given: frozenset  # what the question's own text tells of the scene
+    revealed: frozenset  # what the answer tells
+
+    def text(self, rng):
+        """Return the question in one of its wordings."""
+        wordings = WORDINGS[self.kind]
+        return wordings[int(rng.integers(len(wordings)))].format(*self.form[1:])
+
+
+def caption(scene, rng):
+    """Return one or two English sentences that name every thing and its place, in reading order."""
+    names = [f"a {t.colour} {t.shape}" for t in scene.things]
+    places = [place_phrase(t.place) for t in scene.things]
+    style = int(rng.integers(4))
+    if style == 0:
+        text = join_words([f"{name} {place}" for name, place in zip(names, places, strict=True)])
+    elif style == 1:
+        text = "there is " + join_words([f"{name} {place}" for name, place in zip(names, places, strict=True)])
+    elif style == 2:
+        text = join_words([f"{place} is {name}" for name, place in zip(names, places, strict=True)])
+    else:
+        number = NUMBERS[len(names) - 1]
+        text = f"{number} {plural('shape', len(names))}: "
+        text += join_words([f"{name} {place}" for name, place in zip(names, places, strict=True)])
+    return text[0].upper() + text[1:] + "."
+
+
+def place_phrase(place):
+    return f"in the {PLACES[place]}" if PLACES[place] == "centre" else f"at the {PLACES[place]}"
+
+
+def join_words(parts):
+    """Return "a", "a and b", "a, b and c"."""
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def plural(noun, number):
+    if number == 1:
+        return noun
+    return noun + ("es" if noun == "cross" else "s")
+
+
+def all_questions(scene, kind):
+    """Return every question of a kind that has one right answer in this scene."""
+    return _ASKERS[kind](scene.things)
+
+
+def _ask_existence(things):
+    told = {}
+    for i, t in enumerate(things):
+        told[t.colour, t.shape] = told.get((t.colour, t.shape), frozenset()) | {(i, "colour"), (i, "shape")}
+    questions = []
+    for name in itertools.product(COLOURS, SHAPES):
+        answer = "yes" if name in told else "no"
+        form = ("existence", " ".join(name))
+        questions.append(Question("existence", form, answer, frozenset(), told.get(name, frozenset())))
+    return questions
+
+
+def _ask_count(things):
+    groups = [("shapes", things)]
+    groups += [(f"{colour} shapes", [t for t in things if t.colour == colour]) for colour in COLOURS]
+    groups += [(plural(shape, 2), [t for t in things if t.shape == shape]) for shape in SHAPES]
+    return [
+        Question("count", ("count", name), NUMBERS[len(group) - 1], frozenset(), frozenset({("count", name)}))
+        for name, group in groups
+        if group
+    ]
+
+
+def _ask_colour(things):
+    questions = []
+    for i, t in enumerate(things):
+        names = [(f"shape {place_phrase(t.place)}", "place")]
+        if sum(other.shape == t.shape for other in things) == 1:
+            names.append((t.shape, "shape"))
+        for name, attribute in names:
+            question = Question(
+                "colour", ("colour", name), t.colour, frozenset({(i, attribute)}), frozenset({(i, "colour")})
+            )
+            questions.append(question)
+    return questions
+
+
+def _ask_shape(things):
+    questions = []
+    for i, t in enumerate(things):
+        names = [(f"thing {place_phrase(t.place)}", "place")]
+        if sum(other.colour == t.colour for other in things) == 1:
+            names.append((f"{t.colour} thing", "colour"))
+        for name, attribute in names:
+            question = Question(
+                "shape", ("shape", name), t.shape, frozenset({(i, attribute)}), frozenset({(i, "shape")})
+            )
+            questions.append(question)
+    return questions
+
+
+def _ask_position(things):
+    return [
+        Question("position", ("position", name), PLACES[things[i].place], given, frozenset({(i, "place")}))
+        for i, name, given in _unique_names(things)
+    ]
+
+
+def _ask_relation(things):
+    questions = []
+    named = _unique_names(things)
+    for i, name, given in named:
+        for j, other_name, other_given in named:
+            for relation in RELATIONS:
+                if i != j and (answer := place_relation(relation, things[i].place, things[j].place)) is not None:
+                    question = Question(
+                        "relation",
+                        ("relation", name, relation, other_name),
+                        "yes" if answer else "no",
+                        given | other_given,
+                        frozenset({("relation", min(i, j), max(i, j))}),
+                    )
+                    questions.append(question)
+    return questions
+
+
+def _unique_names(things):
+    """Return (index, "red circle", what the name tells) for things that are the only ones of their name."""
+    names = [f"{t.colour} {t.shape}" for t in things]
+    return [
+        (i, name, frozenset({(i, "colour"), (i, "shape")})) for i, name in enumerate(names) if names.count(name) == 1
+    ]
+
+
+def place_relation(relation, a, b):
+    """Return whether place a is left of (above, ...) place b, or None where they share the column (row)."""
+    difference = a % 3 - b % 3 if relation in ("left of", "right of") else a // 3 - b // 3
+    if difference == 0:
+        return None
+    return (difference < 0) == (relation in ("left of", "above"))
+
+
+_ASKERS = {
+    "existence": _ask_existence,
+    "count": _ask_count,
+    "colour": _ask_colour,
+    "shape": _ask_shape,
+    "position": _ask_position,
+    "relation": _ask_relation,
+}
+
+
+class Balance:
+    """Counts the answers given so far, and refuses a question that would tilt them.
+
+    An answer may run ahead of the rarest one by form_slack questions within its form, and by kind_slack within its
+    kind. The form of a relation is its relation word: its full forms are so many that each is asked about once.
+    """
+
+    def __init__(self, form_slack, kind_slack):
+        self.form_slack, self.kind_slack = form_slack, kind_slack
+        self.per_form = collections.Counter()
+        self.per_kind = collections.Counter()
+
+    def choose(self, questions, rng):
+        """Return the question whose answer and form were asked least, or None; and count it."""
+        questions = [q for q in questions if self._allows(q)]
+        if not questions:
+            return None
+        ties = rng.random(len(questions))
+        best = min(range(len(questions)), key=lambda i: (*self._asked(questions[i]), ties[i]))
+        question = questions[best]
+        self.per_form[self._key(question), question.answer] += 1
+        self.per_kind[question.kind, question.answer] += 1
+        return question
+
+    def _key(self, question):
+        return (question.kind, question.form[2]) if question.kind == "relation" else question.form
+
+    def _allows(self, question):
+        kind, key, answer = question.kind, self._key(question), question.answer
+        in_form = self.per_form[key, answer] - min([self.per_form[key, a] for a in ANSWERS[kind]])
+        in_kind = self.per_kind[kind, answer] - min([self.per_kind[kind, a] for a in ANSWERS[kind]])
+        return in_form < self.form_slack and in_kind < self.kind_slack
+
+    def _asked(self, question):
+        return self.per_kind[question.kind, question.answer], self.per_form[self._key(question), question.answer]
+
+
+def conversation(scene, num_turns, balance, rng):
+    """Return up to num_turns Questions about a scene, none answered by the text of those before it."""
+    possible = {kind: all_questions(scene, kind) for kind in KINDS}
+    known, asked, turns = set(), set(), []
+    for _ in range(3 * num_turns):
+        if len(turns) == num_turns:
+            break
+        kind = str(rng.choice(KINDS, p=TURN_SHARES))
+        fresh = [q for q in possible[kind] if q.form not in asked and not (q.revealed and q.revealed <= known)]
+        question = balance.choose(fresh, rng)
+        if question is not None:
+            turns.append(question)
+            asked.add(question.form)
+            known |= question.given | question.revealed
+    return turns
