@@ -5,8 +5,8 @@ answers equally often, so a model that sees no picture can only guess.
 """
 
 import collections
-import dataclasses
 import itertools
+import typing
 
 from llava_ds.tiny.scenes import COLOURS, PLACES, SHAPES
 
@@ -35,8 +35,7 @@ WORDINGS = {
 CAPTION_REQUESTS = ("Describe the picture.", "What is in the picture?", "Say what you see.", "")
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
+class Question(typing.NamedTuple):
     """One question about one scene. form is what is asked, given and revealed name (thing, attribute) pairs."""
 
     kind: str
@@ -204,8 +203,12 @@ class Balance:
         self.per_kind = collections.Counter()
 
     def choose(self, questions, rng):
-        """Return the question whose answer and form were asked least, or None; and count it."""
-        questions = [q for q in questions if self._allows(q)]
+        """Return that of the questions, all of one kind, whose answer and form were asked least, or None; count it."""
+        if not questions:
+            return None
+        kind = questions[0].kind
+        kind_limit = self.kind_slack + min([self.per_kind[kind, answer] for answer in ANSWERS[kind]])
+        questions = [q for q in questions if self.per_kind[kind, q.answer] < kind_limit and self._allows(q)]
         if not questions:
             return None
         ties = rng.random(len(questions))
@@ -219,10 +222,9 @@ class Balance:
         return (question.kind, question.form[2]) if question.kind == "relation" else question.form
 
     def _allows(self, question):
-        kind, key, answer = question.kind, self._key(question), question.answer
-        in_form = self.per_form[key, answer] - min([self.per_form[key, a] for a in ANSWERS[kind]])
-        in_kind = self.per_kind[kind, answer] - min([self.per_kind[kind, a] for a in ANSWERS[kind]])
-        return in_form < self.form_slack and in_kind < self.kind_slack
+        key = self._key(question)
+        rarest = min([self.per_form[key, answer] for answer in ANSWERS[question.kind]])
+        return self.per_form[key, question.answer] < self.form_slack + rarest
 
     def _asked(self, question):
         return self.per_kind[question.kind, question.answer], self.per_form[self._key(question), question.answer]
