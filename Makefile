@@ -22,6 +22,9 @@ else
   RECIPE    ?= tiny
   OUTPUT    ?= output/tiny
   MODEL_ARGS =
+  ifneq ($(DATA)$(IMAGES)$(VISION_TOWER),)
+    $(error DATA, IMAGES and VISION_TOWER need MODEL with them: make pretrain MODEL=... VISION_TOWER=... DATA=... IMAGES=...)
+  endif
 endif
 PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
 

@@ -22,6 +22,8 @@ setup(
         "deepspeed>=0.19.8,<0.20",  # distributed.py and model/build.py use two of its private names
         "transformers>=5.17,<6",
         "tokenizers",
+        "sentencepiece",  # Vicuna and others come with tokenizer.model only
+        "protobuf",
         "datasets>=4",
         "safetensors",
         "pillow>=11",

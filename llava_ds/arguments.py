@@ -12,7 +12,7 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
-from llava_ds.constants import ConfigError
+from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DataArguments:
         help="square: resize the short side and crop the centre; pad: first pad to a square with the mean colour.",
     )
     max_image_pixels: int = HfArg(
-        default=50_000_000, help="Pictures with more pixels than this are refused before decoding (at least 1)."
+        default=MAX_IMAGE_PIXELS, help="Pictures with more pixels than this are refused before decoding (at least 1)."
     )
     model_max_length: int = HfArg(default=2048, help="Longest sample in tokens, image features included (at least 2).")
     cache_dir: str = HfArg(
@@ -195,6 +195,10 @@ def parse_arguments(argv: list[str], defaults: dict[str, object] | None = None) 
     parser = build_parser()
     recipe_path = _recipe_of(argv)
     recipe = read_recipe(recipe_path) if recipe_path else {}
+    written = {token[2:].split("=", 1)[0].replace("-", "_") for token in argv if token.startswith("--")}
+    if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= written:
+        # The command line fixes the samples of a step by these two: a recipe's total must not contradict it.
+        recipe.pop("train_batch_size", None)
     tokens = _as_tokens(defaults or {}) + _as_tokens(recipe) + list(argv)
     model, data, training, rest, unknown = parser.parse_args_into_dataclasses(
         tokens, return_remaining_strings=True, look_for_args_file=False
@@ -202,9 +206,7 @@ def parse_arguments(argv: list[str], defaults: dict[str, object] | None = None) 
     if unknown:
         raise ConfigError(_unknown_flags(unknown, parser))
 
-    given = {name.removeprefix("no_") for name in recipe}
-    given |= {token[2:].split("=", 1)[0] for token in argv if token.startswith("--")}
-    given = {name.replace("-", "_") for name in given}
+    given = {name.replace("-", "_") for name in recipe} | {name.removeprefix("no_") for name in written}
     given = {"deepspeed_config" if name == "deepspeed" else name for name in given}
     args = Arguments(model, data, training, frozenset(given))
 
@@ -260,12 +262,19 @@ def find_problems(args: Arguments) -> list[str]:
     check(training.output_dir is not None, "--output_dir is missing: name the folder for what the run leaves")
 
     check(
+        training.loss_reduction == "token" or training.tokens_per_micro_batch is None,
+        "--loss_reduction micro_batch depends on the layout, which --tokens_per_micro_batch changes: give one of them",
+    )
+    check(
         training.deepspeed_config is not None,
         "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json",
     )
     for name in ("deepspeed_config", "data_path", "pretrain_mm_mlp_adapter"):
         value = args.as_dict()[name]
         check(value is None or os.path.isfile(value), f"--{name} {value}: there is no such file")
+    for name in ("output_dir", "cache_dir"):
+        value = args.as_dict()[name]
+        check(value is None or _can_be_made(value), f"--{name} {value} can't be written to: name another folder")
     for name in ("model_name_or_path", "vision_tower", "image_folder"):
         value = args.as_dict()[name]
         check(value is None or os.path.isdir(value), f"--{name} {value}: there is no such folder")
@@ -287,6 +296,14 @@ def find_problems(args: Arguments) -> list[str]:
         "has a two-layer projector: give mlp2x_gelu, or --tune_mm_mlp_adapter True",
     )
     return problems
+
+
+def _can_be_made(folder: str) -> bool:
+    """Whether the folder, or the nearest one above it that exists, is a folder that may be written to."""
+    path = Path(folder).expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK)
 
 
 def _recipe_of(argv: list[str]) -> str | None:

@@ -4,6 +4,8 @@ IGNORE_INDEX = -100  # label of a position that is not supervised (torch's cross
 IMAGE_TOKEN_INDEX = -200  # id of one image-feature position in encoded ids, before the collator replaces it (LLaVA)
 IMAGE_TOKEN = "<image>"
 
+MAX_IMAGE_PIXELS = 50_000_000  # of a picture, before decoding and after resizing, unless a flag says otherwise
+
 EXIT_BAD_INPUT = 2
 
 

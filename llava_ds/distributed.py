@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -25,26 +26,24 @@ class Ranks:
     local_rank: int
     world_size: int
     device: torch.device
+    patient_group: torch.distributed.ProcessGroup | None = None  # for waits on rank 0's files; None where alone
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
 
-def world_size_from_env() -> int:
-    """Number of ranks that the launcher announced; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def init_ranks() -> Ranks:
     """Join the process group (NCCL on GPUs, gloo on CPU) and choose this rank's device.
 
-    Reads the variables that deepspeed's launcher, torchrun and Slurm wrappers set; without them, a group of one.
+    Reads the variables that deepspeed's launcher and torchrun set; without them, a group of one.
+    Raises ConfigError when other variables announce several processes.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     if "RANK" not in os.environ:
+        _refuse_unannounced_ranks()
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(_free_port())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -60,7 +59,18 @@ def init_ranks() -> Ranks:
         accelerator.set_device(local_rank)
         device = torch.device(accelerator.device_name(local_rank))
     deepspeed.init_distributed(verbose=False)
-    return Ranks(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), device)
+    # Waits for rank 0's reading and writing may last longer than a collective of training may (10 minutes).
+    patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=12))
+    return Ranks(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), device, patient)
+
+
+def _refuse_unannounced_ranks() -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if int(os.environ.get(name, "1")) > 1:
+            raise ConfigError(
+                f"{name} is {os.environ[name]}, but RANK is not set: each process would train by itself. Start with "
+                "deepspeed or torchrun, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            )
 
 
 def _use_gloo_without_compiling(accelerator) -> None:
@@ -85,9 +95,10 @@ def all_sum(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def barrier() -> None:
-    """Wait until every rank is here."""
-    torch.distributed.barrier()
+def barrier(ranks: Ranks) -> None:
+    """Wait until every rank is here, for as long as reading or writing files takes."""
+    if ranks.world_size > 1:
+        torch.distributed.barrier(ranks.patient_group)
 
 
 @contextlib.contextmanager
@@ -97,15 +108,15 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
     An error of the user's that it meets is raised on every rank, so that none is left in a collective.
     """
     if not ranks.is_first:
-        _share_error(None)
+        _share_error(None, ranks)
         yield
         return
     try:
         yield
     except (ConfigError, DataError) as error:
-        _share_error(error)
+        _share_error(error, ranks)
         raise
-    _share_error(None)
+    _share_error(None, ranks)
 
 
 def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
@@ -114,20 +125,20 @@ def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
     with first_rank_first(ranks):
         if ranks.is_first:
             answer[0] = ask()
-    torch.distributed.broadcast_object_list(answer, src=0)
+    torch.distributed.broadcast_object_list(answer, src=0, group=ranks.patient_group)
     return answer[0]
 
 
-def _share_error(error: Exception | None) -> None:
+def _share_error(error: Exception | None, ranks: Ranks) -> None:
     """Tell the other ranks (called on rank 0), or be told and raise (called on the others)."""
     shared = [error]
-    torch.distributed.broadcast_object_list(shared, src=0)
+    torch.distributed.broadcast_object_list(shared, src=0, group=ranks.patient_group)
     if error is None and shared[0] is not None:
         raise shared[0]
 
 
 def quiet_libraries() -> None:
-    """Hold back what DeepSpeed and transformers say at every start; warnings and errors remain."""
+    """Hold back what DeepSpeed and transformers say at every start; errors, and DeepSpeed's warnings, remain."""
     import logging
     import warnings
 

@@ -4,9 +4,12 @@ DeepSpeed itself does not resolve "auto": some keys fail, others are silently ta
 """
 
 import copy
+import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
@@ -17,6 +20,19 @@ NOT_DRIVEN = {
     "scheduler": "the schedule comes from --lr_scheduler_type and --warmup_ratio",
     "amp": "use --bf16 or --fp16",
 }
+# Top-level keys that DeepSpeed 0.19 reads; it ignores all others silently.
+KNOWN_KEYS = {
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "csv_monitor", "data_efficiency", "data_types", "dataloader_drop_last",
+    "disable_allgather", "dump_state", "eigenvalue", "elasticity", "expert_parallel", "flops_profiler", "fp16",
+    "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "hybrid_engine",
+    "keep_in_fp32_modules", "managed_gradient_accumulation", "memory_breakdown", "optimizer", "pipeline",
+    "prescale_gradients", "scheduler", "seq_parallel_communication_data_type", "sequence_parallel_size",
+    "steps_per_print", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "train_batch_size",
+    "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism", "use_node_local_storage",
+    "vocabulary_size", "wall_clock_breakdown", "wandb", "weight_quantization", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "zero_optimization",
+}  # fmt: skip
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 NOT_DRIVEN_IN_ZERO = ("offload_optimizer", "offload_param")
 
@@ -28,6 +44,17 @@ class ResolvedConfig:
     config: dict
     args: Arguments
     reasons: dict[str, str]
+
+    @property
+    def zero_stage(self) -> int:
+        return self.config["zero_optimization"].get("stage", 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that parameters are held in."""
+        if self.config["bf16"]["enabled"]:
+            return torch.bfloat16
+        return torch.float16 if self.config["fp16"]["enabled"] else torch.float32
 
     def explain(self) -> list[str]:
         """One line per filled value."""
@@ -59,6 +86,10 @@ def resolve_ds_config(
     config = copy.deepcopy(raw)
     reasons: dict[str, str] = {}
     problems = [f"{key} in the DeepSpeed JSON: remove it, {why}" for key, why in NOT_DRIVEN.items() if key in config]
+    for key in sorted(set(config) - KNOWN_KEYS):
+        nearest = difflib.get_close_matches(key, KNOWN_KEYS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "DeepSpeed would ignore it, remove it"
+        problems.append(f"{key} in the DeepSpeed JSON is no key of DeepSpeed's: {hint}")
     zero = config.setdefault("zero_optimization", {"stage": 0})
     for section in ("zero_optimization", "bf16", "fp16", "timers"):
         if not isinstance(config.setdefault(section, {}), dict):
@@ -115,6 +146,11 @@ def resolve_ds_config(
     stage = zero.get("stage", 0)
     if not isinstance(stage, int) or stage not in (0, 1, 2, 3):
         problems.append(f"zero_optimization.stage is {_json(stage)}: write 0, 1, 2 or 3")
+    elif stage == 0 and (bf16 is True or fp16 is True):
+        problems.append(
+            "zero_optimization.stage is 0 with bf16 or fp16, where DeepSpeed takes an optimizer step before training: "
+            "use ds_configs/zero1.json, which holds the same and shards the optimizer"
+        )
     for key, value, formula in (
         ("reduce_bucket_size", hidden_size * hidden_size, "hidden size squared"),
         ("stage3_prefetch_bucket_size", int(0.9 * hidden_size * hidden_size), "0.9 x hidden size squared"),
@@ -201,14 +237,9 @@ def _agree_on_batch(config: dict, args: Arguments, world_size: int, fill, proble
     )
 
 
-def check_engine(engine, config: dict) -> None:
+def check_engine(engine, resolved: ResolvedConfig) -> None:
     """Compare what the engine understood with what was meant. Raises ConfigError on any difference."""
-    import torch
-
-    meant_dtype = torch.float32
-    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if config[section].get("enabled"):
-            meant_dtype = dtype
+    config = resolved.config
     understood = {
         "train_batch_size": (engine.train_batch_size(), config["train_batch_size"]),
         "train_micro_batch_size_per_gpu": (
@@ -216,9 +247,9 @@ def check_engine(engine, config: dict) -> None:
             config["train_micro_batch_size_per_gpu"],
         ),
         "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), config["gradient_accumulation_steps"]),
-        "zero_optimization.stage": (engine.zero_optimization_stage(), config["zero_optimization"].get("stage", 0)),
+        "zero_optimization.stage": (engine.zero_optimization_stage(), resolved.zero_stage),
         "gradient_clipping": (engine.gradient_clipping(), config["gradient_clipping"]),
-        "dtype": (engine.get_data_types()[0], meant_dtype),
+        "dtype": (engine.get_data_types()[0], resolved.dtype),
     }
     wrong = [
         f"{key}: {got} in the engine, {meant} in the resolved JSON"

@@ -26,6 +26,11 @@ def projector_from_llava(name: str) -> str | None:
     return None if found is None else f"layers.{found[1] or '0.'}{found[2]}"
 
 
+def language_model_from_disk(name: str) -> str | None:
+    """A name in a causal language model's folder to one in the model; None for tables that old files carry along."""
+    return None if name.endswith("rotary_emb.inv_freq") else name
+
+
 def clip_from_disk(name: str, num_layers: int) -> str | None:
     """A name in a CLIP folder (vision model alone, or with its text model) to one in the truncated tower ("clip.*").
 

@@ -4,12 +4,14 @@ Without --model_name_or_path it trains the tiny model that ships with the packag
 """
 
 import sys
+import time
 from pathlib import Path
 
 import deepspeed
 import torch
+from transformers import HfArgumentParser
 
-from llava_ds.arguments import Arguments, parse_arguments, read_recipe
+from llava_ds.arguments import Arguments, ModelArguments, parse_arguments, read_recipe
 from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_projector
 from llava_ds.constants import ConfigError, DataError
@@ -68,12 +70,11 @@ def main(argv: list[str]) -> None:
     )
     per_epoch = steps_per_epoch(len(dataset), layout.batch_size)
     num_steps = total_steps(args.training, per_epoch)
-    identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, _zero_stage(resolved))
+    identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.zero_stage)
     output_dir = Path(args.training.output_dir)
     # Rank 0 alone reads and hashes what lies there.
     resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))
-    if resume.path is None:
-        checkpoint.set_aside(output_dir, ranks)
+    checkpoint.set_aside(output_dir, resume, ranks)
     _print_plan(args, resolved, dataset, layout, num_steps, per_epoch, lines)
     if ranks.is_first:
         write_run_record(output_dir, args, resolved.config, num_steps)
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> None:
     # The model, the engine, and what the engine was in the middle of.
     torch.manual_seed(args.training.seed)
     torch.backends.cuda.matmul.allow_tf32 = args.training.tf32
-    model = build_model(plan, args.model, resolved.config, _dtype(resolved.config), args.training.seed, ranks)
+    model = build_model(plan, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
     choose_trainable(model, args)
     if args.training.gradient_checkpointing:
         model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -98,12 +99,12 @@ def main(argv: list[str]) -> None:
         lr_scheduler=scheduler_factory(args.training, num_steps),
         config=resolved.config,
     )
-    check_engine(engine, resolved.config)
+    check_engine(engine, resolved)
     if resume.path is not None:
         checkpoint.restore(engine, resume, ranks)
 
     # Train.
-    state = TrainState(resume.step, resume.tokens)
+    state = TrainState(resume.step)
     progress = Progress(
         output_dir,
         resume_step=resume.step,
@@ -113,13 +114,14 @@ def main(argv: list[str]) -> None:
         ranks=ranks,
     )
 
-    def after_step(result: StepResult) -> None:
+    def after_step(result: StepResult) -> float:
         progress.after_step(result, engine.skipped_steps)
-        if _saves_at(args, result.step, num_steps):
-            progress.flush()
-            checkpoint.save(
-                engine, output_dir, state.step, state.tokens, identity, args.training.save_total_limit, ranks
-            )
+        if not _saves_at(args, result.step, num_steps):
+            return 0.0
+        progress.flush()
+        started = time.perf_counter()
+        checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
+        return time.perf_counter() - started
 
     steps = windows(
         dataset,
@@ -131,13 +133,11 @@ def main(argv: list[str]) -> None:
         device=ranks.device,
     )
     train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
-    progress.close(
-        title=f"{output_dir.name}: {num_steps} steps, ZeRO-{_zero_stage(resolved)}, {ranks.world_size} ranks"
-    )
+    progress.close(title=f"{output_dir.name}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks")
 
     # What it leaves.
     if args.model.tune_mm_mlp_adapter:
-        paths = export_projector(model, args.model, output_dir, ranks)
+        paths = export_projector(model, plan, args.model, args.data.image_aspect_ratio, output_dir, ranks)
         print_first(f"projector: {', '.join(map(str, paths))}")
     else:
         _export_and_check(engine, plan, args, dataset, output_dir, ranks)
@@ -148,9 +148,14 @@ def _defaults(argv: list[str]) -> dict[str, object]:
     flags = {token[2:].split("=", 1)[0].replace("-", "_") for token in argv if token.startswith("--")}
     if flags & {"model_name_or_path", "recipe"}:
         return {}
-    stage = "pretrain" if "tune_mm_mlp_adapter" in flags else "finetune"
+    stage = "pretrain" if _trains_projector_only(argv) else "finetune"
     defaults = read_recipe(RECIPES / f"tiny-{stage}.yaml")
     return {name: value for name, value in defaults.items() if name not in flags}
+
+
+def _trains_projector_only(argv: list[str]) -> bool:
+    section, _ = HfArgumentParser(ModelArguments).parse_known_args(argv)
+    return section.tune_mm_mlp_adapter
 
 
 def _open_data(args: Arguments, plan: ModelPlan) -> EncodedDataset:
@@ -163,16 +168,6 @@ def _open_data(args: Arguments, plan: ModelPlan) -> EncodedDataset:
         PictureOptions(plan.images.size, plan.images.mean, data.image_aspect_ratio, data.max_image_pixels),
         data.cache_dir,
     )
-
-
-def _zero_stage(resolved: ResolvedConfig) -> int:
-    return resolved.config["zero_optimization"].get("stage", 0)
-
-
-def _dtype(config: dict) -> torch.dtype:
-    if config["bf16"]["enabled"]:
-        return torch.bfloat16
-    return torch.float16 if config["fp16"]["enabled"] else torch.float32
 
 
 def _saves_at(args: Arguments, step: int, num_steps: int) -> bool:

@@ -42,10 +42,11 @@ def has_auto(value: object) -> bool:
 def test_every_auto_of_our_files_is_filled(stage):
     raw = read_ds_config(CONFIGS / f"zero{stage}.json")
     assert has_auto(raw)
-    config = resolve(raw, bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=3, world_size=2).config
+    half = stage > 0  # DeepSpeed's stage 0 trains differently in half precision, and is refused
+    config = resolve(raw, bf16=half, per_device_train_batch_size=4, gradient_accumulation_steps=3, world_size=2).config
     assert not has_auto(config)
     assert config["zero_optimization"]["stage"] == stage
-    assert config["bf16"]["enabled"] is True and config["fp16"]["enabled"] is False
+    assert config["bf16"]["enabled"] is half and config["fp16"]["enabled"] is False
 
 
 def test_the_filled_values_are_hugging_faces():
@@ -104,6 +105,7 @@ def test_gradient_clipping_is_always_written(raw):
 
 def test_values_of_the_json_are_taken_over_into_flags_that_were_not_given():
     raw = {
+        "zero_optimization": {"stage": 1},
         "bf16": {"enabled": True},
         "gradient_clipping": 0.3,
         "train_micro_batch_size_per_gpu": 2,
@@ -144,7 +146,8 @@ def test_all_conflicts_come_in_one_error_with_flag_key_and_both_values():
 
 
 def test_equal_values_in_json_and_flags_are_no_conflict():
-    raw = {"bf16": {"enabled": True}, "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 4}
+    raw = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
+    raw["train_micro_batch_size_per_gpu"] = 4
     config = resolve(raw, bf16=True, max_grad_norm=1, per_device_train_batch_size=4).config
     assert config["train_batch_size"] == 4
 
@@ -359,7 +362,7 @@ def test_any_combination_resolves_without_auto_or_is_refused():
 
 
 def test_what_the_engine_understood_is_compared_with_what_was_meant():
-    config = resolve({"zero_optimization": {"stage": 2}}, bf16=True, max_grad_norm=1.0).config
+    resolved = resolve({"zero_optimization": {"stage": 2}}, bf16=True, max_grad_norm=1.0)
     understood = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 8,
@@ -372,11 +375,25 @@ def test_what_the_engine_understood_is_compared_with_what_was_meant():
     def engine(**changed: object) -> SimpleNamespace:
         return SimpleNamespace(**{name: lambda v=v: v for name, v in (understood | changed).items()})
 
-    check_engine(engine(), config)
+    check_engine(engine(), resolved)
     with pytest.raises(ConfigError) as caught:
-        check_engine(engine(gradient_clipping=0.0, get_data_types=(torch.float32, None)), config)
+        check_engine(engine(gradient_clipping=0.0, get_data_types=(torch.float32, None)), resolved)
     _, *lines = str(caught.value).splitlines()
     assert lines == [
         "gradient_clipping: 0.0 in the engine, 1.0 in the resolved JSON",
         "dtype: torch.float32 in the engine, torch.bfloat16 in the resolved JSON",
     ]
+
+
+def test_unknown_keys_are_named_with_the_nearest_known_one():
+    with pytest.raises(ConfigError) as caught:
+        resolve({"zero_optimisation": {"stage": 3}, "gradient_cliping": 1.0, "xyz": 1})
+    lines = str(caught.value).splitlines()
+    assert "gradient_cliping in the DeepSpeed JSON is no key of DeepSpeed's: did you mean gradient_clipping?" in lines
+    assert "zero_optimisation in the DeepSpeed JSON is no key of DeepSpeed's: did you mean zero_optimization?" in lines
+    assert "xyz in the DeepSpeed JSON is no key of DeepSpeed's: DeepSpeed would ignore it, remove it" in lines
+
+
+def test_half_precision_at_stage_0_is_refused():
+    with pytest.raises(ConfigError, match=r"zero1\.json"):
+        resolve({"zero_optimization": {"stage": 0}}, bf16=True)

@@ -19,8 +19,11 @@ TEXTS = [
 ANSWERS = ["yes", "It is a red cat.", "two", "There is no dog, but a cat."]
 
 
-def write_base(folder: Path, *, seed: int = 0) -> dict[str, str]:
-    """Write a random language model (grouped-query attention) and CLIP tower; return the flags that name them."""
+def write_base(folder: Path, *, seed: int = 0, **llama: object) -> dict[str, str]:
+    """Write a random language model (grouped-query attention; llama: options of its config) and a random CLIP tower.
+
+    Returns the flags that name them.
+    """
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(TEXTS, max_vocab_size=400)
@@ -35,6 +38,7 @@ def write_base(folder: Path, *, seed: int = 0) -> dict[str, str]:
         initializer_range=0.2,
         bos_token_id=1,
         eos_token_id=2,
+        **llama,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "llama")
     save_tokenizer(tokenizer, folder / "llama")

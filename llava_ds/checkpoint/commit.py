@@ -22,14 +22,14 @@ def begin(output_dir: Path, step: int, ranks: Ranks) -> Path:
     if ranks.is_first:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-    barrier()
+    barrier(ranks)
     return scratch
 
 
 def commit(scratch: Path, ranks: Ranks) -> Path:
     """Make the folder a checkpoint, once every rank has written its part. Returns its final path."""
     final = scratch.with_suffix("")
-    barrier()
+    barrier(ranks)
     if ranks.is_first:
         files = sorted(path for path in scratch.rglob("*") if path.is_file())
         manifest = {"files": {str(path.relative_to(scratch)): _flush_and_hash(path) for path in files}}
@@ -41,10 +41,7 @@ def commit(scratch: Path, ranks: Ranks) -> Path:
             shutil.rmtree(final)  # refused on resume, or it would not be written again
         scratch.rename(final)
         _flush(final.parent)
-        for newer in checkpoints(final.parent)[: checkpoints(final.parent).index(final)]:
-            if problem_with(newer) is not None:  # counted as the newest, it would cost this one
-                shutil.rmtree(newer)
-    barrier()
+    barrier(ranks)
     return final
 
 
@@ -70,8 +67,13 @@ def problem_with(checkpoint: Path) -> str | None:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """All folders that are named like checkpoints, newest step first."""
-    found = [(int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step in a checkpoint folder's name."""
+    return int(_NAME.fullmatch(checkpoint.name)[1])
 
 
 def newest_whole(output_dir: Path) -> tuple[Path | None, list[str]]:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Regex, normalizers
 from transformers import (
+    AddedToken,
     CLIPImageProcessorPil,
     GenerationConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaImageProcessorPil,
     LlavaProcessor,
+    PreTrainedTokenizerBase,
 )
 
 from llava_ds import formats
@@ -36,16 +39,34 @@ MAX_SHARD_BYTES = 5 * 1000**3
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
-def export_projector(model: LlavaModel, args: ModelArguments, output_dir: Path, ranks: Ranks) -> list[Path]:
-    """Write mm_projector.bin with LLaVA's keys, and the same as .safetensors beside it."""
+def export_projector(
+    model: LlavaModel, plan: ModelPlan, args: ModelArguments, image_aspect_ratio: str, output_dir: Path, ranks: Ranks
+) -> list[Path]:
+    """Write mm_projector.bin with LLaVA's keys, the same as .safetensors, and config.json with LLaVA's fields."""
     named = [(f"projector.{name}", parameter) for name, parameter in model.projector.named_parameters()]
     tensors = {
         formats.projector_to_llava(name, args.mm_projector_type): tensor for name, tensor in gathered(named, ranks)
     }
-    paths = [output_dir / "mm_projector.bin", output_dir / "mm_projector.safetensors"]
+    paths = [output_dir / name for name in ("mm_projector.bin", "mm_projector.safetensors", "config.json")]
     if ranks.is_first:
         torch.save(tensors, paths[0])
         save_file(tensors, paths[1], metadata={"format": "pt"})
+        config = {
+            **_without_path(plan.text_config.to_dict()),
+            "model_type": "llava_llama",
+            "architectures": ["LlavaLlamaForCausalLM"],
+            "mm_vision_tower": args.vision_tower,
+            "mm_hidden_size": plan.vision_config.hidden_size,
+            "mm_projector_type": args.mm_projector_type,
+            "mm_vision_select_layer": args.mm_vision_select_layer,
+            "mm_vision_select_feature": "patch",
+            "mm_use_im_start_end": False,
+            "mm_use_im_patch_token": False,
+            "image_aspect_ratio": image_aspect_ratio,
+            "use_mm_proj": True,
+            "tune_mm_mlp_adapter": args.tune_mm_mlp_adapter,
+        }
+        paths[2].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return paths
 
 
@@ -60,10 +81,11 @@ def export_hf(
     tokenizer = plan.tokenizer
     rows = model.language_model.config.vocab_size
     if IMAGE_TOKEN not in tokenizer.get_vocab():
-        tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+        tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False))
     if tokenizer.pad_token is None:  # batches of prompts need one; LLaVA takes <unk>
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
     tokenizer.padding_side = "left"
+    _keep_space_behind_image(tokenizer)
     image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
     rows = max(rows, image_token_id + 1)
 
@@ -77,6 +99,17 @@ def export_hf(
     _write_shards(_complete(tensors, plan, args, rows, dtype), output_dir)
     _write_config(model, plan, args, image_token_id, rows, dtype, output_dir)
     _write_processor(plan, args, image_aspect_ratio, output_dir)
+
+
+def _keep_space_behind_image(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the line break behind <image> the dummy space that it had in training, where each piece stood by itself.
+
+    transformers 5's Llama tokenizer puts it in front of a text's first piece only.
+    """
+    backend = tokenizer.backend_tokenizer
+    if getattr(backend.pre_tokenizer, "prepend_scheme", None) == "first":
+        rule = normalizers.Replace(Regex(r"\A\n"), " \n")
+        backend.normalizer = rule if backend.normalizer is None else normalizers.Sequence([backend.normalizer, rule])
 
 
 def _complete(
@@ -136,11 +169,10 @@ def _write_config(
     dtype: torch.dtype,
     output_dir: Path,
 ) -> None:
-    text_config, vision_config = plan.text_config.to_dict(), plan.vision_config.to_dict()
+    text_config, vision_config = (_without_path(part.to_dict()) for part in (plan.text_config, plan.vision_config))
     text_config["vocab_size"] = rows
     for part in (text_config, vision_config):
         part["dtype"] = str(dtype).removeprefix("torch.")
-        part.pop("_name_or_path", None)  # where the base lay on this machine is nobody's business
     tokenizer = plan.tokenizer
     LlavaConfig(
         vision_config=vision_config,
@@ -160,6 +192,11 @@ def _write_config(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     ).save_pretrained(output_dir)
+
+
+def _without_path(config: dict) -> dict:
+    """A configuration that does not tell where its model lay on this machine."""
+    return {key: value for key, value in config.items() if key != "_name_or_path"}
 
 
 def _write_processor(plan: ModelPlan, args: ModelArguments, image_aspect_ratio: str, output_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """What a checkpoint holds beside the engine's part, and how a run goes on from it."""
 
 import dataclasses
+import hashlib
 import json
 import random
 import time
@@ -37,8 +38,11 @@ class RunIdentity:
     @classmethod
     def of(cls, args: Arguments, data: str, world_size: int, zero_stage: int) -> "RunIdentity":
         flags = {name: value for name, value in args.as_dict().items() if name not in FREE_FLAGS}
+        # What lies behind a path counts, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
-        flags["pretrain_mm_mlp_adapter"] = projector and commit.sha256(Path(projector))  # its content, wherever it lies
+        flags["pretrain_mm_mlp_adapter"] = projector and commit.sha256(Path(projector))
+        for name in ("model_name_or_path", "vision_tower"):
+            flags[name] = folder_digest(Path(getattr(args.model, name)))
         return cls(flags, data, world_size, zero_stage)
 
     def differences(self, saved: dict) -> list[str]:
@@ -56,9 +60,14 @@ class RunIdentity:
         return lines
 
 
-def save(
-    engine, output_dir: Path, step: int, tokens: int, identity: RunIdentity, limit: int | None, ranks: Ranks
-) -> Path:
+def folder_digest(folder: Path) -> str:
+    """A hash of a model folder's config.json and of its weight files' names and sizes (not of gigabytes of weights)."""
+    weights = [path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)]
+    listed = sorted((path.name, path.stat().st_size) for path in weights)
+    return hashlib.sha256(repr(((folder / "config.json").read_bytes(), listed)).encode()).hexdigest()
+
+
+def save(engine, output_dir: Path, step: int, identity: RunIdentity, limit: int | None, ranks: Ranks) -> Path:
     """Write checkpoint-<step>: engine, random states of every rank, counters. All ranks call it together."""
     scratch = commit.begin(output_dir, step, ranks)
     # DeepSpeed's own "latest" file may name a torn checkpoint: the manifest takes its place. Frozen parameters come
@@ -66,7 +75,7 @@ def save(
     engine.save_checkpoint(str(scratch), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)
     torch.save(_random_states(ranks.device), scratch / f"random-{ranks.rank}.pt")
     if ranks.is_first:
-        trainer = {"step": step, "tokens": tokens, "identity": dataclasses.asdict(identity)}
+        trainer = {"step": step, "identity": dataclasses.asdict(identity)}
         (scratch / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
     path = commit.commit(scratch, ranks)
     if ranks.is_first:
@@ -80,7 +89,6 @@ class ResumePoint:
 
     path: Path | None = None
     step: int = 0
-    tokens: int = 0
 
 
 def find_resume_point(resume: str, output_dir: Path, identity: RunIdentity) -> tuple[ResumePoint, list[str]]:
@@ -104,19 +112,25 @@ def find_resume_point(resume: str, output_dir: Path, identity: RunIdentity) -> t
             + "\n".join(f"  {line}" for line in differences)
             + "\ngive the same settings, another --output_dir, or --resume never to start again"
         )
-    return ResumePoint(path, trainer["step"], trainer["tokens"]), [*lines, f"resuming from {path}"]
+    return ResumePoint(path, trainer["step"]), [*lines, f"resuming from {path}"]
 
 
-def set_aside(output_dir: Path, ranks: Ranks) -> None:
-    """Move an earlier run's checkpoints and metrics to a folder of their own: a fresh start must not mix with them."""
-    earlier = [*commit.checkpoints(output_dir), *output_dir.glob("metrics.jsonl")]
-    if ranks.is_first and earlier:
-        target = output_dir / time.strftime("previous-%Y%m%d-%H%M%S")
-        target.mkdir()
-        for path in earlier:
-            path.rename(target / path.name)
-        print(f"what an earlier run left is now in {target}", flush=True)
-    barrier()
+def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
+    """Move what lies ahead of the point to a folder of its own: later checkpoints, and the metrics of a fresh start.
+
+    They are another run's, or damaged: left where they are, a later resume or clean-up would take them for this one's.
+    """
+    if ranks.is_first:
+        ahead = [path for path in commit.checkpoints(output_dir) if commit.step_of(path) > point.step]
+        if point.path is None:
+            ahead += output_dir.glob("metrics.jsonl")
+        if ahead:
+            target = output_dir / time.strftime("previous-%Y%m%d-%H%M%S")
+            target.mkdir()
+            for path in ahead:
+                path.rename(target / path.name)
+            print(f"what an earlier run left is now in {target}: {', '.join(path.name for path in ahead)}", flush=True)
+    barrier(ranks)
 
 
 def restore(engine, point: ResumePoint, ranks: Ranks) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.templates import Segment
 
 
@@ -32,6 +32,11 @@ def encode(
     Source: LLaVA's tokenizer_image_token for the ids.
     """
     text = "".join(segment.text for segment in segments)
+    marks = text.count(IMAGE_TOKEN)
+    if marks != len(num_image_tokens):
+        raise DataError(
+            f"the text has {marks} {IMAGE_TOKEN} marks for {len(num_image_tokens)} pictures: make them equal"
+        )
     spans = _supervised_spans(segments)
     input_ids: list[int] = []
     labels: list[int] = []

@@ -7,10 +7,10 @@ import torch
 from PIL import Image, ImageOps
 
 from llava_ds import geometry
-from llava_ds.constants import DataError
+from llava_ds.constants import MAX_IMAGE_PIXELS, DataError
 
 
-def load_image(path: str, max_pixels: int) -> Image.Image:
+def load_image(path: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """An RGB picture, turned as its EXIF data says, its transparent parts white.
 
     The size is read from the header and checked before anything is decoded. Raises DataError with the path.
@@ -22,8 +22,8 @@ def load_image(path: str, max_pixels: int) -> Image.Image:
                 width, height = image.size
                 if width * height > max_pixels:
                     raise DataError(
-                        f"{path} has {width} x {height} pixels, more than --max_image_pixels {max_pixels}: "
-                        "scale it down, leave it out, or raise the bound"
+                        f"{path} has {width} x {height} pixels, more than the bound of {max_pixels}: "
+                        "scale it down or leave it out (training has --max_image_pixels to raise the bound)"
                     )
                 image.load()
                 return to_rgb(ImageOps.exif_transpose(image))
@@ -51,14 +51,22 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def to_pixels(image: Image.Image, size: int, aspect_ratio: str, mean: tuple[float, ...]) -> torch.Tensor:
+def to_pixels(
+    image: Image.Image, size: int, aspect_ratio: str, mean: tuple[float, ...], max_pixels: int = MAX_IMAGE_PIXELS
+) -> torch.Tensor:
     """(3, size, size) uint8. aspect_ratio "square" crops the centre, "pad" keeps everything on the mean colour.
 
+    Raises DataError for a picture so narrow that its resized form would have more than max_pixels.
     Source: LLaVA's process_images and transformers' CLIPImageProcessor (PIL), up to rescaling and normalisation.
     """
     if aspect_ratio == "pad":
         image = _expand_to_square(image, tuple(int(value * 255) for value in mean))
-    image = image.resize(geometry.resized_size(*image.size, size), Image.Resampling.BICUBIC)
+    width, height = geometry.resized_size(*image.size, size)
+    if width * height > max_pixels:
+        raise DataError(
+            f"a picture of {image.size} would be resized to {width} x {height}: use --image_aspect_ratio pad"
+        )
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
     image = image.crop(geometry.centre_box(*image.size, size))
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 

@@ -25,7 +25,9 @@ def questions_of(samples: list[Sample]) -> list[Question]:
     for sample in samples:
         for i, message in enumerate(sample.messages):
             if message.role == "gpt" and i > 0:
-                prompt = Prompt(sample.messages[:i], sample.images)
+                before = sample.messages[:i]
+                shown = sum(m.text.count(IMAGE_TOKEN) for m in before)
+                prompt = Prompt(before, sample.images[:shown])
                 questions.append(Question(sample.id, sample.kind or "all", prompt, message.text))
     if not questions:
         raise DataError("there is no question with an answer in the data")

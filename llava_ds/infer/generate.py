@@ -12,8 +12,6 @@ from llava_ds.data.templates import Message, Segment, render_prompt
 from llava_ds.distributed import progress_bar
 from llava_ds.infer.load import LoadedModel
 
-MAX_IMAGE_PIXELS = 50_000_000
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -60,7 +58,7 @@ def _batch(loaded: LoadedModel, ids: list[list[int]], images: list[tuple[str, ..
         "input_ids": torch.tensor([[filler] * (longest - len(row)) + row for row in ids], device=device),
         "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=device),
     }
-    pictures = [load_image(path, MAX_IMAGE_PIXELS) for paths in images for path in paths]
+    pictures = [load_image(path) for paths in images for path in paths]
     if pictures:
         pixels = loaded.processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
         batch["pixel_values"] = pixels.to(device, loaded.model.dtype)

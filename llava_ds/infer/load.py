@@ -28,7 +28,14 @@ def load_model(path: str | Path, device: str | None = None) -> LoadedModel:
         raise ConfigError(f"{path} holds no exported model (no config.json): train one first, as make finetune does")
     try:
         processor = AutoProcessor.from_pretrained(path, local_files_only=True)
-        model = LlavaForConditionalGeneration.from_pretrained(path, dtype="auto", local_files_only=True)
-    except (OSError, ValueError) as error:
+        model, report = LlavaForConditionalGeneration.from_pretrained(
+            path, dtype="auto", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, ImportError, AttributeError) as error:
         raise ConfigError(f"{path} can't be opened as a LLaVA: {error}") from error
+    wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+    if wrong:
+        raise ConfigError(
+            f"{path} is not a whole LLaVA: {len(wrong)} tensors are missing or misshapen, first {wrong[0]}"
+        )
     return LoadedModel(model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu")), processor)

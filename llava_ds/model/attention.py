@@ -8,7 +8,7 @@ import inspect
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from llava_ds.constants import ConfigError
@@ -27,14 +27,23 @@ def varlen_attention(
     *,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sample of a pack.
 
     query (1, H, T, E); key and value (1, K, T, E); cu_seqlens (samples + 1,) int32, where samples start, and T;
     max_seqlen, the longest sample. Returns (1, T, H, E), and None for the weights.
+    Raises ConfigError for what it does not compute: windows shorter than a sample, soft caps, attention sinks.
     Signature: transformers' AttentionInterface; cu_seqlens and max_seqlen come through the model's keyword arguments.
     """
+    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < max_seqlen):
+        raise ConfigError(
+            f"the language model wants attention with sliding_window={sliding_window}, softcap={softcap} or sinks, "
+            "which is not supported yet: choose another model, or a --model_max_length within the window"
+        )
     half = query.dtype in (torch.float16, torch.bfloat16)
     if query.device.type != "cuda" or not half:  # the fused kernels know half precision only
         out = _per_segment(query, key, value, cu_seqlens, scaling, dropout)
@@ -89,7 +98,10 @@ def _torch_varlen(query, key, value, cu_seqlens, max_seqlen, scaling, dropout) -
 
 
 def register() -> str:
-    """Make the attention known to transformers, and return the name to build a model with."""
+    """Make the attention known to transformers, and return the name to build a model with.
+
+    No mask function is registered: without one transformers builds no mask at all, and does not wait for the device
+    to look for packed samples.
+    """
     AttentionInterface.register(NAME, varlen_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     return NAME

@@ -51,12 +51,19 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     try:
         text_config = AutoConfig.from_pretrained(path, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"--model_name_or_path {path} can't be opened: {error}") from error
+    if not hasattr(text_config, "hidden_size"):
+        raise ConfigError(f"--model_name_or_path {path} is a {text_config.model_type}: expected a language model")
     if not tokenizer.is_fast:
         raise ConfigError(
             f"--model_name_or_path {path}: the tokenizer is a slow one, without character offsets: "
             "add its tokenizer.json"
+        )
+    if args.version == "v1" and tokenizer.eos_token != "</s>":
+        raise ConfigError(
+            f"--model_name_or_path {path}: its end marker is {tokenizer.eos_token!r}, but --version v1 ends answers "
+            "with '</s>', so the model would never learn to stop: use a model with Llama's tokenizer"
         )
     longest = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and max_length > longest:
@@ -79,6 +86,7 @@ def build_model(
         language_model = AutoModelForCausalLM.from_config(
             plan.text_config, attn_implementation=attention.register(), dtype=dtype
         )
+        language_model.tie_weights()  # from_config leaves it to the initialisation that is switched off here
         tower = VisionTower(plan.vision_config, args.mm_vision_select_layer, mean, std)
         projector = build_projector(args.mm_projector_type, plan.vision_config.hidden_size, plan.hidden_size)
         model = LlavaModel(tower, projector, language_model)
@@ -89,7 +97,12 @@ def build_model(
         # One gather per layer instead of one per matrix: fewer hooks and collectives, the same arithmetic.
         deepspeed.utils.set_z3_leaf_modules(model, _layer_classes(model))
 
-    load_weights(language_model, WeightFiles(args.model_name_or_path), ranks, "--model_name_or_path")
+    load_weights(
+        language_model,
+        WeightFiles(args.model_name_or_path, formats.language_model_from_disk),
+        ranks,
+        "--model_name_or_path",
+    )
     num_layers = tower.clip.config.num_hidden_layers
     tower_files = WeightFiles(args.vision_tower, partial(formats.clip_from_disk, num_layers=num_layers))
     load_weights(tower, tower_files, ranks, "--vision_tower")
@@ -101,7 +114,7 @@ def _projector_source(plan: ModelPlan, args: ModelArguments, seed: int) -> Weigh
     """The projector of stage 1, or a fresh one that is the same whatever the stage, the precision and the ranks."""
     if args.pretrain_mm_mlp_adapter is not None:
         return WeightFiles(args.pretrain_mm_mlp_adapter, formats.projector_from_llava)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # drawn on the CPU
         torch.manual_seed(seed)
         fresh = build_projector(args.mm_projector_type, plan.vision_config.hidden_size, plan.hidden_size)
     return TensorSource(fresh.state_dict(), "(fresh)")

@@ -16,7 +16,6 @@ class TrainState:
     """How far the run is. All else that a resume needs follows from it or lies in the engine."""
 
     step: int = 0
-    tokens: int = 0  # over all ranks, since the run began
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,16 @@ def train(
     max_steps: int,
     loss_reduction: str,
     ranks: Ranks,
-    after_step: Callable[[StepResult], None],
+    after_step: Callable[[StepResult], float],
 ) -> None:
-    """Run optimizer steps until max_steps; after_step sees every one of them on every rank (it logs and saves)."""
+    """Run optimizer steps until max_steps.
+
+    after_step sees every one of them on every rank: it logs and saves, and returns the seconds that are not the
+    step's. A step's time runs from the end of the one before, so that work still queued on the device is counted once.
+    """
     engine.train()
+    started = time.perf_counter()
     while state.step < max_steps:
-        started = time.perf_counter()
         window = next(windows)  # this rank's micro-batches of one optimizer step
         lr = [group["lr"] for group in engine.optimizer.param_groups]
         loss = torch.zeros((), device=ranks.device)
@@ -54,6 +57,7 @@ def train(
             engine.step()
             loss += loss_sum.detach() * (scale / ranks.world_size)
         state.step += 1
-        state.tokens += window.num_tokens_all_ranks
-        elapsed = time.perf_counter() - started
-        after_step(StepResult(state.step, all_sum(loss), engine.get_global_grad_norm(), lr, window, elapsed))
+        finished = time.perf_counter()
+        grad_norm = engine.get_global_grad_norm()
+        result = StepResult(state.step, all_sum(loss), grad_norm, lr, window, finished - started)
+        started = finished + after_step(result)

@@ -6,16 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit
+from llava_ds.checkpoint import commit, state
 from llava_ds.distributed import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """One rank, without a process group."""
-    monkeypatch.setattr(commit, "barrier", lambda: None)
 
 
 def write_checkpoint(output_dir: Path, step: int, content: bytes = b"0123456789") -> Path:
@@ -144,6 +138,8 @@ def test_a_broken_newer_checkpoint_never_costs_the_one_just_saved(tmp_path):
         write_checkpoint(tmp_path, step)
     flip(tmp_path / "checkpoint-9" / "engine" / "weights.pt", 0)
     assert commit.newest_whole(tmp_path)[0] == tmp_path / "checkpoint-6"
+    state.set_aside(tmp_path, state.ResumePoint(tmp_path / "checkpoint-6", 6), RANKS)
+    assert (next(tmp_path.glob("previous-*")) / "checkpoint-9").is_dir()  # nothing is lost, and nothing in the way
     write_checkpoint(tmp_path, 8)
     commit.keep_newest(tmp_path, 1)
     assert commit.newest_whole(tmp_path)[0] == tmp_path / "checkpoint-8"

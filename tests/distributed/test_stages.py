@@ -1,12 +1,19 @@
 """The same training at every ZeRO stage, on any number of ranks, in any layout, whatever the batches hold."""
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 import toys
 from launching import ds_config, losses, run_many
 
+from llava_ds.arguments import ModelArguments
+from llava_ds.data.collator import collate
+from llava_ds.data.dataset import EncodingOptions, PictureOptions, open_encoded
 from llava_ds.data.sampler import epoch_order
+from llava_ds.distributed import Ranks
+from llava_ds.model.build import build_model, plan_model
 
 STEPS = 20
 BATCH = 4
@@ -67,6 +74,7 @@ def runs(tmp_path_factory) -> dict[tuple[str, int, int], Path]:
             ("accumulated", 2, {"per_device_train_batch_size": 1}),
             ("by_tokens", 3, {"tokens_per_micro_batch": 90}),
             ("recomputed", 3, {"gradient_checkpointing": True}),
+            ("micro_batch", 2, {"per_device_train_batch_size": 2, "loss_reduction": "micro_batch"}),
             ("bf16", 1, {"bf16": True}),
             ("bf16", 3, {"bf16": True}),
         ):
@@ -74,6 +82,58 @@ def runs(tmp_path_factory) -> dict[tuple[str, int, int], Path]:
             todo.append(flags_of(base, data["mixed"], out, stage, **more))
         run_many(ranks, folder / f"launch-{ranks}", todo)
     return outputs
+
+
+@pytest.fixture(scope="session")
+def plain_torch(runs) -> dict[str, list[float]]:
+    """The losses of the "mixed" run from a loop without DeepSpeed, sample by sample, by kind of loss reduction.
+
+    "micro_batch" has two micro-batches of two samples a step.
+    """
+    folder = runs["mixed", 0, 1].parent
+    args = ModelArguments(model_name_or_path=str(folder / "base/llama"), vision_tower=str(folder / "base/clip"))
+    plan, ranks = plan_model(args, 512), Ranks(0, 0, 1, torch.device("cpu"))
+    spec = plan.images
+    dataset = open_encoded(
+        str(folder / "mixed/data.json"),
+        str(folder / "mixed/images"),
+        plan.tokenizer,
+        EncodingOptions("v1", 512, spec.num_tokens),
+        PictureOptions(spec.size, spec.mean, "square", 10**7),
+        str(folder / "cache"),
+    )
+    curves = {}
+    for reduction in ("token", "micro_batch"):
+        model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, ranks)
+        model.vision_tower.requires_grad_(False)
+        groups = [
+            {"params": [p for p in part.parameters() if (p.ndim > 1) == decays], "lr": rate, "weight_decay": decay}
+            for part, rate in ((model.language_model, 2e-3), (model.projector, 1e-3))
+            for decays, decay in ((True, 0.1), (False, 0.0))
+        ]
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
+        peak = [group["lr"] for group in optimizer.param_groups]
+        order, curve = epoch_order(STEPS * BATCH, seed=42, epoch=0), []
+        for step in range(STEPS):
+            # Warm-up over 2 of 20 steps from 0, then half a cosine.
+            factor = step / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 18))
+            for group, rate in zip(optimizer.param_groups, peak):
+                group["lr"] = rate * factor
+            samples = [dataset[i] for i in order[step * BATCH : (step + 1) * BATCH]]
+            losses_of = [model(collate([sample], spec.size, spec.num_tokens)) for sample in samples]
+            counts = [int((sample.labels[1:] != -100).sum()) for sample in samples]
+            if reduction == "token":
+                loss = sum(losses_of) / sum(counts)
+            else:
+                halves = [sum(losses_of[h : h + 2]) / sum(counts[h : h + 2]) for h in (0, 2)]
+                loss = sum(halves) / 2
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
+            optimizer.step()
+            curve.append(loss.item())
+        curves[reduction] = curve
+    return curves
 
 
 def largest_difference(one: list[float], other: list[float]) -> float:
@@ -84,6 +144,16 @@ def largest_difference(one: list[float], other: list[float]) -> float:
 def test_training_moves_the_loss(runs):
     curve = losses(runs["mixed", 0, 1])
     assert curve[-1] < curve[0] - 0.5
+
+
+def test_training_is_what_a_plain_torch_loop_computes(runs, plain_torch):
+    assert largest_difference(plain_torch["token"], losses(runs["mixed", 0, 1])) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_micro_batch_reduction_is_the_mean_of_the_micro_batches_means(runs, plain_torch, ranks):
+    assert largest_difference(plain_torch["micro_batch"], plain_torch["token"]) > 1e-3
+    assert largest_difference(plain_torch["micro_batch"], losses(runs["micro_batch", 2, ranks])) < 1e-5
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -23,7 +23,7 @@ STEPS, SAVED = 6, 3
 def folders(tmp_path_factory) -> dict[str, Path]:
     """Output folders: stage 1, stage 2, and each of them broken off after SAVED steps and gone on with."""
     folder = tmp_path_factory.mktemp("whole")
-    base = toys.write_base(folder / "base")
+    base = toys.write_base(folder / "base", attention_dropout=0.1)  # so that random states matter
     captions = toys.write_data(folder / "captions", "i" * 12, plain=True)
     talks = toys.write_data(folder / "talks", "iitiitiiitii")
     common = {

@@ -1,6 +1,7 @@
 """Answers and scores from an exported folder, and the two scripts that print them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +10,16 @@ import pytest
 import torch
 import toys
 from launching import ROOT
+from safetensors.torch import load_file, save_file
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.checkpoint.export import compare_reloaded, export_hf
 from llava_ds.constants import ConfigError
 from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.data.encode import encode
 from llava_ds.data.images import load_image, to_pixels
 from llava_ds.data.sources import read_samples
-from llava_ds.data.templates import Message
+from llava_ds.data.templates import Message, render, render_prompt
 from llava_ds.distributed import Ranks
 from llava_ds.infer.evaluate import accuracy_by_kind, is_correct, questions_of, table, without_image
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
@@ -131,3 +134,34 @@ def test_the_scripts(built, data, tmp_path):
 
     done = run("chat.py", "--model_path", str(tmp_path), "--question", "Hello?")
     assert done.returncode == 2 and "Traceback" not in done.stderr and "holds no exported model" in done.stderr
+
+
+def test_the_processor_of_todays_llama_tokenizer_gives_the_ids_of_training(tmp_path):
+    """transformers 5's own scheme puts the dummy space before a text's first piece only; training had it in each."""
+    args = ModelArguments(**toys.write_base(tmp_path / "base", tie_word_embeddings=True))
+    file = Path(args.model_name_or_path) / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["normalizer"] = None
+    tokenizer["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    file.write_text(json.dumps(tokenizer))
+    plan = plan_model(args, 512)
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    assert model.language_model.lm_head.weight is model.language_model.model.embed_tokens.weight  # tied is tied
+    messages = (Message("human", "<image>\nWhat is it?"), Message("gpt", "a cat"), Message("human", "What?"))
+    trained = encode(render([*messages, Message("gpt", "")], "v1"), plan.tokenizer, [9], 512).input_ids
+
+    export_hf(model, plan, args, "square", tmp_path, RANKS)
+    loaded = load_model(tmp_path)
+    picture = load_image(read_samples(*toys.write_data(tmp_path / "data", "i").values())[0].images[0])
+    inputs = loaded.processor(text=render_prompt(list(messages), "v1"), images=picture, return_tensors="pt")
+    image_token = loaded.model.config.image_token_id
+    assert inputs["input_ids"][0].tolist() == [image_token if token == -200 else token for token in trained]
+
+
+def test_a_model_with_missing_weights_is_refused(built, tmp_path):
+    shutil.copytree(built[3], tmp_path / "broken")
+    tensors = load_file(tmp_path / "broken" / "model.safetensors")
+    del tensors["multi_modal_projector.linear_1.weight"]
+    save_file(tensors, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="is not a whole LLaVA: 1 tensors"):
+        load_model(tmp_path / "broken")
