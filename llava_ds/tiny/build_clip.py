@@ -58,7 +58,7 @@ class ContrastiveModel(nn.Module):
     """The tower and the text encoder, compared by sigmoid of a scaled cosine (SigLIP, arXiv 2303.15343).
 
     A caption is compared with the whole picture (CLS) and with its best patch (FILIP, arXiv 2111.07783): LLaVA reads
-    patches, and with the whole picture alone these take several times as many steps to say what they show.
+    patches, and the comparison by patch is learned much faster than the one by picture.
     """
 
     def __init__(self, tower, width):

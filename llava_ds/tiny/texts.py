@@ -8,6 +8,7 @@ into the positions of a picture, in the language model's own words; no picture i
 
 import dataclasses
 
+from llava_ds.data.templates import V1_SYSTEM as SYSTEM
 from llava_ds.tiny.questions import (
     CAPTION_REQUESTS,
     KINDS,
@@ -19,10 +20,6 @@ from llava_ds.tiny.questions import (
 )
 from llava_ds.tiny.scenes import PLACES
 
-SYSTEM = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions."
-)
 PATCHWORK_SIDE = 6  # two positions per cell of the 3 x 3 grid of places, both ways
 KIND_SHARES = (0.14, 0.2, 0.12, 0.12, 0.14, 0.28)  # of KINDS in a conversation: relations are learned last
 STYLES = ("patchwork", "sentences", "listing")
@@ -91,8 +88,8 @@ def _facts(scene, rng):
 def _comparisons(scene, rng):
     """Return a dict such as {red circle to blue square: left above, red circle left of blue square: yes}.
 
-    Asked in words where one thing (or place) lies from another, the model learns within a hundred steps to compare
-    places; bare yes and no had not taught it that in four hundred.
+    Asked in words where one thing (or place) lies from another, the model begins to compare places in under two hundred
+    steps; bare yes and no had not taught it that in four hundred.
     """
     named = {q.form[1]: PLACES.index(q.answer) for q in all_questions(scene, "position")}
     pairs = [(a, b) for a in named.items() for b in named.items() if a != b]
