@@ -45,6 +45,8 @@ def main(argv: list[str]) -> None:
     raw_config = read_ds_config(args.training.deepspeed_config)
     quiet_libraries()
     ranks = init_ranks()
+    if not args.model.tune_mm_mlp_adapter and args.model.pretrain_mm_mlp_adapter is None:
+        notes.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
     print_first(*notes)
 
     # What will be trained on what: all of it is read and checked before a model is built.
