@@ -129,12 +129,8 @@ def open_encoded(
     samples = [_relative(sample, image_folder) for sample in read_samples(data_path, image_folder)]
     folder = Path(cache_dir).expanduser() / "encoded" / _fingerprint(samples, tokenizer, encoding)
     if not folder.exists():
-        table = datasets.Dataset.from_list(
-            list(_encode_all(samples, tokenizer, encoding, data_path)), features=FEATURES
-        )
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-        with _no_bars():
-            table.save_to_disk(scratch)
+        _write_table(scratch, _encode_all(samples, tokenizer, encoding, data_path))
         try:
             scratch.rename(folder)
         except OSError:  # another process was first; what it wrote is the same
