@@ -9,9 +9,8 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from transformers import HfArgumentParser
 
-from llava_ds.arguments import Arguments, ModelArguments, parse_arguments, read_recipe
+from llava_ds.arguments import Arguments, build_parser, parse_arguments, read_recipe
 from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_projector
 from llava_ds.constants import ConfigError, DataError
@@ -156,8 +155,8 @@ def _defaults(argv: list[str]) -> dict[str, object]:
 
 
 def _trains_projector_only(argv: list[str]) -> bool:
-    section, _ = HfArgumentParser(ModelArguments).parse_known_args(argv)
-    return section.tune_mm_mlp_adapter
+    flags = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
+    return build_parser().parse_known_args(flags)[0].tune_mm_mlp_adapter
 
 
 def _open_data(args: Arguments, plan: ModelPlan) -> EncodedDataset:

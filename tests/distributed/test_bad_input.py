@@ -65,6 +65,13 @@ MESSAGES = {
 }
 
 
+def test_help_lists_the_flags_of_every_section():
+    done = subprocess.run([sys.executable, str(TRAIN), "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    for flag in ("--recipe", "--vision_tower", "--image_folder", "--deepspeed_config", "--lazy_preprocess"):
+        assert flag in done.stdout
+
+
 @pytest.mark.parametrize("name", MESSAGES)
 def test_one_clear_message_and_exit_code_2(outcomes, name):
     done = outcomes[name]
