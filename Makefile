@@ -32,11 +32,11 @@ PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
 LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
          $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--num_accelerators 2")')
 
-.PHONY: install pretrain finetune train-finetune evaluate ablation test test-full lint clean help
+.PHONY: install pretrain finetune evaluate ablation test lint clean help
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune evaluate ablation test test-full lint clean'
+	@echo 'targets: install pretrain finetune evaluate ablation test lint clean'
 
 install: $(VENV)/.installed
 
@@ -77,9 +77,6 @@ ablation: install
 	  --output output/tiny-finetune-without-stage-1/evaluation.json
 
 test: install
-	$(BIN)/python -m pytest -m 'not slow'
-
-test-full: install
 	$(BIN)/python -m pytest
 
 lint: install
