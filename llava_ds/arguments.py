@@ -35,8 +35,18 @@ class ModelArguments:
     tune_mm_mlp_adapter: bool = HfArg(
         default=False, help="Stage 1: train the projector only and leave mm_projector.bin."
     )
-    version: Literal["plain", "v1"] = HfArg(
-        default="v1", help="Conversation template: plain (stage 1) or v1 (Vicuna, stage 2)."
+    version: str = HfArg(
+        default="v1",
+        help="Conversation template: plain (stage 1), v0, v1 (Vicuna), llama_2, mistral_instruct, mpt, chatml (Qwen), "
+        "llama_3, gemma, phi, or chat_template: the tokenizer's own. LLaVA's names for them are known too.",
+    )
+    mm_use_im_start_end: bool = HfArg(
+        default=False, help="Put <im_start> and <im_end> around every picture; the model has to know these tokens."
+    )
+    mm_patch_merge_type: Literal["flat", "spatial", "spatial_unpad"] = HfArg(
+        default="flat",
+        help="How the tiles of an anyres picture are read: one after the other, or row by row of the whole picture, "
+        "without its padding and with a learned newline after each row (spatial_unpad, LLaVA-NeXT).",
     )
 
 
@@ -45,17 +55,80 @@ class DataArguments:
     """Which records and pictures, and how they become tokens."""
 
     data_path: str | None = HfArg(
-        default=None, help="LLaVA-format JSON file; absent: scenes of coloured shapes, generated."
+        default=None,
+        help="Records: LLaVA or ShareGPT JSON, JSONL, OpenAI messages, parquet, a saved datasets folder, a folder with "
+        "metadata.jsonl, WebDataset shards (a folder, or a pattern like shard-*.tar), or a YAML mixture of these; "
+        "absent: scenes of coloured shapes, generated.",
+    )
+    data_format: Literal["auto", "llava", "sharegpt", "messages", "caption"] = HfArg(
+        default="auto", help="How a record says its conversation; auto looks at the first records and prints it."
+    )
+    data_columns: str | None = HfArg(
+        default=None,
+        help="Other names of a record's fields, like conversations=dialog,image=picture (known: id, conversations, "
+        "messages, image, video, text, system).",
     )
     image_folder: str | None = HfArg(default=None, help="Folder that the records' image paths are relative to.")
-    image_aspect_ratio: Literal["square", "pad"] = HfArg(
+    video_folder: str | None = HfArg(
+        default=None, help="Folder that the records' video paths are relative to; absent: --image_folder."
+    )
+    image_aspect_ratio: str = HfArg(
         default="square",
-        help="square: resize the short side and crop the centre; pad: first pad to a square with the mean colour.",
+        help="square: resize the short side and crop the centre; pad: first pad to a square with the mean colour; "
+        "original: stretch to the square; anyres: tiles on the best grid of --image_grid_pinpoints, and an overview; "
+        "anyres_max_N: the same, its features scaled down to N tiles' worth (LLaVA-OneVision).",
+    )
+    image_grid_pinpoints: str | None = HfArg(
+        default=None,
+        help="Sizes that an anyres picture may take, in pixels, like [(336,672),(672,336)], or a range of grids like "
+        "(1x1),...,(6x6), width first; absent: LLaVA-NeXT's five.",
     )
     max_image_pixels: int = HfArg(
         default=MAX_IMAGE_PIXELS, help="Pictures with more pixels than this are refused before decoding (at least 1)."
     )
+    fast_image_decoding: bool = HfArg(
+        default=False, help="Let libjpeg scale large JPEG files down while decoding: faster, slightly other pixels."
+    )
+    video_fps: int = HfArg(default=1, help="Frames taken from a second of a video file (at least 1).")
+    frames_upbound: int = HfArg(
+        default=32, help="Most frames of a video, taken evenly when there are more (at least 1)."
+    )
+    mm_spatial_pool_stride: int = HfArg(
+        default=2, help="Side of the squares of features that are pooled to one in videos; 1 pools nothing."
+    )
+    mm_spatial_pool_mode: Literal["average", "bilinear"] = HfArg(
+        default="bilinear", help="How features of videos are pooled."
+    )
+    mm_newline_position: Literal["grid", "frame", "one_token", "no_token"] = HfArg(
+        default="one_token",
+        help="Where a video's features are followed by the learned newline, with --mm_patch_merge_type spatial_unpad: "
+        "after every row, every frame, once, or nowhere.",
+    )
     model_max_length: int = HfArg(default=2048, help="Longest sample in tokens, image features included (at least 2).")
+    supervise_last_turn_only: bool = HfArg(
+        default=False, help="Learn the last answer of each conversation only; absent: every answer."
+    )
+    on_bad_sample: Literal["skip", "stop"] = HfArg(
+        default="skip",
+        help="What to do about records and pictures that can't be used: leave them out, or end the run at the first.",
+    )
+    max_bad_fraction: float = HfArg(
+        default=0.01, help="End the run when a larger part of the records than this would be left out (0 to 1)."
+    )
+    shuffle: bool = HfArg(default=True, help="Draw the samples in random order; False keeps the files' order.")
+    group_by_modality_length: bool = HfArg(
+        default=False, help="Samples of like length and kind (text, pictures) in one step, in the order LLaVA takes."
+    )
+    group_by_length: bool = HfArg(
+        default=False, help="Samples of like length in one step, in the order that LLaVA-NeXT takes."
+    )
+    group_by_length_bucket: bool = HfArg(
+        default=False,
+        help="Samples of like length in tokens in one step, every step from one bucket: evener than the two above.",
+    )
+    preprocessing_num_workers: int | None = HfArg(
+        default=None, help="Processes that check and encode the data; absent: one per core (at least 1)."
+    )
     cache_dir: str = HfArg(
         default="~/.cache/llava_ds", help="Folder for encoded data sets and for the generated scenes."
     )
@@ -146,14 +219,12 @@ class Arguments:
 # Flags of LLaVA's scripts whose wish is met, or does not arise, here: the values that may be given, and why no code
 # reads them. They are named once at the start of a run.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
-    "mm_use_im_start_end": (("False", "false", "0"), "pictures carry no start and end marks"),
     "mm_use_im_patch_token": (("False", "false", "0"), "there is no patch token"),
     "lazy_preprocess": (None, "pictures are always decoded as they are needed, text is encoded once"),
     "is_multimodal": (None, "text-only records are always allowed"),
     "evaluation_strategy": (("no",), "run/evaluate.py scores a finished model"),
     "eval_strategy": (("no",), "run/evaluate.py scores a finished model"),
     "per_device_eval_batch_size": (None, "nothing is evaluated while training"),
-    "group_by_modality_length": (None, "without padding there is nothing to save by it, the order stays shuffled"),
     "report_to": (None, "metrics.jsonl and loss.png are always written"),
 }
 
