@@ -10,7 +10,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from llava_ds.arguments import Arguments, build_parser, parse_arguments, read_recipe
+from llava_ds.arguments import Arguments
 from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_projector
 from llava_ds.constants import ConfigError, DataError
@@ -29,6 +29,7 @@ from llava_ds.distributed import (
 )
 from llava_ds.ds_config import ResolvedConfig, check_engine, read_ds_config, resolve_ds_config
 from llava_ds.model.build import ModelPlan, build_model, plan_model
+from llava_ds.parsing import build_parser, parse_arguments, read_recipe
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
 from llava_ds.tiny import default as tiny

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llava_ds.arguments import Arguments, parse_arguments
+from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config import check_engine, read_ds_config, resolve_ds_config
+from llava_ds.parsing import parse_arguments
 
 CONFIGS = Path(__file__).parents[1] / "ds_configs"
 H = 48  # hidden size

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = [
     {"constants"},
     {"arguments"},
+    {"parsing"},
     {"geometry", "batch", "formats", "distributed", "ds_config"},
     {"data", "model"},
     {"train", "checkpoint", "report"},

@@ -1,31 +1,128 @@
 """Which samples an optimizer step takes: the same ones on any number of ranks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-
-def steps_per_epoch(num_samples: int, batch_size: int) -> int:
-    """Optimizer steps of one pass; the last one may be smaller."""
-    return math.ceil(num_samples / batch_size)
+BUCKET_STEPS = 64  # optimizer steps whose samples are sorted by length together, in the order by buckets
 
 
-def step_samples(num_samples: int, batch_size: int, seed: int, start_step: int = 0) -> Iterator[list[int]]:
-    """Indices of the samples of each optimizer step, from start_step on, without end.
+@dataclass(frozen=True)
+class SampleOrder:
+    """The order of all samples, epoch by epoch, cut into optimizer steps.
 
-    Every epoch is a new permutation, drawn from the seed and the epoch alone: no state needs saving.
+    Every epoch is drawn from the seed and its number alone: no state needs saving, and any step can be started from.
+    how: "random"; "file", as the files have it; "modality" and "length", as LLaVA's sampler has it; "bucket", every
+    step from samples of like length. lengths: what "length" and "bucket" go by, above 0; for "modality" those of
+    samples without pictures are negative. micro_batch_size: LLaVA spreads a step's lengths over micro-batches.
     """
-    per_epoch = steps_per_epoch(num_samples, batch_size)
-    epoch, step = divmod(start_step, per_epoch)
-    while True:
-        order = epoch_order(num_samples, seed, epoch)
-        for first in range(step * batch_size, num_samples, batch_size):
-            yield order[first : first + batch_size]
-        epoch, step = epoch + 1, 0
+
+    num_samples: int
+    batch_size: int
+    seed: int
+    how: Literal["random", "file", "modality", "length", "bucket"] = "random"
+    lengths: Sequence[int] = ()
+    micro_batch_size: int = 1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass; the last one may be smaller."""
+        return math.ceil(self.num_samples / self.batch_size)
+
+    def steps(self, start_step: int = 0) -> Iterator[list[int]]:
+        """Indices of the samples of each optimizer step, from start_step on, without end."""
+        epoch, step = divmod(start_step, self.steps_per_epoch)
+        while True:
+            order = self.epoch(epoch)
+            for first in range(step * self.batch_size, self.num_samples, self.batch_size):
+                yield order[first : first + self.batch_size]
+            epoch, step = epoch + 1, 0
+
+    def epoch(self, epoch: int) -> list[int]:
+        """The samples' order in one epoch."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        if self.how == "file":
+            return list(range(self.num_samples))
+        if self.how == "random":
+            return torch.randperm(self.num_samples, generator=generator).tolist()
+        if self.how == "bucket":
+            return by_length_bucket(self.lengths, self.batch_size, generator)
+        group = by_modality_length if self.how == "modality" else by_length
+        return group(self.lengths, self.micro_batch_size, math.ceil(self.batch_size / self.micro_batch_size), generator)
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int) -> list[int]:
-    """The samples' order in one epoch."""
-    generator = torch.Generator().manual_seed(seed + epoch)
-    return torch.randperm(num_samples, generator=generator).tolist()
+def by_modality_length(
+    lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int, generator: torch.Generator
+) -> list[int]:
+    """Steps of one kind (pictures: positive lengths; text only: negative), of like length within a step.
+
+    num_micro_batches: of a step over all ranks. What remains of both kinds is the last step, in the files' order.
+    Source: LLaVA's get_modality_length_grouped_indices. LLaVA draws from torch's global generator: seeded like the one
+    given here, it gives the same order.
+    """
+    with_pictures = [i for i, length in enumerate(lengths) if length > 0]
+    text_only = [i for i, length in enumerate(lengths) if length <= 0]
+    if not with_pictures or not text_only:
+        return by_length(lengths, micro_batch_size, num_micro_batches, generator)  # text only: shortest first, as LLaVA
+    batch_size = micro_batch_size * num_micro_batches
+    steps, rest = [], []
+    for indices in (with_pictures, text_only):
+        own = by_length([abs(lengths[i]) for i in indices], micro_batch_size, num_micro_batches, generator)
+        mine = _cut([indices[i] for i in own], batch_size)
+        rest += mine.pop()  # LLaVA takes the last one out even when it is whole
+        steps += mine
+    shuffled = [steps[i] for i in torch.randperm(len(steps), generator=generator)]
+    return _joined([*shuffled, sorted(rest)])
+
+
+def by_length(
+    lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int, generator: torch.Generator
+) -> list[int]:
+    """Random steps, whose samples are spread over the micro-batches so that these are of like total length.
+
+    Source: LLaVA's get_length_grouped_indices.
+    """
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    steps = []
+    for step in _cut(order, micro_batch_size * num_micro_batches):
+        longest_first = sorted(step, key=lambda i: -lengths[i])
+        steps += _even_chunks(longest_first, lengths, num_micro_batches)
+    return _joined(steps)
+
+
+def by_length_bucket(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> list[int]:
+    """Steps of samples of nearly one length, in random order; a step that is not whole comes last.
+
+    The samples are shuffled, sorted by length within BUCKET_STEPS steps' worth, and cut into steps.
+    """
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    whole = len(order) - len(order) % batch_size
+    buckets = _cut(order[:whole], BUCKET_STEPS * batch_size)
+    steps = [step for bucket in buckets for step in _cut(sorted(bucket, key=lambda i: lengths[i]), batch_size)]
+    shuffled = [steps[i] for i in torch.randperm(len(steps), generator=generator)]
+    return _joined([*shuffled, order[whole:]])
+
+
+def _even_chunks(indices: list[int], lengths: Sequence[int], num_chunks: int) -> list[list[int]]:
+    """The indices in chunks of one size, each going to the shortest chunk that has room (LLaVA's split)."""
+    if len(indices) % num_chunks:
+        return [indices[i::num_chunks] for i in range(num_chunks)]
+    size = len(indices) // num_chunks
+    chunks: list[list[int]] = [[] for _ in range(num_chunks)]
+    totals = [0.0] * num_chunks
+    for index in indices:
+        shortest = totals.index(min(totals))
+        chunks[shortest].append(index)
+        totals[shortest] = math.inf if len(chunks[shortest]) == size else totals[shortest] + lengths[index]
+    return chunks
+
+
+def _cut(indices: list[int], size: int) -> list[list[int]]:
+    return [indices[i : i + size] for i in range(0, len(indices), size)]
+
+
+def _joined(parts: list[list[int]]) -> list[int]:
+    return [index for part in parts for index in part]

@@ -1,42 +1,92 @@
-"""The order of samples follows from the seed and the step's number alone."""
+"""The order of samples follows from the seed and the step's number alone, and is LLaVA's where LLaVA has one."""
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from llava_ds.data.sampler import epoch_order, step_samples, steps_per_epoch
+from llava_ds.data.sampler import SampleOrder, by_length, by_length_bucket, by_modality_length
+
+WAYS = ("random", "file", "modality", "length", "bucket")
 
 
-def take(count: int, *args, **more) -> list[list[int]]:
-    return list(itertools.islice(step_samples(*args, **more), count))
+def order_of(num_samples: int, batch_size: int, how: str = "random", seed: int = 1, micro: int = 1) -> SampleOrder:
+    drawn = torch.randint(1, 40, (num_samples,), generator=torch.Generator().manual_seed(9)).tolist()
+    lengths = [-n if how == "modality" and i % 3 == 0 else n for i, n in enumerate(drawn)]
+    return SampleOrder(num_samples, batch_size, seed, how, lengths, micro)
 
 
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(12, 4), (13, 4), (3, 8), (1, 1), (100, 7)])
-def test_every_epoch_is_a_permutation_in_steps_of_the_batch_size(num_samples, batch_size):
-    per_epoch = steps_per_epoch(num_samples, batch_size)
-    steps = take(3 * per_epoch, num_samples, batch_size, seed=5)
+def take(order: SampleOrder, count: int, start_step: int = 0) -> list[list[int]]:
+    return list(itertools.islice(order.steps(start_step), count))
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(12, 4), (13, 4), (3, 8), (1, 1), (100, 8)])
+def test_every_epoch_is_a_permutation_in_steps_of_the_batch_size(num_samples, batch_size, how):
+    order = order_of(num_samples, batch_size, how)
+    steps = take(order, 3 * order.steps_per_epoch)
     for epoch in range(3):
-        mine = steps[epoch * per_epoch : (epoch + 1) * per_epoch]
+        mine = steps[epoch * order.steps_per_epoch : (epoch + 1) * order.steps_per_epoch]
         assert sorted(itertools.chain(*mine)) == list(range(num_samples))
         assert all(len(step) == batch_size for step in mine[:-1]) and 1 <= len(mine[-1]) <= batch_size
-        assert list(itertools.chain(*mine)) == epoch_order(num_samples, 5, epoch)
+        assert list(itertools.chain(*mine)) == order.epoch(epoch)
 
 
-def test_epochs_and_seeds_differ():
-    orders = {tuple(epoch_order(50, seed, epoch)) for seed in (0, 100) for epoch in range(4)}
+@pytest.mark.parametrize("how", [how for how in WAYS if how != "file"])
+def test_epochs_and_seeds_differ(how):
+    orders = {tuple(order_of(50, 4, how, seed).epoch(epoch)) for seed in (0, 100) for epoch in range(4)}
     assert len(orders) == 8
 
 
+def test_without_shuffling_the_order_is_the_files():
+    assert take(order_of(5, 2, "file"), 4) == [[0, 1], [2, 3], [4], [0, 1]]
+
+
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("start_step", [1, 3, 4, 5, 9, 23])
-def test_starting_at_a_step_equals_skipping_to_it(start_step):
-    assert take(6, 13, 4, seed=1, start_step=start_step) == take(start_step + 6, 13, 4, seed=1)[start_step:]
+def test_starting_at_a_step_equals_skipping_to_it(start_step, how):
+    order = order_of(13, 4, how)
+    assert take(order, 6, start_step) == take(order, start_step + 6)[start_step:]
 
 
-def test_the_order_does_not_depend_on_the_global_generator():
+@pytest.mark.parametrize("how", WAYS)
+def test_the_order_does_not_depend_on_the_global_generator(how):
     torch.manual_seed(1)
-    one = take(5, 13, 4, seed=1)
+    one = take(order_of(13, 4, how), 5)
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    assert take(5, 13, 4, seed=1) == one
+    assert take(order_of(13, 4, how), 5) == one
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("row", json.loads((Path(__file__).parent / "goldens" / "sampler.json").read_text()))
+def test_grouped_orders_are_llavas(row):
+    """Made by LLaVA's own functions under torch.manual_seed(row's seed): mixed kinds, one kind, uneven last steps."""
+    group = {"modality": by_modality_length, "length": by_length}[row["how"]]
+    generator = torch.Generator().manual_seed(row["seed"])
+    assert group(row["lengths"], row["batch_size"], row["world_size"], generator) == row["order"]
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_a_step_of_the_modality_order_holds_one_kind(micro):
+    order = order_of(200, 8, "modality", micro=micro)
+    kinds = [{order.lengths[i] > 0 for i in step} for step in take(order, order.steps_per_epoch)]
+    assert all(len(kind) == 1 for kind in kinds[:-2])  # what is left of both kinds is mixed
+
+
+def test_a_step_of_the_bucket_order_has_nearly_one_length():
+    lengths = torch.randint(1, 2000, (6400,), generator=torch.Generator().manual_seed(0)).tolist()
+    steps = torch.tensor(by_length_bucket(lengths, 16, torch.Generator().manual_seed(0))).view(-1, 16)
+    spread = torch.tensor(lengths)[steps]
+    assert (spread.max(1).values - spread.min(1).values).float().mean() < 2000 / 16
+    firsts = spread[:, 0]
+    assert not torch.equal(firsts, firsts.sort().values)  # in random order
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_steps_samples_do_not_depend_on_how_it_is_laid_out(how):
+    """More ranks with fewer micro-batches or smaller ones: the same samples in every step."""
+    laid_out = [[sorted(step) for step in take(order_of(50, 8, how, micro=micro), 14)] for micro in (8, 4, 2, 1)]
+    assert all(steps == laid_out[0] for steps in laid_out)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from llava_ds.arguments import WITHOUT_EFFECT, parse_arguments
 from llava_ds.constants import ConfigError
+from llava_ds.parsing import WITHOUT_EFFECT, parse_arguments
 
 ZERO2 = str(Path(__file__).parents[1] / "ds_configs" / "zero2.json")
 NEEDED = ["--deepspeed_config", ZERO2, "--output_dir", "out"]
@@ -104,7 +104,6 @@ def test_llavas_pretrain_script_parses_and_names_what_has_no_effect(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "value", "instead"),
     [
-        ("mm_use_im_start_end", "True", "False"),
         ("mm_use_im_patch_token", "True", "False"),
         ("evaluation_strategy", "steps", "no"),
         ("eval_strategy", "epoch", "no"),
@@ -141,7 +140,15 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         *((name, "missing", "there is no such folder") for name in (
             "model_name_or_path", "vision_tower", "image_folder",
         )),
-        ("version", "v9", "invalid choice: 'v9'"),
+        ("video_folder", "missing", "there is no such folder"),
+        ("video_fps", 0, "give 1 or more"),
+        ("frames_upbound", 0, "give 1 or more"),
+        ("mm_spatial_pool_stride", 0, "give 1 or more"),
+        ("preprocessing_num_workers", 0, "give 1 or more"),
+        ("max_bad_fraction", 1.5, "give a value from 0 to 1"),
+        ("image_aspect_ratio", "anyres_max_0", "give square, pad, original, anyres or anyres_max_N"),
+        ("image_grid_pinpoints", "[(24,48)]", "needs --image_aspect_ratio anyres, which is square"),
+        ("on_bad_sample", "guess", "invalid choice: 'guess'"),
         ("bf16", "perhaps", "--bf16"),
         ("save_steps", "many", "--save_steps"),
     ],
@@ -160,6 +167,11 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
         (["--model_name_or_path", ".", "--vision_tower", "."], "--data_path is missing"),
         (["--version", "plain"], "--version plain is the template of stage 1"),
         (["--mm_projector_type", "linear"], "--mm_projector_type linear can't be exported as a whole model"),
+        (
+            ["--group_by_length", "True", "--group_by_modality_length", "True"],
+            "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",
+        ),
+        (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket makes another"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(argv, expected):

@@ -1,0 +1,257 @@
+"""From a command line and a recipe to checked flags: every problem is found before anything is built."""
+
+import difflib
+import math
+import os
+import re
+from pathlib import Path
+
+import yaml
+from transformers import HfArgumentParser
+
+from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import ConfigError
+
+# Flags of LLaVA's scripts whose wish is met, or does not arise, here: the values that may be given, and why no code
+# reads them. They are named once at the start of a run.
+WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
+    "mm_use_im_patch_token": (("False", "false", "0"), "there is no patch token"),
+    "lazy_preprocess": (None, "pictures are always decoded as they are needed, text is encoded once"),
+    "is_multimodal": (None, "text-only records are always allowed"),
+    "evaluation_strategy": (("no",), "run/evaluate.py scores a finished model"),
+    "eval_strategy": (("no",), "run/evaluate.py scores a finished model"),
+    "per_device_eval_batch_size": (None, "nothing is evaluated while training"),
+    "report_to": (None, "metrics.jsonl and loss.png are always written"),
+}
+
+
+# Flags that ask for an order of the samples, and what data/sampler.py calls it.
+GROUPINGS = {"group_by_modality_length": "modality", "group_by_length": "length", "group_by_length_bucket": "bucket"}
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> None:
+        raise ConfigError(message)
+
+
+def build_parser() -> HfArgumentParser:
+    """The parser of run/train.py; its --help is the reference of all flags."""
+    parser = _Parser(
+        (ModelArguments, DataArguments, TrainingArguments), description="Train a LLaVA.", allow_abbrev=False
+    )
+    parser.add_argument("--recipe", help="YAML file of flags; the command line wins over it.")
+    parser.add_argument("--local_rank", type=int, help="Set by the deepspeed launcher; LOCAL_RANK is what counts.")
+    for name, (_, reason) in WITHOUT_EFFECT.items():
+        parser.add_argument(f"--{name}", nargs="?", const="True", help=f"Accepted without effect: {reason}.")
+    return parser
+
+
+def read_recipe(path: str | Path) -> dict[str, object]:
+    """The flags of a YAML recipe. Raises ConfigError when it is not a flat mapping of scalars."""
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--recipe {path} can't be read: {error}") from error
+    if not isinstance(recipe, dict) or any(isinstance(v, (dict, list)) for v in recipe.values()):
+        raise ConfigError(f"--recipe {path} must be a YAML mapping of flag names to single values")
+    return recipe
+
+
+def parse_arguments(
+    argv: list[str], defaults: dict[str, object] | None = None, to_train: bool = True
+) -> tuple[Arguments, list[str]]:
+    """Parsed and checked flags, and one line for every flag that was given but has no effect.
+
+    argv: the command line without the program's name; defaults: flags below the recipe in precedence, which do not
+    count as given; to_train: whether what only training needs has to be there. Raises ConfigError, which lists every
+    problem found.
+    """
+    parser = build_parser()
+    recipe_path = _recipe_of(argv)
+    recipe = read_recipe(recipe_path) if recipe_path else {}
+    written = {token[2:].split("=", 1)[0].replace("-", "_") for token in argv if token.startswith("--")}
+    if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= written:
+        # The command line fixes the samples of a step by these two: a recipe's total must not contradict it.
+        recipe.pop("train_batch_size", None)
+    tokens = _as_tokens(defaults or {}) + _as_tokens(recipe) + list(argv)
+    model, data, training, rest, unknown = parser.parse_args_into_dataclasses(
+        tokens, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        raise ConfigError(_unknown_flags(unknown, parser))
+
+    given = {name.replace("-", "_") for name in recipe} | {name.removeprefix("no_") for name in written}
+    given = {"deepspeed_config" if name == "deepspeed" else name for name in given}
+    args = Arguments(model, data, training, frozenset(given))
+
+    notes, problems = [], []
+    for name, (allowed, reason) in WITHOUT_EFFECT.items():
+        value = getattr(rest, name)
+        if value is None:
+            continue
+        if allowed is not None and value not in allowed:
+            problems.append(f"--{name} {value} is not supported ({reason}): leave it out or give {allowed[0]}")
+        else:
+            notes.append(f"--{name} {value} has no effect: {reason}")
+    problems += data_problems(args) + (training_problems(args) if to_train else [])
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return args, notes
+
+
+def data_problems(args: Arguments) -> list[str]:
+    """Everything that is wrong with the flags that say what is read, and with the paths they name, a line each."""
+    data = args.data
+    problems = _below(
+        args,
+        max_image_pixels=1,
+        model_max_length=2,
+        dataloader_num_workers=0,
+        preprocessing_num_workers=1,
+        video_fps=1,
+        frames_upbound=1,
+        mm_spatial_pool_stride=1,
+    )
+
+    def check(ok: bool, message: str) -> None:
+        if not ok:
+            problems.append(message)
+
+    check(0 <= data.max_bad_fraction <= 1, f"--max_bad_fraction is {data.max_bad_fraction}: give a value from 0 to 1")
+    check(
+        re.fullmatch(r"square|pad|original|anyres|anyres_max_[1-9]\d*", data.image_aspect_ratio) is not None,
+        f"--image_aspect_ratio {data.image_aspect_ratio} is unknown: give square, pad, original, anyres or "
+        "anyres_max_N with a number of tiles, like anyres_max_9",
+    )
+    check(
+        data.image_grid_pinpoints is None or data.image_aspect_ratio.startswith("anyres"),
+        f"--image_grid_pinpoints needs --image_aspect_ratio anyres, which is {data.image_aspect_ratio}",
+    )
+    groupings = [name for name in GROUPINGS if getattr(data, name)]
+    check(len(groupings) < 2, f"--{' and --'.join(groupings)} are orders that exclude each other: choose one")
+    check(
+        data.shuffle or not groupings,
+        f"--shuffle False keeps the files' order, --{groupings[0] if groupings else ''} makes another: choose one",
+    )
+    check(
+        data.data_path is None or os.path.exists(data.data_path) or any(mark in data.data_path for mark in "*?[{"),
+        f"--data_path {data.data_path}: there is no such file or folder",
+    )
+    for name in ("model_name_or_path", "vision_tower", "image_folder", "video_folder"):
+        value = args.as_dict()[name]
+        check(value is None or os.path.isdir(value), f"--{name} {value}: there is no such folder")
+    check(_can_be_made(data.cache_dir), f"--cache_dir {data.cache_dir} can't be written to: name another folder")
+    return problems
+
+
+def training_problems(args: Arguments) -> list[str]:
+    """Everything else that is wrong with the flags by themselves and with the paths they name, a line each."""
+    model, data, training = args.model, args.data, args.training
+    problems = _below(
+        args,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        train_batch_size=1,
+        tokens_per_micro_batch=1,
+        logging_steps=1,
+        save_steps=1,
+        save_total_limit=1,
+    )
+
+    def check(ok: bool, message: str) -> None:
+        if not ok:
+            problems.append(message)
+
+    for name in ("learning_rate", "mm_projector_lr", "weight_decay", "max_grad_norm", "adam_epsilon"):
+        value = args.as_dict()[name]
+        check(value is None or (math.isfinite(value) and value >= 0), f"--{name} is {value}: give 0 or more")
+    for name in ("adam_beta1", "adam_beta2"):
+        check(0 <= args.as_dict()[name] < 1, f"--{name} is {args.as_dict()[name]}: give a value from 0 to below 1")
+    check(0 <= training.warmup_ratio <= 1, f"--warmup_ratio is {training.warmup_ratio}: give a value from 0 to 1")
+    check(
+        training.max_steps > 0 or 0 < training.num_train_epochs < math.inf,
+        f"--num_train_epochs is {training.num_train_epochs}: give a value above 0, or --max_steps",
+    )
+    check(not (training.bf16 and training.fp16), "--bf16 and --fp16 are both set: choose one")
+    check(training.output_dir is not None, "--output_dir is missing: name the folder for what the run leaves")
+
+    check(
+        training.loss_reduction == "token" or training.tokens_per_micro_batch is None,
+        "--loss_reduction micro_batch depends on the layout, which --tokens_per_micro_batch changes: give one of them",
+    )
+    check(
+        training.deepspeed_config is not None,
+        "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json",
+    )
+    for name in ("deepspeed_config", "pretrain_mm_mlp_adapter"):
+        value = args.as_dict()[name]
+        check(value is None or os.path.isfile(value), f"--{name} {value}: there is no such file")
+    check(
+        training.output_dir is None or _can_be_made(training.output_dir),
+        f"--output_dir {training.output_dir} can't be written to: name another folder",
+    )
+    check(
+        (model.model_name_or_path is None) == (model.vision_tower is None),
+        "--model_name_or_path and --vision_tower go together: give both, or neither for the tiny model",
+    )
+    check(
+        model.model_name_or_path is None or data.data_path is not None,
+        "--data_path is missing: the generated scenes go with the tiny model only; name your records",
+    )
+    check(
+        model.version != "plain" or model.tune_mm_mlp_adapter,
+        "--version plain is the template of stage 1: give --tune_mm_mlp_adapter True with it, or --version v1",
+    )
+    check(
+        model.mm_projector_type == "mlp2x_gelu" or model.tune_mm_mlp_adapter,
+        f"--mm_projector_type {model.mm_projector_type} can't be exported as a whole model, for transformers' Llava "
+        "has a two-layer projector: give mlp2x_gelu, or --tune_mm_mlp_adapter True",
+    )
+    return problems
+
+
+def _below(args: Arguments, **least: int) -> list[str]:
+    """A line for every flag below the least that it may be."""
+    values = args.as_dict()
+    wrong = [name for name in least if values[name] is not None and values[name] < least[name]]
+    return [f"--{name} is {values[name]}: give {least[name]} or more" for name in wrong]
+
+
+def _can_be_made(folder: str) -> bool:
+    """Whether the folder, or the nearest one above it that exists, is a folder that may be written to."""
+    path = Path(folder).expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK)
+
+
+def _recipe_of(argv: list[str]) -> str | None:
+    for i, token in enumerate(argv):
+        if token.startswith("--recipe="):
+            return token.split("=", 1)[1]
+        if token == "--recipe":
+            if i + 1 == len(argv):
+                raise ConfigError("--recipe needs the path of a YAML file")
+            return argv[i + 1]
+    return None
+
+
+def _as_tokens(flags: dict[str, object]) -> list[str]:
+    return [token for name, value in flags.items() if value is not None for token in (f"--{name}", str(value))]
+
+
+def _unknown_flags(unknown: list[str], parser: HfArgumentParser) -> str:
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    lines = []
+    after_flag = False
+    for token in unknown:
+        flag = token.split("=", 1)[0]
+        if not flag.startswith("-"):
+            if not after_flag:
+                lines.append(f"unexpected argument {flag!r}: every value belongs behind a --flag")
+            continue
+        after_flag = "=" not in token
+        nearest = difflib.get_close_matches(flag, known, n=1)
+        hint = f": did you mean {nearest[0]}?" if nearest else ": run/train.py --help lists all flags"
+        lines.append(f"unknown flag {flag}{hint}")
+    return "\n".join(lines)
