@@ -15,3 +15,7 @@ class ConfigError(ValueError):
 
 class DataError(ValueError):
     """A data set, picture or weight file can't be used as given. The text says where and what to do."""
+
+
+class FileProblem(DataError):
+    """A file that a record names is missing or can't be used: the record may be fine once the file is."""

@@ -129,6 +129,15 @@ def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
     return answer[0]
 
 
+def gather_to_first(value: T, ranks: Ranks) -> list[T]:
+    """Every rank's value, in the ranks' order, on rank 0; nothing on the others. All ranks call it together."""
+    if ranks.world_size == 1:
+        return [value]
+    values: list[T] | None = [None] * ranks.world_size if ranks.is_first else None
+    torch.distributed.gather_object(value, values, dst=0, group=ranks.patient_group)
+    return values or []
+
+
 def _share_error(error: Exception | None, ranks: Ranks) -> None:
     """Tell the other ranks (called on rank 0), or be told and raise (called on the others)."""
     shared = [error]
@@ -149,6 +158,8 @@ def quiet_libraries() -> None:
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     transformers.logging.set_verbosity_error()
+    # One process per core tokenizes; threads below each of them would only get in each other's way.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.logging.disable_progress_bar()
 
 

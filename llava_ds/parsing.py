@@ -125,7 +125,8 @@ def data_problems(args: Arguments) -> list[str]:
     )
     check(
         data.image_grid_pinpoints is None or data.image_aspect_ratio.startswith("anyres"),
-        f"--image_grid_pinpoints needs --image_aspect_ratio anyres, which is {data.image_aspect_ratio}",
+        f"--image_grid_pinpoints {data.image_grid_pinpoints} needs --image_aspect_ratio anyres, which is "
+        f"{data.image_aspect_ratio}",
     )
     groupings = [name for name in GROUPINGS if getattr(data, name)]
     check(len(groupings) < 2, f"--{' and --'.join(groupings)} are orders that exclude each other: choose one")

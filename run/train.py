@@ -15,9 +15,9 @@ from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_projector
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodedDataset, EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.loader import Layout, windows
-from llava_ds.data.sampler import steps_per_epoch
+from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import (
     Ranks,
     exit_for_bad_input,
@@ -28,10 +28,12 @@ from llava_ds.distributed import (
     quiet_libraries,
 )
 from llava_ds.ds_config import ResolvedConfig, check_engine, read_ds_config, resolve_ds_config
+from llava_ds.geometry import picture_options
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.parsing import build_parser, parse_arguments, read_recipe
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
+from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
 from llava_ds.train.loop import StepResult, TrainState, train
 from llava_ds.train.schedule import scheduler_factory, total_steps, warmup_steps
@@ -70,7 +72,8 @@ def main(argv: list[str]) -> None:
         args.training.gradient_accumulation_steps,
         args.training.tokens_per_micro_batch,
     )
-    per_epoch = steps_per_epoch(len(dataset), layout.batch_size)
+    order = _sample_order(args, dataset, layout)
+    per_epoch = order.steps_per_epoch
     num_steps = total_steps(args.training, per_epoch)
     identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.zero_stage)
     output_dir = Path(args.training.output_dir)
@@ -113,6 +116,14 @@ def main(argv: list[str]) -> None:
         max_steps=num_steps,
         steps_per_epoch=per_epoch,
         logging_steps=args.training.logging_steps,
+        skipped=SkippedLog(
+            output_dir / "skipped.jsonl",
+            dataset.rejections(),
+            len(dataset),
+            args.data.max_bad_fraction,
+            resume.step,
+            ranks,
+        ),
         ranks=ranks,
     )
 
@@ -128,7 +139,7 @@ def main(argv: list[str]) -> None:
     steps = windows(
         dataset,
         layout,
-        seed=args.training.seed if args.training.data_seed is None else args.training.data_seed,
+        order,
         start_step=state.step,
         num_steps=num_steps,
         num_workers=args.data.dataloader_num_workers,
@@ -161,14 +172,21 @@ def _trains_projector_only(argv: list[str]) -> bool:
 
 
 def _open_data(args: Arguments, plan: ModelPlan) -> EncodedDataset:
-    data = args.data
-    return open_encoded(
-        data.data_path,
-        data.image_folder,
-        plan.tokenizer,
-        EncodingOptions(args.model.version, data.model_max_length, plan.images.num_tokens),
-        PictureOptions(plan.images.size, plan.images.mean, data.image_aspect_ratio, data.max_image_pixels),
-        data.cache_dir,
+    spec = plan.images
+    pictures = picture_options(args.model, args.data, spec.size, spec.patch_size, spec.mean)
+    return open_data(args, plan.tokenizer, pictures)
+
+
+def _sample_order(args: Arguments, dataset: EncodedDataset, layout: Layout) -> SampleOrder:
+    data, training = args.data, args.training
+    how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), "random" if data.shuffle else "file")
+    return SampleOrder(
+        num_samples=len(dataset),
+        batch_size=layout.batch_size,
+        seed=training.seed if training.data_seed is None else training.data_seed,
+        how=how,
+        lengths=dataset.lengths_for(how),
+        micro_batch_size=layout.micro_batch_size,
     )
 
 
@@ -188,7 +206,7 @@ def _print_plan(
 ) -> None:
     training = args.training
     print_first(
-        dataset.summary(args.data.data_path),
+        *dataset.summary(),
         f"{num_steps:,} optimizer steps of {layout.batch_size} samples ({num_steps / per_epoch:.2f} epochs), "
         f"{warmup_steps(training, num_steps)} of them warm-up, {training.lr_scheduler_type} schedule",
         f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",

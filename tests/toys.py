@@ -78,3 +78,33 @@ def write_data(folder: Path, kinds: str, *, seed: int = 0, plain: bool = False) 
         records.append(record)
     (folder / "data.json").write_text(json.dumps(records))
     return {"data_path": str(folder / "data.json"), "image_folder": str(folder / "images")}
+
+
+def encoding_options(**changed):
+    """How toy conversations are encoded."""
+    from llava_ds.data.encode import EncodingOptions
+
+    return EncodingOptions(**{"template": "v1", "max_length": 512, **changed})
+
+
+def picture_options(**changed):
+    """How pictures are prepared for the toy tower."""
+    from llava_ds.geometry import PictureOptions
+
+    defaults = {"size": IMAGE_SIZE, "patch_size": PATCH_SIZE, "mean": (0.5, 0.4, 0.3), "aspect_ratio": "square"}
+    return PictureOptions(**{**defaults, "max_pixels": 10**6, **changed})
+
+
+def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, pictures=None, **preflight):
+    """The toy data opened as training opens it."""
+    from llava_ds.data.dataset import PreflightOptions, open_encoded
+    from llava_ds.data.sources import SourceOptions, open_sources
+
+    sources = open_sources(data_path, SourceOptions(image_folder=image_folder, cache_dir=str(cache_dir)))
+    return open_encoded(
+        sources,
+        tokenizer,
+        encoding or encoding_options(),
+        pictures or picture_options(),
+        PreflightOptions(cache_dir=str(cache_dir), **preflight),
+    )

@@ -1,210 +1,379 @@
-"""The encoded data set: every sample tokenized once, kept in Arrow, read through the page cache."""
+"""The encoded data set: every record checked and tokenized once, kept in Arrow, read through the page cache."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import shutil
-import tempfile
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import datasets
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llava_ds import geometry
+from llava_ds.arguments import Arguments
 from llava_ds.constants import DataError
 from llava_ds.data.collator import LoadedSample
-from llava_ds.data.encode import encode
-from llava_ds.data.images import load_image, to_pixels
-from llava_ds.data.sources import Sample, read_samples, shown
-from llava_ds.data.templates import render
+from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.fingerprint import digest_of, file_digest, tokenizer_parts
+from llava_ds.data.images import load_media
+from llava_ds.data.preflight import (
+    RECORDS,
+    ROWS,
+    Checker,
+    layout_of,
+    media_from_text,
+    reasons_in_short,
+    rejections,
+)
+from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
+from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import progress_bar
 
-ENCODING_VERSION = 1  # raise it when the same text would give other ids or labels
+ENCODING_VERSION = 2  # raise it when the same records would give other rows
 
-FEATURES = datasets.Features(
-    {
-        "id": datasets.Value("string"),
-        "input_ids": datasets.Sequence(datasets.Value("int32")),
-        "labels": datasets.Sequence(datasets.Value("int32")),
-        "images": datasets.Sequence(datasets.Value("string")),
-        "length": datasets.Value("int32"),
-        "num_targets": datasets.Value("int32"),
-        "truncated": datasets.Value("bool"),
-    }
-)
+RECORDS_PER_CALL = 256  # that a worker process checks at a time
+RECORDS_PER_WORKER = 2_000  # below this, starting another process takes longer than it saves
+LLAVA_TOKENS_PER_PICTURE = 128  # what LLaVA's data set adds to the words of a sample with pictures
+
+DONE = "files.json"  # lists a folder's Arrow files in their order, and is written last
+MAX_SHOWN = 5  # bad records spelled out in one message; the rest are counted
+
+PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
 
 @dataclass(frozen=True)
-class EncodingOptions:
-    """All that the ids of a sample depend on, beside the sample and the tokenizer."""
+class PreflightOptions:
+    """Where encoded data are kept, who encodes them, and what is done about records that can't be used."""
 
-    template: str
-    max_length: int
-    num_image_tokens: int
+    cache_dir: str
+    num_workers: int | None = None
+    on_bad_sample: Literal["skip", "stop", "list"] = "skip"  # "list": refuse nothing, there may be none left
+    max_bad_fraction: float = 0.01
 
 
 @dataclass(frozen=True)
-class PictureOptions:
-    """All that the pixels of a picture depend on, beside the picture."""
+class BrokenSample:
+    """A sample that was accepted, but whose pictures can't be shown when it is its turn: where it is, and why."""
 
-    size: int
-    mean: tuple[float, ...]
-    aspect_ratio: str
-    max_pixels: int
+    file: str
+    line: int
+    index: int
+    id: str
+    reason: str
 
 
 class EncodedDataset(torch.utils.data.Dataset):
-    """Samples by index, their pictures decoded when asked for.
+    """The accepted samples by index, their pictures decoded when asked for.
 
-    fingerprint: a hash of everything that the encoded samples depend on;
-    lengths and num_targets: per sample, tokens and supervised tokens (lists of int).
+    fingerprint: a hash of everything that the samples depend on; lengths and num_targets: per sample, tokens and
+    supervised tokens (lists of int); rows: of the accepted samples among all records.
     """
 
     def __init__(
         self,
         table: datasets.Dataset,
-        image_folder: str | None,
-        encoding: EncodingOptions,
-        pictures: PictureOptions,
+        descriptions: list[str],
+        pictures: geometry.PictureOptions,
         fingerprint: str,
+        raise_if_broken: bool,
     ) -> None:
-        self.table = table.with_format("numpy", columns=["input_ids", "labels"], output_all_columns=True)
-        self.image_folder = Path(os.path.realpath(image_folder or "."))
-        self.encoding = encoding
+        self.descriptions = descriptions  # of the sources: how they are read
         self.pictures = pictures
         self.fingerprint = fingerprint
-        self.lengths: list[int] = table.data.column("length").to_pylist()
-        self.num_targets: list[int] = table.data.column("num_targets").to_pylist()
+        self.raise_if_broken = raise_if_broken
+        self.table = table.with_format("numpy", columns=["input_ids", "labels"], output_all_columns=True)
+        self.rows = np.flatnonzero(table.data.column("reason").is_null().to_numpy())  # of the accepted records
+        self.lengths: list[int] = self._column("length").tolist()
+        self.num_targets: list[int] = self._column("num_targets").tolist()
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.rows)
 
-    def __getitem__(self, index: int) -> LoadedSample:
-        row = self.table[index]
-        options = self.pictures
-        pixels = []
-        for path in row["images"]:
-            picture = load_image(str(self.image_folder / path), options.max_pixels)
-            pixels.append(to_pixels(picture, options.size, options.aspect_ratio, options.mean, options.max_pixels))
+    def __getitem__(self, index: int) -> LoadedSample | BrokenSample:
+        """The sample, or why its pictures can't be shown; raises DataError instead where that ends the run."""
+        row = self.table[int(self.rows[index])]
+        media = media_from_text(row["media"])
+        loaded = []
+        try:
+            for one in media:
+                layout = layout_of(one, len(media), self.pictures)
+                loaded.append((load_media(one.media, one.sizes, layout, self.pictures), layout))
+        except DataError as error:
+            if self.raise_if_broken:
+                raise
+            return BrokenSample(row["file"], row["line"], row["index"], row["id"], str(error))
         ids, labels = (torch.from_numpy(row[name].astype("int64")) for name in ("input_ids", "labels"))
-        return LoadedSample(ids, labels, pixels)
+        return LoadedSample(ids, labels, loaded)
+
+    def lengths_for(self, how: str) -> list[int]:
+        """What an order of the sampler goes by: for "modality" and "length" the numbers that LLaVA takes for lengths."""
+        words = self._column("words")
+        if how == "modality":
+            return words.tolist()  # negative where there is no picture
+        if how == "length":
+            return np.where(words > 0, words + LLAVA_TOKENS_PER_PICTURE, -words).tolist()
+        return self.lengths
+
+    @property
+    def num_records(self) -> int:
+        """Accepted and rejected ones."""
+        return len(self.table)
+
+    @property
+    def num_rejected(self) -> int:
+        """Records that were left out."""
+        return len(self.table) - len(self.rows)
+
+    def rejections(self) -> Iterator[dict[str, object]]:
+        """The records that were left out: file, line (from 1), index (from 0), id and reason."""
+        return rejections(self.table.data.table, self._rejected_rows())
+
+    def row(self, index: int) -> dict[str, object]:
+        """All columns of one record, accepted or not, by its place among all records."""
+        return self.table[index]
 
     def first_with_picture(self) -> int:
         """The first sample that shows a picture; the first of all if none does."""
-        return next((i for i, count in enumerate(self._pictures_per_sample()) if count), 0)
+        with_picture = np.flatnonzero(self._column("num_pictures"))
+        return int(with_picture[0]) if len(with_picture) else 0
 
-    def _pictures_per_sample(self) -> list[int]:
-        return pyarrow.compute.list_value_length(self.table.data.column("images")).to_pylist()
+    def summary(self) -> list[str]:
+        """How the data are read, how much there is to see and to learn, and what was left out, for a person to read."""
+        lines = [
+            *self.descriptions,
+            f"{self.num_records:,} records: {len(self):,} accepted, {self.num_rejected:,} rejected",
+        ]
+        if len(self):
+            lengths, targets = np.array(self.lengths), sum(self.num_targets)
+            cut, turns, pictures = (int(self._column(n).sum()) for n in ("truncated", "num_turns", "num_pictures"))
+            shown = ", ".join(f"{p} % {int(n):,}" for p, n in zip(PERCENTILES, np.percentile(lengths, PERCENTILES)))
+            lines += [
+                f"{turns:,} answers, {pictures:,} pictures, {lengths.sum():,} tokens, of which {targets:,} "
+                f"({targets / lengths.sum():.1%}) are supervised" + (f"; {cut:,} samples cut short" if cut else ""),
+                f"lengths in tokens, shortest to longest: {shown}",
+            ]
+        if self.num_rejected:
+            lines += ["left out:", *reasons_in_short([row["reason"] for row in self.rejections()])]
+        return lines
 
-    def summary(self, name: str) -> str:
-        """One line: how much there is to see and to learn."""
-        tokens, targets = sum(self.lengths), sum(self.num_targets)
-        cut = sum(self.table.data.column("truncated").to_pylist())
-        pictures = sum(self._pictures_per_sample())
-        line = (
-            f"{name}: {len(self):,} samples, {pictures:,} pictures, {tokens:,} tokens, of which {targets:,} "
-            f"({targets / tokens:.1%}) are supervised; longest sample {max(self.lengths):,}"
-        )
-        return line + (f"; {cut:,} cut at --model_max_length" if cut else "")
+    def _rejected_rows(self) -> np.ndarray:
+        return np.setdiff1d(np.arange(len(self.table)), self.rows, assume_unique=True)
+
+    def _column(self, name: str) -> np.ndarray:
+        return _numbers(self.table, name)[self.rows]
+
+
+def open_data(
+    args: Arguments, tokenizer: PreTrainedTokenizerBase, pictures: geometry.PictureOptions, refuse_bad: bool = True
+) -> EncodedDataset:
+    """The data that the flags name; refuse_bad: whether bad records may end the program, as --on_bad_sample says."""
+    model, data = args.model, args.data
+    options = SourceOptions(
+        data_format=data.data_format,
+        columns=parse_columns(data.data_columns),
+        image_folder=data.image_folder,
+        video_folder=data.video_folder,
+        cache_dir=data.cache_dir,
+    )
+    return open_encoded(
+        open_sources(data.data_path, options),
+        tokenizer,
+        EncodingOptions(
+            template=resolve_template(model.version),
+            max_length=data.model_max_length,
+            mm_use_im_start_end=model.mm_use_im_start_end,
+            supervise_last_turn_only=data.supervise_last_turn_only,
+        ),
+        pictures,
+        PreflightOptions(
+            cache_dir=data.cache_dir,
+            num_workers=data.preprocessing_num_workers,
+            on_bad_sample=data.on_bad_sample if refuse_bad else "list",
+            max_bad_fraction=data.max_bad_fraction,
+        ),
+    )
 
 
 def open_encoded(
-    data_path: str,
-    image_folder: str | None,
+    sources: list[Source],
     tokenizer: PreTrainedTokenizerBase,
     encoding: EncodingOptions,
-    pictures: PictureOptions,
-    cache_dir: str,
+    pictures: geometry.PictureOptions,
+    options: PreflightOptions,
 ) -> EncodedDataset:
-    """The encoded samples of a data file, from the cache or encoded now.
+    """The checked and encoded records of all sources, from the cache or made now.
 
-    The cache's name is a hash of everything the result depends on. It appears in one rename, so any number of
-    processes may do this at once. Raises DataError for data that can't be used or has nothing to learn from.
+    The cache's name is a hash of everything the result depends on, and it appears in one rename, so any number of
+    processes may do this at once. What was rejected for the sake of another file is tried again every time.
+    Raises DataError when more records are bad than options allow, or none is left.
     """
-    samples = [_relative(sample, image_folder) for sample in read_samples(data_path, image_folder)]
-    folder = Path(cache_dir).expanduser() / "encoded" / _fingerprint(samples, tokenizer, encoding)
-    if not folder.exists():
-        scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-        _write_table(scratch, _encode_all(samples, tokenizer, encoding, data_path))
-        try:
-            scratch.rename(folder)
-        except OSError:  # another process was first; what it wrote is the same
-            shutil.rmtree(scratch)
-    return EncodedDataset(datasets.load_from_disk(folder), image_folder, encoding, pictures, folder.name)
+    checker = Checker(tuple(sources), Encoder(tokenizer, encoding), pictures)
+    cache_dir = Path(options.cache_dir).expanduser()
+    contents = _content_parts(sources, tokenizer, encoding, pictures, cache_dir)
+    # Where pictures are looked for decides what is found, so it counts for the cache; moved data are the same data.
+    roots = [f"{os.path.realpath(r)}" for s in sources for r in (s.image_root, s.video_root, s.path) if r is not None]
+    folder = cache_dir / "encoded" / digest_of([*contents, *roots])
+    table = _open_rows(folder)
+    if table is None or _can_now_be_used(table, checker):
+        with _scratch_beside(folder) as scratch:
+            _write_rows(scratch, checker, options.num_workers)
+            _replace(folder, scratch)
+        table = _open_rows(folder)
+    _refuse_if_bad(table, options, folder)
+    accepted = table.data.column("reason").is_null().to_numpy()
+    outcome = [hashlib.sha256(part.tobytes()).hexdigest() for part in (accepted, _numbers(table, "length"))]
+    return EncodedDataset(
+        table,
+        descriptions=[source.describe() for source in sources],
+        pictures=pictures,
+        fingerprint=digest_of([*contents, *outcome]),
+        raise_if_broken=options.on_bad_sample == "stop",
+    )
 
 
-def _relative(sample: Sample, image_folder: str | None) -> Sample:
-    """The sample with its pictures' paths inside the image folder, so that the folder may be moved."""
-    if not sample.images:
-        return sample
-    root = os.path.realpath(image_folder)
-    return dataclasses.replace(sample, images=tuple(os.path.relpath(path, root) for path in sample.images))
+def _content_parts(
+    sources: list[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    encoding: EncodingOptions,
+    pictures: geometry.PictureOptions,
+    cache_dir: Path,
+) -> list[str]:
+    """All that the encoded samples follow from, wherever it lies."""
+    read = [
+        repr((source.reader, source.record_format, source.columns, source.selection))
+        + "".join(file_digest(path, cache_dir) for path in source.files)
+        for source in sources
+    ]
+    return [str(ENCODING_VERSION), repr(encoding), repr(pictures), *tokenizer_parts(tokenizer), *read]
 
 
-def _encode_all(
-    samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, name: str
-) -> Iterator[dict]:
-    problems = []
-    for index, sample in enumerate(progress_bar(iterable=samples, desc=f"encoding {Path(name).name}")):
-        try:
-            segments = render(list(sample.messages), options.template)
-        except DataError as error:
-            problems.append(f"record {index} ({sample.id}): {error}")
-            continue
-        tokens_per_image = [options.num_image_tokens] * len(sample.images)
-        coded = encode(segments, tokenizer, tokens_per_image, options.max_length)
-        if coded.num_targets == 0:
-            why = f"the first {options.max_length} tokens hold no answer" if coded.truncated else "no answer has a text"
-            problems.append(f"record {index} ({sample.id}): nothing to learn from, {why}")
-        yield {
-            "id": sample.id,
-            "input_ids": coded.input_ids,
-            "labels": coded.labels,
-            "images": list(sample.images),
-            "length": len(coded.input_ids),
-            "num_targets": coded.num_targets,
-            "truncated": coded.truncated,
-        }
-    if problems:
-        raise DataError(
-            f"{name}: {len(problems)} of {len(samples)} records can't be trained on with --version {options.template} "
-            f"and --model_max_length {options.max_length}: leave them out or change the flags\n" + shown(problems)
+def _open_rows(folder: Path) -> datasets.Dataset | None:
+    """The rows that _write_rows left in a folder, memory-mapped; None where there is none."""
+    if not (folder / DONE).is_file():
+        return None
+    names = json.loads((folder / DONE).read_text(encoding="utf-8"))
+    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(folder / name)) for name in names])
+
+
+def _can_now_be_used(table: datasets.Dataset, checker: Checker) -> bool:
+    """Whether a record that was rejected for a missing or broken file would now have another outcome."""
+    tried = table.data.table.filter(pa.compute.is_valid(table.data.column("text_to_retry")))
+    if not len(tried):
+        return False
+    records = tried.rename_columns(["text" if name == "text_to_retry" else name for name in tried.column_names])
+    return not checker(records.select(RECORDS.names)).column("reason").equals(tried.column("reason"))
+
+
+def _write_rows(folder: Path, checker: Checker, num_workers: int | None) -> None:
+    """Read all records, check and encode them in parallel, and leave Arrow files and a list of them in a folder."""
+    spool = folder / "records.arrow"
+    with pa.OSFile(str(spool), "wb") as file, pa.ipc.new_stream(file, RECORDS) as writer:
+        for batch in _record_batches(checker.sources):
+            writer.write_batch(batch)
+    records = datasets.Dataset.from_file(str(spool)).with_format("arrow")
+    if not len(records):
+        raise DataError(f"{', '.join(source.path for source in checker.sources)}: there is no record in it")
+    most = num_workers or len(os.sched_getaffinity(0))
+    with _bars():
+        rows = records.map(
+            checker,
+            batched=True,
+            batch_size=RECORDS_PER_CALL,
+            remove_columns=records.column_names,
+            features=datasets.Features.from_arrow_schema(ROWS),
+            num_proc=max(1, min(most, len(records) // RECORDS_PER_WORKER)),
+            cache_file_name=str(folder / "rows.arrow"),
+            new_fingerprint=folder.name.split(".")[0],
+            desc="checking and encoding",
         )
+    assert len(rows) == len(records), "a record was lost"
+    names = [Path(file["filename"]).name for file in rows.cache_files]
+    spool.unlink()
+    (folder / DONE).write_text(json.dumps(names), encoding="utf-8")
 
 
-def _fingerprint(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> str:
-    digest = hashlib.sha256()
-    for part in (
-        str(ENCODING_VERSION),
-        repr(options),
-        tokenizer.backend_tokenizer.to_str(),
-        json.dumps(sorted(tokenizer.get_added_vocab().items())),
-    ):
-        digest.update(part.encode() + b"\0")
-    for sample in samples:
-        digest.update(repr(sample).encode() + b"\0")
-    return digest.hexdigest()[:20]
+def _record_batches(sources: tuple[Source, ...]) -> Iterator[pa.RecordBatch]:
+    for number, source in enumerate(sources):
+        records = progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", unit="record")
+        while part := list(islice(records, 1000)):
+            columns = {name: [getattr(record, name) for record in part] for name in RECORDS.names if name != "source"}
+            yield pa.RecordBatch.from_pydict({"source": [number] * len(part), **columns}, schema=RECORDS)
 
 
-def _write_table(folder: Path, rows: Iterator[dict]) -> None:
-    """Write rows to a folder that datasets.load_from_disk opens, by the thousand, so that memory stays small."""
-    with _no_bars(), tempfile.TemporaryDirectory() as spool:
-        path = Path(spool) / "rows.arrow"
-        with datasets.arrow_writer.ArrowWriter(path=str(path), features=FEATURES) as writer:
-            for row in rows:
-                writer.write(row)
-            writer.finalize()
-        datasets.Dataset.from_file(str(path)).save_to_disk(folder)
+def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:
+    """Raise DataError when more was rejected than the options allow; the message says what, and where all is listed."""
+    bad = table.data.table.filter(pa.compute.is_valid(table.data.column("reason")))
+    if options.on_bad_sample == "list":
+        return
+    allowed = 0 if options.on_bad_sample == "stop" else options.max_bad_fraction * len(table)
+    if len(bad) <= allowed and len(bad) < len(table):
+        return
+    rows = list(rejections(bad, np.arange(len(bad))))
+    listing = folder / "rejected.jsonl"
+    listing.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    shown = [f"  {row['file']}:{row['line']}: record {row['index']} ({row['id']}): {row['reason']}" for row in rows]
+    more = [f"  and {len(rows) - MAX_SHOWN} more, all listed in {listing}"] if len(rows) > MAX_SHOWN else []
+    limit = (
+        "--on_bad_sample stop allows none"
+        if options.on_bad_sample == "stop"
+        else f"--max_bad_fraction allows {options.max_bad_fraction:.2%}"
+    )
+    raise DataError(
+        "\n".join(
+            [
+                f"{len(rows):,} of {len(table):,} records ({len(rows) / len(table):.2%}) can't be trained on, {limit}: "
+                "mend or remove them, or raise the limit",
+                *shown[:MAX_SHOWN],
+                *more,
+                "in short:",
+                *reasons_in_short([row["reason"] for row in rows]),
+            ]
+        )
+    )
+
+
+def _numbers(table: datasets.Dataset, name: str) -> np.ndarray:
+    return table.data.column(name).to_numpy()
 
 
 @contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
-    """Hold back the bars of `datasets`, for its writing is no news to a user."""
+def _scratch_beside(folder: Path) -> Iterator[Path]:
+    """A folder to write in, which is gone afterwards unless it was renamed."""
+    scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replace(folder: Path, scratch: Path) -> None:
+    """Put scratch in folder's place. Another process may have been first: what it wrote is the same."""
+    if folder.exists():
+        old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        scratch.rename(folder)
+
+
+@contextlib.contextmanager
+def _bars() -> Iterator[None]:
+    """Show the bars of `datasets` where a person watches; in a log file each would be hundreds of lines."""
+    if sys.stderr.isatty():
+        yield
+        return
     datasets.disable_progress_bars()
     try:
         yield

@@ -1,5 +1,6 @@
 """From the plan of an optimizer step to this rank's micro-batches, decoded ahead by worker processes."""
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.constants import DataError
-from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens
-from llava_ds.data.sampler import step_samples
+from llava_ds.data.sampler import SampleOrder
+from llava_ds.geometry import PictureOptions
 
 
 @dataclass(frozen=True)
@@ -39,25 +41,53 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Window:
-    """This rank's micro-batches of one optimizer step, and the step's counts over all ranks.
+class MicroBatch:
+    """A batch, and what it holds: samples, tokens and supervised tokens; broken samples are not in it."""
 
-    num_targets: supervised tokens of each of this rank's micro-batches; data_wait_s: time spent waiting for them.
+    batch: Batch
+    num_samples: int
+    num_tokens: int
+    num_targets: int
+    broken: tuple[BrokenSample, ...]
+
+    def pin_memory(self) -> "MicroBatch":
+        """The same in page-locked memory (torch's DataLoader calls this)."""
+        return dataclasses.replace(self, batch=self.batch.pin_memory())
+
+
+@dataclass(frozen=True)
+class Window:
+    """This rank's micro-batches of one optimizer step, on the device.
+
+    num_planned: samples of the step over all ranks, broken ones included; data_wait_s: time spent waiting for them.
     """
 
-    batches: list[Batch]
-    num_targets: list[int]
-    num_targets_all_ranks: int
-    num_samples_all_ranks: int
-    num_tokens_all_ranks: int
+    micro_batches: list[MicroBatch]
+    num_planned: int
     data_wait_s: float
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The tensors alone."""
+        return [micro.batch for micro in self.micro_batches]
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Samples, tokens and supervised tokens that this rank really has: broken samples are left out."""
+        micros = self.micro_batches
+        return sum(m.num_samples for m in micros), sum(m.num_tokens for m in micros), sum(m.num_targets for m in micros)
+
+    @property
+    def broken(self) -> list[BrokenSample]:
+        """The samples of this rank that could not be shown."""
+        return [broken for micro in self.micro_batches for broken in micro.broken]
 
 
 def windows(
     dataset: EncodedDataset,
     layout: Layout,
+    order: SampleOrder,
     *,
-    seed: int,
     start_step: int,
     num_steps: int,
     num_workers: int,
@@ -65,40 +95,43 @@ def windows(
 ) -> Iterator[Window]:
     """This rank's window of every optimizer step from start_step to num_steps, on the device.
 
-    Any step can be started from at once, for its samples follow from the seed and its number.
+    Any step can be started from at once, for its samples follow from the order and its number.
     """
-    plans = _PlannedSteps(dataset, layout, seed, start_step, num_steps)
+    plans = _PlannedSteps(dataset, layout, order, start_step, num_steps)
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_sampler=_MicroBatches(plans),
         num_workers=num_workers,
-        collate_fn=partial(
-            collate, image_size=dataset.pictures.size, num_image_tokens=dataset.encoding.num_image_tokens
-        ),
+        collate_fn=partial(_micro_batch, options=dataset.pictures),
         generator=torch.Generator(),  # the loader draws a seed, by default from the global one
         pin_memory=device.type == "cuda",
     )
-    batches = iter(loader)
+    micro_batches = iter(loader)
     for samples, plan in plans:
         started = time.perf_counter()
-        mine = [_next(batches).to(device) for _ in plan[layout.rank]]
-        waited = time.perf_counter() - started
-        yield Window(
-            batches=mine,
-            num_targets=[sum(dataset.num_targets[i] for i in micro) for micro in plan[layout.rank]],
-            num_targets_all_ranks=sum(dataset.num_targets[i] for i in samples),
-            num_samples_all_ranks=len(samples),
-            num_tokens_all_ranks=sum(dataset.lengths[i] for i in samples),
-            data_wait_s=waited,
-        )
+        mine = [_next(micro_batches) for _ in plan[layout.rank]]
+        mine = [dataclasses.replace(micro, batch=micro.batch.to(device)) for micro in mine]
+        yield Window(mine, len(samples), data_wait_s=time.perf_counter() - started)
 
 
-def _next(batches: Iterator[Batch]) -> Batch:
+def _micro_batch(samples: list[LoadedSample | BrokenSample], options: PictureOptions) -> MicroBatch:
+    shown = [sample for sample in samples if isinstance(sample, LoadedSample)]
+    batch = collate(shown, options)
+    return MicroBatch(
+        batch=batch,
+        num_samples=len(shown),
+        num_tokens=sum(len(sample.input_ids) for sample in shown),
+        num_targets=len(batch.targets),
+        broken=tuple(sample for sample in samples if isinstance(sample, BrokenSample)),
+    )
+
+
+def _next(micro_batches: Iterator[MicroBatch]) -> MicroBatch:
     try:
-        return next(batches)
+        return next(micro_batches)
     except DataError as error:
         # torch wraps what a worker raised into the same type, with the worker's traceback as its text.
-        raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from error
+        raise DataError(str(error).rsplit("Error: ", 1)[-1].strip()) from error
 
 
 @dataclass(frozen=True)
@@ -107,13 +140,12 @@ class _PlannedSteps:
 
     dataset: EncodedDataset
     layout: Layout
-    seed: int
+    order: SampleOrder
     start_step: int
     num_steps: int
 
     def __iter__(self) -> Iterator[tuple[list[int], list[list[list[int]]]]]:
-        steps = step_samples(len(self.dataset), self.layout.batch_size, self.seed, self.start_step)
-        for samples in itertools.islice(steps, self.num_steps - self.start_step):
+        for samples in itertools.islice(self.order.steps(self.start_step), self.num_steps - self.start_step):
             yield samples, self.layout.plan(samples, self.dataset.lengths)
 
 

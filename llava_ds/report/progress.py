@@ -8,6 +8,7 @@ import torch
 from llava_ds.distributed import Ranks, progress_bar
 from llava_ds.report.metrics import MetricsLog, read_metrics
 from llava_ds.report.plots import plot_loss
+from llava_ds.report.skipped import SkippedLog
 
 
 class Progress:
@@ -21,10 +22,12 @@ class Progress:
         max_steps: int,
         steps_per_epoch: int,
         logging_steps: int,
+        skipped: SkippedLog,
         ranks: Ranks,
     ) -> None:
         self.output_dir, self.ranks = output_dir, ranks
         self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
+        self.skipped = skipped
         self.pending: list = []
         self.log = MetricsLog(output_dir / "metrics.jsonl", resume_step) if ranks.is_first else None
         self.bar = progress_bar(total=max_steps, initial=resume_step, desc=output_dir.name, unit="step")
@@ -38,6 +41,7 @@ class Progress:
     def flush(self) -> None:
         """Write what is pending; call it before a checkpoint, so that the log never lags behind one."""
         rows = [self._row(result, skipped) for result, skipped in self.pending]
+        self.skipped.add([result for result, _ in self.pending])
         if rows and self.ranks.is_first:
             self.log.write(rows)
             self.bar.set_postfix_str(
@@ -57,21 +61,22 @@ class Progress:
                 plot_loss(rows, self.output_dir / "loss.png", title)
 
     def _row(self, result, skipped_steps: int) -> dict:
-        window = result.window
+        samples, tokens, targets = map(int, result.counts)
         return {
             "step": result.step,
             "epoch": result.step / self.steps_per_epoch,
             "loss": float(result.loss),
             "lr": result.lr,
             "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
-            "samples": window.num_samples_all_ranks,
-            "tokens": window.num_tokens_all_ranks,
-            "supervised_tokens": window.num_targets_all_ranks,
+            "samples": samples,
+            "tokens": tokens,
+            "supervised_tokens": targets,
             "step_time_s": round(result.step_time_s, 6),
-            "data_wait_s": round(window.data_wait_s, 6),
-            "tokens_per_s": round(window.num_tokens_all_ranks / result.step_time_s, 1),
+            "data_wait_s": round(result.window.data_wait_s, 6),
+            "tokens_per_s": round(tokens / result.step_time_s, 1),
             "peak_memory_bytes": peak_memory_bytes(self.ranks.device),
             "skipped_steps": skipped_steps,
+            "broken_samples": result.window.num_planned - samples,
         }
 
 

@@ -20,10 +20,14 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step was. loss is a tensor on the device: reading it waits for the step."""
+    """What one optimizer step was. loss and counts are on the device: reading them waits for the step.
+
+    counts (3,) float64: samples, tokens and supervised tokens of all ranks, without broken samples.
+    """
 
     step: int
     loss: torch.Tensor
+    counts: torch.Tensor
     grad_norm: object  # as the engine gives it: a number, a tensor, or None at stage 0
     lr: list[float]
     window: Window
@@ -49,15 +53,18 @@ def train(
     while state.step < max_steps:
         window = next(windows)  # this rank's micro-batches of one optimizer step
         lr = [group["lr"] for group in engine.optimizer.param_groups]
+        # A picture may break after it was checked: what counts is what the ranks really have, not what was planned.
+        counts = all_sum(torch.tensor(window.counts, dtype=torch.float64, device=ranks.device))
+        scales = loss_scales(window, loss_reduction, counts[2], ranks.world_size)
         loss = torch.zeros((), device=ranks.device)
-        for i, (batch, scale) in enumerate(zip(window.batches, loss_scales(window, loss_reduction, ranks.world_size))):
+        for i, (batch, scale) in enumerate(zip(window.batches, scales)):
             loss_sum = engine(batch)  # over this micro-batch's supervised tokens
-            engine.set_gradient_accumulation_boundary(i == len(window.batches) - 1)
+            engine.set_gradient_accumulation_boundary(i == len(scales) - 1)
             engine.backward(loss_sum * scale, scale_wrt_gas=False)
             engine.step()
             loss += loss_sum.detach() * (scale / ranks.world_size)
         state.step += 1
         finished = time.perf_counter()
         grad_norm = engine.get_global_grad_norm()
-        result = StepResult(state.step, all_sum(loss), grad_norm, lr, window, finished - started)
+        result = StepResult(state.step, all_sum(loss), counts, grad_norm, lr, window, finished - started)
         started = finished + after_step(result)

@@ -11,9 +11,9 @@ import toys
 
 from llava_ds.batch import Batch
 from llava_ds.constants import DataError
-from llava_ds.data.dataset import EncodedDataset, EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import Layout, Window, windows
-from llava_ds.data.sampler import step_samples, steps_per_epoch
+from llava_ds.data.sampler import SampleOrder
 
 CPU = torch.device("cpu")
 KINDS = "itititiiittti"
@@ -26,18 +26,18 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory, tokenizer) -> EncodedDataset:
     folder = tmp_path_factory.mktemp("loader")
-    return open_encoded(
-        **toys.write_data(folder, KINDS),
-        tokenizer=tokenizer,
-        encoding=EncodingOptions("v1", 512, (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2),
-        pictures=PictureOptions(toys.IMAGE_SIZE, (0.5, 0.5, 0.5), "square", 10**6),
-        cache_dir=str(folder / "cache"),
-    )
+    return toys.encoded(**toys.write_data(folder, KINDS), tokenizer=tokenizer, cache_dir=folder / "cache")
+
+
+def order_of(dataset: EncodedDataset, layout: Layout) -> SampleOrder:
+    return SampleOrder(len(dataset), layout.batch_size, seed=3)
 
 
 def collect(dataset: EncodedDataset, layout: Layout, num_steps: int, start_step: int = 0, workers: int = 0):
-    made = windows(dataset, layout, seed=3, start_step=start_step, num_steps=num_steps, num_workers=workers, device=CPU)
-    return list(made)
+    order = order_of(dataset, layout)
+    return list(
+        windows(dataset, layout, order, start_step=start_step, num_steps=num_steps, num_workers=workers, device=CPU)
+    )
 
 
 def samples_in(batch: Batch, dataset: EncodedDataset) -> list[int]:
@@ -50,7 +50,7 @@ def samples_in(batch: Batch, dataset: EncodedDataset) -> list[int]:
 
 
 def equal(one: Window, other: Window) -> bool:
-    same = dataclasses.replace(one, batches=[], data_wait_s=0) == dataclasses.replace(other, batches=[], data_wait_s=0)
+    same = (one.num_planned, one.counts, one.broken) == (other.num_planned, other.counts, other.broken)
     pairs = [
         (getattr(a, field.name), getattr(b, field.name))
         for a, b in zip(one.batches, other.batches)
@@ -65,19 +65,21 @@ def test_the_ranks_together_see_each_steps_samples_once(dataset, layout, world_s
     layouts = [Layout(rank, world_size, **LAYOUTS[layout]) for rank in range(world_size)]
     batch_size = layouts[0].batch_size
     assert batch_size == 4 * world_size
-    num_steps = 2 * steps_per_epoch(len(dataset), batch_size)  # the last step of an epoch is a short one
+    num_steps = 2 * order_of(dataset, layouts[0]).steps_per_epoch  # the last step of an epoch is a short one
     ranks = [collect(dataset, one, num_steps) for one in layouts]
-    expected = list(itertools.islice(step_samples(len(dataset), batch_size, 3), num_steps))
+    expected = list(itertools.islice(order_of(dataset, layouts[0]).steps(), num_steps))
     assert all(len(made) == num_steps for made in ranks)
     for samples, step in zip(expected, zip(*ranks)):
         assert len({len(window.batches) for window in step}) == 1
         seen = [samples_in(batch, dataset) for window in step for batch in window.batches]
         assert sorted(itertools.chain(*seen)) == sorted(samples)
         for window in step:
-            assert window.num_samples_all_ranks == len(samples)
-            assert window.num_tokens_all_ranks == sum(dataset.lengths[i] for i in samples)
-            assert window.num_targets_all_ranks == sum(sum(other.num_targets) for other in step)
-            assert window.num_targets == [len(batch.targets) for batch in window.batches]
+            assert window.num_planned == len(samples) and window.broken == []
+            assert [micro.num_targets for micro in window.micro_batches] == [len(b.targets) for b in window.batches]
+        sums = tuple(map(sum, zip(*(window.counts for window in step))))
+        assert sums == tuple(
+            sum(part[i] for i in samples) for part in ([1] * len(dataset), dataset.lengths, dataset.num_targets)
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -115,13 +117,9 @@ def test_loading_leaves_the_global_generator_alone(dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_picture_is_one_clear_line(tmp_path, tokenizer, workers):
-    broken = open_encoded(
-        **toys.write_data(tmp_path, "ii"),
-        tokenizer=tokenizer,
-        encoding=EncodingOptions("v1", 512, (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2),
-        pictures=PictureOptions(toys.IMAGE_SIZE, (0.5, 0.5, 0.5), "square", 10**6),
-        cache_dir=str(tmp_path / "cache"),
+def test_a_broken_picture_is_one_clear_line_where_it_ends_the_run(tmp_path, tokenizer, workers):
+    broken = toys.encoded(
+        **toys.write_data(tmp_path, "ii"), tokenizer=tokenizer, cache_dir=tmp_path / "cache", on_bad_sample="stop"
     )
     path = Path(tmp_path / "images" / "1.png")
     path.write_bytes(path.read_bytes()[:200])
@@ -131,5 +129,28 @@ def test_a_broken_picture_is_one_clear_line(tmp_path, tokenizer, workers):
         worker.terminate()
         worker.join()
     message = str(caught.value)
-    assert message.startswith(f"{path} can't be read as a picture (") and message.endswith("replace it or leave it out")
-    assert "Traceback" not in message and "\n" not in message
+    assert str(path) in message and "Traceback" not in message and "\n" not in message
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_broken_picture_is_left_out_on_its_rank_and_counted(tmp_path, tokenizer, layout, workers):
+    data = toys.encoded(**toys.write_data(tmp_path, KINDS), tokenizer=tokenizer, cache_dir=tmp_path / "cache")
+    (tmp_path / "images" / "4.png").write_bytes(b"no picture")
+    whole = toys.encoded(**toys.write_data(tmp_path / "w", KINDS), tokenizer=tokenizer, cache_dir=tmp_path / "cache")
+    layouts = [Layout(rank, 2, **LAYOUTS[layout]) for rank in range(2)]
+    num_steps = 2 * order_of(data, layouts[0]).steps_per_epoch
+    ranks, intact = ([collect(d, one, num_steps, workers=workers) for one in layouts] for d in (data, whole))
+    times_met = 0
+    for step, wanted in zip(zip(*ranks), zip(*intact)):
+        met = [broken for window in step for broken in window.broken]
+        times_met += len(met)
+        assert all(broken.id == "s4" and "4.png" in broken.reason for broken in met)
+        assert step[0].num_planned == step[1].num_planned == sum(window.counts[0] for window in wanted)
+        assert sum(window.counts[0] for window in step) == step[0].num_planned - len(met)
+        for window, all_of_it in zip(step, wanted):
+            assert len(window.batches) == len(all_of_it.batches)
+            kept = [[i for i in samples_in(b, whole) if i != 4] for b in all_of_it.batches]
+            assert [samples_in(b, whole) for b in window.batches] == kept
+            assert window.counts[2] == sum(len(batch.targets) for batch in window.batches)
+    assert times_met == 2  # once an epoch

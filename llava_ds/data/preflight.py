@@ -1,0 +1,197 @@
+"""Every record checked and encoded before anything is built: what is accepted, what is not, and why."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from llava_ds import geometry
+from llava_ds.constants import DataError, FileProblem
+from llava_ds.data.encode import Encoded, Encoder
+from llava_ds.data.images import probe
+from llava_ds.data.sample import FileRef, Media, Sample
+from llava_ds.data.sources import Source, to_sample
+
+RECORDS = pa.schema(
+    [
+        ("source", pa.int32()),
+        ("file", pa.string()),
+        ("line", pa.int64()),
+        ("index", pa.int64()),
+        ("text", pa.string()),
+    ]
+)
+
+# One row per record, in the sources' order. reason is null for what is accepted; a rejected row keeps its text where
+# the reason lies in another file, so that it can be tried again. words is LLaVA's measure of length.
+ROWS = pa.schema(
+    [
+        ("source", pa.int32()),
+        ("file", pa.string()),
+        ("line", pa.int64()),
+        ("index", pa.int64()),
+        ("id", pa.string()),
+        ("reason", pa.string()),
+        ("text_to_retry", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("labels", pa.list_(pa.int32())),
+        ("media", pa.string()),
+        ("length", pa.int32()),
+        ("num_targets", pa.int32()),
+        ("num_turns", pa.int32()),
+        ("num_pictures", pa.int32()),
+        ("words", pa.int32()),
+        ("truncated", pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class SizedMedia:
+    """A picture or video with the upright size in pixels of each of its pictures (or sampled frames)."""
+
+    media: Media
+    sizes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Checker:
+    """Turns a table of RECORDS into one of ROWS, as long: what worker processes do."""
+
+    sources: tuple[Source, ...]
+    encoder: Encoder
+    pictures: geometry.PictureOptions
+
+    def __call__(self, records: pa.Table) -> pa.Table:
+        places = [records.column(name).to_pylist() for name in ("source", "index", "text")]
+        checked = [self._check(*place) for place in zip(*places)]
+        good = [one for one in checked if isinstance(one, _Checked)]
+        coded = iter(self.encoder.encode_batch([(one.sample.messages, one.num_tokens) for one in good]))
+        outcomes = [_outcome(one, next(coded), self) if isinstance(one, _Checked) else one for one in checked]
+        columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
+        columns["text_to_retry"] = pa.array(
+            [text if isinstance(one, FileProblem) else None for one, text in zip(outcomes, places[2])], pa.string()
+        )
+        columns |= _columns(outcomes, records.column("index").to_pylist())
+        return pa.table([columns[field.name] for field in ROWS], schema=ROWS)
+
+    def _check(self, source: int, index: int, text: str) -> "_Checked | DataError":
+        try:
+            sample = to_sample(text, self.sources[source], index)
+            media = tuple(SizedMedia(one, probe(one, self.pictures)) for one in sample.media)
+            layouts = [layout_of(one, len(media), self.pictures) for one in media]
+            return _Checked(sample, media, [layout.num_tokens for layout in layouts])
+        except DataError as error:
+            return error
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A record that can be used as far as one can tell without encoding it; num_tokens of each of its media."""
+
+    sample: Sample
+    media: tuple[SizedMedia, ...]
+    num_tokens: list[int]
+
+
+def layout_of(one: SizedMedia, num_media: int, options: geometry.PictureOptions) -> geometry.MediaLayout:
+    """How a picture or video of a sample with num_media of them becomes tiles and tokens."""
+    return geometry.media_layout(one.media.kind, one.sizes, num_media, options)
+
+
+def _outcome(one: _Checked, coded: Encoded | DataError, checker: Checker) -> "tuple[_Checked, Encoded] | DataError":
+    if isinstance(coded, DataError):
+        return coded
+    if coded.num_targets == 0:
+        limit = checker.encoder.options.max_length
+        why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
+        return DataError(f"nothing to learn from: {why}")
+    return one, coded
+
+
+def _columns(outcomes: list, indices: list[int]) -> dict[str, pa.Array]:
+    """The columns that the outcomes make, a rejected record's being empty."""
+    ids, reasons, media, numbers, truncated = [], [], [], [], []
+    input_ids, labels = [], []
+    nothing = np.empty(0, np.int32)
+    for outcome, index in zip(outcomes, indices):
+        if isinstance(outcome, DataError):
+            ids.append(str(index))
+            reasons.append(str(outcome))
+            media.append("[]")
+            numbers.append((0, 0, 0, 0, 0))
+            truncated.append(False)
+            input_ids.append(nothing)
+            labels.append(nothing)
+            continue
+        one, coded = outcome
+        messages = one.sample.messages
+        words = sum(len(message.text.split()) for message in messages)
+        ids.append(one.sample.id)
+        reasons.append(None)
+        media.append(media_to_text(one.media))
+        numbers.append(
+            (
+                len(coded.input_ids),
+                coded.num_targets,
+                sum(message.role == "gpt" for message in messages),
+                sum(len(sized.sizes) for sized in one.media),
+                words if one.media else -words,
+            )
+        )
+        truncated.append(coded.truncated)
+        input_ids.append(coded.input_ids)
+        labels.append(coded.labels)
+    names = ("length", "num_targets", "num_turns", "num_pictures", "words")
+    counts = np.array(numbers, np.int32).reshape(-1, len(names))
+    return {
+        "id": pa.array(ids, pa.string()),
+        "reason": pa.array(reasons, pa.string()),
+        "media": pa.array(media, pa.string()),
+        "truncated": pa.array(truncated, pa.bool_()),
+        "input_ids": _lists(input_ids),
+        "labels": _lists(labels),
+        **{name: pa.array(np.ascontiguousarray(counts[:, i])) for i, name in enumerate(names)},
+    }
+
+
+def _lists(rows: list[np.ndarray]) -> pa.Array:
+    """Arrays of int32 as one Arrow list array, without a Python number in between."""
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows, dtype=np.int32)))
+
+
+def media_to_text(media: tuple[SizedMedia, ...]) -> str:
+    """Media as the table keeps them."""
+    if not media:
+        return "[]"
+    return json.dumps([[m.media.kind, [[r.path, r.offset, r.num_bytes] for r in m.media.refs], m.sizes] for m in media])
+
+
+def media_from_text(text: str) -> tuple[SizedMedia, ...]:
+    """What media_to_text wrote."""
+    return tuple(
+        SizedMedia(Media(kind, tuple(FileRef(*ref) for ref in refs)), tuple(tuple(size) for size in sizes))
+        for kind, refs, sizes in json.loads(text)
+    )
+
+
+def rejections(table: pa.Table, rows: np.ndarray) -> Iterator[dict[str, object]]:
+    """What skipped.jsonl says of rejected rows: file, line (from 1), index (from 0), id and reason."""
+    if len(rows):
+        for row in table.select(["file", "line", "index", "id", "reason"]).take(pa.array(rows)).to_pylist():
+            yield row
+
+
+def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
+    """The reasons, alike but for names and numbers counted together, the most frequent first."""
+    kinds = Counter(re.sub(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*", "…", reason) for reason in reasons)
+    first = {}
+    for reason in reasons:
+        first.setdefault(re.sub(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*", "…", reason), reason)
+    lines = [f"  {count:,} x {kind if count > 1 else first[kind]}" for kind, count in kinds.most_common(most)]
+    return lines + ([f"  and {len(kinds) - most} more reasons"] if len(kinds) > most else [])

@@ -1,0 +1,133 @@
+"""What a model will be trained on, for a person to look at: text with the supervised part marked, and pictures."""
+
+import base64
+import html
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from PIL import Image
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+
+THUMBNAIL = 224  # pixels of the longer side of a picture on the page
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
+h2 { font-size: 1em; margin: 2.5em 0 .5em; border-top: 1px solid #ccc; padding-top: 1em }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .8em; border-radius: 4px }
+mark { background: #b9e8c0; color: inherit } .image { background: #cfdcf7; border-radius: 3px; padding: 0 .3em }
+img { margin: 0 .5em .5em 0; vertical-align: top } table { border-collapse: collapse }
+td, th { padding: .2em .8em .2em 0; text-align: left; vertical-align: top } .note { color: #666 }
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens of one kind: "image", "supervised" or "context"; an image run's text is empty."""
+
+    kind: str
+    num_tokens: int
+    text: str
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample as a person sees it. pictures: as they are, before they become tiles; title: where it stands."""
+
+    title: str
+    note: str
+    runs: tuple[Run, ...]
+    pictures: tuple[Image.Image, ...]
+
+
+def runs_of(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:
+    """The ids of a sample (IMAGE_TOKEN_INDEX at image positions) in runs, whose texts joined are the sample's text."""
+    runs, start = [], 0
+    kinds = [_kind(token, label) for token, label in zip(input_ids, labels)]
+    piece_start, text_before = 0, ""  # a text is decoded together with what stands before it since the last picture
+    for end in range(1, len(kinds) + 1):
+        if end < len(kinds) and kinds[end] == kinds[start]:
+            continue
+        if kinds[start] == "image":
+            runs.append(Run("image", end - start, ""))
+            piece_start, text_before = end, ""
+        else:
+            text = tokenizer.decode(input_ids[piece_start:end], clean_up_tokenization_spaces=False)
+            runs.append(Run(kinds[start], end - start, text.removeprefix(text_before)))
+            text_before = text
+        start = end
+    return tuple(runs)
+
+
+def supervised_text(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the model learns to write: every supervised stretch decoded by itself, joined."""
+    stretches: list[list[int]] = []
+    before = False
+    for token, label in zip(input_ids, labels):
+        now = label != IGNORE_INDEX
+        if now and not before:
+            stretches.append([])
+        if now:
+            stretches[-1].append(token)
+        before = now
+    return "".join(tokenizer.decode(stretch, clean_up_tokenization_spaces=False) for stretch in stretches)
+
+
+def in_terminal(sample: ShownSample, coloured: bool) -> str:
+    """A sample as lines of text, the supervised part green, or between >>> and <<< where there are no colours."""
+    opening, closing = ("\x1b[32m", "\x1b[0m") if coloured else (">>>", "<<<")
+    parts = [f"--- {sample.title} ({sample.note})\n"]
+    for run in sample.runs:
+        text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in run.text)
+        if run.kind == "image":
+            parts.append(f"[{run.num_tokens} image positions]")
+        else:
+            parts.append(f"{opening}{text}{closing}" if run.kind == "supervised" else text)
+    return "".join(parts)
+
+
+def page(title: str, summary: Iterable[str], samples: Iterable[ShownSample], rejected: Iterable[dict]) -> str:
+    """A self-contained HTML page: summary, samples with their pictures and mask, and rejected records."""
+    body = [f"<h1>{html.escape(title)}</h1><pre>{html.escape(chr(10).join(summary))}</pre>"]
+    body.append(
+        '<p class="note"><mark>Marked</mark> text is supervised: what the model learns to write. '
+        '<span class="image">image</span> stands for the features of a picture.</p>'
+    )
+    for sample in samples:
+        body.append(f"<h2>{html.escape(sample.title)}</h2><p class=note>{html.escape(sample.note)}</p>")
+        body += [f'<img src="{_data_uri(picture)}" alt="">' for picture in sample.pictures]
+        body.append("<pre>" + "".join(map(_run_html, sample.runs)) + "</pre>")
+    rows = [
+        f"<tr><td>{html.escape(str(row['file']))}:{row['line']}</td><td>{html.escape(str(row['id']))}</td>"
+        f"<td>{html.escape(row['reason'])}</td></tr>"
+        for row in rejected
+    ]
+    if rows:
+        body.append("<h2>left out</h2><table><tr><th>where<th>id<th>why</tr>" + "".join(rows) + "</table>")
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style>{''.join(body)}</html>\n"
+    )
+
+
+def _kind(token: int, label: int) -> str:
+    if token == IMAGE_TOKEN_INDEX:
+        return "image"
+    return "context" if label == IGNORE_INDEX else "supervised"
+
+
+def _run_html(run: Run) -> str:
+    if run.kind == "image":
+        return f'<span class="image">{run.num_tokens} image positions</span>'
+    text = html.escape(run.text)
+    return f"<mark>{text}</mark>" if run.kind == "supervised" else text
+
+
+def _data_uri(picture: Image.Image) -> str:
+    picture = picture.copy()
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    stream = io.BytesIO()
+    picture.save(stream, "PNG")
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()

@@ -1,0 +1,106 @@
+"""See what would be trained on: python run/inspect_data.py --model_name_or_path vicuna --data_path my.json ...
+
+Takes the data and model flags of run/train.py (others are passed over), checks and encodes every record as training
+does, and shows the first samples with the supervised part marked. Only the model's tokenizer is read.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
+from llava_ds.data.dataset import EncodedDataset, open_data
+from llava_ds.data.images import load_pictures
+from llava_ds.data.preflight import media_from_text
+from llava_ds.distributed import exit_for_bad_input, progress_bar, quiet_libraries
+from llava_ds.geometry import picture_options
+from llava_ds.model.build import open_tokenizer
+from llava_ds.model.vision import read_image_spec
+from llava_ds.parsing import parse_arguments
+from llava_ds.report.data_page import ShownSample, in_terminal, page, runs_of, supervised_text
+from llava_ds.tiny import CLIP_PATH
+from llava_ds.tiny import default as tiny
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--num_samples", type=int, default=3, help="samples to show here (default: %(default)s)")
+    parser.add_argument("--jsonl", help="write one object per record, accepted or rejected, to this file")
+    parser.add_argument("--html", help="write a page with samples, their pictures and the mask to this file")
+    parser.add_argument("--html_samples", type=int, default=30, help="samples on the page (default: %(default)s)")
+    own, rest = parser.parse_known_args(argv)
+    args, _ = parse_arguments(rest, to_train=False)
+
+    quiet_libraries()
+    if args.model.model_name_or_path is not None and args.model.vision_tower is None:
+        print("no --vision_tower: pictures are prepared and counted as for the tiny model's")
+        args = args.replaced(vision_tower=str(CLIP_PATH))
+    args = tiny.fill_in(args)
+    if args.data.data_path is None:
+        raise ConfigError("--data_path is missing: name your records")
+    tokenizer = open_tokenizer(args.model)
+    spec = read_image_spec(args.model.vision_tower)
+    pictures = picture_options(args.model, args.data, spec.size, spec.patch_size, spec.mean)
+    dataset = open_data(args, tokenizer, pictures, refuse_bad=False)
+    print(*dataset.summary(), sep="\n")
+    for i in range(min(own.num_samples, len(dataset))):
+        print("\n" + in_terminal(shown_sample(dataset, i, tokenizer), sys.stdout.isatty()))
+    if own.jsonl is not None:
+        with Path(own.jsonl).open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows(dataset, tokenizer))
+    if own.html is not None:
+        samples = (shown_sample(dataset, i, tokenizer, True) for i in range(min(own.html_samples, len(dataset))))
+        text = page(args.data.data_path, dataset.summary(), samples, dataset.rejections())
+        Path(own.html).write_text(text, encoding="utf-8")
+
+
+def shown_sample(
+    dataset: EncodedDataset, index: int, tokenizer: PreTrainedTokenizerBase, with_pictures: bool = False
+) -> ShownSample:
+    """An accepted sample for a person's eyes; pictures that can't be decoded are left out, and the note says so."""
+    row = dataset.row(int(dataset.rows[index]))
+    note = f"{row['length']:,} tokens, {row['num_targets']:,} supervised" + (", cut short" if row["truncated"] else "")
+    pictures = []
+    if with_pictures:
+        try:
+            for one in media_from_text(row["media"]):
+                pictures += load_pictures(one.media, dataset.pictures)
+        except DataError as error:
+            note += f"; {error}"
+    return ShownSample(
+        title=f"{row['id']} ({Path(row['file']).name}:{row['line']})",
+        note=note,
+        runs=runs_of(row["input_ids"].tolist(), row["labels"].tolist(), tokenizer),
+        pictures=tuple(pictures),
+    )
+
+
+def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, object]]:
+    """One object per record, in the files' order: its ids, labels and sizes, or why it is left out."""
+    for i in progress_bar(iterable=range(dataset.num_records), desc="writing", unit="record"):
+        row = dataset.row(i)
+        if row["reason"] is not None:
+            yield {"id": row["id"], "rejected": row["reason"]}
+            continue
+        ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
+        yield {
+            "id": row["id"],
+            "input_ids": ids,
+            "labels": labels,
+            "supervised_text": supervised_text(ids, labels, tokenizer),
+            "num_image_tokens": ids.count(IMAGE_TOKEN_INDEX),
+            "image_sizes": [size for one in media_from_text(row["media"]) for size in one.sizes],
+        }
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ConfigError, DataError) as error:
+        exit_for_bad_input(error, "run/inspect_data.py")

@@ -1,0 +1,133 @@
+"""Data in real runs: mixtures keep their order on any number of ranks, and a picture that breaks is left out alike."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import toys
+from launching import ds_config, losses, run_many
+
+STEPS = 6
+
+
+def rows(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def skipped(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "skipped.jsonl").read_text().splitlines()]
+
+
+def flags_of(base: dict, data: dict, output_dir: Path, stage: int, **more: object) -> dict[str, object]:
+    return {
+        **base,
+        **data,
+        "deepspeed_config": ds_config(stage),
+        "output_dir": output_dir,
+        "cache_dir": output_dir.parent / "cache",
+        "model_max_length": 512,
+        "train_batch_size": 8,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 2e-3,
+        "max_steps": STEPS,
+        "save_strategy": "no",
+        "max_bad_fraction": 0.2,
+        **more,
+    }
+
+
+def write_mixture(folder: Path) -> dict[str, str]:
+    """A YAML of a JSON list, half of a JSONL file, and the first records of another, each with pictures of its own."""
+    entries = []
+    for name, kinds, how in (
+        ("a", "ititiiti" * 2, {}),
+        ("b", "itit" * 4, {"weight": 0.5, "seed": 3}),
+        ("c", "iiiitttt", {"sampling_strategy": "first:75%"}),
+    ):
+        data = toys.write_data(folder / name, kinds, seed=ord(name))
+        path = Path(data["data_path"])
+        if name == "b":
+            records = json.loads(path.read_text())
+            path = path.with_suffix(".jsonl")
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        entries.append({"path": f"{name}/{path.name}", "image_folder": f"{name}/images", **how})
+    (folder / "mix.yaml").write_text(json.dumps({"datasets": entries}))  # JSON is YAML
+    return {"data_path": str(folder / "mix.yaml")}
+
+
+def write_torn(folder: Path) -> dict[str, str]:
+    """Toy data in which two pictures have a whole header and half a body."""
+    data = toys.write_data(folder, "ititiiti" * 2)
+    for name in ("2.png", "7.png"):
+        path = folder / "images" / name
+        if path.exists():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return data
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """Output folders by name; the number is that of the ranks."""
+    folder = tmp_path_factory.mktemp("data")
+    base = toys.write_base(folder / "base")
+    mixture, torn = write_mixture(folder / "mixture"), write_torn(folder / "torn")
+    outputs: dict[str, Path] = {}
+    for ranks in (1, 2, 4):
+        todo = []
+        plans = {f"mixture-{ranks}": (mixture, 2, {"group_by_modality_length": True, "save_strategy": "steps"})}
+        if ranks < 4:
+            plans[f"torn-{ranks}"] = (torn, 3, {})
+            plans[f"torn-tokens-{ranks}"] = (torn, 2, {"tokens_per_micro_batch": 120, "dataloader_num_workers": 1})
+        for name, (data, stage, more) in plans.items():
+            outputs[name] = folder / name
+            todo.append(flags_of(base, data, outputs[name], stage, save_steps=3, **more))
+        run_many(ranks, folder / f"launch-{ranks}", todo)
+    again = outputs["mixture-resumed"] = folder / "mixture-resumed"
+    shutil.copytree(outputs["mixture-2"], again)
+    shutil.rmtree(again / "checkpoint-6")
+    run_many(
+        2,
+        folder / "launch-resumed",
+        [flags_of(base, mixture, again, 2, save_steps=3, group_by_modality_length=True, save_strategy="steps")],
+    )
+    return outputs
+
+
+def test_a_mixture_has_one_order_on_one_two_and_four_ranks(runs):
+    one = losses(runs["mixture-1"])
+    assert len(one) == STEPS
+    for ranks in (2, 4):
+        assert max(abs(a - b) for a, b in zip(one, losses(runs[f"mixture-{ranks}"]), strict=True)) < 1e-5
+        counts = [(row["samples"], row["tokens"]) for row in rows(runs[f"mixture-{ranks}"])]
+        assert counts == [(row["samples"], row["tokens"]) for row in rows(runs["mixture-1"])]
+
+
+def test_a_mixture_takes_what_its_strategies_say(runs):
+    seen = rows(runs["mixture-1"])
+    per_epoch = 16 + 8 + 6  # all of a, half of b, three quarters of c
+    assert [row["samples"] for row in seen[:4]] == [8, 8, 8, per_epoch - 24]
+
+
+def test_a_mixture_goes_on_in_its_order_after_a_resume(runs):
+    assert losses(runs["mixture-resumed"]) == losses(runs["mixture-2"])
+
+
+def test_a_picture_that_breaks_is_left_out_alike_on_any_ranks_and_layout(runs):
+    one = rows(runs["torn-1"])
+    assert sum(row["broken_samples"] for row in one) > 0
+    for name in ("torn-2", "torn-tokens-1", "torn-tokens-2"):
+        other = rows(runs[name])
+        for key in ("samples", "tokens", "supervised_tokens", "broken_samples"):
+            assert [row[key] for row in other] == [row[key] for row in one], (name, key)
+        assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, other, strict=True)) < 1e-5, name
+
+
+def test_broken_pictures_are_listed_with_their_step(runs):
+    for name in ("torn-1", "torn-2"):
+        listed = skipped(runs[name])
+        assert [(row["id"], row["step"]) for row in listed] == [
+            (row["id"], row["step"]) for row in skipped(runs["torn-1"])
+        ]
+        assert {row["id"] for row in listed} <= {"s2", "s7"} and all(".png" in row["reason"] for row in listed)
+        assert len(listed) == sum(row["broken_samples"] for row in rows(runs[name]))

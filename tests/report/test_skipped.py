@@ -1,0 +1,59 @@
+"""skipped.jsonl holds every record that is not trained on, once, also after a resume."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llava_ds.constants import DataError
+from llava_ds.data.dataset import BrokenSample
+from llava_ds.distributed import Ranks
+from llava_ds.report.skipped import SkippedLog
+
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
+REJECTED = [{"file": "a.json", "line": 3, "index": 2, "id": "r", "reason": "no answer"}]
+
+
+def log_in(folder: Path, resume_step: int = 0, num_samples: int = 1000) -> SkippedLog:
+    return SkippedLog(folder / "skipped.jsonl", REJECTED, num_samples, 0.01, resume_step, ALONE)
+
+
+def result(step: int, *ids: str, planned: int = 4):
+    """A step's result, as far as the log looks at it."""
+    broken = [BrokenSample("a.json", 1, 0, name, "torn") for name in ids]
+    window = SimpleNamespace(num_planned=planned, broken=broken)
+    return SimpleNamespace(step=step, window=window, counts=torch.tensor([planned - len(ids), 9, 9]))
+
+
+def lines(folder: Path) -> list[tuple]:
+    rows = map(json.loads, (folder / "skipped.jsonl").read_text().splitlines())
+    return [(row["id"], row.get("step")) for row in rows]
+
+
+def test_rejected_and_broken_records_are_listed(tmp_path, capsys):
+    log = log_in(tmp_path)
+    assert lines(tmp_path) == [("r", None)]
+    log.add([result(1), result(2, "b")])
+    log.add([result(3, "c", "d")])
+    assert lines(tmp_path) == [("r", None), ("b", 2), ("c", 3), ("d", 3)]
+    assert "step 2: left out b (a.json:1): torn" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_what_lies_before_its_checkpoint(tmp_path):
+    log_in(tmp_path).add([result(1, "b"), result(2, "c"), result(3, "d")])
+    with (tmp_path / "skipped.jsonl").open("a") as file:
+        file.write('{"id": "cut sho')
+    log_in(tmp_path, resume_step=2).add([result(3, "d")])
+    assert lines(tmp_path) == [("r", None), ("b", 1), ("c", 2), ("d", 3)]
+    log_in(tmp_path)
+    assert lines(tmp_path) == [("r", None)]
+
+
+def test_too_many_end_the_run(tmp_path):
+    log = log_in(tmp_path, num_samples=100)
+    log.add([result(1, "b")])
+    with pytest.raises(DataError, match="2 of 100 samples broke while training, --max_bad_fraction allows 1.00%"):
+        log.add([result(2, "c")])
+    assert lines(tmp_path)[-1] == ("c", 2)  # listed all the same

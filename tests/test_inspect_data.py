@@ -1,0 +1,78 @@
+"""run/inspect_data.py shows what training would see, and every record exactly once."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toys
+from launching import ROOT
+
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+
+SCRIPT = ROOT / "run" / "inspect_data.py"
+
+
+@pytest.fixture(scope="module")
+def inspect_data():
+    spec = importlib.util.spec_from_file_location("inspect_data", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def run(inspect_data, tmp_path: Path, flags: dict[str, str], *more: str) -> list[str]:
+    pairs = {**flags, "cache_dir": str(tmp_path / "cache"), "model_max_length": "512"}
+    inspect_data([*(token for name, value in pairs.items() for token in (f"--{name}", value)), *more])
+
+
+def test_every_record_has_one_line(inspect_data, tmp_path, toy_base, capsys, tokenizer):
+    data = toys.write_data(tmp_path / "d", "itti")
+    path = Path(data["data_path"])
+    records = json.loads(path.read_text())
+    records.insert(2, {"id": "bad", "conversations": 3})
+    path.write_text(json.dumps(records))
+    out = tmp_path / "out.jsonl"
+    run(inspect_data, tmp_path, {**toy_base, **data}, "--jsonl", str(out), "--learning_rate", "1e-3")
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["s0", "s1", "bad", "s2", "s3"]
+    assert set(rows[2]) == {"id", "rejected"} and rows[2]["rejected"]
+    for row, record in ((rows[i], records[i]) for i in (0, 1, 3, 4)):
+        answers = [turn["value"] for turn in record["conversations"] if turn["from"] == "gpt"]
+        assert row["supervised_text"] == "".join(f"{answer}</s>" for answer in answers)
+        assert len(row["input_ids"]) == len(row["labels"])
+        assert row["num_image_tokens"] == row["input_ids"].count(IMAGE_TOKEN_INDEX) == 9 * ("image" in record)
+        assert len(row["image_sizes"]) == ("image" in record)
+        assert all(b in (a, IGNORE_INDEX) for a, b in zip(row["input_ids"], row["labels"]))
+    shown = capsys.readouterr().out
+    assert "5 records: 4 accepted, 1 rejected" in shown and shown.count("\n--- ") == 3 and ">>>" in shown
+
+
+def test_the_page_shows_pictures_and_what_was_left_out(inspect_data, tmp_path, toy_base):
+    data = toys.write_data(tmp_path / "d", "iti")
+    Path(data["image_folder"], "2.png").unlink()
+    page = tmp_path / "page.html"
+    run(inspect_data, tmp_path, {**toy_base, **data}, "--html", str(page), "--num_samples", "0")
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 1 and "<mark>" in text
+    assert "left out" in text and "2.png" in text
+
+
+def test_the_tokenizer_alone_is_enough(inspect_data, tmp_path, toy_base, capsys):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for file in Path(toy_base["model_name_or_path"]).glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    data = toys.write_data(tmp_path / "d", "t")
+    run(inspect_data, tmp_path, {"model_name_or_path": str(folder), **data})
+    assert "no --vision_tower" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_message(tmp_path):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--data_path", tmp_path / "none.json"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"--data_path {tmp_path / 'none.json'}: there is no such file or folder" in done.stderr
