@@ -20,7 +20,8 @@ from llava_ds.constants import DataError
 from llava_ds.data.collator import LoadedSample
 from llava_ds.data.encode import encode
 from llava_ds.data.images import load_image, to_pixels
-from llava_ds.data.sources import Sample, read_samples, shown
+from llava_ds.data.sample import Sample
+from llava_ds.data.sources import read_samples, shown
 from llava_ds.data.templates import render
 from llava_ds.distributed import progress_bar
 
@@ -140,10 +141,14 @@ def open_encoded(
 
 def _relative(sample: Sample, image_folder: str | None) -> Sample:
     """The sample with its pictures' paths inside the image folder, so that the folder may be moved."""
-    if not sample.images:
+    if not sample.media:
         return sample
     root = os.path.realpath(image_folder)
-    return dataclasses.replace(sample, images=tuple(os.path.relpath(path, root) for path in sample.images))
+    media = [
+        [dataclasses.replace(ref, path=os.path.relpath(ref.path, root)) for ref in each.refs] for each in sample.media
+    ]
+    media = tuple(dataclasses.replace(each, refs=tuple(refs)) for each, refs in zip(sample.media, media))
+    return dataclasses.replace(sample, media=media)
 
 
 def _encode_all(
@@ -156,7 +161,7 @@ def _encode_all(
         except DataError as error:
             problems.append(f"record {index} ({sample.id}): {error}")
             continue
-        tokens_per_image = [options.num_image_tokens] * len(sample.images)
+        tokens_per_image = [options.num_image_tokens] * len(sample.media)
         coded = encode(segments, tokenizer, tokens_per_image, options.max_length)
         if coded.num_targets == 0:
             why = f"the first {options.max_length} tokens hold no answer" if coded.truncated else "no answer has a text"
@@ -165,7 +170,7 @@ def _encode_all(
             "id": sample.id,
             "input_ids": coded.input_ids,
             "labels": coded.labels,
-            "images": list(sample.images),
+            "images": [ref.path for each in sample.media for ref in each.refs],
             "length": len(coded.input_ids),
             "num_targets": coded.num_targets,
             "truncated": coded.truncated,

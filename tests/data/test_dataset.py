@@ -49,15 +49,15 @@ def test_samples_are_the_records_encoded_and_their_pictures_prepared(opened, tmp
     samples = read_samples(tmp_path / "data" / "data.json", tmp_path / "data" / "images")
     assert len(data) == len(samples) == len(KINDS)
     for i, sample in enumerate(samples):
-        coded = encode(render(list(sample.messages), "v1"), tokenizer, [P] * len(sample.images), 512)
+        coded = encode(render(list(sample.messages), "v1"), tokenizer, [P] * len(sample.media), 512)
         loaded = data[i]
         assert loaded.input_ids.dtype == loaded.labels.dtype == torch.int64
         assert loaded.input_ids.tolist() == coded.input_ids and loaded.labels.tolist() == coded.labels
         assert data.lengths[i] == len(coded.input_ids) and data.num_targets[i] == coded.num_targets
         assert int((loaded.input_ids == IMAGE_TOKEN_INDEX).sum()) == P * (KINDS[i] == "i")
-        assert len(loaded.pixels) == len(sample.images)
-        for pixels, path in zip(loaded.pixels, sample.images):
-            expected = to_pixels(load_image(path, 10**6), PICTURES.size, "square", PICTURES.mean)
+        assert len(loaded.pixels) == len(sample.media)
+        for pixels, media in zip(loaded.pixels, sample.media):
+            expected = to_pixels(load_image(media.refs[0].path, 10**6), PICTURES.size, "square", PICTURES.mean)
             assert torch.equal(pixels, expected)
     assert data.first_with_picture() == KINDS.index("i")
 
