@@ -4,8 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
-from llava_ds.data.sources import Sample
-from llava_ds.data.templates import Message
+from llava_ds.data.sample import Media, Message, Sample
 from llava_ds.infer.generate import Prompt
 
 
@@ -27,11 +26,20 @@ def questions_of(samples: list[Sample]) -> list[Question]:
             if message.role == "gpt" and i > 0:
                 before = sample.messages[:i]
                 shown = sum(m.text.count(IMAGE_TOKEN) for m in before)
-                prompt = Prompt(before, sample.images[:shown])
+                prompt = Prompt(before, tuple(_picture(media, sample.id) for media in sample.media[:shown]))
                 questions.append(Question(sample.id, sample.kind or "all", prompt, message.text))
     if not questions:
         raise DataError("there is no question with an answer in the data")
     return questions
+
+
+def _picture(media: Media, sample_id: str) -> str:
+    """The path of a picture that is a file."""
+    if media.kind != "image" or media.refs[0].num_bytes >= 0:
+        raise DataError(
+            f"sample {sample_id!r} shows a video or a picture inside another file: evaluate on picture files"
+        )
+    return media.refs[0].path
 
 
 def without_image(question: Question) -> Question:

@@ -67,7 +67,7 @@ def test_the_picture_changes_the_prompt_only_where_it_is_shown(built, data):
 
 def test_a_wrong_export_is_noticed(built, data):
     model, plan, _, folder = built
-    picture = load_image(read_samples(*data.values())[0].images[0], 10**6)
+    picture = load_image(read_samples(*data.values())[0].media[0].refs[0].path, 10**6)
     ids = torch.tensor([1, 5, *[-200] * plan.images.num_tokens, 9, 8])
     sample = LoadedSample(ids, ids, [to_pixels(picture, plan.images.size, "square", plan.images.mean)])
     batch = collate([sample], plan.images.size, plan.images.num_tokens)
@@ -152,7 +152,7 @@ def test_the_processor_of_todays_llama_tokenizer_gives_the_ids_of_training(tmp_p
 
     export_hf(model, plan, args, "square", tmp_path, RANKS)
     loaded = load_model(tmp_path)
-    picture = load_image(read_samples(*toys.write_data(tmp_path / "data", "i").values())[0].images[0])
+    picture = load_image(read_samples(*toys.write_data(tmp_path / "data", "i").values())[0].media[0].refs[0].path)
     inputs = loaded.processor(text=render_prompt(list(messages), "v1"), images=picture, return_tensors="pt")
     image_token = loaded.model.config.image_token_id
     assert inputs["input_ids"][0].tolist() == [image_token if token == -200 else token for token in trained]

@@ -1,0 +1,129 @@
+"""What kind of records a source holds: decided from the first of them, or refused with what was found."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llava_ds.constants import IMAGE_TOKEN, ConfigError
+from llava_ds.data.sources.options import Columns, SourceOptions
+from llava_ds.data.sources.paths import short
+
+NUM_RECORDS = 100  # looked at
+FORMATS_HELP = (
+    'llava: {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, '
+    '{"from": "gpt", "value": "A cat."}]}; '
+    'sharegpt: the same with "images": [...], "system": text and more names of roles; '
+    'messages: {"images": [...], "messages": [{"role": "user", "content": text or parts}, ...]}; '
+    'caption: {"image": "a.jpg", "text": "A cat."}'
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A record format, the names under which the fields were seen, and whether pictures came without marks."""
+
+    format: str
+    seen: tuple[tuple[str, str], ...]
+    marks_added: bool
+
+
+def detect(texts: Iterable[str], keys: Iterable[str], columns: Columns, options: SourceOptions, path: str) -> Found:
+    """The format of the records, of which `texts` are the first. keys: names that are known already, a table's.
+
+    Raises ConfigError when no format fits, or when two names could be meant for one field.
+    """
+    records, keys = [], dict.fromkeys(keys)
+    for text in texts:
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            continue  # to_sample will say what is wrong with it
+        if isinstance(record, dict):
+            records.append(record)
+            keys.update(dict.fromkeys(record))
+    for field, column in options.columns:
+        if column not in keys and field in ("conversations", "messages", "text"):
+            raise ConfigError(f"--data_columns {field}={column}: no record of {path} has it ({_shown(keys)})")
+    seen = _seen(records, columns, path)
+    votes = Counter(filter(None, (_format_of(record, columns) for record in records)))
+    found = options.data_format if options.data_format != "auto" else max(votes, key=votes.get, default=None)
+    if found is None:
+        raise ConfigError(
+            f"{path}: its records are of no known format ({_shown(keys)}); known are {FORMATS_HELP}. Name the fields "
+            "with --data_columns"
+        )
+    if found == "caption":
+        seen = tuple((field, name) for field, name in seen if field != "turns")
+    else:
+        seen = tuple((field, name) for field, name in seen if field != "text")
+    seen = tuple(("conversation" if field == "turns" else field, name) for field, name in seen)
+    unmarked = found in ("sharegpt", "messages") and any(_shows_unmarked(record, columns) for record in records)
+    return Found(found, seen, unmarked)
+
+
+def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptions) -> Columns:
+    """The columns of a folder of pictures, where `datasets` knows file_name, file_names and names that end so."""
+    named = {field for field, _ in options.columns}
+    files = [key for key in keys if key.endswith(("file_name", "file_names"))]
+    videos = tuple(key for key in files if key.startswith("video"))
+    images = tuple(key for key in files if not key.startswith("video"))
+    changed = {}
+    if images and "image" not in named:
+        changed["image"] = images
+    if videos and "video" not in named:
+        changed["video"] = videos
+    return Columns(**{**vars(columns), **changed})
+
+
+def _seen(records: list[dict], columns: Columns, path: str) -> tuple[tuple[str, str], ...]:
+    seen: dict[tuple[str, str], None] = {}
+    for record in records:
+        for field, names in vars(columns).items():
+            present = [name for name in names if record.get(name) is not None]
+            if len(present) > 1 and (field != "text" or _format_of(record, columns) == "caption"):
+                known = "conversations" if field == "turns" else field
+                raise ConfigError(
+                    f"{path}: a record has {' and '.join(map(repr, present))}, and either could be its {known}: name "
+                    f"one with --data_columns {known}={present[0]}"
+                )
+            seen.update(dict.fromkeys((field, name) for name in present))
+    order = list(vars(columns))
+    return tuple(sorted(seen, key=lambda pair: (order.index(pair[0]) or len(order), pair[1])))
+
+
+def _format_of(record: dict, columns: Columns) -> str | None:
+    turns = next((record[name] for name in columns.turns if isinstance(record.get(name), list)), None)
+    if turns:
+        turn = turns[0] if isinstance(turns[0], dict) else {}
+        if turn.get("from") is not None:
+            listed = any(record.get(name) is not None for name in ("images", "videos", *columns.system))
+            single = any(record.get(name) is not None for name in ("image", "video"))
+            return "sharegpt" if listed and not single else "llava"
+        return "messages" if turn.get("role") is not None else None
+    has_text = any(isinstance(record.get(name), str) for name in columns.text)
+    return "caption" if has_text and _pictures(record, columns) else None
+
+
+def _pictures(record: dict, columns: Columns) -> bool:
+    return any(record.get(name) not in (None, "", []) for name in (*columns.image, *columns.video))
+
+
+def _shows_unmarked(record: dict, columns: Columns) -> bool:
+    turns = [record[name] for name in columns.turns if record.get(name) is not None]
+    text = short(turns) if not turns else json.dumps(turns)
+    return _pictures(record, columns) and not any(
+        mark in text for mark in (IMAGE_TOKEN, "<video>", '"type": "image', '"type": "video')
+    )
+
+
+def _shown(keys: Iterable[str]) -> str:
+    keys = list(keys)
+    more = f" and {len(keys) - 20} more" if len(keys) > 20 else ""
+    return "keys found: " + (", ".join(map(short, keys[:20])) + more or "none")
+
+
+def folder_of(path: str | None) -> str | None:
+    """The real path of a folder that was named, if one was."""
+    return None if path is None else os.path.realpath(os.path.expanduser(path))

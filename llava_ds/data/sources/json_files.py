@@ -1,0 +1,181 @@
+"""JSON lists and JSONL, record by record: a file of any size passes through a window of bounded size."""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from llava_ds.constants import DataError
+
+WINDOW_BYTES = 1 << 20
+MAX_RECORD_CHARS = 32 << 20
+
+# Only the end of a record is wanted here: numbers stay text, so that none is too large.
+_DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
+_SPACE = re.compile(r"[ \t\n\r]*")
+_STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.DOTALL)
+_DATA_URI = re.compile(rb'(?<!\\)"data:image')
+_CUT_CHARS = 16  # a window may end inside an escape or a word like `false`: errors so near its end may be no errors
+
+
+class _Window:
+    """A piece of a text file that moves on, and the line and column of every place in it.
+
+    Bytes that are no UTF-8 come as lone surrogates, so that one bad record does not hide the others.
+    """
+
+    def __init__(self, file: BinaryIO, name: str, num_bytes: int) -> None:
+        self.file, self.name, self.num_bytes = file, name, num_bytes
+        self.decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self.text = ""
+        self.at = 0  # in text: all before it has been dealt with
+        self.line, self.line_at = 1, 0  # the line that text[line_at] lies in
+        self.column = 0  # characters of that line before text[0], when it began earlier
+        self.more()
+        self.text = self.text.removeprefix("\ufeff")
+
+    def more(self) -> bool:
+        """Drop what has been dealt with and read at least as much as is left; False at the end of the file."""
+        left = len(self.text) - self.at
+        if left > MAX_RECORD_CHARS:
+            raise self.error(f"a record is longer than {MAX_RECORD_CHARS >> 20} million characters", self.at)
+        data = self.file.read(max(self.num_bytes, left))
+        added = self.decoder.decode(data, final=not data)
+        self.line, self.column = self.place(self.at)
+        self.column -= 1
+        self.text, self.at, self.line_at = self.text[self.at :] + added, 0, 0
+        return bool(data)
+
+    def next_char(self) -> str:
+        """Move to the next character that is no space, and return it; "" at the end of the file."""
+        while True:
+            self.at = _SPACE.match(self.text, self.at).end()
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                return ""
+
+    def line_here(self) -> int:
+        """The line of the current place. Counts from where it was asked before."""
+        self.line += self.text.count("\n", self.line_at, self.at)
+        self.line_at = self.at
+        return self.line
+
+    def place(self, at: int) -> tuple[int, int]:
+        """Line and column, from 1, of a place in the text."""
+        line = self.line + self.text.count("\n", self.line_at, at)
+        newline = self.text.rfind("\n", 0, at)
+        return line, at - newline if newline >= 0 else self.column + at + 1
+
+    def error(self, what: str, at: int) -> DataError:
+        line, column = self.place(at)
+        return DataError(f"{self.name}, line {line}, column {column}: {what}: nothing behind it can be read")
+
+
+def read_json_list(path: str, window_bytes: int = WINDOW_BYTES) -> Iterator[tuple[int, str]]:
+    """Line and text of every value in a JSON list.
+
+    Raises DataError, with line and column, where the file stops being one.
+    """
+    with open(path, "rb") as file:
+        window = _Window(file, path, window_bytes)
+        if window.next_char() != "[":
+            raise window.error("can't be read as JSON: a list of records was expected", window.at)
+        window.at += 1
+        if window.next_char() == "]":
+            window.at += 1
+        else:
+            while True:
+                end = _end_of_value(window)
+                yield window.line_here(), window.text[window.at : end]
+                window.at = end
+                found = window.next_char()
+                if found not in (",", "]"):
+                    what = f"found {found!r}" if found else "the file ends"
+                    raise window.error(f"can't be read as JSON: {what} where , or ] was expected", window.at)
+                window.at += 1
+                if found == "]":
+                    break
+                window.next_char()
+        if window.next_char():
+            raise window.error("can't be read as JSON: there is something behind the list", window.at)
+
+
+def read_jsonl(path: str) -> Iterator[tuple[int, str]]:
+    """Number and text of every line that is not empty."""
+    with open(path, "rb") as file:
+        number = 0
+        while line := file.readline(MAX_RECORD_CHARS + 1):
+            number += 1
+            if len(line) > MAX_RECORD_CHARS:
+                raise DataError(f"{path}, line {number}: is longer than {MAX_RECORD_CHARS >> 20} million bytes")
+            text = line.decode("utf-8", "surrogateescape").strip()
+            if number == 1:
+                text = text.removeprefix("\ufeff")
+            if text:
+                yield number, text
+
+
+def holds_data_uri(path: str) -> bool:
+    """Whether some JSON string of a file begins like an embedded picture."""
+    with open(path, "rb") as file:
+        tail = b""
+        while chunk := file.read(WINDOW_BYTES):
+            if _DATA_URI.search(tail + chunk):
+                return True
+            tail = chunk[-12:]
+    return False
+
+
+def first_value(path: str) -> tuple[str, str]:
+    """The first character of a file that is no space and, if it opens an object, the first one behind that object.
+
+    Tells a list from JSONL, and JSONL from a file with one object.
+    """
+    with open(path, "rb") as file:
+        window = _Window(file, path, WINDOW_BYTES)
+        first = window.next_char()
+        if first != "{":
+            return first, ""
+        end = _end_of_value(window)
+        window.at = end
+        return first, window.next_char()
+
+
+def _end_of_value(window: _Window) -> int:
+    """Where the value that starts here ends in the window's text, which is filled until all of it is there."""
+    while True:
+        text = window.text
+        try:
+            end = _DECODER.raw_decode(text, window.at)[1]
+            if end < len(text) or text[end - 1] in '}]"':
+                return end
+            length = end - window.at
+            if not window.more():
+                return window.at + length
+            continue  # a number that the window may have cut
+        except RecursionError:
+            end = _end_of_nested(text, window.at)
+            if end is not None:
+                return end
+            problem = window.error("can't be read as JSON: the file ends inside a record", window.at)
+        except json.JSONDecodeError as error:
+            problem = window.error(f"can't be read as JSON: {error.msg}", error.pos)
+            if not error.msg.startswith("Unterminated string") and error.pos + _CUT_CHARS < len(text):
+                raise problem from None
+        if not window.more():
+            raise problem
+
+
+def _end_of_nested(text: str, start: int) -> int | None:
+    """The end of a list or object that is nested too deeply to parse, found by its brackets."""
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(text, start):
+        token = match.group()
+        if token == '"':
+            return None  # a string that the window cuts
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token, 0)
+        if depth == 0:
+            return match.end()
+    return None

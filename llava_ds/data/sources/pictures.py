@@ -1,0 +1,122 @@
+"""The fields of a record, and the pictures and videos that it names to files or slices of files."""
+
+import os
+
+from llava_ds.constants import DataError
+from llava_ds.data.sample import FileRef, Media
+from llava_ds.data.sources.embedded import REFERENCE
+from llava_ds.data.sources.paths import find_file, short
+from llava_ds.data.sources.source import Source
+from llava_ds.data.sources.tars import VIDEO_SUFFIXES
+
+MAX_FILES_PER_RECORD = 10_000
+
+_VIDEO_ENDINGS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
+
+
+def to_media(kind: str, value: object, source: Source) -> Media:
+    """What stands behind a mark of a kind, "image" or "video". Raises DataError unless all its files are there."""
+    if kind == "image":
+        return Media("image", (_file(value, source, "picture"),))
+    if isinstance(value, list):
+        if not 0 < len(value) <= MAX_FILES_PER_RECORD:
+            raise DataError(f"names a video of {len(value):,} frames, expected 1 to {MAX_FILES_PER_RECORD:,}")
+        return Media("frames", tuple(_file(frame, source, "frame") for frame in value))
+    return Media("video", (_file(value, source, "video"),))
+
+
+def _file(value: object, source: Source, what: str) -> FileRef:
+    """The file, or the slice of one, that stands for a picture or video in a record."""
+    if isinstance(value, dict) and REFERENCE in value:
+        return _slice(value, source)
+    if isinstance(value, dict):
+        value = next((value[key] for key in ("path", "url") if value.get(key) is not None), None)
+    if not isinstance(value, str):
+        raise DataError(f"has {short(value)} for a {what}, expected a path")
+    root = source.image_root if what == "picture" else source.video_root
+    flag = "--image_folder" if what == "picture" else "--video_folder"
+    return FileRef(find_file(value, root, what, flag))
+
+
+def _slice(value: dict, source: Source) -> FileRef:
+    """A reference that the source's own reader wrote; one to another file, or past a file's end, is a forgery."""
+    path, offset, num_bytes = (value.get(key) for key in (REFERENCE, "offset", "num_bytes"))
+    if isinstance(path, str) and path in source.slices_of and type(offset) is int and type(num_bytes) is int:
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            raise DataError(f"has a picture inside {path}, which can't be read: {error.strerror}") from None
+        if num_bytes == 0 and 0 <= offset <= size:
+            raise DataError("has a picture without bytes")
+        if 0 <= offset < size and 0 < num_bytes <= size - offset:
+            return FileRef(path, offset, num_bytes)
+    raise DataError(f"has {short(value)} for a picture, expected a path")
+
+
+def listed(record: dict, names: tuple[str, ...]) -> list:
+    """The pictures that a record names, none, one or several."""
+    name, value = field_of(record, names)
+    if value is None or value == "":
+        return []
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, (str, dict)) for each in values):
+        raise DataError(f"has {short(value)} under {name!r}, expected a path or a list of paths")
+    return values
+
+
+def videos(record: dict, names: tuple[str, ...]) -> list:
+    """Every video: a file, or the list of its frames. A list of paths is one video if they are pictures."""
+    name, value = field_of(record, names)
+    if value is None or value == "" or value == []:
+        return []
+    values = value if isinstance(value, list) else [value]
+    if all(isinstance(each, (str, dict)) for each in values):
+        files = [isinstance(each, str) and each.lower().endswith(_VIDEO_ENDINGS) for each in values]
+        if not isinstance(value, list) or all(files):
+            return values
+        if not any(files):
+            return [values]
+    elif all(isinstance(each, (str, list)) and each for each in values):
+        return values
+    raise DataError(f"has {short(value)} under {name!r}, expected a video, its frames, or a list of these")
+
+
+def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:
+    """The name and value of a field that may be called several names; None if it is absent or null."""
+    found, value = names[0], None
+    for name in names:
+        each = record.get(name)
+        if each is not None:
+            if value is not None:
+                raise DataError(f"has both {found!r} and {name!r}: name one with --data_columns")
+            found, value = name, each
+    return found, value
+
+
+def checked_text(value: object, otherwise: str) -> str:
+    """The value if it is a text that can be encoded. Raises DataError, with the words of `otherwise`, if not."""
+    if not is_text(value):
+        raise DataError(otherwise)
+    return value
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a text without halves of surrogate pairs, which no tokenizer takes."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def either(names: tuple[str, ...]) -> str:
+    """Names for an error message."""
+    return " or ".join(map(repr, names))
+
+
+def keys_of(record: dict) -> str:
+    """The keys of a record for an error message."""
+    shown = ", ".join(short(key) for key in list(record)[:10]) or "none"
+    return f"its keys: {shown}" + (f" and {len(record) - 10} more" if len(record) > 10 else "")

@@ -1,0 +1,209 @@
+"""One record's JSON text to a sample. Nothing is trusted: shape, types and paths are checked before anything is built.
+
+These functions run for every record, in worker processes: they raise DataError with the reason and nothing else, and
+ask the operating system about pictures and videos only.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+
+from llava_ds.constants import IMAGE_TOKEN, DataError
+from llava_ds.data.sample import Message, Sample
+from llava_ds.data.sources.embedded import REJECTED
+from llava_ds.data.sources.paths import short
+from llava_ds.data.sources.pictures import (
+    MAX_FILES_PER_RECORD,
+    checked_text,
+    either,
+    field_of,
+    is_text,
+    keys_of,
+    listed,
+    to_media,
+    videos,
+)
+from llava_ds.data.sources.source import Source
+
+VIDEO_TOKEN = "<video>"
+ROLES = {
+    "human": "human",
+    "user": "human",
+    "gpt": "gpt",
+    "assistant": "gpt",
+    "chatgpt": "gpt",
+    "bard": "gpt",
+    "bing": "gpt",
+    "model": "gpt",
+    "system": "system",
+    "developer": "system",
+}
+TOOL_ROLES = ("observation", "function", "function_call", "tool", "tool_call", "tool_response", "ipython")
+
+_DECODER = json.JSONDecoder()
+_MARK = re.compile(f"{IMAGE_TOKEN}|{VIDEO_TOKEN}")
+_SHOWN = {"image": "pictures", "video": "videos"}
+
+
+def to_sample(text: str, source: Source, index: int) -> Sample:
+    """The sample that a record of the source is. Raises DataError, with the reason, for one that can't be used."""
+    try:
+        record = _DECODER.decode(text)
+    except RecursionError:
+        raise DataError("is nested too deeply") from None
+    except ValueError as error:  # JSONDecodeError, and numbers of more digits than Python converts
+        raise DataError(f"can't be read as JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise DataError(f"is a {type(record).__name__}, expected an object with {source.columns.turns[0]!r}")
+    if REJECTED in record:
+        raise DataError(str(record[REJECTED]) if isinstance(record[REJECTED], str) else "was not written by a reader")
+    if source.format == "caption":
+        messages, marks, named = _caption(record, source)
+    else:
+        messages, marks, named = _conversation(record, source)
+    media = tuple(to_media(kind, value, source) for kind, value in _matched(marks, named, source)) if marks else ()
+    if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
+        raise DataError(f"names more than {MAX_FILES_PER_RECORD:,} pictures")
+    kind = record.get("kind")
+    return Sample(_id(record, source, index), tuple(messages), media, kind if is_text(kind) else "")
+
+
+# A mark is (kind, value): a picture or video that a part of a message brings itself, or None for the record's next.
+Mark = tuple[str, object]
+
+
+def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
+    """The messages, what their marks stand for, and the pictures and videos that the record lists."""
+    columns = source.columns
+    _, turns = field_of(record, columns.turns)
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"has no list under {either(columns.turns)} ({keys_of(record)})")
+    named = {"image": listed(record, columns.image), "video": videos(record, columns.video)}
+    messages: list[Message] = []
+    marks: list[Mark] = []
+    name, system = field_of(record, columns.system)
+    if system is not None and system != "":
+        messages.append(Message("system", checked_text(system, f"has {short(system)} under {name!r}, expected a text")))
+    for i, turn in enumerate(turns):
+        role, content = _turn(turn, i)
+        if not isinstance(content, str):
+            content = _parts(content, i, marks, named, source)
+        elif "<" in content:
+            content = _with_marks(content, marks, named, source)
+        if role == "system" and messages:
+            raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
+        messages.append(Message(role, content))
+    if not marks and (named["image"] or named["video"]) and source.format != "llava":
+        _show_first(messages, marks, named)
+    if not marks and (named["image"] or named["video"]):
+        _matched(marks, named, source)  # raises: there are pictures, but no mark
+    return messages, marks, named
+
+
+def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
+    columns = source.columns
+    name, caption = field_of(record, columns.text)
+    if caption is None:
+        raise DataError(f"has no caption under {either(columns.text)} ({keys_of(record)})")
+    caption = checked_text(caption, f"has {short(caption)} under {name!r}, expected a text")
+    if IMAGE_TOKEN in caption:
+        raise DataError(f"has an {IMAGE_TOKEN} mark in its caption")
+    named = {"image": listed(record, columns.image), "video": videos(record, columns.video)}
+    messages, marks = [Message("human", ""), Message("gpt", caption)], []
+    _show_first(messages, marks, named)
+    if not marks:
+        raise DataError(f"has no picture under {either(columns.image)} ({keys_of(record)})")
+    return messages, marks, named
+
+
+def _turn(turn: object, i: int) -> tuple[str, object]:
+    """Role and content of a turn, in LLaVA's and ShareGPT's form or in OpenAI's."""
+    role = content = None
+    if isinstance(turn, dict):
+        role, content = turn.get("from"), turn.get("value")
+        if role is None:
+            role, content = turn.get("role"), turn.get("content")
+    if isinstance(content, str):
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"turn {i} is not valid Unicode: {error}") from None
+    elif not isinstance(content, list) or role is None:
+        expected = "{'from': 'human' or 'gpt', 'value': text} or {'role': 'user' or 'assistant', 'content': text}"
+        raise DataError(f"turn {i} is {short(turn)}, expected {expected}")
+    known = ROLES.get(role) if isinstance(role, str) else None
+    if known is None:
+        tool = isinstance(role, str) and role in TOOL_ROLES
+        why = "tools are not supported" if tool else "expected 'human' or 'gpt', or 'user' or 'assistant'"
+        raise DataError(f"turn {i} is from {short(role)}, {why}")
+    return known, content
+
+
+def _with_marks(text: str, marks: list[Mark], named: dict[str, list], source: Source) -> str:
+    """The text with every mark written as <image>, the kinds of the marks added to the list."""
+    # LLaVA knows no <video>: without videos it is text, such as a page's HTML. LLaMA-Factory would count it.
+    if VIDEO_TOKEN in text and (named["video"] or source.format != "llava"):
+        marks += [("video" if found == VIDEO_TOKEN else "image", None) for found in _MARK.findall(text)]
+        return text.replace(VIDEO_TOKEN, IMAGE_TOKEN)
+    if IMAGE_TOKEN in text:
+        marks += [("image", None)] * text.count(IMAGE_TOKEN)
+    return text
+
+
+def _parts(parts: list, i: int, marks: list[Mark], named: dict[str, list], source: Source) -> str:
+    """The text of a message in parts: texts as they follow each other, pictures as marks on lines of their own."""
+    pieces: list[str] = []
+    after_mark = False
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("text", "input_text", "output_text"):
+            text = checked_text(part.get("text"), f"turn {i} has the part {short(part)}, expected a text under 'text'")
+            text = _with_marks(text, marks, named, source)
+            pieces.append(f"\n{text}" if after_mark and text else text)
+            after_mark = after_mark and not text
+        elif kind in ("image", "image_url", "input_image", "video", "video_url", "input_video"):
+            kind = "video" if "video" in kind else "image"
+            keys = (kind, f"{kind}_url", "path", "url")
+            marks.append((kind, next((part[key] for key in keys if part.get(key) is not None), None)))
+            pieces.append(f"\n{IMAGE_TOKEN}" if pieces and any(pieces) else IMAGE_TOKEN)
+            after_mark = True
+        else:
+            raise DataError(f"turn {i} has the part {short(part)}, expected the type 'text', 'image' or 'image_url'")
+    return "".join(pieces)
+
+
+def _show_first(messages: list[Message], marks: list[Mark], named: dict[str, list]) -> None:
+    """Put a mark for every picture and video at the start of the first question."""
+    marks += [("image", None)] * len(named["image"]) + [("video", None)] * len(named["video"])
+    for i, message in enumerate(messages):
+        if message.role == "human":
+            shown = "\n".join([IMAGE_TOKEN] * len(marks))
+            messages[i] = Message("human", f"{shown}\n{message.text}" if message.text else shown)
+            return
+    raise DataError("has pictures, but no question that could show them")
+
+
+def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Iterator[Mark]:
+    """The marks with what they stand for. Raises DataError when marks and pictures are not equally many."""
+    if named["video"] and not named["image"] and not any(kind == "video" and value is None for kind, value in marks):
+        # LLaVA-NeXT marks videos with <image>, too.
+        marks = [("video", None) if value is None else (kind, value) for kind, value in marks]
+    for kind, token in (("image", IMAGE_TOKEN), ("video", VIDEO_TOKEN)):
+        wanted = sum(each == kind and value is None for each, value in marks)
+        if wanted != len(named[kind]):
+            names = getattr(source.columns, kind)
+            raise DataError(
+                f"names {len(named[kind])} {_SHOWN[kind]} under {either(names)}, but its text has {wanted} "
+                f"{token if kind == 'image' or named['image'] else IMAGE_TOKEN} marks"
+            )
+    rest = {kind: iter(values) for kind, values in named.items()}
+    return iter([(kind, next(rest[kind]) if value is None else value) for kind, value in marks])
+
+
+def _id(record: dict, source: Source, index: int) -> str:
+    value = field_of(record, source.columns.id)[1]
+    if value is None:
+        return str(index)
+    if isinstance(value, (int, float)):
+        return str(value)
+    return checked_text(value, f"has {short(value)} for an id, expected a text or a number")

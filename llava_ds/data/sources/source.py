@@ -1,0 +1,145 @@
+"""A source of records: its files, what was found out about them, and the way to read them."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from llava_ds.data.sources.embedded import PICTURES, PictureStore, Row, embed, rejected, spooled
+from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
+from llava_ds.data.sources.locate import KINDS
+from llava_ds.data.sources.options import Columns, RawRecord
+from llava_ds.data.sources.selection import Selection
+from llava_ds.data.sources.tables import num_parquet_rows, open_saved, read_csv, read_parquet, read_saved
+from llava_ds.data.sources.tars import read_shard
+
+FORMATS = {
+    "llava": "LLaVA records",
+    "sharegpt": "ShareGPT records",
+    "messages": "OpenAI messages",
+    "caption": "captions",
+}
+SPOOLED_KINDS = ("parquet", "datasets")  # whose records may hold pictures as bytes
+
+
+@dataclass(frozen=True)
+class Source:
+    """Records of one format. Small and picklable: workers get it with every piece of work.
+
+    files: all files whose content matters; spool: the folder for pictures that come inside the records;
+    slices_of: the files of which references in the records may name slices, blobs and tars that is;
+    seen: pairs of a field and the name under which the first records hold it.
+    """
+
+    path: str
+    kind: str
+    format: str
+    image_root: str | None
+    video_root: str | None
+    files: tuple[str, ...]
+    spool: str
+    columns: Columns = field(default_factory=Columns)
+    selection: Selection = field(default_factory=Selection)
+    seen: tuple[tuple[str, str], ...] = ()
+    marks_added: bool = False
+    slices_of: frozenset[str] = field(init=False, default=frozenset())
+
+    def __post_init__(self) -> None:
+        slices = frozenset(self.files) if self.kind == "webdataset" else frozenset([f"{self.spool}/{PICTURES}"])
+        object.__setattr__(self, "slices_of", slices)
+
+    def read(self) -> Iterator[RawRecord]:
+        """The records that the selection takes, in the files' order, the same in every process.
+
+        Nothing but one record, or one batch of a table, is in memory. Raises DataError where a file can't be read on.
+        """
+        return self.selection.apply(self._records, self.count)
+
+    def count(self) -> int:
+        """How many records the files hold, before any selection. Reads them, unless they are tables."""
+        if self.kind == "parquet":
+            return sum(map(num_parquet_rows, self.files))
+        if self.kind == "datasets":
+            return len(open_saved(self._names()[0]))
+        return sum(1 for _ in self._rows())
+
+    def describe(self) -> str:
+        """One line: what was found, and under which names."""
+        files = len(self._names())
+        line = f"{self.path}: {FORMATS[self.format]} in {KINDS[self.kind]}"
+        line += f" of {files:,} files" if files > 1 else ""
+        line += "; " + (", ".join(f"{name} from {column!r}" for name, column in self.seen) or "no field recognised")
+        names = dict(self.seen)
+        if self.kind == "webdataset":
+            line += "; pictures read in place"
+        elif "image" in names and self.image_root is not None:
+            line += f"; pictures in {self.image_root}"
+        if "video" in names and self.video_root not in (None, self.image_root):
+            line += f"; videos in {self.video_root}"
+        if self.marks_added:
+            line += "; pictures without a mark are shown at the start of the first question"
+        selected = self.selection.describe()
+        return line + (f"; taken: {selected}" if selected else "")
+
+    def first(self, num_records: int) -> list[RawRecord]:
+        """The first records, pictures inside them left out."""
+        rows, names = islice(self._parse(PictureStore(_Nowhere(), "")), num_records), self._names()
+        return [RawRecord(names[file], line, i, text) for i, (file, line, text) in enumerate(rows)]
+
+    def _records(self) -> Iterator[RawRecord]:
+        names = self._names()
+        for index, (file, line, text) in enumerate(self._rows()):
+            yield RawRecord(names[file], line, index, text)
+
+    def _names(self) -> tuple[str, ...]:
+        return (os.path.dirname(self.files[0]),) if self.kind == "datasets" else self.files
+
+    def _rows(self) -> Iterator[Row]:
+        if self.kind in SPOOLED_KINDS:
+            return spooled(self.spool, self._parse)
+        if self.kind in ("json", "jsonl") and any(map(holds_data_uri, self.files)):
+            return spooled(self.spool, self._without_data_uris)
+        return self._parse(None)
+
+    def _parse(self, store: PictureStore | None) -> Iterator[Row]:
+        """Rows from the files; `store` takes the pictures inside tables."""
+        if self.kind == "parquet":
+            yield from read_parquet(self.files, self.columns, store)
+        elif self.kind == "datasets":
+            yield from read_saved(self._names()[0], self.columns, store)
+        else:
+            for number, path in enumerate(self.files):
+                for line, text in self._parse_file(path, store):
+                    yield number, line, text
+
+    def _parse_file(self, path: str, store: PictureStore | None) -> Iterator[tuple[int, str]]:
+        if self.kind == "webdataset":
+            return read_shard(path, self.columns)
+        if self.kind == "json":
+            return read_json_list(path)
+        if path.endswith(".csv"):
+            return read_csv(path)
+        if path.endswith(".parquet"):
+            store = store or PictureStore(_Nowhere(), "")  # a metadata.parquet names its pictures
+            return ((line, text) for _, line, text in read_parquet((path,), self.columns, store))
+        return read_jsonl(path)
+
+    def _without_data_uris(self, store: PictureStore) -> Iterator[Row]:
+        for number, line, text in self._parse(None):
+            try:
+                record = json.loads(text)
+                if isinstance(record, dict):
+                    text = json.dumps(embed(record, self.columns, store.keep))
+            except RecursionError:
+                text = rejected("is nested too deeply")
+            except ValueError:
+                text = text.replace("\n", " ")  # to_sample says what is wrong with it
+            yield number, line, text
+
+
+class _Nowhere:
+    """Takes bytes and forgets them."""
+
+    def write(self, data: bytes) -> int:
+        return len(data)

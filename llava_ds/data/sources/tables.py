@@ -1,0 +1,110 @@
+"""Tables: parquet files, saved `datasets` folders and CSV, read by small batches."""
+
+import csv
+import datetime
+import json
+from collections.abc import Iterator
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.sources.embedded import PictureStore, Row, embed, rejected
+from llava_ds.data.sources.options import Columns
+
+BATCH_ROWS = 32  # of pictures of some 100 kB each: a few MB at a time
+READ_BYTES = 1 << 20
+
+
+def parquet_columns(path: str) -> list[str]:
+    """The names of a parquet file's columns. Raises DataError when it is none."""
+    return _open_parquet(path).schema_arrow.names
+
+
+def num_parquet_rows(path: str) -> int:
+    return _open_parquet(path).metadata.num_rows
+
+
+def read_parquet(files: tuple[str, ...], columns: Columns, store: PictureStore) -> Iterator[Row]:
+    """The rows of parquet files as records, of the columns that count; pictures go to the store."""
+    for number, path in enumerate(files):
+        table = _open_parquet(path)
+        names = _wanted(table.schema_arrow.names, columns)
+        line = 0
+        try:
+            for batch in table.iter_batches(BATCH_ROWS, columns=names):
+                for record in batch.to_pylist():
+                    line += 1
+                    yield number, line, _as_text(record, columns, store)
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise DataError(f"{path}: can't be read behind row {line}: {error}") from error
+
+
+def open_saved(folder: str) -> datasets.Dataset:
+    """A folder that `save_to_disk` wrote; of several splits "train". Raises DataError or ConfigError."""
+    try:
+        opened = datasets.load_from_disk(folder)
+    except Exception as error:  # `datasets` lets through whatever a damaged folder makes it meet
+        raise DataError(f"{folder} can't be opened as a saved datasets folder: {error}") from error
+    if isinstance(opened, datasets.DatasetDict):
+        if "train" not in opened:
+            names = ", ".join(opened)
+            raise ConfigError(
+                f"{folder} holds the splits {names} and no 'train': name one, like {folder}/{min(opened)}"
+            )
+        opened = opened["train"]
+    return opened
+
+
+def read_saved(folder: str, columns: Columns, store: PictureStore) -> Iterator[Row]:
+    """The rows of a saved `datasets` folder as records; pictures go to the store, undecoded."""
+    saved = open_saved(folder)
+    saved = saved.select_columns(_wanted(saved.column_names, columns)).with_format("arrow")
+    line = 0
+    try:
+        for table in saved.iter(batch_size=BATCH_ROWS):
+            for record in table.to_pylist():
+                line += 1
+                yield 0, line, _as_text(record, columns, store)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{folder}: can't be read behind row {line}: {error}") from error
+
+
+def read_csv(path: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every row of a CSV file with a head line."""
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.DictReader(file)
+        try:
+            for row in reader:
+                row.pop(None, None)  # cells behind the last named column
+                yield reader.line_num, json.dumps({name: cell for name, cell in row.items() if cell})
+        except csv.Error as error:
+            raise DataError(f"{path}, line {reader.line_num}: can't be read as CSV: {error}") from error
+
+
+def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
+    try:
+        # With a buffer the file is streamed; without, whole column chunks would be in memory.
+        return pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path} can't be read as parquet: {error}") from error
+
+
+def _wanted(names: list[str], columns: Columns) -> list[str]:
+    known = {*columns.all(), "kind"}
+    return [name for name in names if name in known]
+
+
+def _as_text(record: dict, columns: Columns, store: PictureStore) -> str:
+    try:
+        record = embed(record, columns, store.keep)
+        return json.dumps({key: value for key, value in record.items() if value is not None}, default=_plain)
+    except (RecursionError, ValueError, TypeError) as error:
+        return rejected(f"can't be said in JSON: {error}")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, (datetime.date, datetime.datetime)):
+        return value.isoformat()
+    return f"<{type(value).__name__}>"  # binary outside a picture's place, decimals: nothing that is learned from
