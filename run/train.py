@@ -15,7 +15,7 @@ from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_projector
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodedDataset, EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.dataset import EncodedDataset, EncodingOptions, open_encoded
 from llava_ds.data.loader import Layout, windows
 from llava_ds.data.sampler import steps_per_epoch
 from llava_ds.distributed import (
@@ -28,6 +28,7 @@ from llava_ds.distributed import (
     quiet_libraries,
 )
 from llava_ds.ds_config import ResolvedConfig, check_engine, read_ds_config, resolve_ds_config
+from llava_ds.geometry import picture_options
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
@@ -166,7 +167,7 @@ def _open_data(args: Arguments, plan: ModelPlan) -> EncodedDataset:
         data.image_folder,
         plan.tokenizer,
         EncodingOptions(args.model.version, data.model_max_length, plan.images.num_tokens),
-        PictureOptions(plan.images.size, plan.images.mean, data.image_aspect_ratio, data.max_image_pixels),
+        picture_options(args.model, data, plan.images.size, plan.images.patch_size, plan.images.mean),
         data.cache_dir,
     )
 
@@ -199,7 +200,7 @@ def _print_plan(
 def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_dir: Path, ranks: Ranks) -> None:
     """The llava-hf folder, proven on one sample: transformers has to compute the same logits from it."""
     sample = dataset[dataset.first_with_picture()]
-    batch = collate([sample], plan.images.size, plan.images.num_tokens).to(ranks.device)
+    batch = collate([sample], dataset.pictures).to(ranks.device)
     engine.eval()
     with torch.no_grad():
         logits = engine(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))

@@ -19,10 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.constants import DataError
 from llava_ds.data.collator import LoadedSample
 from llava_ds.data.encode import encode
-from llava_ds.data.images import load_image, to_pixels
+from llava_ds.data.images import load_media, probe
+from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources import Sample, read_samples, shown
 from llava_ds.data.templates import render
 from llava_ds.distributed import progress_bar
+from llava_ds.geometry import MediaLayout, PictureOptions, Size, media_layout
 
 ENCODING_VERSION = 1  # raise it when the same text would give other ids or labels
 
@@ -46,16 +48,6 @@ class EncodingOptions:
     template: str
     max_length: int
     num_image_tokens: int
-
-
-@dataclass(frozen=True)
-class PictureOptions:
-    """All that the pixels of a picture depend on, beside the picture."""
-
-    size: int
-    mean: tuple[float, ...]
-    aspect_ratio: str
-    max_pixels: int
 
 
 class EncodedDataset(torch.utils.data.Dataset):
@@ -86,13 +78,12 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> LoadedSample:
         row = self.table[index]
-        options = self.pictures
-        pixels = []
+        media = []
         for path in row["images"]:
-            picture = load_image(str(self.image_folder / path), options.max_pixels)
-            pixels.append(to_pixels(picture, options.size, options.aspect_ratio, options.mean, options.max_pixels))
+            picture, sizes, layout = _prepared(str(self.image_folder / path), len(row["images"]), self.pictures)
+            media.append((load_media(picture, sizes, layout, self.pictures), layout))
         ids, labels = (torch.from_numpy(row[name].astype("int64")) for name in ("input_ids", "labels"))
-        return LoadedSample(ids, labels, pixels)
+        return LoadedSample(ids, labels, media)
 
     def first_with_picture(self) -> int:
         """The first sample that shows a picture; the first of all if none does."""
@@ -127,10 +118,10 @@ def open_encoded(
     processes may do this at once. Raises DataError for data that can't be used or has nothing to learn from.
     """
     samples = [_relative(sample, image_folder) for sample in read_samples(data_path, image_folder)]
-    folder = Path(cache_dir).expanduser() / "encoded" / _fingerprint(samples, tokenizer, encoding)
+    folder = Path(cache_dir).expanduser() / "encoded" / _fingerprint(samples, tokenizer, (encoding, pictures))
     if not folder.exists():
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-        _write_table(scratch, _encode_all(samples, tokenizer, encoding, data_path))
+        _write_table(scratch, _encode_all(samples, tokenizer, encoding, pictures, image_folder, data_path))
         try:
             scratch.rename(folder)
         except OSError:  # another process was first; what it wrote is the same
@@ -146,8 +137,19 @@ def _relative(sample: Sample, image_folder: str | None) -> Sample:
     return dataclasses.replace(sample, images=tuple(os.path.relpath(path, root) for path in sample.images))
 
 
+def _prepared(path: str, num_media: int, pictures: PictureOptions) -> tuple[Media, tuple[Size, ...], MediaLayout]:
+    media = Media("image", (FileRef(path),))
+    sizes = probe(media, pictures)
+    return media, sizes, media_layout("image", sizes, num_media, pictures)
+
+
 def _encode_all(
-    samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, name: str
+    samples: list[Sample],
+    tokenizer: PreTrainedTokenizerBase,
+    options: EncodingOptions,
+    pictures: PictureOptions,
+    image_folder: str | None,
+    name: str,
 ) -> Iterator[dict]:
     problems = []
     for index, sample in enumerate(progress_bar(iterable=samples, desc=f"encoding {Path(name).name}")):
@@ -156,7 +158,8 @@ def _encode_all(
         except DataError as error:
             problems.append(f"record {index} ({sample.id}): {error}")
             continue
-        tokens_per_image = [options.num_image_tokens] * len(sample.images)
+        paths = [os.path.join(os.path.realpath(image_folder or "."), image) for image in sample.images]
+        tokens_per_image = [_prepared(path, len(paths), pictures)[2].num_tokens for path in paths]
         coded = encode(segments, tokenizer, tokens_per_image, options.max_length)
         if coded.num_targets == 0:
             why = f"the first {options.max_length} tokens hold no answer" if coded.truncated else "no answer has a text"
@@ -177,7 +180,7 @@ def _encode_all(
         )
 
 
-def _fingerprint(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> str:
+def _fingerprint(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: tuple) -> str:
     digest = hashlib.sha256()
     for part in (
         str(ENCODING_VERSION),

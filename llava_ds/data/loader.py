@@ -72,9 +72,7 @@ def windows(
         dataset,
         batch_sampler=_MicroBatches(plans),
         num_workers=num_workers,
-        collate_fn=partial(
-            collate, image_size=dataset.pictures.size, num_image_tokens=dataset.encoding.num_image_tokens
-        ),
+        collate_fn=partial(collate, options=dataset.pictures),
         generator=torch.Generator(),  # the loader draws a seed, by default from the global one
         pin_memory=device.type == "cuda",
     )

@@ -10,16 +10,17 @@ from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
-from llava_ds.data.dataset import EncodedDataset, EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.dataset import EncodedDataset, EncodingOptions, open_encoded
 from llava_ds.data.encode import encode
 from llava_ds.data.images import load_image, to_pixels
 from llava_ds.data.sources import read_samples
 from llava_ds.data.templates import render
+from llava_ds.geometry import PictureOptions
 from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
 
 P = (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
 ENCODING = EncodingOptions("v1", 512, P)
-PICTURES = PictureOptions(toys.IMAGE_SIZE, (0.5, 0.4, 0.3), "square", 10**6)
+PICTURES = PictureOptions(toys.IMAGE_SIZE, toys.PATCH_SIZE, (0.5, 0.4, 0.3))
 KINDS = "titti"
 
 
@@ -55,10 +56,10 @@ def test_samples_are_the_records_encoded_and_their_pictures_prepared(opened, tmp
         assert loaded.input_ids.tolist() == coded.input_ids and loaded.labels.tolist() == coded.labels
         assert data.lengths[i] == len(coded.input_ids) and data.num_targets[i] == coded.num_targets
         assert int((loaded.input_ids == IMAGE_TOKEN_INDEX).sum()) == P * (KINDS[i] == "i")
-        assert len(loaded.pixels) == len(sample.images)
-        for pixels, path in zip(loaded.pixels, sample.images):
+        assert len(loaded.media) == len(sample.images)
+        for (pixels, _), path in zip(loaded.media, sample.images):
             expected = to_pixels(load_image(path, 10**6), PICTURES.size, "square", PICTURES.mean)
-            assert torch.equal(pixels, expected)
+            assert torch.equal(pixels, expected[None])
     assert data.first_with_picture() == KINDS.index("i")
 
 
@@ -73,15 +74,6 @@ def test_a_second_opening_reads_the_cache(opened, monkeypatch):
     assert again.fingerprint == first.fingerprint
     assert (again.lengths, again.num_targets) == (first.lengths, first.num_targets)
     assert all(torch.equal(again[i].input_ids, first[i].input_ids) for i in range(len(first)))
-
-
-def test_picture_options_change_pixels_and_not_the_fingerprint(opened, monkeypatch):
-    first = opened()
-    monkeypatch.setattr(dataset_module, "encode", None)
-    padded = opened(pictures=replace(PICTURES, aspect_ratio="pad", max_pixels=10**7))
-    assert padded.fingerprint == first.fingerprint
-    i = first.first_with_picture()
-    assert not torch.equal(padded[i].pixels[0], first[i].pixels[0])
 
 
 def test_the_fingerprint_changes_with_all_that_ids_depend_on(opened, tmp_path):

@@ -11,9 +11,10 @@ import toys
 
 from llava_ds.batch import Batch
 from llava_ds.constants import DataError
-from llava_ds.data.dataset import EncodedDataset, EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.dataset import EncodedDataset, EncodingOptions, open_encoded
 from llava_ds.data.loader import Layout, Window, windows
 from llava_ds.data.sampler import step_samples, steps_per_epoch
+from llava_ds.geometry import PictureOptions
 
 CPU = torch.device("cpu")
 KINDS = "itititiiittti"
@@ -30,7 +31,7 @@ def dataset(tmp_path_factory, tokenizer) -> EncodedDataset:
         **toys.write_data(folder, KINDS),
         tokenizer=tokenizer,
         encoding=EncodingOptions("v1", 512, (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2),
-        pictures=PictureOptions(toys.IMAGE_SIZE, (0.5, 0.5, 0.5), "square", 10**6),
+        pictures=PictureOptions(toys.IMAGE_SIZE, toys.PATCH_SIZE, (0.5, 0.5, 0.5)),
         cache_dir=str(folder / "cache"),
     )
 
@@ -120,7 +121,7 @@ def test_a_broken_picture_is_one_clear_line(tmp_path, tokenizer, workers):
         **toys.write_data(tmp_path, "ii"),
         tokenizer=tokenizer,
         encoding=EncodingOptions("v1", 512, (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2),
-        pictures=PictureOptions(toys.IMAGE_SIZE, (0.5, 0.5, 0.5), "square", 10**6),
+        pictures=PictureOptions(toys.IMAGE_SIZE, toys.PATCH_SIZE, (0.5, 0.5, 0.5)),
         cache_dir=str(tmp_path / "cache"),
     )
     path = Path(tmp_path / "images" / "1.png")
