@@ -1,6 +1,7 @@
 """The tensors of one micro-batch: all that data and model know of each other.
 
-T tokens of all samples laid end to end, M image positions among them, S supervised positions, N pictures.
+T tokens of all samples laid end to end, M image positions among them, S supervised positions, N image tiles of
+P patches each, R pooled features made of up to K others.
 """
 
 import dataclasses
@@ -16,8 +17,10 @@ class Batch:
     input_ids (1, T) int64, 0 at image positions; position_ids (1, T) int64, from 0 in every sample;
     cu_seqlens (samples + 1,) int32, where samples start, and T; max_seqlen, the longest sample;
     target_positions (S,) int64, positions whose output is supervised; targets (S,) int64, the ids expected there;
-    pixel_values (N, 3, H, W) uint8, at least one picture (a blank one placed nowhere if the samples have none);
-    image_positions (M,) int64, where in T a feature goes; feature_index (M,) int64, which of the N * P features.
+    pixel_values (N, 3, H, W) uint8, at least one tile (a blank one placed nowhere if the samples have none);
+    pool_index (R, K) int64, which of the N * P features are pooled; pool_weight (R, K) float32, their weights;
+    image_positions (M,) int64, where in T something of a picture goes, newlines last; feature_index (F,) int64, what
+    goes to the first F of them: a row of the N * P features and, behind them, the R pooled ones.
     """
 
     input_ids: torch.Tensor
@@ -27,6 +30,8 @@ class Batch:
     target_positions: torch.Tensor
     targets: torch.Tensor
     pixel_values: torch.Tensor
+    pool_index: torch.Tensor
+    pool_weight: torch.Tensor
     image_positions: torch.Tensor
     feature_index: torch.Tensor
 

@@ -3,16 +3,22 @@
 Here:      vision_tower.clip.*   projector.layers.{0,2}.*   language_model.*
 LLaVA:                           model.mm_projector.{0,2}.*, or model.mm_projector.* for a linear projector
 llava-hf:  vision_tower.vision_model.*   multi_modal_projector.linear_{1,2}.*   language_model.*
+
+The learned newline is newline.embedding here, model.image_newline in LLaVA's files and image_newline in llava-hf's.
 """
 
 import re
 
 PROJECTOR = "projector.layers."
 LLAVA_PROJECTOR = "model.mm_projector."
+NEWLINE = "newline.embedding"
+LLAVA_NEWLINE = "model.image_newline"
 
 
 def projector_to_llava(name: str, kind: str) -> str:
-    """ "projector.layers.0.weight" as LLaVA's mm_projector.bin spells it, for a kind of projector."""
+    """ "projector.layers.0.weight" as LLaVA's mm_projector.bin spells it, for a kind of projector; the newline too."""
+    if name == NEWLINE:
+        return LLAVA_NEWLINE
     rest = name.removeprefix(PROJECTOR)
     return LLAVA_PROJECTOR + (rest.removeprefix("0.") if kind == "linear" else rest)
 
@@ -24,6 +30,11 @@ def projector_from_llava(name: str) -> str | None:
     """
     found = re.search(r"(?:^|\.)mm_projector\.(\d+\.)?(weight|bias)$", name)
     return None if found is None else f"layers.{found[1] or '0.'}{found[2]}"
+
+
+def newline_from_llava(name: str) -> str | None:
+    """A name in a projector file to the one in the newline module ("embedding"); None for other tensors."""
+    return "embedding" if re.search(r"(?:^|\.)image_newline$", name) else None
 
 
 def language_model_from_disk(name: str) -> str | None:
@@ -52,4 +63,6 @@ def to_hf(name: str) -> str:
     if name.startswith(PROJECTOR):
         layer, _, rest = name.removeprefix(PROJECTOR).partition(".")
         return f"multi_modal_projector.linear_{ {'0': 1, '2': 2}[layer] }.{rest}"
+    if name == NEWLINE:
+        return "image_newline"
     return name

@@ -1,12 +1,145 @@
-"""Sizes of pictures on their way to the tower: pure arithmetic, no tensors, no files."""
+# P features of a tile (side x side of them), n tiles of one picture or video
+"""Sizes of pictures on their way to the model, and where their features go: pure arithmetic, no tensors, no files."""
+
+import ast
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from llava_ds.arguments import DataArguments, ModelArguments
+from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError
+
+Size = tuple[int, int]  # width, height
+
+ASPECT_RATIOS = ("square", "pad", "original", "anyres", "anyres_max_N")
+DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and down, in LLaVA-NeXT's order
+
+# A picture of many grids is small; the rows of its features are not.
+_MAX_LAYOUTS, _MAX_ROWS = 4096, 64
+
+
+@dataclass(frozen=True)
+class PictureOptions:
+    """All that the pixels of a picture or video, and the order of its features, depend on.
+
+    size: side of the tower's square in pixels; mean: per channel, in [0, 1]; pinpoints: sizes that an anyres picture
+    may take, (width, height) in pixels, () for LLaVA-NeXT's five; the rest are the flags of like names.
+    """
+
+    size: int
+    patch_size: int
+    mean: tuple[float, ...]
+    aspect_ratio: str = "square"
+    pinpoints: tuple[Size, ...] = ()
+    merge_type: Literal["flat", "spatial", "spatial_unpad"] = "flat"
+    max_pixels: int = MAX_IMAGE_PIXELS
+    fast_decoding: bool = False
+    video_fps: int = 1
+    frames_upbound: int = 32
+    pool_stride: int = 2
+    pool_mode: Literal["average", "bilinear"] = "bilinear"
+    newline_position: Literal["grid", "frame", "one_token", "no_token"] = "one_token"
+
+    @property
+    def side(self) -> int:
+        """Features in a row, and in a column, of a tile."""
+        return self.size // self.patch_size
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """P, the class token dropped."""
+        return num_image_tokens(self.size, self.patch_size)
+
+    @property
+    def has_newline(self) -> bool:
+        """Whether the model has a learned newline, and the table of features a row for it."""
+        return self.merge_type == "spatial_unpad"
+
+    @property
+    def is_anyres(self) -> bool:
+        """Whether a picture on its own is cut into tiles."""
+        return self.aspect_ratio.startswith("anyres")
+
+    @property
+    def max_tiles(self) -> int | None:
+        """The N of anyres_max_N."""
+        found = re.fullmatch(r"anyres_max_(\d+)", self.aspect_ratio)
+        return None if found is None else int(found[1])
+
+
+def picture_options(
+    model: ModelArguments, data: DataArguments, size: int, patch_size: int, mean: tuple[float, ...]
+) -> PictureOptions:
+    """The options that the flags and the tower say. Raises ConfigError for flags that can't be."""
+    ratio = data.image_aspect_ratio
+    if ratio not in ASPECT_RATIOS[:4] and not re.fullmatch(r"anyres_max_[1-9]\d*", ratio):
+        raise ConfigError(f"--image_aspect_ratio {ratio!r} is unknown: choose from {', '.join(ASPECT_RATIOS)}")
+    stride = data.mm_spatial_pool_stride
+    if not 1 <= stride <= size // patch_size:
+        raise ConfigError(
+            f"--mm_spatial_pool_stride is {stride}: give a value from 1 to {size // patch_size}, the features in a row"
+        )
+    for name in ("video_fps", "frames_upbound"):
+        if getattr(data, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(data, name)}: give 1 or more")
+    return PictureOptions(
+        size=size,
+        patch_size=patch_size,
+        mean=mean,
+        aspect_ratio=ratio,
+        pinpoints=parse_pinpoints(data.image_grid_pinpoints, size) if ratio.startswith("anyres") else (),
+        merge_type=model.mm_patch_merge_type,
+        max_pixels=data.max_image_pixels,
+        fast_decoding=data.fast_image_decoding,
+        video_fps=data.video_fps,
+        frames_upbound=data.frames_upbound,
+        pool_stride=stride,
+        pool_mode=data.mm_spatial_pool_mode,
+        newline_position=data.mm_newline_position,
+    )
+
+
+def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
+    """The sizes that --image_grid_pinpoints names, (width, height) in pixels, in its order, which decides ties.
+
+    LLaVA's list "[(336,672),(672,336)]", or LLaVA-NeXT's range "(1x1),...,(6x6)": every grid between the first and
+    the last named. None gives LLaVA-NeXT's five. Raises ConfigError for other texts and for sizes that tiles of size
+    x size don't fill.
+    """
+    if text is None:
+        return tuple((across * size, down * size) for across, down in DEFAULT_GRIDS)
+    if re.fullmatch(r"[\s\[]*\(\d+x\d+\)[\s,.()\dx]*[\s\]]*", text):
+        grids = [(int(across), int(down)) for across, down in re.findall(r"\((\d+)x(\d+)\)", text)]
+        (first_across, first_down), (last_across, last_down) = grids[0], grids[-1]
+        found = [
+            (across * size, down * size)
+            for across in range(first_across, last_across + 1)
+            for down in range(first_down, last_down + 1)
+        ]
+    else:
+        try:
+            found = [(width, height) for width, height in ast.literal_eval(text)]
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            found = []
+    fits = all(type(side) is int and side > 0 and side % size == 0 for pinpoint in found for side in pinpoint)
+    if not found or not fits:
+        raise ConfigError(
+            f"--image_grid_pinpoints {text!r} can't be used: give sizes that are multiples of the tower's {size} "
+            f"pixels, like [({size},{2 * size}),({2 * size},{size})], or a range of grids like (1x1),...,(3x3)"
+        )
+    return tuple(found)
 
 
 def num_image_tokens(image_size: int, patch_size: int) -> int:
-    """Features that one picture gives: one per patch of the square, the class token dropped."""
+    """Features that one tile gives: one per patch of the square, the class token dropped."""
     return (image_size // patch_size) ** 2
 
 
-def resized_size(width: int, height: int, short_side: int) -> tuple[int, int]:
+def resized_size(width: int, height: int, short_side: int) -> Size:
     """(width, height) after the shorter side was scaled to short_side.
 
     Source: transformers' get_resize_output_image_size with default_to_square=False, which rounds the long side down.
@@ -32,3 +165,205 @@ def square_padding(width: int, height: int) -> tuple[int, int, int]:
     """
     side = max(width, height)
     return side, (side - width) // 2, (side - height) // 2
+
+
+def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:
+    """The pinpoint that keeps most of a picture's pixels and, among equals, wastes least of its own.
+
+    Source: LLaVA's select_best_resolution.
+    """
+    width, height = size
+    best, most_kept, least_wasted = pinpoints[0], 0, math.inf
+    for across, down in pinpoints:
+        scale = min(across / width, down / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        wasted = across * down - kept
+        if kept > most_kept or (kept == most_kept and wasted < least_wasted):
+            best, most_kept, least_wasted = (across, down), kept, wasted
+    return best
+
+
+def fitted_size(size: Size, target: Size) -> Size:
+    """The picture's size scaled to fill one side of the target and stay within the other.
+
+    Source: LLaVA's resize_and_pad_image.
+    """
+    (width, height), (across, down) = size, target
+    by_width, by_height = across / width, down / height
+    if by_width < by_height:
+        return across, min(math.ceil(height * by_width), down)
+    return min(math.ceil(width * by_height), across), down
+
+
+def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) of the features that show the picture and not its padding, of across x down.
+
+    An extreme picture may have no column (or row) left. Source: LLaVA's unpad_image, which rounds the picture down.
+    """
+    width, height = size
+    if width / height > across / down:
+        padding = (down - int(height * (across / width))) // 2
+        return 0, padding, across, down - padding
+    padding = (across - int(width * (down / height))) // 2
+    return padding, 0, across - padding, down
+
+
+def even_frames(num_frames: int, most: int) -> list[int]:
+    """Indices of at most so many frames, evenly spread from the first to the last. Source: LLaVA-NeXT."""
+    if num_frames <= most:
+        return list(range(num_frames))
+    return np.linspace(0, num_frames - 1, most, dtype=int).tolist()
+
+
+def video_frames(num_frames: int, frame_rate: float, video_fps: int, frames_upbound: int) -> list[int]:
+    """Indices of the frames that are taken of a video file: video_fps in a second, spread evenly when too many.
+
+    Source: LLaVA-NeXT's process_video_with_decord.
+    """
+    taken = list(range(0, num_frames, max(1, round(frame_rate / video_fps))))
+    return taken if len(taken) <= frames_upbound else even_frames(num_frames, frames_upbound)
+
+
+@dataclass(frozen=True)
+class MediaLayout:
+    """How the tiles of one picture or video become features in a sequence.
+
+    num_tiles, n: squares that the tower sees, an anyres picture's overview first, then its tiles row by row;
+    num_tokens: positions in the sequence, newlines included. The rest says which features, in which order.
+    """
+
+    num_tiles: int
+    num_tokens: int
+    side: int
+    grid: tuple[int, int] | None  # tiles across and down behind the overview; None: no overview, blocks of one tile
+    box: tuple[int, int, int, int]  # of each block's features: left, top, right, bottom
+    pooled: tuple[int, int] | None  # width and height that each block's features are pooled to; None: they stay
+    pool_stride: int | None  # of average pooling; None: bilinear
+    newline: Literal["none", "end", "block", "row"]  # what the newline comes behind
+
+    @property
+    def rows(self) -> np.ndarray:
+        """(num_tokens,) int64: what stands at each position. Below n * P, a feature of the tiles in order; n * P, the
+        newline; above, the pooled feature of that number."""
+        return _indices(self)[0]
+
+    @property
+    def pool_index(self) -> np.ndarray:
+        """(R, K) int64: the features of the tiles that each pooled feature is made of."""
+        return _indices(self)[1]
+
+    @property
+    def pool_weight(self) -> np.ndarray:
+        """(R, K) float32: their weights, which add up to 1."""
+        return _indices(self)[2]
+
+
+@lru_cache(maxsize=_MAX_LAYOUTS)
+def media_layout(
+    kind: Literal["image", "frames", "video"], sizes: tuple[Size, ...], num_media: int, options: PictureOptions
+) -> MediaLayout:
+    """The layout of one picture (a size) or video (a size per frame) of a sample that shows num_media of them.
+
+    A picture that is not alone is not cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
+    """
+    side, newline = options.side, options.has_newline
+    whole = (0, 0, side, side)
+    if kind != "image":
+        n, stride = len(sizes), options.pool_stride
+        average = options.pool_mode == "average"
+        short = side // stride if average else math.ceil(side / stride)
+        pooled = (short, short) if stride > 1 else None
+        behind = {"grid": "row", "frame": "block", "one_token": "end", "no_token": "none"}[options.newline_position]
+        behind = behind if newline else "none"
+        tokens = n * short * short + {"row": n * short, "block": n, "end": 1, "none": 0}[behind]
+        return MediaLayout(n, tokens, side, None, whole, pooled, stride if average else None, behind)
+    if not options.is_anyres or num_media > 1:
+        return MediaLayout(1, side * side + newline, side, None, whole, None, None, "end" if newline else "none")
+    pinpoints = options.pinpoints or parse_pinpoints(None, options.size)
+    grid = tuple(length // options.size for length in best_pinpoint(sizes[0], pinpoints))
+    n = 1 + grid[0] * grid[1]
+    if options.merge_type == "flat":
+        return MediaLayout(n, n * side * side, side, None, whole, None, None, "none")
+    across, down = grid[0] * side, grid[1] * side
+    box = unpadded_box(sizes[0], across, down) if newline else (0, 0, across, down)
+    width, height = box[2] - box[0], box[3] - box[1]
+    pooled = _scaled_down(width, height, options.max_tiles, side) if newline else None
+    width, height = pooled or (width, height)
+    tokens = side * side + height * (width + newline)
+    return MediaLayout(n, tokens, side, grid, box, pooled, None, "row" if newline else "none")
+
+
+def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:
+    """The size that features of more than max_tiles' worth are scaled to; None if they stay."""
+    if max_tiles is None:
+        return None
+    times = math.sqrt(height * width / (max_tiles * side**2))
+    if times <= 1.1:
+        return None
+    return max(1, int(width // times)), max(1, int(height // times))  # LLaVA-NeXT crashes where it gets none
+
+
+@lru_cache(maxsize=_MAX_ROWS)
+def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """rows, pool_index, pool_weight."""
+    n, side = layout.num_tiles, layout.side
+    features = np.arange(n * side * side).reshape(n, side, side)
+    overview = features[:0].reshape(-1)
+    if layout.grid is not None:
+        across, down = layout.grid
+        overview = features[0].reshape(-1)
+        tiles = features[1:].reshape(down, across, side, side)
+        features = tiles.transpose(0, 2, 1, 3).reshape(1, down * side, across * side)  # the picture row by row
+    left, top, right, bottom = layout.box
+    blocks = features[:, top:bottom, left:right]  # (blocks, height, width)
+    newline = n * side * side
+    index, weight = np.zeros((0, 1), np.int64), np.zeros((0, 1), np.float32)
+    if layout.pooled is not None:
+        width, height = layout.pooled
+        if layout.pool_stride is not None:
+            index, weight = _average(blocks, width, height, layout.pool_stride)
+        else:
+            index, weight = _bilinear(blocks, width, height)
+        blocks = newline + 1 + np.arange(len(index)).reshape(len(blocks), height, width)
+    if layout.newline == "block":
+        blocks = blocks.reshape(len(blocks), 1, -1)
+    if layout.newline in ("row", "block"):
+        blocks = np.concatenate([blocks, np.full((*blocks.shape[:2], 1), newline)], axis=2)
+    end = [newline] if layout.newline == "end" else []
+    rows = np.concatenate([overview, blocks.reshape(-1), np.array(end, np.int64)])
+    assert len(rows) == layout.num_tokens
+    for array in (rows, index, weight):
+        array.flags.writeable = False
+    return rows, index, weight
+
+
+def _average(blocks: np.ndarray, width: int, height: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sources and weights of torch's avg_pool2d, which leaves out what does not fill a square at the far edges."""
+    used = blocks[:, : height * stride, : width * stride].reshape(len(blocks), height, stride, width, stride)
+    index = used.transpose(0, 1, 3, 2, 4).reshape(-1, stride * stride)
+    return index, np.full(index.shape, 1 / stride**2, np.float32)
+
+
+def _bilinear(blocks: np.ndarray, width: int, height: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sources and weights of torch's interpolate with mode="bilinear", align_corners=False and a size."""
+    top, bottom, low = _taps(blocks.shape[1], height)
+    left, right, far = _taps(blocks.shape[2], width)
+    corners = [
+        (y, x, wy[:, None] * wx[None])
+        for y, wy in ((top, 1 - low), (bottom, low))
+        for x, wx in ((left, 1 - far), (right, far))
+    ]
+    index = np.stack([blocks[:, y[:, None], x[None]] for y, x, _ in corners], axis=-1).reshape(-1, 4)
+    weight = np.stack([weight for _, _, weight in corners], axis=-1).reshape(-1, 4)
+    return index, np.tile(weight, (len(blocks), 1)).astype(np.float32)
+
+
+def _taps(length: int, new_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per new position: the two old ones that it lies between, and the weight of the second.
+
+    In single precision with a fused multiply-add, as torch's kernels compute it.
+    """
+    scale = np.float64(np.float32(length) / np.float32(new_length))
+    place = (scale * (np.arange(new_length) + 0.5) - 0.5).astype(np.float32).clip(0)
+    first = np.minimum(place.astype(np.int64), length - 1)
+    return first, np.minimum(first + 1, length - 1), (place - first.astype(np.float32)).clip(0, 1)

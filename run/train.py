@@ -218,7 +218,7 @@ def _print_plan(
 def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_dir: Path, ranks: Ranks) -> None:
     """The llava-hf folder, proven on one sample: transformers has to compute the same logits from it."""
     sample = dataset[dataset.first_with_picture()]
-    batch = collate([sample], plan.images.size, plan.images.num_tokens).to(ranks.device)
+    batch = collate([sample], dataset.pictures).to(ranks.device)
     engine.eval()
     with torch.no_grad():
         logits = engine(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))

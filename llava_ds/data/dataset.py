@@ -250,7 +250,7 @@ def _content_parts(
 ) -> list[str]:
     """All that the encoded samples follow from, wherever it lies."""
     read = [
-        repr((source.reader, source.record_format, source.columns, source.selection))
+        repr((source.kind, source.format, source.columns, source.selection))
         + "".join(file_digest(path, cache_dir) for path in source.files)
         for source in sources
     ]

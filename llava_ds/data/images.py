@@ -1,80 +1,306 @@
+# n tiles of one picture or video, S side of the tower's square
 """Pictures from disk to uint8 squares. Normalisation happens on the device, in the tower."""
 
+import contextlib
+import functools
+import os
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
 from llava_ds import geometry
 from llava_ds.constants import MAX_IMAGE_PIXELS, DataError
+from llava_ds.data import video
+from llava_ds.data.files import opened_file
+from llava_ds.data.sample import FileRef, Media
+from llava_ds.geometry import MediaLayout, PictureOptions, Size
+
+# Raster formats whose decoders run no program and open no other file. Not ICO: it hides pictures of other sizes.
+FORMATS = (
+    "JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "PCX", "TGA",
+)  # fmt: skip
+
+# What --fast_image_decoding lets libjpeg leave, in multiples of the size that is needed. More is slower and nearer.
+DRAFT_MARGIN = 2
+
+_BAND_PIXELS = 4_000_000  # converted or padded at a time, so that no second copy of a large picture is made
+_ORIENTATION = 0x0112  # the EXIF tag
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
-def load_image(path: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+def probe(media: Media, options: PictureOptions) -> tuple[Size, ...]:
+    """The upright (width, height) of a picture, or of every frame that is taken of a video, from headers only.
+
+    Nothing is decoded. Raises DataError for what can't be a picture, or is too large as it is or once resized, and
+    ConfigError for a video file without the extra that decodes it.
+    """
+    if media.kind == "video":
+        return video.probe(media.refs[0], options)
+    sizes = []
+    for ref in _taken(media, options):
+        with _opened(ref, options.max_pixels) as (_, _, size):
+            sizes.append(size)
+        _check_resized(ref, size, _aspect_ratio(media, options), options)
+    return tuple(sizes)
+
+
+def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, options: PictureOptions) -> torch.Tensor:
+    """(n, 3, S, S) uint8: the tiles of a picture or the frames of a video, whose sizes probe gave.
+
+    Raises DataError for a broken file, and for one that has another size than it was probed with.
+    Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
+    """
+    size, mean, bound = options.size, options.mean, options.max_pixels
+    if media.kind == "video":
+        frames = video.frames(media.refs[0], sizes, options)
+        return torch.stack([to_pixels(frame, size, "square", mean, bound) for frame in frames])
+    tiles = []
+    aspect_ratio = _aspect_ratio(media, options)
+    tiled = media.kind == "image" and layout.num_tiles > 1
+    for ref, expected in zip(_taken(media, options), sizes, strict=True):
+        pinpoint = geometry.best_pinpoint(expected, _pinpoints(options)) if tiled else None
+        least = _least_size(expected, aspect_ratio, pinpoint, options) if options.fast_decoding else None
+        picture = _load(ref, bound, expected, least)
+        if tiled:
+            tiles += _cut(picture, expected, pinpoint, size)
+        else:
+            tiles.append(to_pixels(picture, size, aspect_ratio, mean, bound))
+    return torch.stack(tiles)
+
+
+def load_image(source: str | os.PathLike | FileRef, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """An RGB picture, turned as its EXIF data says, its transparent parts white.
 
     The size is read from the header and checked before anything is decoded. Raises DataError with the path.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels is the bound here
-            with Image.open(path) as image:
-                width, height = image.size
-                if width * height > max_pixels:
-                    raise DataError(
-                        f"{path} has {width} x {height} pixels, more than the bound of {max_pixels}: "
-                        "scale it down or leave it out (training has --max_image_pixels to raise the bound)"
-                    )
-                image.load()
-                return to_rgb(ImageOps.exif_transpose(image))
-    except DataError:
-        raise
-    except Image.DecompressionBombError as error:
-        raise DataError(f"{path}: {error}") from error
-    except Exception as error:  # Pillow's decoders raise almost any type on broken files
-        raise DataError(
-            f"{path} can't be read as a picture ({type(error).__name__}: {error}): replace it or leave it out"
-        ) from error
+    return _load(source if isinstance(source, FileRef) else FileRef(str(source)), max_pixels)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """The picture as a person would see it on white, in RGB."""
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        values = np.asarray(image, dtype=np.float64)
-        if image.mode.startswith("I;16") or (image.mode == "I" and values.max(initial=0) > 255):
-            values = values / 257  # 16 bits to 8; Pillow's own conversion would cut everything above 255 off
-        image = Image.fromarray(values.clip(0, 255).round().astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        ground = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(ground, image).convert("RGB")
-    return image.convert("RGB")
+    if image.mode == "F":
+        image = Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).round().astype(np.uint8))
+    elif image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        if image.mode != "I" or values.max(initial=0) > 255:
+            # 16 bits to 8; Pillow's own conversion would cut everything above 255 off.
+            image = Image.fromarray(_sixteen_to_eight()[values.clip(0, 65535)])
+        else:
+            image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return image.convert("RGB")
+    whole = Image.new("RGB", image.size)
+    for top, bottom in _bands(*image.size):
+        part = image.crop((0, top, image.width, bottom)).convert("RGBA")
+        ground = Image.new("RGBA", part.size, "white")
+        whole.paste(Image.alpha_composite(ground, part).convert("RGB"), (0, top))
+    return whole
 
 
 def to_pixels(
     image: Image.Image, size: int, aspect_ratio: str, mean: tuple[float, ...], max_pixels: int = MAX_IMAGE_PIXELS
 ) -> torch.Tensor:
-    """(3, size, size) uint8. aspect_ratio "square" crops the centre, "pad" keeps everything on the mean colour.
+    """(3, size, size) uint8. "pad" keeps everything on the mean colour, "square" and "original" crop the centre.
 
     Raises DataError for a picture so narrow that its resized form would have more than max_pixels.
     Source: LLaVA's process_images and transformers' CLIPImageProcessor (PIL), up to rescaling and normalisation.
     """
     if aspect_ratio == "pad":
-        image = _expand_to_square(image, tuple(int(value * 255) for value in mean))
+        return _tensor(_padded(image, size, tuple(int(value * 255) for value in mean)))
     width, height = geometry.resized_size(*image.size, size)
     if width * height > max_pixels:
-        raise DataError(
-            f"a picture of {image.size} would be resized to {width} x {height}: use --image_aspect_ratio pad"
-        )
+        raise DataError(_too_narrow(image.size, (width, height)))
     image = image.resize((width, height), Image.Resampling.BICUBIC)
-    image = image.crop(geometry.centre_box(*image.size, size))
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    return _tensor(image.crop(geometry.centre_box(*image.size, size)))
 
 
-def _expand_to_square(image: Image.Image, colour: tuple[int, ...]) -> Image.Image:
+@contextlib.contextmanager
+def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, Size]]:
+    """An open picture of which only the header was read, its EXIF orientation, and its size once upright.
+
+    Whatever goes wrong with the picture, here or in the block, becomes a DataError with its path.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # max_pixels is the bound here; what is broken raises
+            with opened_file(ref) as file, Image.open(file, formats=_known_formats()) as image:
+                width, height = image.size
+                if width * height > max_pixels:
+                    raise DataError(
+                        f"{ref.path} has {width} x {height} pixels, more than the bound of {max_pixels}: "
+                        "scale it down or leave it out (training has --max_image_pixels to raise the bound)"
+                    )
+                _check_tiff_tiles(ref, image, max_pixels)
+                turn = _orientation(image)
+                yield image, turn, (height, width) if turn >= 5 else (width, height)
+    except DataError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{ref.path}: {error}") from error
+    except Exception as error:  # Pillow's decoders raise almost any type on broken files
+        raise DataError(
+            f"{ref.path} can't be read as a picture ({type(error).__name__}: {_first_line(error)}): "
+            "replace it or leave it out"
+        ) from error
+
+
+def _load(ref: FileRef, max_pixels: int, expected: Size | None = None, least: Size | None = None) -> Image.Image:
+    """The picture in RGB and upright. least: a JPEG may be scaled down while decoding, to no less than this."""
+    with _opened(ref, max_pixels) as (image, turn, size):
+        if expected is not None and size != expected:
+            raise DataError(
+                f"{ref.path} has {size[0]} x {size[1]} pixels, but had {expected[0]} x {expected[1]} when the data "
+                "was checked: it was changed since; start again to check it anew"
+            )
+        if least is not None:
+            image.draft(None, (least[1], least[0]) if turn >= 5 else least)
+        stored = image.size
+        image.load()
+        if image.size != stored:
+            raise DataError(f"{ref.path} is of another size than its header says: replace it or leave it out")
+        picture = to_rgb(image)
+        return picture.transpose(_TURNS[turn]) if turn in _TURNS else picture
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation that the header tells, 1 to 8, before and after decoding the same.
+
+    A PNG may carry EXIF data behind its pixels, which is left alone, for reading it means decoding; and Pillow turns
+    a TIFF itself. Damaged EXIF data turn nothing, as in any viewer.
+    """
+    if image.format == "TIFF":
+        return 1
+    try:
+        turn = Image.Image.getexif(image).get(_ORIENTATION, 1)  # not the PNG plugin's, which decodes to look further
+    except Exception:  # its parser raises almost any type on broken data
+        return 1
+    return turn if turn in _TURNS else 1
+
+
+def _check_tiff_tiles(ref: FileRef, image: Image.Image, max_pixels: int) -> None:
+    """A tiny TIFF may be made of huge tiles, which its decoder would make room for."""
+    if image.format == "TIFF":
+        tile = image.tag_v2.get(322, 0), image.tag_v2.get(323, 0)
+        if tile[0] * tile[1] > max_pixels:
+            raise DataError(f"{ref.path} is stored in tiles of {tile[0]} x {tile[1]} pixels: save it in smaller ones")
+
+
+def _taken(media: Media, options: PictureOptions) -> list[FileRef]:
+    """The pictures that are shown: all of them, or no more frames than --frames_upbound."""
+    if media.kind == "image":
+        return list(media.refs)
+    return [media.refs[i] for i in geometry.even_frames(len(media.refs), options.frames_upbound)]
+
+
+def _aspect_ratio(media: Media, options: PictureOptions) -> str:
+    """How a picture becomes one square. Frames go to the tower's processor as they are, as in LLaVA-NeXT."""
+    if media.kind != "image":
+        return "square"
+    return "pad" if options.is_anyres else options.aspect_ratio
+
+
+def _pinpoints(options: PictureOptions) -> tuple[Size, ...]:
+    return options.pinpoints or geometry.parse_pinpoints(None, options.size)
+
+
+def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: PictureOptions) -> None:
+    """Refuse a picture so narrow that some step on its way to the tower would have more pixels than the bound."""
+    if aspect_ratio == "pad":
+        width, height = max(size), options.size
+    else:
+        width, height = geometry.resized_size(*size, options.size)
+    if width * height > options.max_pixels:
+        raise DataError(f"{ref.path}: {_too_narrow(size, (width, height))}")
+
+
+def _too_narrow(size: Size, resized: Size) -> str:
+    return (
+        f"a picture of {size[0]} x {size[1]} would be resized to {resized[0]} x {resized[1]}: "
+        "leave it out, or use --image_aspect_ratio pad"
+    )
+
+
+def _least_size(size: Size, aspect_ratio: str, pinpoint: Size | None, options: PictureOptions) -> Size:
+    """The smallest size in which a picture may be decoded and still be scaled down for every use of it."""
+    side = options.size
+    if pinpoint is not None:
+        fitted = geometry.fitted_size(size, pinpoint)
+        needed = max(fitted[0], side), max(fitted[1], side)
+    elif aspect_ratio == "pad":
+        needed = geometry.fitted_size(size, (side, side))
+    else:
+        needed = geometry.resized_size(*size, side)
+    return DRAFT_MARGIN * needed[0], DRAFT_MARGIN * needed[1]
+
+
+def _cut(image: Image.Image, size: Size, pinpoint: Size, side: int) -> list[torch.Tensor]:
+    """The overview, stretched to a square, and the tiles of the picture on black, row by row.
+
+    Source: LLaVA's process_anyres_image, which resizes by Pillow's default for RGB, bicubic.
+    """
+    fitted = geometry.fitted_size(size, pinpoint)
+    canvas = Image.new("RGB", pinpoint, (0, 0, 0))
+    corner = (pinpoint[0] - fitted[0]) // 2, (pinpoint[1] - fitted[1]) // 2
+    canvas.paste(image.resize(fitted, Image.Resampling.BICUBIC), corner)
+    overview = image.resize((side, side), Image.Resampling.BICUBIC)
+    boxes = [
+        (left, top, left + side, top + side)
+        for top in range(0, pinpoint[1], side)
+        for left in range(0, pinpoint[0], side)
+    ]
+    return [_tensor(overview), *(_tensor(canvas.crop(box)) for box in boxes)]
+
+
+def _padded(image: Image.Image, size: int, colour: tuple[int, ...]) -> Image.Image:
+    """The picture in the middle of a square, which is resized to size x size.
+
+    A large square is made and narrowed a band at a time, which gives the same pixels, for Pillow resizes rows first.
+    Source: LLaVA's expand2square.
+    """
     side, left, top = geometry.square_padding(*image.size)
     if image.size == (side, side):
-        return image
-    square = Image.new("RGB", (side, side), colour)
-    square.paste(image, (left, top))
-    return square
+        return image.resize((size, size), Image.Resampling.BICUBIC)
+    narrow = Image.new("RGB", (size, side))
+    for first, last in _bands(side, side):
+        band = Image.new("RGB", (side, last - first), colour)
+        band.paste(image, (left, top - first))
+        narrow.paste(band.resize((size, last - first), Image.Resampling.BICUBIC), (0, first))
+    return narrow.resize((size, size), Image.Resampling.BICUBIC)
+
+
+def _bands(width: int, height: int) -> Iterator[tuple[int, int]]:
+    """(first, last) rows of bands of some million pixels."""
+    step = max(1, _BAND_PIXELS // width)
+    for first in range(0, height, step):
+        yield first, min(first + step, height)
+
+
+def _tensor(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()  # (3, S, S)
+
+
+@functools.cache
+def _sixteen_to_eight() -> np.ndarray:
+    return ((np.arange(65536) + 128) // 257).astype(np.uint8)
+
+
+@functools.cache
+def _known_formats() -> tuple[str, ...]:
+    """FORMATS without those that this Pillow was built without."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

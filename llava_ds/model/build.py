@@ -22,10 +22,10 @@ from transformers.integrations.deepspeed import prevent_arange_dtype_change
 from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks
+from llava_ds.distributed import Ranks, print_first
 from llava_ds.model import attention
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.projector import build_projector
+from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.vision import ImageSpec, VisionTower, read_image_spec, read_vision_config, truncated
 from llava_ds.model.weights import TensorSource, WeightFiles, load_weights
 
@@ -89,7 +89,8 @@ def build_model(
         language_model.tie_weights()  # from_config leaves it to the initialisation that is switched off here
         tower = VisionTower(plan.vision_config, args.mm_vision_select_layer, mean, std)
         projector = build_projector(args.mm_projector_type, plan.vision_config.hidden_size, plan.hidden_size)
-        model = LlavaModel(tower, projector, language_model)
+        newline = Newline(plan.hidden_size) if args.mm_patch_merge_type == "spatial_unpad" else None
+        model = LlavaModel(tower, projector, language_model, newline)
     assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
     assert not unpartitioned, f"built outside zero.Init: {unpartitioned[:3]}"
@@ -106,18 +107,33 @@ def build_model(
     num_layers = tower.clip.config.num_hidden_layers
     tower_files = WeightFiles(args.vision_tower, partial(formats.clip_from_disk, num_layers=num_layers))
     load_weights(tower, tower_files, ranks, "--vision_tower")
-    load_weights(projector, _projector_source(plan, args, seed), ranks, "--pretrain_mm_mlp_adapter")
+    for part, source in zip((projector, newline), _adapter_sources(plan, args, seed)):
+        if part is not None:
+            load_weights(part, source, ranks, "--pretrain_mm_mlp_adapter")
     return model
 
 
-def _projector_source(plan: ModelPlan, args: ModelArguments, seed: int) -> WeightFiles | TensorSource:
-    """The projector of stage 1, or a fresh one that is the same whatever the stage, the precision and the ranks."""
-    if args.pretrain_mm_mlp_adapter is not None:
-        return WeightFiles(args.pretrain_mm_mlp_adapter, formats.projector_from_llava)
+def _adapter_sources(
+    plan: ModelPlan, args: ModelArguments, seed: int
+) -> tuple[WeightFiles | TensorSource, WeightFiles | TensorSource]:
+    """Projector and newline of stage 1, or fresh ones, the same whatever the stage, precision and ranks.
+
+    Files of LLaVA-1.5's stage 1 hold no newline: it is fresh then, and a line says so.
+    """
     with torch.random.fork_rng(devices=[]):  # drawn on the CPU
         torch.manual_seed(seed)
-        fresh = build_projector(args.mm_projector_type, plan.vision_config.hidden_size, plan.hidden_size)
-    return TensorSource(fresh.state_dict(), "(fresh)")
+        projector = build_projector(args.mm_projector_type, plan.vision_config.hidden_size, plan.hidden_size)
+        newline = Newline(plan.hidden_size)
+    sources = [TensorSource(part.state_dict(), "(fresh)") for part in (projector, newline)]
+    path = args.pretrain_mm_mlp_adapter
+    if path is not None:
+        sources[0] = WeightFiles(path, formats.projector_from_llava)
+        stored = WeightFiles(path, formats.newline_from_llava)
+        if stored.shapes:
+            sources[1] = stored
+        elif args.mm_patch_merge_type == "spatial_unpad":
+            print_first(f"{path} holds no {formats.LLAVA_NEWLINE}: the newline starts from random numbers")
+    return tuple(sources)
 
 
 @contextlib.contextmanager

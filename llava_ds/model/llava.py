@@ -1,5 +1,6 @@
-# T tokens of all samples laid end to end, N pictures, P patches each, C tower width, D language-model width,
-# M image positions, S supervised positions, V vocabulary
+# T tokens of all samples laid end to end, N image tiles, P patches each, C tower width, D language-model width,
+# M image positions (F of them features, the rest newlines), S supervised positions, V vocabulary,
+# R pooled features made of up to K others
 """The composition: tower, projector, language model, and the loss of one micro-batch."""
 
 import torch
@@ -7,17 +8,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from llava_ds.batch import Batch
-from llava_ds.model.projector import Projector
+from llava_ds.model.projector import Newline, Projector
 from llava_ds.model.vision import VisionTower
 
 
 class LlavaModel(nn.Module):
     """A LLaVA over samples laid end to end. Calling it gives the loss, summed over the supervised positions."""
 
-    def __init__(self, vision_tower: VisionTower, projector: Projector, language_model: nn.Module) -> None:
+    def __init__(
+        self,
+        vision_tower: VisionTower,
+        projector: Projector,
+        language_model: nn.Module,
+        newline: Newline | None = None,
+    ) -> None:
         super().__init__()
         self.vision_tower = vision_tower
         self.projector = projector
+        if newline is not None:
+            self.newline = newline
         self.language_model = language_model
 
     def forward(self, batch: Batch, logits_at: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,11 +49,15 @@ class LlavaModel(nn.Module):
     def embed(self, batch: Batch) -> torch.Tensor:
         """Token embeddings with the pictures' features in their places: (1, T, D).
 
-        Tower and projector run exactly once, whatever the batch holds, so that the collectives of all ranks match;
-        features that no position asks for take part with a gradient of zero.
+        Tower, projector and newline run exactly once, whatever the batch holds, so that the collectives of all ranks
+        match; what no position asks for takes part with a gradient of zero.
         """
-        features = self.image_features(batch.pixel_values)  # (N, P, D)
-        placed = features.flatten(0, 1).index_select(0, batch.feature_index)  # (M, D)
+        table = self.image_features(batch.pixel_values).flatten(0, 1)  # (N * P, D)
+        if len(batch.pool_index):
+            table = torch.cat([table, _pooled(table, batch.pool_index, batch.pool_weight)])  # (N * P + R, D)
+        placed = table.index_select(0, batch.feature_index)  # (F, D)
+        if hasattr(self, "newline"):
+            placed = self.newline(placed, len(batch.image_positions))  # (M, D)
         embeds = self.language_model.get_input_embeddings()(batch.input_ids)  # (1, T, D)
         return embeds.index_copy(1, batch.image_positions, placed[None].to(embeds.dtype))
 
@@ -53,3 +66,14 @@ class LlavaModel(nn.Module):
         with torch.no_grad():
             features = self.vision_tower(pixel_values)  # (N, P, C)
         return self.projector(features)
+
+
+def _pooled(features: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Weighted sums of features: (N * P, D) by index and weight (R, K) to (R, D), added up in float32.
+
+    One source at a time, for all at once would hold K times the result.
+    """
+    pooled = torch.zeros(len(index), features.shape[1], dtype=torch.float32, device=features.device)
+    for k in range(index.shape[1]):
+        pooled = pooled + weight[:, k, None] * features.index_select(0, index[:, k]).float()
+    return pooled.to(features.dtype)

@@ -1,5 +1,6 @@
-# N pictures, P patches per picture, C tower width, D language-model width
-"""The projector from the tower's features to the language model's embedding space."""
+# N image tiles, P patches per tile, C tower width, D language-model width,
+# F features that are placed
+"""The projector from the tower's features to the language model's embedding space, and what stands between its rows."""
 
 import torch
 from torch import nn
@@ -19,6 +20,22 @@ class Projector(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         return self.layers(features)
+
+
+class Newline(nn.Module):
+    """The learned embedding behind the rows of a picture (LLaVA's image_newline), drawn as LLaVA draws it.
+
+    A module of its own, so that ZeRO-3 gathers it exactly where it is used.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(width) / width**0.5)
+
+    def forward(self, features: torch.Tensor, length: int) -> torch.Tensor:
+        """(F, D) followed by as many newlines as make it (length, D); the gradient of those is one sum in float32."""
+        newlines = self.embedding.to(features.dtype).expand(length - len(features), -1)
+        return torch.cat([features, newlines])
 
 
 def _linear(tower_width: int, width: int) -> nn.Sequential:

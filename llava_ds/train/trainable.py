@@ -7,14 +7,17 @@ from llava_ds.model.llava import LlavaModel
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
-    """Freeze what the stage leaves alone: the tower always, the language model in stage 1."""
+    """Freeze what the stage leaves alone: the tower always, the language model in stage 1.
+
+    The newline trains with the projector: in LLaVA's own stage 1 it stays as it was drawn.
+    """
     model.vision_tower.requires_grad_(False)
     model.language_model.requires_grad_(not args.model.tune_mm_mlp_adapter)
     model.projector.requires_grad_(True)
 
 
 def parameter_groups(model: LlavaModel, args: Arguments) -> list[dict]:
-    """AdamW's groups: language model, then projector at --mm_projector_lr, each with and without weight decay.
+    """AdamW's groups: language model, then projector and newline at --mm_projector_lr, each with and without decay.
 
     Biases and norms (every parameter of one dimension) do not decay. Empty groups are left out.
     Source: LLaVA's LLaVATrainer.create_optimizer.
@@ -22,11 +25,12 @@ def parameter_groups(model: LlavaModel, args: Arguments) -> list[dict]:
     training = args.training
     projector_lr = training.learning_rate if training.mm_projector_lr is None else training.mm_projector_lr
     groups = []
-    for name, part, lr in (
-        ("language_model", model.language_model, training.learning_rate),
-        ("projector", model.projector, projector_lr),
+    for name, parts, lr in (
+        ("language_model", ["language_model"], training.learning_rate),
+        ("projector", ["projector", "newline"], projector_lr),
     ):
-        trained = [p for p in part.parameters() if p.requires_grad]
+        named = [part for child, part in model.named_children() if child in parts]
+        trained = [p for part in named for p in part.parameters() if p.requires_grad]
         for suffix, decay, params in (
             ("", training.weight_decay, [p for p in trained if _ndim(p) > 1]),
             ("_no_decay", 0.0, [p for p in trained if _ndim(p) <= 1]),

@@ -10,9 +10,10 @@ from launching import ds_config, losses, run_many
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.dataset import EncodingOptions, open_encoded
 from llava_ds.data.sampler import epoch_order
 from llava_ds.distributed import Ranks
+from llava_ds.geometry import PictureOptions
 from llava_ds.model.build import build_model, plan_model
 
 STEPS = 20
@@ -99,7 +100,7 @@ def plain_torch(runs) -> dict[str, list[float]]:
         str(folder / "mixed/images"),
         plan.tokenizer,
         EncodingOptions("v1", 512, spec.num_tokens),
-        PictureOptions(spec.size, spec.mean, "square", 10**7),
+        PictureOptions(spec.size, spec.patch_size, spec.mean),
         str(folder / "cache"),
     )
     curves = {}
@@ -120,7 +121,7 @@ def plain_torch(runs) -> dict[str, list[float]]:
             for group, rate in zip(optimizer.param_groups, peak):
                 group["lr"] = rate * factor
             samples = [dataset[i] for i in order[step * BATCH : (step + 1) * BATCH]]
-            losses_of = [model(collate([sample], spec.size, spec.num_tokens)) for sample in samples]
+            losses_of = [model(collate([sample], dataset.pictures)) for sample in samples]
             counts = [int((sample.labels[1:] != -100).sum()) for sample in samples]
             if reduction == "token":
                 loss = sum(losses_of) / sum(counts)

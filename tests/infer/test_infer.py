@@ -21,6 +21,7 @@ from llava_ds.data.images import load_image, to_pixels
 from llava_ds.data.sources import read_samples
 from llava_ds.data.templates import Message, render, render_prompt
 from llava_ds.distributed import Ranks
+from llava_ds.geometry import PictureOptions, media_layout
 from llava_ds.infer.evaluate import accuracy_by_kind, is_correct, questions_of, table, without_image
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model
@@ -69,8 +70,10 @@ def test_a_wrong_export_is_noticed(built, data):
     model, plan, _, folder = built
     picture = load_image(read_samples(*data.values())[0].media[0].refs[0].path, 10**6)
     ids = torch.tensor([1, 5, *[-200] * plan.images.num_tokens, 9, 8])
-    sample = LoadedSample(ids, ids, [to_pixels(picture, plan.images.size, "square", plan.images.mean)])
-    batch = collate([sample], plan.images.size, plan.images.num_tokens)
+    spec = plan.images
+    options = PictureOptions(spec.size, spec.patch_size, spec.mean)
+    pixels = to_pixels(picture, spec.size, "square", spec.mean)[None]
+    batch = collate([LoadedSample(ids, ids, [(pixels, media_layout("image", (picture.size,), 1, options))])], options)
     tower = model.vision_tower
     with torch.no_grad():
         logits = model(batch, logits_at=torch.arange(len(ids)))
