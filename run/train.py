@@ -30,7 +30,7 @@ from llava_ds.distributed import (
 from llava_ds.ds_config import ResolvedConfig, check_engine, read_ds_config, resolve_ds_config
 from llava_ds.geometry import picture_options
 from llava_ds.model.build import ModelPlan, build_model, plan_model
-from llava_ds.parsing import build_parser, parse_arguments, read_recipe
+from llava_ds.parsing import GROUPINGS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.skipped import SkippedLog
@@ -217,8 +217,7 @@ def _print_plan(
 
 def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_dir: Path, ranks: Ranks) -> None:
     """The llava-hf folder, proven on one sample: transformers has to compute the same logits from it."""
-    sample = dataset[dataset.first_with_picture()]
-    batch = collate([sample], dataset.pictures).to(ranks.device)
+    batch = collate([dataset.example()], dataset.pictures).to(ranks.device)
     engine.eval()
     with torch.no_grad():
         logits = engine(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))

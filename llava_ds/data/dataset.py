@@ -142,10 +142,14 @@ class EncodedDataset(torch.utils.data.Dataset):
         """All columns of one record, accepted or not, by its place among all records."""
         return self.table[index]
 
-    def first_with_picture(self) -> int:
-        """The first sample that shows a picture; the first of all if none does."""
+    def example(self) -> LoadedSample:
+        """The first sample that shows a picture; the first of all if none does. Raises DataError if none is whole."""
         with_picture = np.flatnonzero(self._column("num_pictures"))
-        return int(with_picture[0]) if len(with_picture) else 0
+        for index in with_picture if len(with_picture) else range(len(self)):
+            sample = self[int(index)]
+            if isinstance(sample, LoadedSample):
+                return sample
+        raise DataError("no picture of any sample can be read any more: see skipped.jsonl")
 
     def summary(self) -> list[str]:
         """How the data are read, how much there is to see and to learn, and what was left out, for a person to read."""
@@ -306,8 +310,17 @@ def _record_batches(sources: tuple[Source, ...]) -> Iterator[pa.RecordBatch]:
     for number, source in enumerate(sources):
         records = progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", unit="record")
         while part := list(islice(records, 1000)):
-            columns = {name: [getattr(record, name) for record in part] for name in RECORDS.names if name != "source"}
-            yield pa.RecordBatch.from_pydict({"source": [number] * len(part), **columns}, schema=RECORDS)
+            yield pa.RecordBatch.from_pydict(
+                {
+                    "source": [number] * len(part),
+                    "file": [record.file.encode("utf-8", "replace").decode() for record in part],
+                    "line": [record.line for record in part],
+                    "index": [record.index for record in part],
+                    # Broken text is the record's fault, which only its checker may find: it passes through as it is.
+                    "text": [record.text.encode("utf-8", "surrogatepass") for record in part],
+                },
+                schema=RECORDS,
+            )
 
 
 def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:

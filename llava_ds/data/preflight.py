@@ -22,7 +22,7 @@ RECORDS = pa.schema(
         ("file", pa.string()),
         ("line", pa.int64()),
         ("index", pa.int64()),
-        ("text", pa.string()),
+        ("text", pa.binary()),
     ]
 )
 
@@ -36,7 +36,7 @@ ROWS = pa.schema(
         ("index", pa.int64()),
         ("id", pa.string()),
         ("reason", pa.string()),
-        ("text_to_retry", pa.string()),
+        ("text_to_retry", pa.binary()),
         ("input_ids", pa.list_(pa.int32())),
         ("labels", pa.list_(pa.int32())),
         ("media", pa.string()),
@@ -74,15 +74,21 @@ class Checker:
         outcomes = [_outcome(one, next(coded), self) if isinstance(one, _Checked) else one for one in checked]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
         columns["text_to_retry"] = pa.array(
-            [text if isinstance(one, FileProblem) else None for one, text in zip(outcomes, places[2])], pa.string()
+            [text if isinstance(one, FileProblem) else None for one, text in zip(outcomes, places[2])], pa.binary()
         )
         columns |= _columns(outcomes, records.column("index").to_pylist())
         return pa.table([columns[field.name] for field in ROWS], schema=ROWS)
 
-    def _check(self, source: int, index: int, text: str) -> "_Checked | DataError":
+    def _sizes(self, media: Media) -> tuple[tuple[int, int], ...]:
         try:
-            sample = to_sample(text, self.sources[source], index)
-            media = tuple(SizedMedia(one, probe(one, self.pictures)) for one in sample.media)
+            return probe(media, self.pictures)
+        except DataError as error:
+            raise FileProblem(str(error)) from error
+
+    def _check(self, source: int, index: int, text: bytes) -> "_Checked | DataError":
+        try:
+            sample = to_sample(text.decode("utf-8", "surrogatepass"), self.sources[source], index)
+            media = tuple(SizedMedia(one, self._sizes(one)) for one in sample.media)
             layouts = [layout_of(one, len(media), self.pictures) for one in media]
             return _Checked(sample, media, [layout.num_tokens for layout in layouts])
         except DataError as error:

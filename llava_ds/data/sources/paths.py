@@ -8,7 +8,7 @@ import stat
 import urllib.parse
 from pathlib import Path
 
-from llava_ds.constants import DataError
+from llava_ds.constants import DataError, FileProblem
 
 MAX_PATH_BYTES = 4096  # Linux's own limit; a longer name is not worth asking the system, nor keeping
 
@@ -61,13 +61,13 @@ def find_file(name: str, root: str | None, what: str = "picture", flag: str = "-
         raise DataError(f"names the {what} {short(name)}, which no file can be called: {error}") from error
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise DataError(f"names the {what} {short(name)}, but there is no file {short(path)}") from error
-        raise DataError(f"names the {what} {short(name)}, which can't be read: {error.strerror}") from error
+            raise FileProblem(f"names the {what} {short(name)}, but there is no file {short(path)}") from error
+        raise FileProblem(f"names the {what} {short(name)}, which can't be read: {error.strerror}") from error
     if path is None:
-        raise DataError(f"names the {what} {short(name)}, which lies outside the {folder_name} {root}")
+        raise FileProblem(f"names the {what} {short(name)}, which lies outside the {folder_name} {root}")
     if not stat.S_ISREG(mode):
         found = _KINDS.get(stat.S_IFMT(mode), "no file")
-        raise DataError(f"names the {what} {short(name)}, but there is no file {short(path)}: it is {found}")
+        raise FileProblem(f"names the {what} {short(name)}, but there is no file {short(path)}: it is {found}")
     return path
 
 
