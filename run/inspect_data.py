@@ -18,12 +18,12 @@ from llava_ds.data.images import load_pictures
 from llava_ds.data.preflight import media_from_text
 from llava_ds.distributed import exit_for_bad_input, progress_bar, quiet_libraries
 from llava_ds.geometry import picture_options
-from llava_ds.model.build import open_tokenizer
 from llava_ds.model.vision import read_image_spec
 from llava_ds.parsing import parse_arguments
 from llava_ds.report.data_page import ShownSample, in_terminal, page, runs_of, supervised_text
 from llava_ds.tiny import CLIP_PATH
 from llava_ds.tiny import default as tiny
+from llava_ds.tokenizer import open_tokenizer
 
 
 def main(argv: list[str]) -> None:
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     args = tiny.fill_in(args)
     if args.data.data_path is None:
         raise ConfigError("--data_path is missing: name your records")
-    tokenizer = open_tokenizer(args.model)
+    tokenizer = open_tokenizer(args.model.model_name_or_path)
     spec = read_image_spec(args.model.vision_tower)
     pictures = picture_options(args.model, args.data, spec.size, spec.patch_size, spec.mean)
     dataset = open_data(args, tokenizer, pictures, refuse_bad=False)
@@ -70,7 +70,7 @@ def shown_sample(
     if with_pictures:
         try:
             for one in media_from_text(row["media"]):
-                pictures += load_pictures(one.media, dataset.pictures)
+                pictures += load_pictures(one.media, one.sizes, dataset.pictures)
         except DataError as error:
             note += f"; {error}"
     return ShownSample(

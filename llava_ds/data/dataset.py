@@ -100,7 +100,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> LoadedSample | BrokenSample:
-        """The sample, or why its pictures can't be shown; raises DataError instead where that ends the run."""
+        """The sample, or why its pictures can't be shown."""
         row = self.table[int(self.rows[index])]
         media = media_from_text(row["media"])
         loaded = []
@@ -109,14 +109,12 @@ class EncodedDataset(torch.utils.data.Dataset):
                 layout = layout_of(one, len(media), self.pictures)
                 loaded.append((load_media(one.media, one.sizes, layout, self.pictures), layout))
         except DataError as error:
-            if self.raise_if_broken:
-                raise
             return BrokenSample(row["file"], row["line"], row["index"], row["id"], str(error))
         ids, labels = (torch.from_numpy(row[name].astype("int64")) for name in ("input_ids", "labels"))
         return LoadedSample(ids, labels, loaded)
 
     def lengths_for(self, how: str) -> list[int]:
-        """What an order of the sampler goes by: for "modality" and "length" the numbers that LLaVA takes for lengths."""
+        """What an order of the sampler goes by: for "modality" and "length" the numbers that LLaVA takes."""
         words = self._column("words")
         if how == "modality":
             return words.tolist()  # negative where there is no picture
@@ -288,6 +286,7 @@ def _write_rows(folder: Path, checker: Checker, num_workers: int | None) -> None
     if not len(records):
         raise DataError(f"{', '.join(source.path for source in checker.sources)}: there is no record in it")
     most = num_workers or len(os.sched_getaffinity(0))
+    num_proc = min(most, len(records) // RECORDS_PER_WORKER)
     with _bars():
         rows = records.map(
             checker,
@@ -295,7 +294,7 @@ def _write_rows(folder: Path, checker: Checker, num_workers: int | None) -> None
             batch_size=RECORDS_PER_CALL,
             remove_columns=records.column_names,
             features=datasets.Features.from_arrow_schema(ROWS),
-            num_proc=max(1, min(most, len(records) // RECORDS_PER_WORKER)),
+            num_proc=num_proc if num_proc > 1 else None,  # 1 would start a process too
             cache_file_name=str(folder / "rows.arrow"),
             new_fingerprint=folder.name.split(".")[0],
             desc="checking and encoding",
@@ -308,7 +307,8 @@ def _write_rows(folder: Path, checker: Checker, num_workers: int | None) -> None
 
 def _record_batches(sources: tuple[Source, ...]) -> Iterator[pa.RecordBatch]:
     for number, source in enumerate(sources):
-        records = progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", unit="record")
+        # One iterator for all parts: asking the bar for a new one each time would lose what lies between.
+        records = iter(progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2))
         while part := list(islice(records, 1000)):
             yield pa.RecordBatch.from_pydict(
                 {

@@ -79,6 +79,14 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     return torch.stack(tiles)
 
 
+def load_pictures(media: Media, sizes: tuple[Size, ...], options: PictureOptions) -> Iterator[Image.Image]:
+    """The RGB picture, or the frames that are taken of a video, upright and as large as they are."""
+    if media.kind == "video":
+        yield from video.frames(media.refs[0], sizes, options)
+    else:
+        yield from (_load(ref, options.max_pixels) for ref in _taken(media, options))
+
+
 def load_image(source: str | os.PathLike | FileRef, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """An RGB picture, turned as its EXIF data says, its transparent parts white.
 

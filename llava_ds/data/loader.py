@@ -95,7 +95,8 @@ def windows(
 ) -> Iterator[Window]:
     """This rank's window of every optimizer step from start_step to num_steps, on the device.
 
-    Any step can be started from at once, for its samples follow from the order and its number.
+    Any step can be started from at once, for its samples follow from the order and its number. Raises DataError for a
+    broken sample where that ends the run.
     """
     plans = _PlannedSteps(dataset, layout, order, start_step, num_steps)
     loader = torch.utils.data.DataLoader(
@@ -109,7 +110,7 @@ def windows(
     micro_batches = iter(loader)
     for samples, plan in plans:
         started = time.perf_counter()
-        mine = [_next(micro_batches) for _ in plan[layout.rank]]
+        mine = [_checked(next(micro_batches), dataset.raise_if_broken) for _ in plan[layout.rank]]
         mine = [dataclasses.replace(micro, batch=micro.batch.to(device)) for micro in mine]
         yield Window(mine, len(samples), data_wait_s=time.perf_counter() - started)
 
@@ -126,12 +127,12 @@ def _micro_batch(samples: list[LoadedSample | BrokenSample], options: PictureOpt
     )
 
 
-def _next(micro_batches: Iterator[MicroBatch]) -> MicroBatch:
-    try:
-        return next(micro_batches)
-    except DataError as error:
-        # torch wraps what a worker raised into the same type, with the worker's traceback as its text.
-        raise DataError(str(error).rsplit("Error: ", 1)[-1].strip()) from error
+def _checked(micro: MicroBatch, raise_if_broken: bool) -> MicroBatch:
+    """The micro-batch as it is. Raised here and not by a worker, whose errors torch wraps into tracebacks."""
+    if micro.broken and raise_if_broken:
+        broken = micro.broken[0]
+        raise DataError(f"{broken.file}:{broken.line}: record {broken.index} ({broken.id}): {broken.reason}")
+    return micro
 
 
 @dataclass(frozen=True)

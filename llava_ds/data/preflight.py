@@ -16,6 +16,8 @@ from llava_ds.data.images import probe
 from llava_ds.data.sample import FileRef, Media, Sample
 from llava_ds.data.sources import Source, to_sample
 
+MAX_ID = 200  # characters that are kept of the id of a record that is not trained on
+
 RECORDS = pa.schema(
     [
         ("source", pa.int32()),
@@ -68,31 +70,43 @@ class Checker:
 
     def __call__(self, records: pa.Table) -> pa.Table:
         places = [records.column(name).to_pylist() for name in ("source", "index", "text")]
-        checked = [self._check(*place) for place in zip(*places)]
-        good = [one for one in checked if isinstance(one, _Checked)]
+        outcomes = [self._check(*place) for place in zip(*places)]
+        good = [one for one in outcomes if isinstance(one, _Checked)]
         coded = iter(self.encoder.encode_batch([(one.sample.messages, one.num_tokens) for one in good]))
-        outcomes = [_outcome(one, next(coded), self) if isinstance(one, _Checked) else one for one in checked]
+        outcomes = [self._coded(one, next(coded)) if isinstance(one, _Checked) else one for one in outcomes]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
+        to_retry = [isinstance(one, _Rejected) and isinstance(one.error, FileProblem) for one in outcomes]
         columns["text_to_retry"] = pa.array(
-            [text if isinstance(one, FileProblem) else None for one, text in zip(outcomes, places[2])], pa.binary()
+            [text if again else None for again, text in zip(to_retry, places[2])], pa.binary()
         )
-        columns |= _columns(outcomes, records.column("index").to_pylist())
+        columns |= _columns(outcomes)
         return pa.table([columns[field.name] for field in ROWS], schema=ROWS)
+
+    def _check(self, source: int, index: int, text: bytes) -> "_Checked | _Rejected":
+        try:
+            sample = to_sample(text.decode("utf-8", "surrogatepass"), self.sources[source], index)
+        except DataError as error:
+            return _Rejected(_id_in(text, self.sources[source].columns.id, index), error)
+        try:
+            media = tuple(SizedMedia(one, self._sizes(one)) for one in sample.media)
+        except DataError as error:
+            return _Rejected(sample.id, error)
+        return _Checked(sample, media, [layout_of(one, len(media), self.pictures).num_tokens for one in media])
+
+    def _coded(self, one: "_Checked", coded: Encoded | DataError) -> "_Accepted | _Rejected":
+        if isinstance(coded, DataError):
+            return _Rejected(one.sample.id, coded)
+        if coded.num_targets == 0:
+            limit = self.encoder.options.max_length
+            why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
+            return _Rejected(one.sample.id, DataError(f"nothing to learn from: {why}"))
+        return _Accepted(one.sample, one.media, coded)
 
     def _sizes(self, media: Media) -> tuple[tuple[int, int], ...]:
         try:
             return probe(media, self.pictures)
         except DataError as error:
             raise FileProblem(str(error)) from error
-
-    def _check(self, source: int, index: int, text: bytes) -> "_Checked | DataError":
-        try:
-            sample = to_sample(text.decode("utf-8", "surrogatepass"), self.sources[source], index)
-            media = tuple(SizedMedia(one, self._sizes(one)) for one in sample.media)
-            layouts = [layout_of(one, len(media), self.pictures) for one in media]
-            return _Checked(sample, media, [layout.num_tokens for layout in layouts])
-        except DataError as error:
-            return error
 
 
 @dataclass(frozen=True)
@@ -104,37 +118,50 @@ class _Checked:
     num_tokens: list[int]
 
 
+@dataclass(frozen=True)
+class _Accepted:
+    sample: Sample
+    media: tuple[SizedMedia, ...]
+    coded: Encoded
+
+
+@dataclass(frozen=True)
+class _Rejected:
+    id: str
+    error: DataError
+
+
 def layout_of(one: SizedMedia, num_media: int, options: geometry.PictureOptions) -> geometry.MediaLayout:
     """How a picture or video of a sample with num_media of them becomes tiles and tokens."""
     return geometry.media_layout(one.media.kind, one.sizes, num_media, options)
 
 
-def _outcome(one: _Checked, coded: Encoded | DataError, checker: Checker) -> "tuple[_Checked, Encoded] | DataError":
-    if isinstance(coded, DataError):
-        return coded
-    if coded.num_targets == 0:
-        limit = checker.encoder.options.max_length
-        why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
-        return DataError(f"nothing to learn from: {why}")
-    return one, coded
+def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
+    """The id that a rejected record gives itself, as far as it can be read; else its index."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return str(index)
+    found = [record[name] for name in names if name in record] if isinstance(record, dict) else []
+    usable = found and isinstance(found[0], (str, int)) and not isinstance(found[0], bool)
+    return str(found[0])[:MAX_ID].encode("utf-8", "replace").decode() if usable else str(index)
 
 
-def _columns(outcomes: list, indices: list[int]) -> dict[str, pa.Array]:
+def _columns(outcomes: list[_Accepted | _Rejected]) -> dict[str, pa.Array]:
     """The columns that the outcomes make, a rejected record's being empty."""
     ids, reasons, media, numbers, truncated = [], [], [], [], []
     input_ids, labels = [], []
     nothing = np.empty(0, np.int32)
-    for outcome, index in zip(outcomes, indices):
-        if isinstance(outcome, DataError):
-            ids.append(str(index))
-            reasons.append(str(outcome))
+    for one in outcomes:
+        if isinstance(one, _Rejected):
+            ids.append(one.id)
+            reasons.append(str(one.error).encode("utf-8", "replace").decode())
             media.append("[]")
             numbers.append((0, 0, 0, 0, 0))
             truncated.append(False)
             input_ids.append(nothing)
             labels.append(nothing)
             continue
-        one, coded = outcome
         messages = one.sample.messages
         words = sum(len(message.text.split()) for message in messages)
         ids.append(one.sample.id)
@@ -142,16 +169,16 @@ def _columns(outcomes: list, indices: list[int]) -> dict[str, pa.Array]:
         media.append(media_to_text(one.media))
         numbers.append(
             (
-                len(coded.input_ids),
-                coded.num_targets,
+                len(one.coded.input_ids),
+                one.coded.num_targets,
                 sum(message.role == "gpt" for message in messages),
                 sum(len(sized.sizes) for sized in one.media),
                 words if one.media else -words,
             )
         )
-        truncated.append(coded.truncated)
-        input_ids.append(coded.input_ids)
-        labels.append(coded.labels)
+        truncated.append(one.coded.truncated)
+        input_ids.append(one.coded.input_ids)
+        labels.append(one.coded.labels)
     names = ("length", "num_targets", "num_turns", "num_pictures", "words")
     counts = np.array(numbers, np.int32).reshape(-1, len(names))
     return {
@@ -189,8 +216,7 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
 def rejections(table: pa.Table, rows: np.ndarray) -> Iterator[dict[str, object]]:
     """What skipped.jsonl says of rejected rows: file, line (from 1), index (from 0), id and reason."""
     if len(rows):
-        for row in table.select(["file", "line", "index", "id", "reason"]).take(pa.array(rows)).to_pylist():
-            yield row
+        yield from table.select(["file", "line", "index", "id", "reason"]).take(pa.array(rows)).to_pylist()
 
 
 def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:

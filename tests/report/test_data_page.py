@@ -12,10 +12,7 @@ def coded(tokenizer) -> tuple[list[int], list[int]]:
     """Two answers and a picture, as the encoder writes them."""
     ids, labels = [], []
     for text, supervised in (("USER: ", 0), (None, 0), ("\nWhat is it? ASSISTANT:", 0), ("It is a cat.</s>", 1)):
-        if text is None:
-            part = [IMAGE_TOKEN_INDEX] * 3
-        else:
-            part = tokenizer(text, add_special_tokens=False)["input_ids"]
+        part = [IMAGE_TOKEN_INDEX] * 3 if text is None else tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += part
         labels += part if supervised else [IGNORE_INDEX] * len(part)
     return ids, labels

@@ -54,6 +54,6 @@ def test_a_resumed_run_keeps_what_lies_before_its_checkpoint(tmp_path):
 def test_too_many_end_the_run(tmp_path):
     log = log_in(tmp_path, num_samples=100)
     log.add([result(1, "b")])
-    with pytest.raises(DataError, match="2 of 100 samples broke while training, --max_bad_fraction allows 1.00%"):
+    with pytest.raises(DataError, match=r"2 of 100 samples broke while training, --max_bad_fraction allows 1.00%"):
         log.add([result(2, "c")])
     assert lines(tmp_path)[-1] == ("c", 2)  # listed all the same
