@@ -244,6 +244,7 @@ def chat_of(*parts: object) -> dict:
             "turn 2 is from 'system', which speaks once, at the be",
         ),
         ({"conversations": TEXT_ONLY, "system": 3}, "has 3 under 'system', expected a text"),
+        ({"conversations": TEXT_ONLY, "system": "<image>"}, "has an <image> mark in its system message"),
         ({"conversations": TEXT_ONLY, "id": ["x"]}, "has ['x'] for an id, expected a text or a number"),
         ({"conversations": TALK, "image": ["a.png", 3]}, "under 'image', expected a path or a list of paths"),
         ({"conversations": TALK, "image": {"bytes": "x"}}, "has None for a picture, expected a path"),

@@ -17,7 +17,7 @@ from PIL import Image
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import Message, Sample
 from llava_ds.data.sources import Source, SourceOptions, open_sources, read_samples, to_sample
-from llava_ds.data.sources.json_files import read_json_list, read_jsonl
+from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
 TEXT_ONLY = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]
@@ -400,6 +400,17 @@ def test_data_uris_are_spooled(tmp_path, opened):
         reasons.append(str(caught.value))
     assert "for a picture, expected a path" in reasons[0] and "can't be read as JSON" in reasons[1]
     assert "lies outside the image folder" in reasons[2] and "expected a path" in reasons[3]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [('{"a": "data:image/png"}', True), (r'{"a": "\"data:image/png\""}', False), ('"data:image', True), ("{}", False)],
+)
+def test_data_uris_are_found_wherever_a_window_ends(tmp_path, monkeypatch, text, found):
+    (tmp_path / "a").write_text(text)
+    for window in range(1, len(text) + 1):
+        monkeypatch.setattr("llava_ds.data.sources.json_files.WINDOW_BYTES", window)
+        assert holds_data_uri(str(tmp_path / "a")) == found
 
 
 def test_a_spool_that_can_not_be_written_is_named(tmp_path, opened):

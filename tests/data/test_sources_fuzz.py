@@ -1,5 +1,6 @@
 """Records mutated in every way, in every format: a sample or a reason, and nothing else."""
 
+import copy
 import json
 import random
 import string
@@ -67,7 +68,7 @@ def mutate(record: object, rng: random.Random) -> str:
         holder, key = rng.choice(places)
         action = rng.randrange(7)
         if action <= 2:
-            holder[key] = rng.choice(JUNK)
+            holder[key] = copy.deepcopy(rng.choice(JUNK))
         elif action == 3:
             del holder[key]
         elif action == 4 and isinstance(holder, dict):

@@ -15,7 +15,7 @@ MAX_RECORD_CHARS = 32 << 20
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 _SPACE = re.compile(r"[ \t\n\r]*")
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.DOTALL)
-_DATA_URI = re.compile(rb'(?<!\\)"data:image')
+_DATA_URI = b'"data:image'
 _CUT_CHARS = 16  # a window may end inside an escape, a number or a word like `false`: nothing so near its end is sure
 
 
@@ -117,13 +117,17 @@ def read_jsonl(path: str) -> Iterator[tuple[int, str]]:
 
 
 def holds_data_uri(path: str) -> bool:
-    """Whether some JSON string of a file begins like an embedded picture."""
+    """Whether some JSON string of a file begins like an embedded picture. A quotation inside a text does not count."""
     with open(path, "rb") as file:
         tail = b""
         while chunk := file.read(WINDOW_BYTES):
-            if _DATA_URI.search(tail + chunk):
-                return True
-            tail = chunk[-12:]
+            window = tail + chunk
+            at = window.find(_DATA_URI, len(tail) == len(_DATA_URI))  # a whole one in the tail was seen before
+            while at >= 0:
+                if window[at - 1 : at] != b"\\":
+                    return True
+                at = window.find(_DATA_URI, at + 1)
+            tail = window[-len(_DATA_URI) :]
     return False
 
 
