@@ -78,19 +78,21 @@ def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptio
 
 
 def _seen(records: list[dict], columns: Columns, path: str) -> tuple[tuple[str, str], ...]:
+    """Pairs of a field and a name that some record has it under; the id last, for it matters least."""
     seen: dict[tuple[str, str], None] = {}
-    for record in records:
-        for field, names in vars(columns).items():
-            present = [name for name in names if record.get(name) is not None]
-            if len(present) > 1 and (field != "text" or _format_of(record, columns) == "caption"):
-                known = "conversations" if field == "turns" else field
-                raise ConfigError(
-                    f"{path}: a record has {' and '.join(map(repr, present))}, and either could be its {known}: name "
-                    f"one with --data_columns {known}={present[0]}"
-                )
-            seen.update(dict.fromkeys((field, name) for name in present))
-    order = list(vars(columns))
-    return tuple(sorted(seen, key=lambda pair: (order.index(pair[0]) or len(order), pair[1])))
+    for field, names in vars(columns).items():
+        present = [[name for name in names if record.get(name) is not None] for record in records]
+        present = list(filter(None, present))
+        several = [names for names in present if len(names) > 1]
+        # One such record is a bad record; most of them being so is a question to the user.
+        if len(several) > len(present) / 2 and (field != "text" or "turns" not in dict(seen)):
+            known = "conversations" if field == "turns" else field
+            raise ConfigError(
+                f"{path}: its records have {' and '.join(map(repr, several[0]))}, and either could be the {known}: "
+                f"name one with --data_columns {known}={several[0][0]}"
+            )
+        seen.update(dict.fromkeys((field, name) for names in present for name in names))
+    return tuple(sorted(seen, key=lambda pair: pair[0] == "id"))
 
 
 def _format_of(record: dict, columns: Columns) -> str | None:

@@ -54,7 +54,7 @@ def _converted(value: object, convert: Callable[[object], object], depth: int = 
     if value.get("bytes") is not None:
         return convert(value["bytes"])
     if isinstance(value.get("url"), str):
-        return {"url": convert(value["url"])}
+        return convert(value["url"])
     return {"path": value["path"]} if isinstance(value.get("path"), str) else {}
 
 

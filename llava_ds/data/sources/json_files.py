@@ -15,8 +15,8 @@ MAX_RECORD_CHARS = 32 << 20
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 _SPACE = re.compile(r"[ \t\n\r]*")
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.DOTALL)
-_DATA_URI = re.compile(rb'(?<!\\)"data:image')
-_CUT_CHARS = 16  # a window may end inside an escape or a word like `false`: errors so near its end may be no errors
+_DATA_URI = b'"data:image'
+_CUT_CHARS = 16  # a window may end inside an escape, a number or a word like `false`: nothing so near its end is sure
 
 
 class _Window:
@@ -27,13 +27,12 @@ class _Window:
 
     def __init__(self, file: BinaryIO, name: str, num_bytes: int) -> None:
         self.file, self.name, self.num_bytes = file, name, num_bytes
-        self.decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self.decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self.text = ""
         self.at = 0  # in text: all before it has been dealt with
         self.line, self.line_at = 1, 0  # the line that text[line_at] lies in
         self.column = 0  # characters of that line before text[0], when it began earlier
         self.more()
-        self.text = self.text.removeprefix("\ufeff")
 
     def more(self) -> bool:
         """Drop what has been dealt with and read at least as much as is left; False at the end of the file."""
@@ -118,13 +117,17 @@ def read_jsonl(path: str) -> Iterator[tuple[int, str]]:
 
 
 def holds_data_uri(path: str) -> bool:
-    """Whether some JSON string of a file begins like an embedded picture."""
+    """Whether some JSON string of a file begins like an embedded picture. A quotation inside a text does not count."""
     with open(path, "rb") as file:
         tail = b""
         while chunk := file.read(WINDOW_BYTES):
-            if _DATA_URI.search(tail + chunk):
-                return True
-            tail = chunk[-12:]
+            window = tail + chunk
+            at = window.find(_DATA_URI, len(tail) == len(_DATA_URI))  # a whole one in the tail was seen before
+            while at >= 0:
+                if window[at - 1 : at] != b"\\":
+                    return True
+                at = window.find(_DATA_URI, at + 1)
+            tail = window[-len(_DATA_URI) :]
     return False
 
 
@@ -149,7 +152,7 @@ def _end_of_value(window: _Window) -> int:
         text = window.text
         try:
             end = _DECODER.raw_decode(text, window.at)[1]
-            if end < len(text) or text[end - 1] in '}]"':
+            if end + _CUT_CHARS < len(text) or text[end - 1] in '}]"':
                 return end
             length = end - window.at
             if not window.more():

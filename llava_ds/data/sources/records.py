@@ -93,6 +93,8 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
         if role == "system" and messages:
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
         messages.append(Message(role, content))
+    if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
+        raise DataError(f"has an {IMAGE_TOKEN} mark in its system message, which shows no pictures")
     if not marks and (named["image"] or named["video"]) and source.format != "llava":
         _show_first(messages, marks, named)
     if not marks and (named["image"] or named["video"]):
