@@ -36,6 +36,7 @@ setup(
         "flash": ["flash-attn>=2.7"],
         "liger": ["liger-kernel>=0.8"],
         "lora": ["peft>=0.17"],
+        "video": ["av>=14"],
         "wandb": ["wandb"],
         "demo": ["gradio"],
         "dev": ["pytest", "ruff"],

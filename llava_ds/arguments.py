@@ -69,8 +69,9 @@ class DataArguments:
     image_aspect_ratio: str = HfArg(
         default="square",
         help="square: resize the short side and crop the centre; pad: first pad to a square with the mean colour; "
-        "original: stretch to the square; anyres: tiles on the best grid of --image_grid_pinpoints, and an overview; "
-        "anyres_max_N: the same, its features scaled down to N tiles' worth (LLaVA-OneVision).",
+        "original: what the tower's own processor does, which is square for CLIP; anyres: tiles on the best grid of "
+        "--image_grid_pinpoints, and an overview; anyres_max_N: the same, its features scaled down to N tiles' worth "
+        "(LLaVA-OneVision).",
     )
     image_grid_pinpoints: str | None = HfArg(
         default=None,

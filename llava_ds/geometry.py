@@ -2,6 +2,7 @@
 """Sizes of pictures on their way to the model, and where their features go: pure arithmetic, no tensors, no files."""
 
 import ast
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -240,6 +241,7 @@ class MediaLayout:
     pooled: tuple[int, int] | None  # width and height that each block's features are pooled to; None: they stay
     pool_stride: int | None  # of average pooling; None: bilinear
     newline: Literal["none", "end", "block", "row"]  # what the newline comes behind
+    sizes: tuple[Size, ...] = dataclasses.field(compare=False)  # what it was made for; another size may give the same
 
     @property
     def rows(self) -> np.ndarray:
@@ -276,21 +278,21 @@ def media_layout(
         behind = {"grid": "row", "frame": "block", "one_token": "end", "no_token": "none"}[options.newline_position]
         behind = behind if newline else "none"
         tokens = n * short * short + {"row": n * short, "block": n, "end": 1, "none": 0}[behind]
-        return MediaLayout(n, tokens, side, None, whole, pooled, stride if average else None, behind)
+        return MediaLayout(n, tokens, side, None, whole, pooled, stride if average else None, behind, sizes)
     if not options.is_anyres or num_media > 1:
-        return MediaLayout(1, side * side + newline, side, None, whole, None, None, "end" if newline else "none")
+        return MediaLayout(1, side * side + newline, side, None, whole, None, None, "end" if newline else "none", sizes)
     pinpoints = options.pinpoints or parse_pinpoints(None, options.size)
     grid = tuple(length // options.size for length in best_pinpoint(sizes[0], pinpoints))
     n = 1 + grid[0] * grid[1]
     if options.merge_type == "flat":
-        return MediaLayout(n, n * side * side, side, None, whole, None, None, "none")
+        return MediaLayout(n, n * side * side, side, None, whole, None, None, "none", sizes)
     across, down = grid[0] * side, grid[1] * side
     box = unpadded_box(sizes[0], across, down) if newline else (0, 0, across, down)
     width, height = box[2] - box[0], box[3] - box[1]
     pooled = _scaled_down(width, height, options.max_tiles, side) if newline else None
     width, height = pooled or (width, height)
     tokens = side * side + height * (width + newline)
-    return MediaLayout(n, tokens, side, grid, box, pooled, None, "row" if newline else "none")
+    return MediaLayout(n, tokens, side, grid, box, pooled, None, "row" if newline else "none", sizes)
 
 
 def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ import torch
 
 from llava_ds.arguments import Arguments
 from llava_ds.checkpoint import state as checkpoint
-from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_projector
+from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
 from llava_ds.data.dataset import EncodedDataset, open_data
@@ -44,6 +44,8 @@ RECIPES = Path(__file__).parent / "recipes"
 
 def main(argv: list[str]) -> None:
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
+    if problems := export_problems(args):
+        raise ConfigError("\n".join(problems))
     raw_config = read_ds_config(args.training.deepspeed_config)
     quiet_libraries()
     ranks = init_ranks()
@@ -150,7 +152,7 @@ def main(argv: list[str]) -> None:
 
     # What it leaves.
     if args.model.tune_mm_mlp_adapter:
-        paths = export_projector(model, plan, args.model, args.data.image_aspect_ratio, output_dir, ranks)
+        paths = export_projector(model, plan, args.model, dataset.pictures, output_dir, ranks)
         print_first(f"projector: {', '.join(map(str, paths))}")
     else:
         _export_and_check(engine, plan, args, dataset, output_dir, ranks)
@@ -221,10 +223,11 @@ def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_
     engine.eval()
     with torch.no_grad():
         logits = engine(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
-    export_hf(engine.module, plan, args.model, args.data.image_aspect_ratio, output_dir, ranks)
+    export_hf(engine.module, plan, args.model, dataset.pictures, output_dir, ranks)
     if ranks.is_first:
         tower = engine.module.vision_tower
-        difference = compare_reloaded(output_dir, batch, tower.mean, tower.std, logits)
+        layouts = [layout for _, layout in sample.media]
+        difference = compare_reloaded(output_dir, batch, layouts, tower.mean, tower.std, logits)
         print(f"model: {output_dir} (reloaded with transformers, logits differ by {difference:.1e} of the largest)")
 
 

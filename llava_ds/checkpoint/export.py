@@ -1,6 +1,7 @@
 # V vocabulary, D language-model width, S positions
-"""What a finished run leaves: the projector after stage 1, a llava-hf folder after stage 2."""
+"""What a finished run leaves: projector and newline after stage 1, a llava-hf folder after stage 2."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,20 +16,25 @@ from transformers import (
     CLIPImageProcessorPil,
     GenerationConfig,
     LlavaConfig,
-    LlavaForConditionalGeneration,
     LlavaImageProcessorPil,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
     LlavaProcessor,
     PreTrainedTokenizerBase,
 )
 
 from llava_ds import formats
-from llava_ds.arguments import ModelArguments
+from llava_ds.arguments import Arguments, ModelArguments
 from llava_ds.batch import Batch
 from llava_ds.checkpoint.gather import gathered
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.templates import CHAT_TEMPLATES
 from llava_ds.distributed import Ranks
+from llava_ds.geometry import MediaLayout, PictureOptions, parse_pinpoints
 from llava_ds.model.build import ModelPlan
+from llava_ds.model.hf import HF_CLASSES, merged_embeds
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.weights import WeightFiles
 
@@ -39,11 +45,35 @@ MAX_SHARD_BYTES = 5 * 1000**3
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
+def export_problems(args: Arguments) -> list[str]:
+    """Why transformers has no class for the finished model, a line each; to be asked before training.
+
+    The projector of stage 1 can always be written.
+    """
+    ratio, merge = args.data.image_aspect_ratio, args.model.mm_patch_merge_type
+    if args.model.tune_mm_mlp_adapter:
+        return []
+    why = None
+    if ratio.startswith("anyres_max_"):
+        why = "transformers' LlavaNext does not scale features down: give --image_aspect_ratio anyres"
+    elif ratio == "anyres" and merge != "spatial_unpad":
+        why = "transformers' LlavaNext always leaves padding out: give --mm_patch_merge_type spatial_unpad"
+    elif ratio != "anyres" and merge == "spatial_unpad":
+        why = "transformers' Llava has no newline: give --mm_patch_merge_type flat, or --image_aspect_ratio anyres"
+    if why is None:
+        return []
+    flags = f"--image_aspect_ratio {ratio} with --mm_patch_merge_type {merge}"
+    return [f"{flags} can't be exported as a whole model, for {why}; or --tune_mm_mlp_adapter True"]
+
+
 def export_projector(
-    model: LlavaModel, plan: ModelPlan, args: ModelArguments, image_aspect_ratio: str, output_dir: Path, ranks: Ranks
+    model: LlavaModel, plan: ModelPlan, args: ModelArguments, pictures: PictureOptions, output_dir: Path, ranks: Ranks
 ) -> list[Path]:
-    """Write mm_projector.bin with LLaVA's keys, the same as .safetensors, and config.json with LLaVA's fields."""
-    named = [(f"projector.{name}", parameter) for name, parameter in model.projector.named_parameters()]
+    """Write mm_projector.bin with LLaVA's keys, the same as .safetensors, and config.json with LLaVA's fields.
+
+    The newline goes with it, as model.image_newline.
+    """
+    named = [item for item in model.named_parameters() if item[0].startswith((formats.PROJECTOR, formats.NEWLINE))]
     tensors = {
         formats.projector_to_llava(name, args.mm_projector_type): tensor for name, tensor in gathered(named, ranks)
     }
@@ -60,9 +90,14 @@ def export_projector(
             "mm_projector_type": args.mm_projector_type,
             "mm_vision_select_layer": args.mm_vision_select_layer,
             "mm_vision_select_feature": "patch",
-            "mm_use_im_start_end": False,
+            "mm_use_im_start_end": args.mm_use_im_start_end,
             "mm_use_im_patch_token": False,
-            "image_aspect_ratio": image_aspect_ratio,
+            "mm_patch_merge_type": pictures.merge_type,
+            "mm_newline_position": pictures.newline_position,
+            "mm_spatial_pool_stride": pictures.pool_stride,
+            "mm_spatial_pool_mode": pictures.pool_mode,
+            "image_aspect_ratio": pictures.aspect_ratio,
+            "image_grid_pinpoints": [list(size) for size in pictures.pinpoints] or None,
             "use_mm_proj": True,
             "tune_mm_mlp_adapter": args.tune_mm_mlp_adapter,
         }
@@ -71,10 +106,11 @@ def export_projector(
 
 
 def export_hf(
-    model: LlavaModel, plan: ModelPlan, args: ModelArguments, image_aspect_ratio: str, output_dir: Path, ranks: Ranks
+    model: LlavaModel, plan: ModelPlan, args: ModelArguments, pictures: PictureOptions, output_dir: Path, ranks: Ranks
 ) -> None:
     """Write a folder that LlavaForConditionalGeneration and AutoProcessor open: safetensors shards, llava-hf's names.
 
+    Models of anyres pictures open as LlavaNextForConditionalGeneration; export_problems says what nothing opens.
     Every rank takes part; only rank 0 writes, and holds one shard at a time. A tokenizer without <image> gets it as a
     new last token, whose rows are the mean of the others.
     """
@@ -97,8 +133,8 @@ def export_hf(
         return
     dtype = next(model.parameters()).dtype
     _write_shards(_complete(tensors, plan, args, rows, dtype), output_dir)
-    _write_config(model, plan, args, image_token_id, rows, dtype, output_dir)
-    _write_processor(plan, args, image_aspect_ratio, output_dir)
+    _write_config(model, plan, args, pictures, image_token_id, rows, dtype, output_dir)
+    _write_processor(plan, args, pictures, output_dir)
 
 
 def _keep_space_behind_image(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -164,6 +200,7 @@ def _write_config(
     model: LlavaModel,
     plan: ModelPlan,
     args: ModelArguments,
+    pictures: PictureOptions,
     image_token_id: int,
     rows: int,
     dtype: torch.dtype,
@@ -174,7 +211,13 @@ def _write_config(
     for part in (text_config, vision_config):
         part["dtype"] = str(dtype).removeprefix("torch.")
     tokenizer = plan.tokenizer
-    LlavaConfig(
+    architecture = {"architectures": ["LlavaForConditionalGeneration"]}
+    if pictures.is_anyres:
+        architecture = {
+            "architectures": ["LlavaNextForConditionalGeneration"],
+            "image_grid_pinpoints": _hf_pinpoints(pictures),
+        }
+    (LlavaNextConfig if pictures.is_anyres else LlavaConfig)(
         vision_config=vision_config,
         text_config=text_config,
         image_token_index=image_token_id,
@@ -184,8 +227,11 @@ def _write_config(
         image_seq_length=plan.images.num_tokens,
         multimodal_projector_bias=True,
         tie_word_embeddings=model.language_model.config.tie_word_embeddings,
-        architectures=["LlavaForConditionalGeneration"],
         dtype=str(dtype).removeprefix("torch."),
+        # What transformers' classes don't know, for infer/load.py: prompts and pictures as in training.
+        llava_ds_version=args.version,
+        llava_ds_pictures=dataclasses.asdict(pictures),
+        **architecture,
     ).save_pretrained(output_dir)
     GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -194,12 +240,17 @@ def _write_config(
     ).save_pretrained(output_dir)
 
 
+def _hf_pinpoints(pictures: PictureOptions) -> list[list[int]]:
+    """The pinpoints as transformers writes them, height first."""
+    return [[height, width] for width, height in pictures.pinpoints or parse_pinpoints(None, pictures.size)]
+
+
 def _without_path(config: dict) -> dict:
     """A configuration that does not tell where its model lay on this machine."""
     return {key: value for key, value in config.items() if key != "_name_or_path"}
 
 
-def _write_processor(plan: ModelPlan, args: ModelArguments, image_aspect_ratio: str, output_dir: Path) -> None:
+def _write_processor(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions, output_dir: Path) -> None:
     spec = plan.images
     settings = {
         "size": {"shortest_edge": spec.size},
@@ -207,17 +258,19 @@ def _write_processor(plan: ModelPlan, args: ModelArguments, image_aspect_ratio: 
         "image_mean": list(spec.mean),
         "image_std": list(spec.std),
     }
-    if image_aspect_ratio == "pad":
+    if pictures.is_anyres:
+        image_processor = LlavaNextImageProcessorPil(image_grid_pinpoints=_hf_pinpoints(pictures), **settings)
+    elif pictures.aspect_ratio == "pad":
         image_processor = LlavaImageProcessorPil(do_pad=True, **settings)
     else:
         image_processor = CLIPImageProcessorPil(**settings)
-    LlavaProcessor(
+    (LlavaNextProcessor if pictures.is_anyres else LlavaProcessor)(
         image_processor=image_processor,
         tokenizer=plan.tokenizer,
         patch_size=spec.patch_size,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,  # the class token, which "default" takes away again
-        chat_template=CHAT_TEMPLATES[args.version],
+        chat_template=CHAT_TEMPLATES.get(args.version),
     ).save_pretrained(output_dir)
     # transformers 5 keeps all of it in processor_config.json; earlier versions and other programs look here.
     image_processor.save_pretrained(output_dir)
@@ -228,24 +281,35 @@ def _write_processor(plan: ModelPlan, args: ModelArguments, image_aspect_ratio: 
 
 @torch.no_grad()
 def compare_reloaded(
-    output_dir: Path, batch: Batch, mean: torch.Tensor, std: torch.Tensor, logits: torch.Tensor
+    output_dir: Path,
+    batch: Batch,
+    layouts: list[MediaLayout],
+    mean: torch.Tensor,
+    std: torch.Tensor,
+    logits: torch.Tensor,
 ) -> float:
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
-    batch: a single sample; mean, std (1, 3, 1, 1): how the tower scales pixels; logits (T, V) of the trained model at
-    every position. Returns the largest difference relative to the largest magnitude.
-    Raises RuntimeError when it is above TOLERANCE.
+    batch: a single sample, and the layouts of its pictures; mean, std (1, 3, 1, 1): how the tower scales pixels;
+    logits (T, V) of the trained model at every position. Returns the largest difference relative to the largest
+    magnitude. Raises RuntimeError when it is above TOLERANCE.
     """
-    reloaded = LlavaForConditionalGeneration.from_pretrained(
-        output_dir, dtype=logits.dtype, local_files_only=True
-    ).eval()
-    ids = batch.input_ids.cpu().clone()
-    ids[0, batch.image_positions.cpu()] = reloaded.config.image_token_id
-    pixels = None
-    if len(batch.image_positions):
-        pixels = ((batch.pixel_values.cpu().float() / 255 - mean.cpu()) / std.cpu()).to(logits.dtype)
+    model_type = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))["model_type"]
+    reloaded = HF_CLASSES[model_type].from_pretrained(output_dir, dtype=logits.dtype, local_files_only=True).eval()
+    batch = batch.to(torch.device("cpu"))
+    pixels = ((batch.pixel_values.float() / 255 - mean.cpu()) / std.cpu()).to(logits.dtype)  # (N, 3, S, S)
+    ids = batch.input_ids.clone()
+    ids[0, batch.image_positions] = reloaded.config.image_token_id
+    if not layouts:
+        inputs = {"input_ids": ids}
+    elif model_type == "llava":
+        inputs = {"input_ids": ids, "pixel_values": pixels}
+    elif (pictures := _llava_next_pictures(reloaded, pixels, layouts)) is not None:
+        inputs = {"input_ids": ids, **pictures}
+    else:
+        inputs = {"inputs_embeds": merged_embeds(reloaded, batch, pixels)}
     # The row of <image> is the export's own.
-    again = reloaded(input_ids=ids, pixel_values=pixels).logits[0, :, : logits.shape[1]]  # (T, V)
+    again = reloaded(**inputs).logits[0, :, : logits.shape[1]]  # (T, V)
     logits = logits.cpu().float()
     difference = ((again.float() - logits).abs().max() / logits.abs().max()).item()
     limit = TOLERANCE[again.dtype]
@@ -255,3 +319,23 @@ def compare_reloaded(
             f"of the largest, allowed {limit:.0e}): keep the checkpoint and report this"
         )
     return difference
+
+
+def _llava_next_pictures(
+    reloaded: LlavaNextForConditionalGeneration, pixels: torch.Tensor, layouts: list[MediaLayout]
+) -> dict[str, torch.Tensor] | None:
+    """pixel_values (pictures, tiles, 3, S, S) and image_sizes; None if transformers gives these pictures other tokens.
+
+    It cuts every picture into tiles, where LLaVA leaves several in a sample whole, knows no pooled frames, and for a
+    few sizes rounds the padding another way.
+    """
+    if any(layout.grid is None for layout in layouts):
+        return None
+    parts = pixels.split([layout.num_tiles for layout in layouts])
+    inputs = {
+        "pixel_values": torch.nn.utils.rnn.pad_sequence(parts, batch_first=True),
+        "image_sizes": torch.tensor([layout.sizes[0][::-1] for layout in layouts]),
+    }
+    theirs = reloaded.model.get_image_features(**inputs).pooler_output
+    same = [len(features) for features in theirs] == [layout.num_tokens for layout in layouts]
+    return inputs if same else None

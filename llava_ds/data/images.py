@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from llava_ds import geometry
 from llava_ds.constants import MAX_IMAGE_PIXELS, DataError
@@ -27,6 +27,7 @@ FORMATS = (
 DRAFT_MARGIN = 2
 
 _BAND_PIXELS = 4_000_000  # converted or padded at a time, so that no second copy of a large picture is made
+_PADDED_TIMES = 8  # how many times the bound of pixels a padded picture may have, some seconds of work
 _ORIENTATION = 0x0112  # the EXIF tag
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -156,6 +157,11 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
         raise
     except Image.DecompressionBombError as error:
         raise DataError(f"{ref.path}: {error}") from error
+    except UnidentifiedImageError as error:
+        known = ", ".join(_known_formats())
+        raise DataError(
+            f"{ref.path} can't be read as a picture (its header is none of {known}): replace it or leave it out"
+        ) from error
     except Exception as error:  # Pillow's decoders raise almost any type on broken files
         raise DataError(
             f"{ref.path} can't be read as a picture ({type(error).__name__}: {_first_line(error)}): "
@@ -223,13 +229,15 @@ def _pinpoints(options: PictureOptions) -> tuple[Size, ...]:
 
 
 def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: PictureOptions) -> None:
-    """Refuse a picture so narrow that some step on its way to the tower would have more pixels than the bound."""
+    """Refuse a picture so narrow that some step on its way to the tower would have many more pixels than the bound."""
     if aspect_ratio == "pad":
-        width, height = max(size), options.size
-    else:
-        width, height = geometry.resized_size(*size, options.size)
-    if width * height > options.max_pixels:
-        raise DataError(f"{ref.path}: {_too_narrow(size, (width, height))}")
+        padded = max(size) * size[1]  # narrowed a band at a time: takes time, but no room
+        if padded > _PADDED_TIMES * options.max_pixels or max(size) * options.size > options.max_pixels:
+            raise DataError(f"{ref.path}: a picture of {size[0]} x {size[1]} is too narrow to be padded: leave it out")
+        return
+    resized = geometry.resized_size(*size, options.size)
+    if resized[0] * resized[1] > options.max_pixels:
+        raise DataError(f"{ref.path}: {_too_narrow(size, resized)}")
 
 
 def _too_narrow(size: Size, resized: Size) -> str:
@@ -273,17 +281,16 @@ def _cut(image: Image.Image, size: Size, pinpoint: Size, side: int) -> list[torc
 def _padded(image: Image.Image, size: int, colour: tuple[int, ...]) -> Image.Image:
     """The picture in the middle of a square, which is resized to size x size.
 
-    A large square is made and narrowed a band at a time, which gives the same pixels, for Pillow resizes rows first.
-    Source: LLaVA's expand2square.
+    The square is made and narrowed a band at a time, which gives the same pixels, for Pillow resizes rows first; and
+    all rows of padding are one row. Source: LLaVA's expand2square.
     """
     side, left, top = geometry.square_padding(*image.size)
-    if image.size == (side, side):
-        return image.resize((size, size), Image.Resampling.BICUBIC)
-    narrow = Image.new("RGB", (size, side))
-    for first, last in _bands(side, side):
+    row = Image.new("RGB", (side, 1), colour).resize((size, 1), Image.Resampling.BICUBIC)
+    narrow = row.resize((size, side), Image.Resampling.NEAREST)
+    for first, last in _bands(side, image.height):
         band = Image.new("RGB", (side, last - first), colour)
-        band.paste(image, (left, top - first))
-        narrow.paste(band.resize((size, last - first), Image.Resampling.BICUBIC), (0, first))
+        band.paste(image, (left, -first))
+        narrow.paste(band.resize((size, last - first), Image.Resampling.BICUBIC), (0, top + first))
     return narrow.resize((size, size), Image.Resampling.BICUBIC)
 
 

@@ -1,32 +1,33 @@
-# B prompts, T tokens of the longest, N pictures
-"""Answers from a model, in batches."""
+# B prompts, T tokens of the longest, D language-model width
+"""Answers from a model, in batches, to prompts that are put together as in training."""
 
 from dataclasses import dataclass
 
 import torch
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX
+from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.encode import encode
-from llava_ds.data.images import load_image
+from llava_ds.data.images import load_media, probe
+from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.templates import Message, Segment, render_prompt
 from llava_ds.distributed import progress_bar
+from llava_ds.geometry import MediaLayout, media_layout
 from llava_ds.infer.load import LoadedModel
+from llava_ds.model.hf import merged_embeds
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that ends with a question, and the paths of its pictures."""
+    """A conversation that ends with a question, and its pictures (paths) and videos in the order of their marks."""
 
     messages: tuple[Message, ...]
-    images: tuple[str, ...]
+    images: tuple[str | Media, ...]
 
 
-def prompt_ids(loaded: LoadedModel, prompt: Prompt, template: str = "v1") -> list[int]:
+def prompt_ids(loaded: LoadedModel, prompt: Prompt) -> list[int]:
     """The ids that training would have given the same text, image positions as the model's image token."""
-    tokenizer = loaded.processor.tokenizer
-    text = render_prompt(list(prompt.messages), template)
-    tokens_per_image = [loaded.num_image_tokens] * len(prompt.images)
-    ids = encode([Segment(text, False)], tokenizer, tokens_per_image, max_length=tokenizer.model_max_length).input_ids
+    ids = _encode(loaded, prompt, [layout for *_, layout in _laid_out(loaded, prompt)])
     return [loaded.model.config.image_token_id if token == IMAGE_TOKEN_INDEX else token for token in ids]
 
 
@@ -35,31 +36,60 @@ def answer(
     loaded: LoadedModel, prompts: list[Prompt], *, batch_size: int = 32, max_new_tokens: int = 64, progress: str = ""
 ) -> list[str]:
     """The greedy answer to each prompt, without its end marker. progress: the bar's name; empty shows none."""
-    ids = [prompt_ids(loaded, prompt) for prompt in prompts]
+    media = [_laid_out(loaded, prompt) for prompt in prompts]
+    ids = [_encode(loaded, prompt, [layout for *_, layout in own]) for prompt, own in zip(prompts, media)]
     order = sorted(range(len(prompts)), key=lambda i: len(ids[i]))  # neighbours of equal length need little padding
     answers = [""] * len(prompts)
     with progress_bar(total=len(prompts), desc=progress, disable=not progress, unit="question") as bar:
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
-            batch = _batch(loaded, [ids[i] for i in chosen], [prompts[i].images for i in chosen])
-            output = loaded.model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False)
-            new = output[:, batch["input_ids"].shape[1] :]
+            batch = _batch(loaded, [ids[i] for i in chosen], [media[i] for i in chosen])
+            new = loaded.model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False)
             for i, text in zip(chosen, loaded.processor.tokenizer.batch_decode(new, skip_special_tokens=True)):
                 answers[i] = text.strip()
             bar.update(len(chosen))
     return answers
 
 
-def _batch(loaded: LoadedModel, ids: list[list[int]], images: list[tuple[str, ...]]) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask (B, T), padded on the left; pixel_values (N, 3, H, W) if there are pictures."""
-    device, longest = loaded.model.device, max(map(len, ids))
-    filler = loaded.processor.tokenizer.pad_token_id or 0  # masked, so any id but the image token's will do
-    batch = {
-        "input_ids": torch.tensor([[filler] * (longest - len(row)) + row for row in ids], device=device),
-        "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=device),
-    }
-    pictures = [load_image(path) for paths in images for path in paths]
-    if pictures:
-        pixels = loaded.processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
-        batch["pixel_values"] = pixels.to(device, loaded.model.dtype)
-    return batch
+def _laid_out(loaded: LoadedModel, prompt: Prompt) -> list[tuple[Media, tuple, MediaLayout]]:
+    """Each picture or video with its sizes and layout; nothing is decoded yet."""
+    laid_out = []
+    for item in prompt.images:
+        media = item if isinstance(item, Media) else Media("image", (FileRef(item),))
+        sizes = probe(media, loaded.pictures)
+        laid_out.append((media, sizes, media_layout(media.kind, sizes, len(prompt.images), loaded.pictures)))
+    return laid_out
+
+
+def _encode(loaded: LoadedModel, prompt: Prompt, layouts: list[MediaLayout]) -> list[int]:
+    tokenizer = loaded.processor.tokenizer
+    text = render_prompt(list(prompt.messages), loaded.version)
+    num_tokens = [layout.num_tokens for layout in layouts]
+    return encode([Segment(text, False)], tokenizer, num_tokens, max_length=tokenizer.model_max_length).input_ids
+
+
+def _batch(loaded: LoadedModel, ids: list[list[int]], media: list[list[tuple]]) -> dict[str, torch.Tensor]:
+    """inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left.
+
+    Pictures are prepared and merged by training's own code, whatever transformers' processor would do with them.
+    """
+    device = loaded.model.device
+    samples = [
+        LoadedSample(
+            torch.tensor(row),
+            torch.tensor(row),
+            [(load_media(one, sizes, layout, loaded.pictures), layout) for one, sizes, layout in own],
+        )
+        for row, own in zip(ids, media)
+    ]
+    batch = collate(samples, loaded.pictures).to(device)
+    images = loaded.processor.image_processor
+    mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (images.image_mean, images.image_std))
+    pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
+    embeds = merged_embeds(loaded.model, batch, pixels)  # (1, tokens of all prompts, D)
+    lengths = [len(row) for row in ids]
+    longest = max(lengths)
+    # The padding is masked, so any embedding will do.
+    rows = [torch.nn.functional.pad(row, (0, 0, longest - len(row), 0)) for row in embeds[0].split(lengths)]
+    mask = [[0] * (longest - length) + [1] * length for length in lengths]
+    return {"inputs_embeds": torch.stack(rows), "attention_mask": torch.tensor(mask, device=device)}

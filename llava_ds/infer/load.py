@@ -4,22 +4,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoProcessor, LlavaForConditionalGeneration, LlavaProcessor
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+    LlavaNextProcessor,
+    LlavaProcessor,
+)
 
 from llava_ds.constants import ConfigError
+from llava_ds.geometry import PictureOptions
+from llava_ds.model.hf import HF_CLASSES
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A LLaVA in transformers' own class, with its processor, ready to answer."""
+    """A LLaVA in transformers' own class, with its processor, ready to answer.
 
-    model: LlavaForConditionalGeneration
-    processor: LlavaProcessor
+    pictures: how it was shown pictures in training; version: its conversation template.
+    """
 
-    @property
-    def num_image_tokens(self) -> int:
-        """Features per picture."""
-        return self.model.config.image_seq_length
+    model: LlavaForConditionalGeneration | LlavaNextForConditionalGeneration
+    processor: LlavaProcessor | LlavaNextProcessor
+    pictures: PictureOptions
+    version: str
 
 
 def load_model(path: str | Path, device: str | None = None) -> LoadedModel:
@@ -27,8 +36,11 @@ def load_model(path: str | Path, device: str | None = None) -> LoadedModel:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{path} holds no exported model (no config.json): train one first, as make finetune does")
     try:
+        kind = AutoConfig.from_pretrained(path, local_files_only=True).model_type
+        if kind not in HF_CLASSES:
+            raise ValueError(f"its model_type is {kind!r}, expected {' or '.join(HF_CLASSES)}")
         processor = AutoProcessor.from_pretrained(path, local_files_only=True)
-        model, report = LlavaForConditionalGeneration.from_pretrained(
+        model, report = HF_CLASSES[kind].from_pretrained(
             path, dtype="auto", local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, ImportError, AttributeError) as error:
@@ -38,4 +50,25 @@ def load_model(path: str | Path, device: str | None = None) -> LoadedModel:
         raise ConfigError(
             f"{path} is not a whole LLaVA: {len(wrong)} tensors are missing or misshapen, first {wrong[0]}"
         )
-    return LoadedModel(model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu")), processor)
+    model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return LoadedModel(model, processor, _picture_options(model, processor), _version(model))
+
+
+def _picture_options(
+    model: LlavaForConditionalGeneration | LlavaNextForConditionalGeneration, processor: LlavaProcessor
+) -> PictureOptions:
+    """What our own exports say; for other llava-hf folders, what their class and processor do."""
+    written = getattr(model.config, "llava_ds_pictures", None)
+    if written is not None:
+        pinpoints = tuple(map(tuple, written["pinpoints"]))
+        return PictureOptions(**{**written, "mean": tuple(written["mean"]), "pinpoints": pinpoints})
+    vision, images = model.config.vision_config, processor.image_processor
+    size, patch_size, mean = vision.image_size, vision.patch_size, tuple(images.image_mean)
+    if model.config.model_type == "llava_next":
+        pinpoints = tuple((width, height) for height, width in model.config.image_grid_pinpoints)
+        return PictureOptions(size, patch_size, mean, "anyres", pinpoints, "spatial_unpad")
+    return PictureOptions(size, patch_size, mean, "pad" if getattr(images, "do_pad", False) else "square")
+
+
+def _version(model: LlavaForConditionalGeneration | LlavaNextForConditionalGeneration) -> str:
+    return getattr(model.config, "llava_ds_version", "v1")

@@ -3,6 +3,8 @@
 # R pooled features made of up to K others
 """The composition: tower, projector, language model, and the loss of one micro-batch."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -52,20 +54,34 @@ class LlavaModel(nn.Module):
         Tower, projector and newline run exactly once, whatever the batch holds, so that the collectives of all ranks
         match; what no position asks for takes part with a gradient of zero.
         """
-        table = self.image_features(batch.pixel_values).flatten(0, 1)  # (N * P, D)
-        if len(batch.pool_index):
-            table = torch.cat([table, _pooled(table, batch.pool_index, batch.pool_weight)])  # (N * P + R, D)
-        placed = table.index_select(0, batch.feature_index)  # (F, D)
-        if hasattr(self, "newline"):
-            placed = self.newline(placed, len(batch.image_positions))  # (M, D)
+        features = self.image_features(batch.pixel_values)  # (N, P, D)
         embeds = self.language_model.get_input_embeddings()(batch.input_ids)  # (1, T, D)
-        return embeds.index_copy(1, batch.image_positions, placed[None].to(embeds.dtype))
+        return merged(embeds, features, batch, getattr(self, "newline", None))
 
     def image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """(N, 3, H, W) uint8 to (N, P, D). The frozen tower keeps nothing for backward."""
         with torch.no_grad():
             features = self.vision_tower(pixel_values)  # (N, P, C)
         return self.projector(features)
+
+
+def merged(
+    embeds: torch.Tensor,
+    features: torch.Tensor,
+    batch: Batch,
+    newline: Callable[[torch.Tensor, int], torch.Tensor] | None,
+) -> torch.Tensor:
+    """Token embeddings (1, T, D) with the features (N, P, D) of the batch's tiles where the collator wants them.
+
+    newline: what Newline does, from the F features that are placed to all M rows; None for models that have none.
+    """
+    table = features.flatten(0, 1)  # (N * P, D)
+    if len(batch.pool_index):
+        table = torch.cat([table, _pooled(table, batch.pool_index, batch.pool_weight)])  # (N * P + R, D)
+    placed = table.index_select(0, batch.feature_index)  # (F, D)
+    if newline is not None:
+        placed = newline(placed, len(batch.image_positions))  # (M, D)
+    return embeds.index_copy(1, batch.image_positions, placed[None].to(embeds.dtype))
 
 
 def _pooled(features: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,12 @@ class Newline(nn.Module):
 
     def forward(self, features: torch.Tensor, length: int) -> torch.Tensor:
         """(F, D) followed by as many newlines as make it (length, D); the gradient of those is one sum in float32."""
-        newlines = self.embedding.to(features.dtype).expand(length - len(features), -1)
-        return torch.cat([features, newlines])
+        return with_newlines(self.embedding, features, length)
+
+
+def with_newlines(embedding: torch.Tensor, features: torch.Tensor, length: int) -> torch.Tensor:
+    """(D,) and (F, D): the features, followed by as many embeddings as make it (length, D)."""
+    return torch.cat([features, embedding.to(features.dtype).expand(length - len(features), -1)])
 
 
 def _linear(tower_width: int, width: int) -> nn.Sequential:

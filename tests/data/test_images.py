@@ -1,20 +1,31 @@
 """Pictures as a person sees them, and pixels as transformers makes them."""
 
+import dataclasses
+import io
+import random
 import struct
+import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
+from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil, LlavaNextImageProcessorPil
 
 from llava_ds.constants import DataError
-from llava_ds.data.images import load_image, to_pixels
+from llava_ds.data import images as images_module
+from llava_ds.data.images import load_image, load_media, probe, to_pixels, to_rgb
+from llava_ds.data.sample import FileRef, Media
+from llava_ds.geometry import PictureOptions, Size, media_layout, parse_pinpoints
 
 SIZE = 24
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 MANY = 10**9
+SQUARE = PictureOptions(SIZE, 8, MEAN)
+ANYRES = PictureOptions(SIZE, 8, MEAN, "anyres", merge_type="spatial_unpad")
+FORMATS = ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "TGA", "JPEG2000"]
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -183,3 +194,281 @@ def test_a_broken_file_is_named(tmp_path, suffix):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"gone\.png can't be read as a picture \(FileNotFoundError"):
         load_image(str(tmp_path / "gone.png"), MANY)
+
+
+def media_of(*paths: Path, kind: str = "image") -> Media:
+    return Media(kind, tuple(FileRef(str(path)) for path in paths))
+
+
+def loaded(media: Media, options: PictureOptions, num_media: int = 1) -> tuple[tuple[Size, ...], torch.Tensor]:
+    """The probed sizes and the tiles."""
+    sizes = probe(media, options)
+    layout = media_layout(media.kind, sizes, num_media, options)
+    tiles = load_media(media, sizes, layout, options)
+    assert tiles.shape == (layout.num_tiles, 3, SIZE, SIZE) and tiles.dtype == torch.uint8
+    return sizes, tiles
+
+
+def test_tiles_equal_transformers_bit_for_bit(tmp_path):
+    pinpoints = parse_pinpoints(None, SIZE)
+    processor = LlavaNextImageProcessorPil(
+        size={"shortest_edge": SIZE},
+        crop_size={"height": SIZE, "width": SIZE},
+        image_grid_pinpoints=[[height, width] for width, height in pinpoints],
+        do_rescale=False,
+        do_normalize=False,
+    )
+    for i, (width, height) in enumerate(sizes()):
+        noise(width, height, i).save(tmp_path / "a.bmp")
+        found, tiles = loaded(media_of(tmp_path / "a.bmp"), ANYRES)
+        theirs = torch.as_tensor(np.asarray(processor(noise(width, height, i))["pixel_values"][0]))
+        assert found == ((width, height),) and torch.equal(tiles.to(theirs.dtype), theirs), (width, height)
+
+
+def test_several_pictures_of_an_anyres_sample_are_padded(tmp_path):
+    noise(70, 30).save(tmp_path / "a.png")
+    _, tiles = loaded(media_of(tmp_path / "a.png"), ANYRES, num_media=2)
+    assert torch.equal(tiles[0], to_pixels(noise(70, 30), SIZE, "pad", MEAN))
+
+
+def test_original_is_what_the_towers_processor_does():
+    assert torch.equal(to_pixels(noise(70, 30), SIZE, "original", MEAN), to_pixels(noise(70, 30), SIZE, "square", MEAN))
+
+
+def test_frames_are_squares_taken_evenly(tmp_path):
+    paths = [tmp_path / f"{i}.png" for i in range(5)]
+    for i, path in enumerate(paths):
+        noise(40 + i, 30, i).save(path)
+    options = dataclasses.replace(ANYRES, frames_upbound=3)
+    found, tiles = loaded(media_of(*paths, kind="frames"), options)
+    assert found == ((40, 30), (42, 30), (44, 30))
+    for tile, i in zip(tiles, (0, 2, 4)):
+        assert torch.equal(tile, to_pixels(noise(40 + i, 30, i), SIZE, "square", MEAN))
+
+
+def test_padding_band_by_band_changes_no_pixel(monkeypatch):
+    pictures = [noise(*size) for size in [(50, 31), (31, 50), (1, 90), (90, 1), (200, 7), (24, 24)]]
+    whole = [to_pixels(picture, SIZE, "pad", MEAN) for picture in pictures]
+    see_through = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 30, 4), dtype=np.uint8))
+    on_white = to_rgb(see_through)
+    monkeypatch.setattr(images_module, "_BAND_PIXELS", 100)
+    assert all(torch.equal(to_pixels(p, SIZE, "pad", MEAN), expected) for p, expected in zip(pictures, whole))
+    assert to_rgb(see_through).tobytes() == on_white.tobytes()
+
+
+def test_a_long_strip_is_padded_but_not_cropped(tmp_path):
+    noise(1, 10_000).save(tmp_path / "strip.png")
+    _, tiles = loaded(media_of(tmp_path / "strip.png"), dataclasses.replace(SQUARE, aspect_ratio="pad"))
+    assert len(tiles) == 1
+    loaded(media_of(tmp_path / "strip.png"), ANYRES)
+    noise(1, 10_000).resize((1, 60_000)).save(tmp_path / "longer.png")
+    for path, options, message in (
+        (
+            "strip.png",
+            dataclasses.replace(SQUARE, max_pixels=10**6),
+            "would be resized to 24 x 240000: leave it out, or",
+        ),
+        ("longer.png", dataclasses.replace(ANYRES, max_pixels=10**8), "is too narrow to be padded: leave it out"),
+    ):
+        with pytest.raises(DataError, match=message) as caught:
+            probe(media_of(tmp_path / path), options)
+        assert str(caught.value).startswith(str(tmp_path / path))
+
+
+@pytest.mark.parametrize("fmt", ["JPEG", "PNG", "TIFF", "WEBP", "AVIF"])
+@pytest.mark.parametrize("orientation", [1, 3, 5, 6, 8])
+def test_the_probed_size_is_the_upright_one(tmp_path, fmt, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    if fmt not in images_module._known_formats():
+        pytest.skip(f"this Pillow knows no {fmt}")
+    noise(30, 20).save(tmp_path / "a", format=fmt, exif=exif)
+    found, _ = loaded(media_of(tmp_path / "a"), SQUARE)
+    assert found == (((30, 20) if orientation < 5 else (20, 30)),)
+
+
+def png_chunks(*chunks: tuple[bytes, bytes]) -> bytes:
+    body = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def grey_png(
+    width: int, height: int, *before: tuple[bytes, bytes], behind: tuple[tuple[bytes, bytes], ...] = ()
+) -> bytes:
+    """A black PNG of one bit a pixel, with more chunks before or behind its pixels."""
+    rows = zlib.compress((b"\0" + bytes((width + 7) // 8)) * height, 9)
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return png_chunks((b"IHDR", header), *before, (b"IDAT", rows), *behind, (b"IEND", b""))
+
+
+def test_exif_behind_the_pixels_of_a_png_is_left_alone_by_probe_and_load(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    chunk = (b"eXIf", exif.tobytes()[6:])
+    (tmp_path / "before.png").write_bytes(grey_png(30, 20, chunk))
+    (tmp_path / "behind.png").write_bytes(grey_png(30, 20, behind=(chunk,)))
+    assert loaded(media_of(tmp_path / "before.png"), SQUARE)[0] == ((20, 30),)
+    assert loaded(media_of(tmp_path / "behind.png"), SQUARE)[0] == ((30, 20),)
+
+
+def test_damaged_exif_data_turn_nothing(tmp_path):
+    (tmp_path / "a.png").write_bytes(grey_png(30, 20, (b"eXIf", b"MM\0*\0\0\0\x08\xff\xff\x01\x12\0\x02")))
+    assert loaded(media_of(tmp_path / "a.png"), SQUARE)[0] == ((30, 20),)
+
+
+@pytest.mark.parametrize("fmt", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_the_first_frame_of_an_animation_is_shown(tmp_path, fmt):
+    frames = [Image.new("RGB", (30, 20), colour) for colour in ("red", "blue", "lime")]
+    frames[0].save(
+        tmp_path / "a",
+        format=fmt,
+        save_all=True,
+        append_images=frames[1:],
+        **({"lossless": True} if fmt == "WEBP" else {}),
+    )
+    _, tiles = loaded(media_of(tmp_path / "a"), SQUARE)
+    assert tiles[0, :, 12, 12].tolist() == [255, 0, 0]
+
+
+def test_the_name_of_a_file_does_not_matter_but_its_format_does(tmp_path):
+    noise(30, 20).save(tmp_path / "a.jpg", format="PNG")
+    assert torch.equal(
+        loaded(media_of(tmp_path / "a.jpg"), SQUARE)[1][0], to_pixels(noise(30, 20), SIZE, "square", MEAN)
+    )
+    noise(30, 20).save(tmp_path / "b.png", format="EPS")
+    noise(30, 20).save(tmp_path / "c.png", format="ICO")
+    for name in ("b.png", "c.png"):
+        with pytest.raises(DataError, match=r"its header is none of JPEG, PNG, .*: replace it or leave it out"):
+            probe(media_of(tmp_path / name), SQUARE)
+
+
+def test_a_slice_of_a_file_is_a_picture_too(tmp_path):
+    parts = []
+    for i, fmt in enumerate(FORMATS):
+        buffer = io.BytesIO()
+        noise(30 + i, 20, i).save(buffer, format=fmt)
+        parts.append(buffer.getvalue())
+    (tmp_path / "blob").write_bytes(b"".join(parts))
+    offset = 0
+    for i, part in enumerate(parts):
+        (tmp_path / "alone").write_bytes(part)
+        media = Media("image", (FileRef(str(tmp_path / "blob"), offset, len(part)),))
+        found, tiles = loaded(media, SQUARE)
+        assert found == ((30 + i, 20),) and torch.equal(tiles, loaded(media_of(tmp_path / "alone"), SQUARE)[1])
+        with pytest.raises(DataError):
+            loaded(Media("image", (FileRef(str(tmp_path / "blob"), offset, len(part) // 2),)), SQUARE)
+        offset += len(part)
+
+
+def test_a_picture_that_changed_since_it_was_probed_is_named(tmp_path):
+    path = tmp_path / "a.png"
+    noise(30, 20).save(path)
+    sizes = probe(media_of(path), ANYRES)
+    noise(31, 20).save(path)
+    with pytest.raises(DataError, match=r"a.png has 31 x 20 pixels, but had 30 x 20 when the data was checked"):
+        load_media(media_of(path), sizes, media_layout("image", sizes, 1, ANYRES), ANYRES)
+
+
+def tiff_of_huge_tiles() -> bytes:
+    """A 10 x 10 TIFF whose single tile is 65,536 x 16,384."""
+    tags = {256: 10, 257: 10, 258: 8, 259: 8, 262: 1, 277: 1, 322: 65536, 323: 16384, 324: 200, 325: 40}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + entries + bytes(100)
+
+
+BOMBS = {
+    "a hundred megapixels": (grey_png(10_000, 10_000), "10000 x 10000 pixels, more than the bound"),
+    "text": (
+        grey_png(9, 9, (b"zTXt", b"a\0\0" + zlib.compress(bytes(2**25)))),
+        "ValueError: Decompressed data too large",
+    ),
+    "colour profile": (
+        grey_png(9, 9, (b"iCCP", b"a\0\0" + zlib.compress(bytes(2**25)))),
+        "ValueError: Decompressed data",
+    ),
+    "canvas": (
+        b"RIFF" + struct.pack("<I", 40) + b"WEBPVP8X\x0a\0\0\0\2\0\0\0" + b"\xff\x3f\0" * 2 + bytes(14),
+        "could be decompression bomb|can't be read",
+    ),
+    "tiles": (tiff_of_huge_tiles(), "is stored in tiles of 65536 x 16384 pixels: save it in smaller ones"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused_by_their_header(tmp_path, name, monkeypatch):
+    content, message = BOMBS[name]
+    path = tmp_path / "bomb"
+    path.write_bytes(content)
+    assert len(content) < 40_000
+    monkeypatch.setattr(Image.Image, "load", None)  # nothing is decoded
+    took = []
+    for _ in range(3):
+        started = time.process_time()
+        with pytest.raises(DataError, match=message) as caught:
+            probe(media_of(path), SQUARE)
+        took.append(time.process_time() - started)
+    assert str(caught.value).startswith(str(path)) and min(took) < 0.05
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    data = bytearray(content)
+    for _ in range(rng.randint(1, 4)):
+        at, length = rng.randrange(len(data) + 1), rng.randint(1, 30)
+        change = rng.randrange(6)
+        if change == 0:
+            data[at : at + 1] = bytes([rng.randrange(256)])
+        elif change == 1:
+            header = rng.randrange(min(64, len(data) + 1))
+            data[header : header + 1] = bytes([rng.randrange(256)])
+        elif change == 2:
+            del data[at:]
+        elif change == 3:
+            del data[at : at + length]
+        elif change == 4:
+            data[at:at] = data[at : at + length]
+        else:
+            number = rng.choice([0, 1, 255, 7000, 65535, 2**31 - 1, 2**32 - 1])
+            data[at : at + 4] = struct.pack(rng.choice("<>") + "I", number)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_damaged_pictures_are_shown_or_refused_with_a_reason(tmp_path, fmt):
+    rng = random.Random(fmt)
+    path = tmp_path / "a"
+    outcomes = {"shown": 0, "refused": 0}
+    modes = {"GIF": ["P", "L"], "JPEG": ["RGB", "L", "CMYK"], "TGA": ["RGB", "RGBA"], "PPM": ["RGB", "L", "1"]}
+    for i in range(60):
+        picture = noise(rng.randint(1, 60), rng.randint(1, 60), i).convert(rng.choice(modes.get(fmt, ["RGB", "L"])))
+        buffer = io.BytesIO()
+        picture.save(buffer, format=fmt)
+        path.write_bytes(mutated(buffer.getvalue(), rng))
+        options = (SQUARE, ANYRES, dataclasses.replace(SQUARE, aspect_ratio="pad"))[i % 3]
+        options = dataclasses.replace(options, max_pixels=10**6)
+        try:
+            loaded(media_of(path), options)
+            outcomes["shown"] += 1
+        except DataError as error:
+            assert (
+                str(error).startswith(str(path)) and "\n" not in str(error) and len(str(error)) < len(str(path)) + 400
+            )
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 0, outcomes
+
+
+def test_fast_decoding_is_close_and_keeps_the_geometry(tmp_path):
+    smooth = noise(40, 30).resize((1600, 1200), Image.Resampling.BICUBIC)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name, more in (("a.jpg", {}), ("turned.jpg", {"exif": exif})):
+        smooth.save(tmp_path / name, quality=90, **more)
+        for options in (SQUARE, ANYRES, dataclasses.replace(SQUARE, aspect_ratio="pad")):
+            exact = loaded(media_of(tmp_path / name), options)
+            fast = loaded(media_of(tmp_path / name), dataclasses.replace(options, fast_decoding=True))
+            difference = (exact[1].int() - fast[1].int()).abs()
+            assert exact[0] == fast[0] and 0 < difference.max() < 16 and difference.float().mean() < 1.5
+    noise(160, 120).save(tmp_path / "a.png")
+    slow, fast = (loaded(media_of(tmp_path / "a.png"), dataclasses.replace(SQUARE, fast_decoding=f))[1] for f in (0, 1))
+    assert torch.equal(slow, fast)  # other formats know no such shortcut

@@ -7,6 +7,7 @@ import pytest
 import torch
 import toys
 from launching import ds_config, losses, run_many
+from safetensors.torch import load_file
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.data.collator import collate
@@ -58,6 +59,9 @@ PATTERNS = {
 }
 
 
+ANYRES = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad"}
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory) -> dict[tuple[str, int, int], Path]:
     """Output folders by (pattern or layout, ZeRO stage, ranks), all trained from the same weights."""
@@ -78,9 +82,11 @@ def runs(tmp_path_factory) -> dict[tuple[str, int, int], Path]:
             ("micro_batch", 2, {"per_device_train_batch_size": 2, "loss_reduction": "micro_batch"}),
             ("bf16", 1, {"bf16": True}),
             ("bf16", 3, {"bf16": True}),
+            ("anyres", 0, ANYRES),
+            ("anyres", 3, ANYRES),
         ):
             out = outputs[layout, stage, ranks] = folder / f"{layout}-{stage}-{ranks}"
-            todo.append(flags_of(base, data["mixed"], out, stage, **more))
+            todo.append(flags_of(base, data["alternating" if more is ANYRES else "mixed"], out, stage, **more))
         run_many(ranks, folder / f"launch-{ranks}", todo)
     return outputs
 
@@ -180,3 +186,24 @@ def test_bf16_follows_fp32_and_every_stage_follows_the_other(runs, ranks):
 @pytest.mark.parametrize("pattern", ["all_text", "one_rank_text", "alternating"])
 def test_ranks_without_pictures_do_not_hang_and_learn_the_same(runs, pattern):
     assert largest_difference(losses(runs[pattern, 3, 1]), losses(runs[pattern, 3, 2])) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_newline_trains_at_every_stage_also_where_a_rank_shows_no_picture(runs, stage, ranks):
+    """These runs export, too, and compare transformers' logits with their own."""
+    reference = losses(runs["anyres", 0, 1])
+    assert (
+        reference[-1] < reference[0] - 0.5 and largest_difference(reference, losses(runs["alternating", 3, 1])) > 1e-2
+    )
+    assert largest_difference(reference, losses(runs["anyres", stage, ranks])) < 1e-5
+
+
+def test_the_newline_is_drawn_by_the_seed_alone_and_has_learned(runs):
+    base = runs["anyres", 0, 1].parent / "base"
+    args = ModelArguments(str(base / "llama"), str(base / "clip"), mm_patch_merge_type="spatial_unpad")
+    plan, ranks = plan_model(args, 512), Ranks(0, 0, 1, torch.device("cpu"))
+    fresh = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, ranks).newline.embedding
+    trained = [load_file(runs["anyres", stage, 2] / "model.safetensors")["image_newline"] for stage in (0, 3)]
+    assert 1e-4 < (trained[0] - fresh).abs().max() < 0.1  # twenty steps from where it was drawn
+    assert (trained[0] - trained[1]).abs().max() < 1e-5

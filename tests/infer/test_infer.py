@@ -30,6 +30,10 @@ from llava_ds.model.build import build_model, plan_model
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 
 
+def square(plan) -> PictureOptions:
+    return PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """(model, plan, arguments, exported folder) of a random toy."""
@@ -38,7 +42,7 @@ def built(tmp_path_factory):
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
     (folder / "out").mkdir()
-    export_hf(model, plan, args, "square", folder / "out", RANKS)
+    export_hf(model, plan, args, square(plan), folder / "out", RANKS)
     return model, plan, args, folder / "out"
 
 
@@ -61,7 +65,7 @@ def test_the_picture_changes_the_prompt_only_where_it_is_shown(built, data):
     image_token = loaded.model.config.image_token_id
     question = questions_of(read_samples(*data.values()))[0]
     shown, withheld = prompt_ids(loaded, question.prompt), prompt_ids(loaded, without_image(question).prompt)
-    assert shown.count(image_token) == loaded.num_image_tokens
+    assert shown.count(image_token) == loaded.pictures.tokens_per_tile
     assert image_token not in withheld
     assert without_image(question).prompt.images == ()
 
@@ -71,21 +75,21 @@ def test_a_wrong_export_is_noticed(built, data):
     picture = load_image(read_samples(*data.values())[0].media[0].refs[0].path, 10**6)
     ids = torch.tensor([1, 5, *[-200] * plan.images.num_tokens, 9, 8])
     spec = plan.images
-    options = PictureOptions(spec.size, spec.patch_size, spec.mean)
+    layout = media_layout("image", (picture.size,), 1, square(plan))
     pixels = to_pixels(picture, spec.size, "square", spec.mean)[None]
-    batch = collate([LoadedSample(ids, ids, [(pixels, media_layout("image", (picture.size,), 1, options))])], options)
+    batch = collate([LoadedSample(ids, ids, [(pixels, layout)])], square(plan))
     tower = model.vision_tower
     with torch.no_grad():
         logits = model(batch, logits_at=torch.arange(len(ids)))
-    assert compare_reloaded(folder, batch, tower.mean, tower.std, logits) < 2e-5
+    assert compare_reloaded(folder, batch, [layout], tower.mean, tower.std, logits) < 2e-5
     with pytest.raises(RuntimeError, match="other logits"):
-        compare_reloaded(folder, batch, tower.mean + 0.2, tower.std, logits)
+        compare_reloaded(folder, batch, [layout], tower.mean + 0.2, tower.std, logits)
 
 
 def test_large_models_are_written_in_shards_that_open_as_one(built, tmp_path, monkeypatch):
     model, plan, args, folder = built
     monkeypatch.setattr("llava_ds.checkpoint.export.MAX_SHARD_BYTES", 40_000)
-    export_hf(model, plan, args, "square", tmp_path, RANKS)
+    export_hf(model, plan, args, square(plan), tmp_path, RANKS)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     one, many = load_model(folder).model.state_dict(), load_model(tmp_path).model.state_dict()
     assert all(torch.equal(one[name], many[name]) for name in one)
@@ -153,7 +157,7 @@ def test_the_processor_of_todays_llama_tokenizer_gives_the_ids_of_training(tmp_p
     messages = (Message("human", "<image>\nWhat is it?"), Message("gpt", "a cat"), Message("human", "What?"))
     trained = encode(render([*messages, Message("gpt", "")], "v1"), plan.tokenizer, [9], 512).input_ids
 
-    export_hf(model, plan, args, "square", tmp_path, RANKS)
+    export_hf(model, plan, args, square(plan), tmp_path, RANKS)
     loaded = load_model(tmp_path)
     picture = load_image(read_samples(*toys.write_data(tmp_path / "data", "i").values())[0].media[0].refs[0].path)
     inputs = loaded.processor(text=render_prompt(list(messages), "v1"), images=picture, return_tensors="pt")

@@ -1,0 +1,28 @@
+# T tokens of all samples laid end to end, N image tiles, S side of the tower's square, D language-model width
+"""A LLaVA in transformers' own classes: which class opens a folder, and training's merge over its weights."""
+
+from functools import partial
+
+import torch
+from transformers import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration
+
+from llava_ds.batch import Batch
+from llava_ds.model.llava import merged
+from llava_ds.model.projector import with_newlines
+
+HF_CLASSES = {"llava": LlavaForConditionalGeneration, "llava_next": LlavaNextForConditionalGeneration}  # by model_type
+
+
+def merged_embeds(
+    model: LlavaForConditionalGeneration | LlavaNextForConditionalGeneration, batch: Batch, pixels: torch.Tensor
+) -> torch.Tensor:
+    """(1, T, D): a batch's token embeddings and features as training merges them; pixels (N, 3, S, S), normalised.
+
+    transformers' own merge cuts every picture of a LlavaNext into tiles, also where a sample shows several, and knows
+    no frames.
+    """
+    inner, layer = model.model, model.config.vision_feature_layer
+    embeds = model.get_input_embeddings()(batch.input_ids)
+    hidden = inner.vision_tower(pixels, output_hidden_states=True).hidden_states[layer][:, 1:]
+    newline = partial(with_newlines, inner.image_newline) if hasattr(inner, "image_newline") else None
+    return merged(embeds, inner.multi_modal_projector(hidden), batch, newline)

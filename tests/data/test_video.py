@@ -1,0 +1,78 @@
+"""Frames of video files; without PyAV only the refusals."""
+
+import builtins
+import dataclasses
+import importlib.util
+
+import numpy as np
+import pytest
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.images import load_media, probe
+from llava_ds.data.sample import FileRef, Media
+from llava_ds.geometry import PictureOptions, media_layout
+
+OPTIONS = PictureOptions(24, 8, (0.5, 0.5, 0.5), video_fps=5, frames_upbound=8)
+needs_av = pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="PyAV is not installed")
+
+
+def write_video(path, num_frames: int, rate: int = 10) -> Media:
+    """A video of 48 x 32 whose frames are grey, 4 brighter each."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = 48, 32, "yuv420p", 10**6
+        for i in range(num_frames):
+            pixels = np.full((32, 48, 3), 20 + 4 * i, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return Media("video", (FileRef(str(path)),))
+
+
+def brightness(media: Media, options: PictureOptions) -> list[float]:
+    sizes = probe(media, options)
+    layout = media_layout("video", sizes, 1, options)
+    tiles = load_media(media, sizes, layout, options)
+    assert tiles.shape == (len(sizes), 3, 24, 24) == (layout.num_tiles, 3, 24, 24) and set(sizes) == {(48, 32)}
+    return [(tile.float().mean().item() - 20) / 4 for tile in tiles]
+
+
+@needs_av
+@pytest.mark.parametrize("suffix", ["mp4", "avi", "mkv"])
+def test_frames_are_taken_by_the_second_and_evenly_when_there_are_too_many(tmp_path, suffix):
+    media = write_video(tmp_path / f"a.{suffix}", 12)
+    assert np.allclose(brightness(media, OPTIONS), [0, 2, 4, 6, 8, 10], atol=0.8)
+    few = dataclasses.replace(OPTIONS, frames_upbound=4)
+    assert np.allclose(brightness(media, few), [0, 3, 7, 11], atol=0.8)
+
+
+@needs_av
+def test_what_is_no_video_or_another_one_is_named(tmp_path):
+    media = write_video(tmp_path / "a.mp4", 12)
+    sizes = probe(media, OPTIONS)
+    layout = media_layout("video", sizes, 1, OPTIONS)
+    write_video(tmp_path / "a.mp4", 6)
+    with pytest.raises(DataError, match=r"a.mp4 has 3 frames to take, but had 6 when the data was checked"):
+        load_media(media, sizes, layout, OPTIONS)
+    with pytest.raises(DataError, match=r"a.mp4 has frames of 48 x 32 pixels, expected 1 to 100: scale it down"):
+        probe(media, dataclasses.replace(OPTIONS, max_pixels=100))
+    content = (tmp_path / "a.mp4").read_bytes()
+    playlist = f"#EXTM3U\n#EXTINF:1,\nfile://{tmp_path}/a.mp4\n#EXT-X-ENDLIST\n".encode()
+    for broken in (b"", b"no video", content[: len(content) // 2], playlist):
+        (tmp_path / "b.mp4").write_bytes(broken)
+        with pytest.raises(DataError, match=r"b.mp4 (can't be read as a video \(.*|holds no video): replace it or"):
+            probe(Media("video", (FileRef(str(tmp_path / "b.mp4")),)), OPTIONS)
+
+
+def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without_av(name, *args, **kwargs):
+        if name == "av":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_av)
+    with pytest.raises(ConfigError, match=r"install the extra llava_ds\[video\], or give videos as lists of pictures"):
+        probe(Media("video", (FileRef(str(tmp_path / "a.mp4")),)), OPTIONS)
