@@ -1,5 +1,8 @@
 """Samples to ids and labels. Labels come from character offsets of the one tokenization: nothing is counted twice."""
 
+import os
+import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +19,7 @@ from llava_ds.constants import (
 )
 from llava_ds.data.chat_template import render_own, render_own_prompt
 from llava_ds.data.sample import Message
-from llava_ds.data.templates import TEMPLATES, Segment, render, render_prompt
+from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
 
 # Qwen's id of "\n", which LLaVA-NeXT's preprocess_qwen knows as a number and leaves to be learned in every turn.
@@ -47,27 +50,51 @@ class Encoded:
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A text to tokenize by itself. before: its ids' predecessors; base: where in the whole text it begins."""
+
+    text: str
+    before: list[int]
+    base: int
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What every conversation begins with, tokenized once; joint stands between it and the rest."""
+
+    text: str
+    ids: list[int]
+    joint: str
+
+
 class Encoder:
     """Conversations to ids and labels, equal to those of LLaVA's own code. May be sent to other processes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> None:
         self.options = options
-        self.template = TEMPLATES[options.template]
         self.tokenizer = as_llava(tokenizer)
         self.begins_with_space = first_space_pattern(self.tokenizer)
-        backend = copy_of_backend(self.tokenizer)
+        self.backend = copy_of_backend(self.tokenizer)
         self.first_ids: list[int] = []
         self.last_ids: list[int] = []
         self.image_id = -1
         if self.template.whole:
-            backend = with_token(backend, IMAGE_TOKEN)
-            self.image_id = backend.token_to_id(IMAGE_TOKEN)
+            self.backend = with_token(self.backend, IMAGE_TOKEN)
+            self.image_id = self.backend.token_to_id(IMAGE_TOKEN)
         else:
             self.first_ids, self.last_ids = _framing_ids(self.tokenizer)
-        self.backend = backend
-        self.learned = [i for i in map(backend.token_to_id, self.template.learned) if i is not None]
-        if options.template == "chatml" and backend.id_to_token(_QWEN_NEWLINE[0]) == _QWEN_NEWLINE[1]:
+        self.learned = [i for i in map(self.backend.token_to_id, self.template.learned) if i is not None]
+        if options.template == "chatml" and self.backend.id_to_token(_QWEN_NEWLINE[0]) == _QWEN_NEWLINE[1]:
             self.learned.append(_QWEN_NEWLINE[0])
+        if options.supervise_last_turn_only:
+            self.learned = []
+        self.head = self._find_head()
+
+    @property
+    def template(self) -> Template:
+        """The rules of the conversation template."""
+        return TEMPLATES[self.options.template]
 
     def encode_batch(
         self, conversations: Sequence[tuple[Sequence[Message], Sequence[int]]]
@@ -75,10 +102,11 @@ class Encoder:
         """Ids and labels of every conversation, or why it has none, in their order.
 
         A conversation: its messages, and the features of each <image> mark in the text's order. Cut at max_length
-        with the features counted. A token is supervised when it covers a character of a supervised segment.
+        with the features counted. A token is supervised when it begins in a supervised segment: one that begins in
+        the text before can't follow a prompt.
         """
         results: list[Encoded | DataError | None] = []
-        rows: list[tuple[int, list[str], list[tuple[int, int]], Sequence[int]]] = []
+        rows: list[tuple[int, list[_Piece], list[tuple[int, int]], Sequence[int]]] = []
         for messages, features in conversations:
             try:
                 pieces, spans = self._pieces(self._render(messages), features)
@@ -87,10 +115,12 @@ class Encoder:
                 continue
             rows.append((len(results), pieces, spans, features))
             results.append(None)
-        coded = self._tokenize([piece for _, pieces, _, _ in rows for piece in pieces])
+        coded = self._tokenize([piece.text for _, pieces, _, _ in rows for piece in pieces])
+        limit = self.options.max_length
         for index, pieces, spans, features in rows:
-            ids, mask = self._join([next(coded) for _ in pieces], pieces, spans, features)
-            results[index] = self._labelled(ids, mask)
+            ids, labels = self._join(pieces, coded, spans, features)
+            truncated = len(ids) > limit
+            results[index] = Encoded(ids[:limit], labels[:limit], truncated)
         return results
 
     def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int]) -> list[int]:
@@ -101,14 +131,16 @@ class Encoder:
         else:
             text = render_prompt(messages, self.options.template, im_start_end)
         pieces, spans = self._pieces([Segment(text)], num_image_tokens)
-        return self._join(list(self._tokenize(pieces)), pieces, spans, num_image_tokens)[0].tolist()
+        return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)[0].tolist()
 
     def _render(self, messages: Sequence[Message]) -> list[Segment]:
         if self.template.write is None:
             return render_own(messages, self.tokenizer, self.options.mm_use_im_start_end)
         return render(messages, self.options.template, self.options.mm_use_im_start_end)
 
-    def _pieces(self, segments: Sequence[Segment], features: Sequence[int]) -> tuple[list[str], list[tuple[int, int]]]:
+    def _pieces(
+        self, segments: Sequence[Segment], features: Sequence[int]
+    ) -> tuple[list[_Piece], list[tuple[int, int]]]:
         """What is tokenized by itself, and the supervised spans of the whole text."""
         if self.options.supervise_last_turn_only:
             segments = _last_answer_only(segments)
@@ -116,66 +148,98 @@ class Encoder:
         end = 0
         for segment in segments:
             start, end = end, end + len(segment.text)
-            if segment.supervised and spans and spans[-1][1] == start:
-                spans[-1] = (spans[-1][0], end)
-            elif segment.supervised:
+            if segment.supervised:
                 spans.append((start, end))
         text = "".join([segment.text for segment in segments])
-        pieces = text.split(IMAGE_TOKEN)
-        if len(pieces) - 1 != len(features):
-            raise DataError(
-                f"the text has {len(pieces) - 1} {IMAGE_TOKEN} marks for {len(features)} pictures: make them equal"
-            )
-        return ([text] if self.template.whole else pieces), spans
+        marks = text.count(IMAGE_TOKEN)
+        if marks != len(features):
+            raise DataError(f"the text has {marks} {IMAGE_TOKEN} marks for {len(features)} pictures: make them equal")
+        texts = [text] if self.template.whole else text.split(IMAGE_TOKEN)
+        before, base = self.first_ids, 0
+        if self.head is not None and texts[0].startswith(self.head.text):
+            before, base = before + self.head.ids, len(self.head.text)
+            texts[0] = self.head.joint + texts[0][base:]
+            base -= len(self.head.joint)
+        pieces = [_Piece(texts[0], before, base)]
+        for piece in texts[1:]:
+            base += len(pieces[-1].text) + len(IMAGE_TOKEN)
+            pieces.append(_Piece(piece, [], base))
+        return pieces, spans
 
-    def _tokenize(self, pieces: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Ids (T,) of each piece, and the characters (T, 2) that every token covers."""
-        shifts = [0] * len(pieces)
-        if self.begins_with_space is not None:
-            shifts = [1 if self.begins_with_space.match(piece) else 0 for piece in pieces]
-            pieces = [f" {piece}" if shift else piece for piece, shift in zip(pieces, shifts)]
-        for encoding, shift in zip(self.backend.encode_batch(pieces, add_special_tokens=False), shifts):
-            offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2) - shift
-            yield np.array(encoding.ids, np.int32), offsets
+    def _tokenize(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of each text, and the characters that each token covers."""
+        if self.begins_with_space is None:
+            for encoding in self.backend.encode_batch(texts, add_special_tokens=False):
+                yield encoding.ids, encoding.offsets
+            return
+        added = [1 if self.begins_with_space.match(text) else 0 for text in texts]
+        texts = [f" {text}" if shift else text for text, shift in zip(texts, added)]
+        for encoding, shift in zip(self.backend.encode_batch(texts, add_special_tokens=False), added):
+            # A token of the added space alone goes with what follows it.
+            yield encoding.ids, [(max(a - shift, 0), b) for a, b in encoding.offsets] if shift else encoding.offsets
 
     def _join(
         self,
-        coded: Sequence[tuple[np.ndarray, np.ndarray]],
-        pieces: Sequence[str],
+        pieces: Sequence[_Piece],
+        coded: Iterator[tuple[list[int], list[tuple[int, int]]]],
         spans: Sequence[tuple[int, int]],
         features: Sequence[int],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of one conversation from its tokenized pieces and its pictures, and whether each is supervised.
+        """Ids and labels (int32) of one conversation from its tokenized pieces and its pictures.
 
         Source: LLaVA's tokenizer_image_token for the ids.
         """
-        first = np.array(self.first_ids, np.int32)
-        parts = [(first, np.zeros(len(first), bool))]
-        base = 0
-        for i, ((ids, offsets), piece) in enumerate(zip(coded, pieces)):
-            mask = np.zeros(len(ids), bool)
+        parts: list[np.ndarray] = []
+        supervised: list[tuple[int, int]] = []  # positions
+        length = 0
+        for i, (piece, (ids, offsets)) in enumerate(zip(pieces, coded)):
+            if i > 0:
+                parts.append(np.full(features[i - 1], IMAGE_TOKEN_INDEX, np.int32))
+                length += features[i - 1]
+            length += len(piece.before)
             for start, end in spans:
-                if start < base + len(piece) and base < end:
-                    mask |= (offsets[:, 0] + base < end) & (offsets[:, 1] + base > start)
-            if self.template.whole:
-                counts = np.ones(len(ids), np.int64)
-                is_image = ids == self.image_id
-                counts[is_image] = features
-                ids, mask = np.repeat(np.where(is_image, IMAGE_TOKEN_INDEX, ids), counts), np.repeat(mask, counts)
-            elif i > 0:
-                parts.append(_features(features[i - 1]))
-            parts.append((ids, mask))
-            if self.last_ids:
-                parts.append((np.array(self.last_ids, np.int32), np.repeat(mask[-1:], len(self.last_ids))))
-            base += len(piece) + len(IMAGE_TOKEN)
-        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+                if end > piece.base and start < piece.base + len(piece.text):
+                    # Tokens stand in the order of their first characters.
+                    first = bisect_left(offsets, (start - piece.base, -1))
+                    last = bisect_left(offsets, (end - piece.base, -1))
+                    supervised.append((length + first, length + last))
+            row = [*piece.before, *ids, *self.last_ids]
+            parts.append(np.array(row, np.int32))
+            length += len(row) - len(piece.before)
+        ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        labels = np.full(len(ids), IGNORE_INDEX, np.int32)
+        for first, last in supervised:
+            labels[first:last] = ids[first:last]
+        for token in self.learned:
+            labels[ids == token] = token
+        if self.template.whole and features:
+            is_image = ids == self.image_id
+            counts = np.ones(len(ids), np.int64)
+            counts[is_image] = features
+            ids[is_image], labels[is_image] = IMAGE_TOKEN_INDEX, IGNORE_INDEX
+            ids, labels = np.repeat(ids, counts), np.repeat(labels, counts)
+        return ids, labels
 
-    def _labelled(self, ids: np.ndarray, mask: np.ndarray) -> Encoded:
-        if self.learned and not self.options.supervise_last_turn_only:
-            mask = mask | np.isin(ids, self.learned)
-        limit = self.options.max_length
-        labels = np.where(mask, ids, np.int32(IGNORE_INDEX))[:limit]
-        return Encoded(ids[:limit].astype(np.int32), labels.astype(np.int32), len(ids) > limit)
+    def _find_head(self) -> _Head | None:
+        """The system prompt up to its last word, where what follows can be tokenized by itself to the same ids."""
+        self.head = None
+        if self.template.write is None:
+            return None
+        probes = ["x", "", "  two  ", "\n\nz", "猫", "<b>", "'s", "\t1"]
+        talks = [[Message("human", f"{p}{IMAGE_TOKEN}"), Message("gpt", p)] for p in probes]
+        texts = ["".join(segment.text for segment in self._render(talk)) for talk in talks]
+        common = os.path.commonprefix(texts).split(IMAGE_TOKEN)[0].rstrip()
+        cut = max((match.start() for match in re.finditer(r"(?<=\S) (?=\S)", common)), default=0)
+        if cut == 0:
+            return None
+        texts = [text.split(IMAGE_TOKEN)[0] for text in texts]
+        ids = next(self._tokenize([texts[0][:cut]]))[0]
+        wholes = list(self._tokenize(texts))
+        for joint, skipped in (("", 1), (" ", 1)):
+            rests = list(self._tokenize([joint + text[cut + skipped :] for text in texts]))
+            if all(whole[0] == ids + rest[0] for whole, rest in zip(wholes, rests)):
+                return _Head(common[: cut + skipped], ids, joint)
+        return None
 
 
 def check_tokenizer(
@@ -224,10 +288,6 @@ def _framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[in
     coded = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True)
     inner = [i for i, special in enumerate(coded.special_tokens_mask) if not special]
     return coded.ids[: inner[0]], coded.ids[inner[-1] + 1 :]
-
-
-def _features(count: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.full(count, IMAGE_TOKEN_INDEX, np.int32), np.zeros(count, bool)
 
 
 def _last_answer_only(segments: Sequence[Segment]) -> list[Segment]:
