@@ -1,4 +1,4 @@
-"""Tokenizers that give the ids of LLaVA's own code, whichever files a folder brings and whatever transformers makes of them.
+"""Tokenizers that give the ids of LLaVA's own code, whichever files a folder brings.
 
 LLaVA trained with transformers 4.37: sentencepiece itself where a folder has tokenizer.model (use_fast=False), else
 tokenizer.json as it is written. transformers 5 rebuilds Llama's and Gemma's tokenizers by rules of its own instead: it
@@ -71,7 +71,6 @@ def as_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         backend.post_processor = _framing(backend, bos, eos)
     elif backend.post_processor is None:
         backend.post_processor = _framing(backend, None, None)
-    _split_at_spaces(backend)
     return _wrapped(tokenizer, backend, first_space_only)
 
 
@@ -94,7 +93,7 @@ def _read_sentencepiece(path: Path):
     module = import_protobuf()
     try:
         proto = module.ModelProto.FromString(path.read_bytes())
-    except Exception:  # noqa: BLE001  the protobuf libraries raise errors of their own kinds
+    except Exception:
         return None
     return proto if proto.trainer_spec.model_type == module.TrainerSpec.ModelType.BPE else None
 
@@ -181,7 +180,7 @@ def _split_at_spaces(backend: Tokenizer) -> None:
     state = json.loads(backend.to_str())
     model, scheme = state["model"], state["pre_tokenizer"] or {}
     alone = scheme.get("type") == "Metaspace" and not scheme.get("split", True)
-    if model["type"] != "BPE" or state["normalizer"] is None and not alone or state["pre_tokenizer"] and not alone:
+    if model["type"] != "BPE" or (state["normalizer"] is None and not alone) or (state["pre_tokenizer"] and not alone):
         return
     if SPACE not in model["vocab"] or any(SPACE in token.lstrip(SPACE) for token in model["vocab"]):
         return
@@ -216,6 +215,7 @@ def copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     backend.no_padding()
     backend.no_truncation()
     backend.post_processor = _framing(backend, None, None)
+    _split_at_spaces(backend)
     return backend
 
 

@@ -15,9 +15,11 @@ from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_projector
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodedDataset, EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.dataset import EncodedDataset, PictureOptions, open_encoded
+from llava_ds.data.encode import EncodingOptions, check_tokenizer
 from llava_ds.data.loader import Layout, windows
 from llava_ds.data.sampler import steps_per_epoch
+from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
     Ranks,
     exit_for_bad_input,
@@ -51,7 +53,10 @@ def main(argv: list[str]) -> None:
     # What will be trained on what: all of it is read and checked before a model is built.
     with first_rank_first(ranks):
         args = tiny.fill_in(args)
+    args = args.replaced(version=resolve_template(args.model.version))
     plan = plan_model(args.model, args.data.model_max_length)
+    if problems := check_tokenizer(args.model.version, plan.tokenizer, args.model.mm_use_im_start_end):
+        raise ConfigError("\n".join(f"--model_name_or_path {args.model.model_name_or_path}: {p}" for p in problems))
     resolved = resolve_ds_config(
         raw_config,
         args,
@@ -165,8 +170,12 @@ def _open_data(args: Arguments, plan: ModelPlan) -> EncodedDataset:
         data.data_path,
         data.image_folder,
         plan.tokenizer,
-        EncodingOptions(args.model.version, data.model_max_length, plan.images.num_tokens),
-        PictureOptions(plan.images.size, plan.images.mean, data.image_aspect_ratio, data.max_image_pixels),
+        EncodingOptions(
+            args.model.version, data.model_max_length, args.model.mm_use_im_start_end, data.supervise_last_turn_only
+        ),
+        PictureOptions(
+            plan.images.size, plan.images.mean, data.image_aspect_ratio, data.max_image_pixels, plan.images.num_tokens
+        ),
         data.cache_dir,
     )
 

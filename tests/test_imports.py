@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = [
     {"constants"},
     {"arguments"},
-    {"geometry", "batch", "formats", "distributed", "ds_config"},
+    {"geometry", "batch", "formats", "distributed", "ds_config", "tokenizer"},
     {"data", "model"},
     {"train", "checkpoint", "report"},
     {"infer", "tools", "tiny"},

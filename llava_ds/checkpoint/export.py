@@ -26,7 +26,8 @@ from llava_ds.arguments import ModelArguments
 from llava_ds.batch import Batch
 from llava_ds.checkpoint.gather import gathered
 from llava_ds.constants import IMAGE_TOKEN
-from llava_ds.data.templates import CHAT_TEMPLATES
+from llava_ds.data.chat_template import chat_template
+from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import Ranks
 from llava_ds.model.build import ModelPlan
 from llava_ds.model.llava import LlavaModel
@@ -217,7 +218,7 @@ def _write_processor(plan: ModelPlan, args: ModelArguments, image_aspect_ratio: 
         patch_size=spec.patch_size,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,  # the class token, which "default" takes away again
-        chat_template=CHAT_TEMPLATES[args.version],
+        chat_template=chat_template(resolve_template(args.version), plan.tokenizer, args.mm_use_im_start_end),
     ).save_pretrained(output_dir)
     # transformers 5 keeps all of it in processor_config.json; earlier versions and other programs look here.
     image_processor.save_pretrained(output_dir)

@@ -15,7 +15,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
-    """The Jinja template that a processor needs to write what training wrote; "chat_template" is the tokenizer's own."""
+    """The Jinja template with which a processor writes what training wrote; "chat_template" is the tokenizer's own."""
     if template == "chat_template":
         return tokenizer.get_chat_template()
     mark = f"{IM_START_TOKEN}{IMAGE_TOKEN}{IM_END_TOKEN}" if mm_use_im_start_end else IMAGE_TOKEN
@@ -135,9 +135,11 @@ def _jinja(template: str, opening: str, user: str, assistant: str, prompt: str, 
         _WORDS
         + "{% if messages and messages[0]['role'] == 'system' %}"
         + "{% set system = words(messages[0]['content']) %}{% set turns = messages[1:] %}"
-        + f"{{% else %}}{{% set system = {_quoted(TEMPLATES[template].system)} %}}{{% set turns = messages %}}{{% endif %}}"
+        + f"{{% else %}}{{% set system = {_quoted(TEMPLATES[template].system)} %}}{{% set turns = messages %}}"
+        + "{% endif %}"
         + f"{{{{ {opening} }}}}{{% for turn in turns %}}{{% set text = words(turn['content']) %}}"
-        + f"{{% if turn['role'] == 'user' %}}{{{{ {user} }}}}{{% else %}}{{{{ {assistant} }}}}{{% endif %}}{{% endfor %}}"
+        + f"{{% if turn['role'] == 'user' %}}{{{{ {user} }}}}{{% else %}}{{{{ {assistant} }}}}{{% endif %}}"
+        + "{% endfor %}"
         + f"{{% if add_generation_prompt %}}{{{{ {_quoted(prompt)} }}}}{{% else %}}{{{{ {closing} }}}}{{% endif %}}"
     )
 
@@ -145,7 +147,8 @@ def _jinja(template: str, opening: str, user: str, assistant: str, prompt: str, 
 def _two_separators(template: str) -> str:
     end = _quoted(TEMPLATES[template].end_markers[0])
     user = "'USER: ' + text + ' ' if text else 'USER:'"
-    return _jinja(template, "system + ' '", user, f"'ASSISTANT: ' + text + {end} if text else 'ASSISTANT:'", "ASSISTANT:")
+    assistant = f"'ASSISTANT: ' + text + {end} if text else 'ASSISTANT:'"
+    return _jinja(template, "system + ' '", user, assistant, "ASSISTANT:")
 
 
 def _llama_2(template: str, separator: str) -> str:

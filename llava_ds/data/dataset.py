@@ -18,13 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import DataError
 from llava_ds.data.collator import LoadedSample
-from llava_ds.data.encode import encode
+from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images import load_image, to_pixels
 from llava_ds.data.sources import Sample, read_samples, shown
-from llava_ds.data.templates import render
 from llava_ds.distributed import progress_bar
 
-ENCODING_VERSION = 1  # raise it when the same text would give other ids or labels
+ENCODING_VERSION = 2  # raise it when the same text would give other ids or labels
 
 FEATURES = datasets.Features(
     {
@@ -40,22 +39,14 @@ FEATURES = datasets.Features(
 
 
 @dataclass(frozen=True)
-class EncodingOptions:
-    """All that the ids of a sample depend on, beside the sample and the tokenizer."""
-
-    template: str
-    max_length: int
-    num_image_tokens: int
-
-
-@dataclass(frozen=True)
 class PictureOptions:
-    """All that the pixels of a picture depend on, beside the picture."""
+    """All that the pixels of a picture depend on, beside the picture, and the features that it gives."""
 
     size: int
     mean: tuple[float, ...]
     aspect_ratio: str
     max_pixels: int
+    num_image_tokens: int
 
 
 class EncodedDataset(torch.utils.data.Dataset):
@@ -127,10 +118,11 @@ def open_encoded(
     processes may do this at once. Raises DataError for data that can't be used or has nothing to learn from.
     """
     samples = [_relative(sample, image_folder) for sample in read_samples(data_path, image_folder)]
-    folder = Path(cache_dir).expanduser() / "encoded" / _fingerprint(samples, tokenizer, encoding)
+    fingerprint = _fingerprint(samples, tokenizer, encoding, pictures.num_image_tokens)
+    folder = Path(cache_dir).expanduser() / "encoded" / fingerprint
     if not folder.exists():
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-        _write_table(scratch, _encode_all(samples, tokenizer, encoding, data_path))
+        _write_table(scratch, _encode_all(samples, Encoder(tokenizer, encoding), pictures.num_image_tokens, data_path))
         try:
             scratch.rename(folder)
         except OSError:  # another process was first; what it wrote is the same
@@ -146,18 +138,14 @@ def _relative(sample: Sample, image_folder: str | None) -> Sample:
     return dataclasses.replace(sample, images=tuple(os.path.relpath(path, root) for path in sample.images))
 
 
-def _encode_all(
-    samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, name: str
-) -> Iterator[dict]:
+def _encode_all(samples: list[Sample], encoder: Encoder, num_image_tokens: int, name: str) -> Iterator[dict]:
+    options = encoder.options
     problems = []
     for index, sample in enumerate(progress_bar(iterable=samples, desc=f"encoding {Path(name).name}")):
-        try:
-            segments = render(list(sample.messages), options.template)
-        except DataError as error:
-            problems.append(f"record {index} ({sample.id}): {error}")
+        [coded] = encoder.encode_batch([(sample.messages, [num_image_tokens] * len(sample.images))])
+        if isinstance(coded, DataError):
+            problems.append(f"record {index} ({sample.id}): {coded}")
             continue
-        tokens_per_image = [options.num_image_tokens] * len(sample.images)
-        coded = encode(segments, tokenizer, tokens_per_image, options.max_length)
         if coded.num_targets == 0:
             why = f"the first {options.max_length} tokens hold no answer" if coded.truncated else "no answer has a text"
             problems.append(f"record {index} ({sample.id}): nothing to learn from, {why}")
@@ -177,11 +165,13 @@ def _encode_all(
         )
 
 
-def _fingerprint(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> str:
+def _fingerprint(
+    samples: list[Sample], tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, num_image_tokens: int
+) -> str:
     digest = hashlib.sha256()
     for part in (
         str(ENCODING_VERSION),
-        repr(options),
+        repr((options, num_image_tokens)),
         tokenizer.backend_tokenizer.to_str(),
         json.dumps(sorted(tokenizer.get_added_vocab().items())),
     ):

@@ -1,6 +1,6 @@
 """Samples to ids and labels. Labels come from character offsets of the one tokenization: nothing is counted twice."""
 
-import os
+import itertools
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -228,7 +228,9 @@ class Encoder:
         probes = ["x", "", "  two  ", "\n\nz", "猫", "<b>", "'s", "\t1"]
         talks = [[Message("human", f"{p}{IMAGE_TOKEN}"), Message("gpt", p)] for p in probes]
         texts = ["".join(segment.text for segment in self._render(talk)) for talk in talks]
-        common = os.path.commonprefix(texts).split(IMAGE_TOKEN)[0].rstrip()
+        least, greatest = min(texts), max(texts)
+        common = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(least, greatest)))
+        common = common.split(IMAGE_TOKEN)[0].rstrip()
         cut = max((match.start() for match in re.finditer(r"(?<=\S) (?=\S)", common)), default=0)
         if cut == 0:
             return None
@@ -242,9 +244,7 @@ class Encoder:
         return None
 
 
-def check_tokenizer(
-    template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
-) -> list[str]:
+def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> list[str]:
     """What is wrong with training in a template (a key of TEMPLATES) with this tokenizer, a line each."""
     problems = []
     if template == "chat_template" and tokenizer.chat_template is None:

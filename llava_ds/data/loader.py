@@ -73,7 +73,7 @@ def windows(
         batch_sampler=_MicroBatches(plans),
         num_workers=num_workers,
         collate_fn=partial(
-            collate, image_size=dataset.pictures.size, num_image_tokens=dataset.encoding.num_image_tokens
+            collate, image_size=dataset.pictures.size, num_image_tokens=dataset.pictures.num_image_tokens
         ),
         generator=torch.Generator(),  # the loader draws a seed, by default from the global one
         pin_memory=device.type == "cuda",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
-from llava_ds.data.templates import Message
+from llava_ds.data.sample import Message
 
 MAX_SHOWN = 5  # problems spelled out in one message; the rest are counted
 

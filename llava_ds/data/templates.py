@@ -40,11 +40,14 @@ class Segment:
     is_answer: bool = False
 
 
+Writer = Callable[[Sequence[Message], str], list[Segment]]  # of messages and a system prompt
+
+
 @dataclass(frozen=True)
 class Template:
     """How a conversation is written, and what LLaVA's code does with it beside."""
 
-    write: Callable[[Sequence[Message], str], list[Segment]] | None  # None: the tokenizer's own Jinja template
+    write: Writer | None  # None: the tokenizer's own Jinja template
     system: str
     end_markers: tuple[str, ...]  # after an answer
     next_rules: bool = False  # LLaVA-NeXT's place of a picture in its message, not LLaVA-1.5's
@@ -128,7 +131,7 @@ def image_first(text: str) -> str:
 
 
 def _image_first_next(text: str) -> str:
-    """The same, but a message that begins with its picture stays as it is. Source: LLaVA-NeXT's preprocess_multimodal."""
+    """As LLaVA-NeXT's preprocess_multimodal does it: a message that begins with its picture stays as it is."""
     return text if text.startswith(IMAGE_TOKEN) else image_first(text)
 
 
@@ -153,7 +156,7 @@ def _v0(messages: Sequence[Message], system: str) -> list[Segment]:
     return [*segments, Segment("### ", True, True)]
 
 
-def _two_separators(end: str) -> Callable[[Sequence[Message], str], list[Segment]]:
+def _two_separators(end: str) -> Writer:
     """Source: LLaVA's SeparatorStyle.TWO and preprocess_v1; the space before an answer is learned with it."""
 
     def write(messages: Sequence[Message], system: str) -> list[Segment]:
@@ -171,8 +174,8 @@ def _two_separators(end: str) -> Callable[[Sequence[Message], str], list[Segment
     return write
 
 
-def _llama_2(separator: str) -> Callable[[Sequence[Message], str], list[Segment]]:
-    """Source: LLaVA's SeparatorStyle.LLAMA_2 and preprocess_llama_2; the spaces around an answer are learned with it."""
+def _llama_2(separator: str) -> Writer:
+    """Source: LLaVA's SeparatorStyle.LLAMA_2, preprocess_llama_2; the spaces around an answer are learned with it."""
 
     def write(messages: Sequence[Message], system: str) -> list[Segment]:
         if not messages[0].text:
@@ -191,7 +194,7 @@ def _llama_2(separator: str) -> Callable[[Sequence[Message], str], list[Segment]
     return write
 
 
-def _turns(user: str, assistant: str, end: str, system: str = "{}") -> Callable[[Sequence[Message], str], list[Segment]]:
+def _turns(user: str, assistant: str, end: str, system: str = "{}") -> Writer:
     """Source: LLaVA's SeparatorStyle.MPT and GEMMA: no end marker behind a role that says nothing."""
 
     def write(messages: Sequence[Message], system_text: str) -> list[Segment]:

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
+from llava_ds.data.sample import Message
 from llava_ds.data.sources import Sample
-from llava_ds.data.templates import Message
 from llava_ds.infer.generate import Prompt
 
 

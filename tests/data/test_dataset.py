@@ -10,16 +10,15 @@ from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
-from llava_ds.data.dataset import EncodedDataset, EncodingOptions, PictureOptions, open_encoded
-from llava_ds.data.encode import encode
+from llava_ds.data.dataset import EncodedDataset, PictureOptions, open_encoded
+from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images import load_image, to_pixels
 from llava_ds.data.sources import read_samples
-from llava_ds.data.templates import render
 from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
 
 P = (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
-ENCODING = EncodingOptions("v1", 512, P)
-PICTURES = PictureOptions(toys.IMAGE_SIZE, (0.5, 0.4, 0.3), "square", 10**6)
+ENCODING = EncodingOptions("v1", 512)
+PICTURES = PictureOptions(toys.IMAGE_SIZE, (0.5, 0.4, 0.3), "square", 10**6, P)
 KINDS = "titti"
 
 
@@ -49,10 +48,10 @@ def test_samples_are_the_records_encoded_and_their_pictures_prepared(opened, tmp
     samples = read_samples(tmp_path / "data" / "data.json", tmp_path / "data" / "images")
     assert len(data) == len(samples) == len(KINDS)
     for i, sample in enumerate(samples):
-        coded = encode(render(list(sample.messages), "v1"), tokenizer, [P] * len(sample.images), 512)
+        [coded] = Encoder(tokenizer, ENCODING).encode_batch([(sample.messages, [P] * len(sample.images))])
         loaded = data[i]
         assert loaded.input_ids.dtype == loaded.labels.dtype == torch.int64
-        assert loaded.input_ids.tolist() == coded.input_ids and loaded.labels.tolist() == coded.labels
+        assert loaded.input_ids.tolist() == coded.input_ids.tolist() and loaded.labels.tolist() == coded.labels.tolist()
         assert data.lengths[i] == len(coded.input_ids) and data.num_targets[i] == coded.num_targets
         assert int((loaded.input_ids == IMAGE_TOKEN_INDEX).sum()) == P * (KINDS[i] == "i")
         assert len(loaded.pixels) == len(sample.images)
@@ -68,7 +67,7 @@ def test_a_second_opening_reads_the_cache(opened, monkeypatch):
     def refuse(*_):
         raise AssertionError("tokenized again")
 
-    monkeypatch.setattr(dataset_module, "encode", refuse)
+    monkeypatch.setattr(dataset_module, "Encoder", refuse)
     again = opened()
     assert again.fingerprint == first.fingerprint
     assert (again.lengths, again.num_targets) == (first.lengths, first.num_targets)
@@ -77,7 +76,7 @@ def test_a_second_opening_reads_the_cache(opened, monkeypatch):
 
 def test_picture_options_change_pixels_and_not_the_fingerprint(opened, monkeypatch):
     first = opened()
-    monkeypatch.setattr(dataset_module, "encode", None)
+    monkeypatch.setattr(dataset_module, "Encoder", None)
     padded = opened(pictures=replace(PICTURES, aspect_ratio="pad", max_pixels=10**7))
     assert padded.fingerprint == first.fingerprint
     i = first.first_with_picture()
@@ -87,7 +86,7 @@ def test_picture_options_change_pixels_and_not_the_fingerprint(opened, monkeypat
 def test_the_fingerprint_changes_with_all_that_ids_depend_on(opened, tmp_path):
     prints = [opened().fingerprint]
     prints.append(opened(encoding=replace(ENCODING, max_length=511)).fingerprint)
-    prints.append(opened(encoding=replace(ENCODING, num_image_tokens=P + 1)).fingerprint)
+    prints.append(opened(pictures=replace(PICTURES, num_image_tokens=P + 1)).fingerprint)
     (tmp_path / "other").mkdir()
     save_tokenizer(train_tokenizer([*toys.TEXTS, "What is it, number? There is no dog."], 420), tmp_path / "other")
     prints.append(opened(tokenizer=AutoTokenizer.from_pretrained(tmp_path / "other")).fingerprint)

@@ -11,11 +11,13 @@ import toys
 
 from llava_ds.batch import Batch
 from llava_ds.constants import DataError
-from llava_ds.data.dataset import EncodedDataset, EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.dataset import EncodedDataset, PictureOptions, open_encoded
+from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.loader import Layout, Window, windows
 from llava_ds.data.sampler import step_samples, steps_per_epoch
 
 CPU = torch.device("cpu")
+P = (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2  # features per picture
 KINDS = "itititiiittti"
 LAYOUTS = {
     "by count": {"micro_batch_size": 2, "num_micro_batches": 2, "tokens_per_micro_batch": None},
@@ -29,8 +31,8 @@ def dataset(tmp_path_factory, tokenizer) -> EncodedDataset:
     return open_encoded(
         **toys.write_data(folder, KINDS),
         tokenizer=tokenizer,
-        encoding=EncodingOptions("v1", 512, (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2),
-        pictures=PictureOptions(toys.IMAGE_SIZE, (0.5, 0.5, 0.5), "square", 10**6),
+        encoding=EncodingOptions("v1", 512),
+        pictures=PictureOptions(toys.IMAGE_SIZE, (0.5, 0.5, 0.5), "square", 10**6, P),
         cache_dir=str(folder / "cache"),
     )
 
@@ -119,8 +121,8 @@ def test_a_broken_picture_is_one_clear_line(tmp_path, tokenizer, workers):
     broken = open_encoded(
         **toys.write_data(tmp_path, "ii"),
         tokenizer=tokenizer,
-        encoding=EncodingOptions("v1", 512, (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2),
-        pictures=PictureOptions(toys.IMAGE_SIZE, (0.5, 0.5, 0.5), "square", 10**6),
+        encoding=EncodingOptions("v1", 512),
+        pictures=PictureOptions(toys.IMAGE_SIZE, (0.5, 0.5, 0.5), "square", 10**6, P),
         cache_dir=str(tmp_path / "cache"),
     )
     path = Path(tmp_path / "images" / "1.png")

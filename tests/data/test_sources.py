@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llava_ds.constants import DataError
+from llava_ds.data.sample import Message
 from llava_ds.data.sources import MAX_SHOWN, Sample, read_samples
-from llava_ds.data.templates import Message
 
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
 TEXT_ONLY = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]

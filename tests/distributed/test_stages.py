@@ -10,7 +10,8 @@ from launching import ds_config, losses, run_many
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.dataset import PictureOptions, open_encoded
+from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.sampler import epoch_order
 from llava_ds.distributed import Ranks
 from llava_ds.model.build import build_model, plan_model
@@ -98,8 +99,8 @@ def plain_torch(runs) -> dict[str, list[float]]:
         str(folder / "mixed/data.json"),
         str(folder / "mixed/images"),
         plan.tokenizer,
-        EncodingOptions("v1", 512, spec.num_tokens),
-        PictureOptions(spec.size, spec.mean, "square", 10**7),
+        EncodingOptions("v1", 512),
+        PictureOptions(spec.size, spec.mean, "square", 10**7, spec.num_tokens),
         str(folder / "cache"),
     )
     curves = {}

@@ -9,7 +9,8 @@ from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.batch import Batch
 from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodedDataset, EncodingOptions, PictureOptions, open_encoded
+from llava_ds.data.dataset import EncodedDataset, PictureOptions, open_encoded
+from llava_ds.data.encode import EncodingOptions
 from llava_ds.distributed import Ranks
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.llava import LlavaModel
@@ -38,8 +39,8 @@ def dataset(plan, tmp_path_factory) -> EncodedDataset:
     return open_encoded(
         **data,
         tokenizer=plan.tokenizer,
-        encoding=EncodingOptions("v1", 512, spec.num_tokens),
-        pictures=PictureOptions(spec.size, spec.mean, "pad", 10**6),
+        encoding=EncodingOptions("v1", 512),
+        pictures=PictureOptions(spec.size, spec.mean, "pad", 10**6, spec.num_tokens),
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )
 
@@ -49,7 +50,7 @@ def arguments(tmp_path_factory) -> ModelArguments:
 
 
 def batch_of(dataset: EncodedDataset, indices: list[int]) -> Batch:
-    return collate([dataset[i] for i in indices], dataset.pictures.size, dataset.encoding.num_image_tokens)
+    return collate([dataset[i] for i in indices], dataset.pictures.size, dataset.pictures.num_image_tokens)
 
 
 def loss_and_gradients(model: LlavaModel, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
