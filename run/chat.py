@@ -6,7 +6,7 @@ Without --question it asks you, and remembers the conversation.
 import argparse
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.templates import Message
+from llava_ds.data.sample import Message
 from llava_ds.distributed import exit_for_bad_input, quiet_libraries
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model

@@ -16,8 +16,10 @@ from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_probl
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
 from llava_ds.data.dataset import EncodedDataset, open_data
+from llava_ds.data.encode import check_tokenizer
 from llava_ds.data.loader import Layout, windows
 from llava_ds.data.sampler import SampleOrder
+from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
     Ranks,
     exit_for_bad_input,
@@ -56,7 +58,10 @@ def main(argv: list[str]) -> None:
     # What will be trained on what: all of it is read and checked before a model is built.
     with first_rank_first(ranks):
         args = tiny.fill_in(args)
+    args = args.replaced(version=resolve_template(args.model.version))
     plan = plan_model(args.model, args.data.model_max_length)
+    if problems := check_tokenizer(args.model.version, plan.tokenizer, args.model.mm_use_im_start_end):
+        raise ConfigError("\n".join(f"--model_name_or_path {args.model.model_name_or_path}: {p}" for p in problems))
     resolved = resolve_ds_config(
         raw_config,
         args,
@@ -219,7 +224,8 @@ def _print_plan(
 
 def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_dir: Path, ranks: Ranks) -> None:
     """The llava-hf folder, proven on one sample: transformers has to compute the same logits from it."""
-    batch = collate([dataset.example()], dataset.pictures).to(ranks.device)
+    sample = dataset.example()
+    batch = collate([sample], dataset.pictures).to(ranks.device)
     engine.eval()
     with torch.no_grad():
         logits = engine(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))

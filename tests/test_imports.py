@@ -13,7 +13,7 @@ LEVELS = [
     {"constants"},
     {"arguments"},
     {"parsing"},
-    {"geometry", "batch", "formats", "distributed", "ds_config"},
+    {"geometry", "batch", "formats", "distributed", "ds_config", "tokenizer"},
     {"data", "model"},
     {"train", "checkpoint", "report"},
     {"infer", "tools", "tiny"},

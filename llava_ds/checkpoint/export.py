@@ -30,7 +30,8 @@ from llava_ds.arguments import Arguments, ModelArguments
 from llava_ds.batch import Batch
 from llava_ds.checkpoint.gather import gathered
 from llava_ds.constants import IMAGE_TOKEN
-from llava_ds.data.templates import CHAT_TEMPLATES
+from llava_ds.data.chat_template import chat_template
+from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import Ranks
 from llava_ds.geometry import MediaLayout, PictureOptions, parse_pinpoints
 from llava_ds.model.build import ModelPlan
@@ -270,7 +271,7 @@ def _write_processor(plan: ModelPlan, args: ModelArguments, pictures: PictureOpt
         patch_size=spec.patch_size,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,  # the class token, which "default" takes away again
-        chat_template=CHAT_TEMPLATES.get(args.version),
+        chat_template=chat_template(resolve_template(args.version), plan.tokenizer, args.mm_use_im_start_end),
     ).save_pretrained(output_dir)
     # transformers 5 keeps all of it in processor_config.json; earlier versions and other programs look here.
     image_processor.save_pretrained(output_dir)

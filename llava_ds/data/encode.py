@@ -1,74 +1,297 @@
 """Samples to ids and labels. Labels come from character offsets of the one tokenization: nothing is counted twice."""
 
+import itertools
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, IMAGE_TOKEN_INDEX, DataError
-from llava_ds.data.templates import Segment
+from llava_ds.constants import (
+    IGNORE_INDEX,
+    IM_END_TOKEN,
+    IM_START_TOKEN,
+    IMAGE_TOKEN,
+    IMAGE_TOKEN_INDEX,
+    DataError,
+)
+from llava_ds.data.chat_template import render_own, render_own_prompt
+from llava_ds.data.sample import Message
+from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt
+from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
+
+# Qwen's id of "\n", which LLaVA-NeXT's preprocess_qwen knows as a number and leaves to be learned in every turn.
+_QWEN_NEWLINE = (198, "Ċ")
+
+
+@dataclass(frozen=True)
+class EncodingOptions:
+    """All that the ids of a sample depend on, beside the sample and the tokenizer."""
+
+    template: str  # a key of TEMPLATES
+    max_length: int
+    mm_use_im_start_end: bool = False
+    supervise_last_turn_only: bool = False
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of one sample, IMAGE_TOKEN_INDEX once per image feature, and a label for every position."""
+    """Ids of one sample (int32), IMAGE_TOKEN_INDEX once per image feature, and a label for every position (int32)."""
 
-    input_ids: list[int]
-    labels: list[int]
+    input_ids: np.ndarray
+    labels: np.ndarray
     truncated: bool
 
     @property
     def num_targets(self) -> int:
-        return sum(label != IGNORE_INDEX for label in self.labels[1:])  # the first position has nothing before it
+        """Supervised positions; the first has nothing before it to be predicted from."""
+        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
 
-def encode(
-    segments: list[Segment], tokenizer: PreTrainedTokenizerBase, num_image_tokens: list[int], max_length: int
-) -> Encoded:
-    """Ids and labels of a rendered conversation, cut at max_length with the image features counted.
+@dataclass(frozen=True)
+class _Piece:
+    """A text to tokenize by itself. before: its ids' predecessors; base: where in the whole text it begins."""
 
-    num_image_tokens: features of each picture, in the text's order. Each piece of text between pictures is tokenized
-    by itself, and one beginning-of-sequence token stays. A token is supervised when it covers a character of a
-    supervised segment. The tokenizer has to be a fast one, which knows offsets.
-    Source: LLaVA's tokenizer_image_token for the ids.
-    """
-    text = "".join(segment.text for segment in segments)
-    marks = text.count(IMAGE_TOKEN)
-    if marks != len(num_image_tokens):
-        raise DataError(
-            f"the text has {marks} {IMAGE_TOKEN} marks for {len(num_image_tokens)} pictures: make them equal"
+    text: str
+    before: list[int]
+    base: int
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What every conversation begins with, tokenized once; joint stands between it and the rest."""
+
+    text: str
+    ids: list[int]
+    joint: str
+
+
+class Encoder:
+    """Conversations to ids and labels, equal to those of LLaVA's own code. May be sent to other processes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> None:
+        self.options = options
+        self.tokenizer = as_llava(tokenizer)
+        self.begins_with_space = first_space_pattern(self.tokenizer)
+        self.backend = copy_of_backend(self.tokenizer)
+        self.first_ids: list[int] = []
+        self.last_ids: list[int] = []
+        self.image_id = -1
+        if self.template.whole:
+            self.backend = with_token(self.backend, IMAGE_TOKEN)
+            self.image_id = self.backend.token_to_id(IMAGE_TOKEN)
+        else:
+            self.first_ids, self.last_ids = _framing_ids(self.tokenizer)
+        self.learned = [i for i in map(self.backend.token_to_id, self.template.learned) if i is not None]
+        if options.template == "chatml" and self.backend.id_to_token(_QWEN_NEWLINE[0]) == _QWEN_NEWLINE[1]:
+            self.learned.append(_QWEN_NEWLINE[0])
+        if options.supervise_last_turn_only:
+            self.learned = []
+        self.head = self._find_head()
+
+    @property
+    def template(self) -> Template:
+        """The rules of the conversation template."""
+        return TEMPLATES[self.options.template]
+
+    def encode_batch(
+        self, conversations: Sequence[tuple[Sequence[Message], Sequence[int]]]
+    ) -> list[Encoded | DataError]:
+        """Ids and labels of every conversation, or why it has none, in their order.
+
+        A conversation: its messages, and the features of each <image> mark in the text's order. Cut at max_length
+        with the features counted. A token is supervised when it begins in a supervised segment: one that begins in
+        the text before can't follow a prompt.
+        """
+        results: list[Encoded | DataError | None] = []
+        rows: list[tuple[int, list[_Piece], list[tuple[int, int]], Sequence[int]]] = []
+        for messages, features in conversations:
+            try:
+                pieces, spans = self._pieces(self._render(messages), features)
+            except DataError as error:
+                results.append(error)
+                continue
+            rows.append((len(results), pieces, spans, features))
+            results.append(None)
+        coded = self._tokenize([piece.text for _, pieces, _, _ in rows for piece in pieces])
+        limit = self.options.max_length
+        for index, pieces, spans, features in rows:
+            ids, labels = self._join(pieces, coded, spans, features)
+            truncated = len(ids) > limit
+            results[index] = Encoded(ids[:limit], labels[:limit], truncated)
+        return results
+
+    def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int]) -> list[int]:
+        """The ids up to where the next answer begins; messages end with a question. Not cut."""
+        im_start_end = self.options.mm_use_im_start_end
+        if self.template.write is None:
+            text = render_own_prompt(messages, self.tokenizer, im_start_end)
+        else:
+            text = render_prompt(messages, self.options.template, im_start_end)
+        pieces, spans = self._pieces([Segment(text)], num_image_tokens)
+        return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)[0].tolist()
+
+    def _render(self, messages: Sequence[Message]) -> list[Segment]:
+        if self.template.write is None:
+            return render_own(messages, self.tokenizer, self.options.mm_use_im_start_end)
+        return render(messages, self.options.template, self.options.mm_use_im_start_end)
+
+    def _pieces(
+        self, segments: Sequence[Segment], features: Sequence[int]
+    ) -> tuple[list[_Piece], list[tuple[int, int]]]:
+        """What is tokenized by itself, and the supervised spans of the whole text."""
+        if self.options.supervise_last_turn_only:
+            segments = _last_answer_only(segments)
+        spans: list[tuple[int, int]] = []
+        end = 0
+        for segment in segments:
+            start, end = end, end + len(segment.text)
+            if segment.supervised:
+                spans.append((start, end))
+        text = "".join([segment.text for segment in segments])
+        marks = text.count(IMAGE_TOKEN)
+        if marks != len(features):
+            raise DataError(f"the text has {marks} {IMAGE_TOKEN} marks for {len(features)} pictures: make them equal")
+        texts = [text] if self.template.whole else text.split(IMAGE_TOKEN)
+        before, base = self.first_ids, 0
+        if self.head is not None and texts[0].startswith(self.head.text):
+            before, base = before + self.head.ids, len(self.head.text)
+            texts[0] = self.head.joint + texts[0][base:]
+            base -= len(self.head.joint)
+        pieces = [_Piece(texts[0], before, base)]
+        for piece in texts[1:]:
+            base += len(pieces[-1].text) + len(IMAGE_TOKEN)
+            pieces.append(_Piece(piece, [], base))
+        return pieces, spans
+
+    def _tokenize(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of each text, and the characters that each token covers."""
+        if self.begins_with_space is None:
+            for encoding in self.backend.encode_batch(texts, add_special_tokens=False):
+                yield encoding.ids, encoding.offsets
+            return
+        added = [1 if self.begins_with_space.match(text) else 0 for text in texts]
+        texts = [f" {text}" if shift else text for text, shift in zip(texts, added)]
+        for encoding, shift in zip(self.backend.encode_batch(texts, add_special_tokens=False), added):
+            # A token of the added space alone goes with what follows it.
+            yield encoding.ids, [(max(a - shift, 0), b) for a, b in encoding.offsets] if shift else encoding.offsets
+
+    def _join(
+        self,
+        pieces: Sequence[_Piece],
+        coded: Iterator[tuple[list[int], list[tuple[int, int]]]],
+        spans: Sequence[tuple[int, int]],
+        features: Sequence[int],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels (int32) of one conversation from its tokenized pieces and its pictures.
+
+        Source: LLaVA's tokenizer_image_token for the ids.
+        """
+        parts: list[np.ndarray] = []
+        supervised: list[tuple[int, int]] = []  # positions
+        length = 0
+        for i, (piece, (ids, offsets)) in enumerate(zip(pieces, coded)):
+            if i > 0:
+                parts.append(np.full(features[i - 1], IMAGE_TOKEN_INDEX, np.int32))
+                length += features[i - 1]
+            length += len(piece.before)
+            for start, end in spans:
+                if end > piece.base and start < piece.base + len(piece.text):
+                    # Tokens stand in the order of their first characters.
+                    first = bisect_left(offsets, (start - piece.base, -1))
+                    last = bisect_left(offsets, (end - piece.base, -1))
+                    supervised.append((length + first, length + last))
+            row = [*piece.before, *ids, *self.last_ids]
+            parts.append(np.array(row, np.int32))
+            length += len(row) - len(piece.before)
+        ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        labels = np.full(len(ids), IGNORE_INDEX, np.int32)
+        for first, last in supervised:
+            labels[first:last] = ids[first:last]
+        for token in self.learned:
+            labels[ids == token] = token
+        if self.template.whole and features:
+            is_image = ids == self.image_id
+            counts = np.ones(len(ids), np.int64)
+            counts[is_image] = features
+            ids[is_image], labels[is_image] = IMAGE_TOKEN_INDEX, IGNORE_INDEX
+            ids, labels = np.repeat(ids, counts), np.repeat(labels, counts)
+        return ids, labels
+
+    def _find_head(self) -> _Head | None:
+        """The system prompt up to its last word, where what follows can be tokenized by itself to the same ids."""
+        self.head = None
+        if self.template.write is None:
+            return None
+        probes = ["x", "", "  two  ", "\n\nz", "猫", "<b>", "'s", "\t1"]
+        talks = [[Message("human", f"{p}{IMAGE_TOKEN}"), Message("gpt", p)] for p in probes]
+        texts = ["".join(segment.text for segment in self._render(talk)) for talk in talks]
+        least, greatest = min(texts), max(texts)
+        common = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(least, greatest)))
+        common = common.split(IMAGE_TOKEN)[0].rstrip()
+        cut = max((match.start() for match in re.finditer(r"(?<=\S) (?=\S)", common)), default=0)
+        if cut == 0:
+            return None
+        texts = [text.split(IMAGE_TOKEN)[0] for text in texts]
+        ids = next(self._tokenize([texts[0][:cut]]))[0]
+        wholes = list(self._tokenize(texts))
+        for joint, skipped in (("", 1), (" ", 1)):
+            rests = list(self._tokenize([joint + text[cut + skipped :] for text in texts]))
+            if all(whole[0] == ids + rest[0] for whole, rest in zip(wholes, rests)):
+                return _Head(common[: cut + skipped], ids, joint)
+        return None
+
+
+def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> list[str]:
+    """What is wrong with training in a template (a key of TEMPLATES) with this tokenizer, a line each."""
+    problems = []
+    if template == "chat_template" and tokenizer.chat_template is None:
+        problems.append(
+            "--version chat_template takes the tokenizer's own template, but this one has none: give another --version"
         )
-    spans = _supervised_spans(segments)
-    input_ids: list[int] = []
-    labels: list[int] = []
-    start = 0
-    for i, piece in enumerate(text.split(IMAGE_TOKEN)):
-        if i > 0:
-            input_ids += [IMAGE_TOKEN_INDEX] * num_image_tokens[i - 1]
-            labels += [IGNORE_INDEX] * num_image_tokens[i - 1]
-            start += len(IMAGE_TOKEN)
-        coded = tokenizer(piece, return_offsets_mapping=True)
-        ids, offsets = coded["input_ids"], coded["offset_mapping"]
-        if i > 0 and ids and ids[0] == tokenizer.bos_token_id:
-            ids, offsets = ids[1:], offsets[1:]
-        input_ids += ids
-        labels += [
-            token if _covers(spans, start + first, start + last) else IGNORE_INDEX
-            for token, (first, last) in zip(ids, offsets)
-        ]
-        start += len(piece)
-    truncated = len(input_ids) > max_length
-    return Encoded(input_ids[:max_length], labels[:max_length], truncated)
+    rules = TEMPLATES[template]
+    markers = [marker for marker in rules.end_markers if marker not in _NOT_TOKENS]
+    for token in dict.fromkeys([*markers, *rules.learned]):
+        if _single_id(tokenizer, token) is None:
+            problems.append(
+                f"--version {template} needs {token!r}, which is not one token of this tokenizer (its end marker is "
+                f"{tokenizer.eos_token!r}), so the model would never learn to stop: give the --version that the "
+                "language model was trained with, or chat_template"
+            )
+    for token in (IM_START_TOKEN, IM_END_TOKEN) if mm_use_im_start_end else ():
+        if _single_id(tokenizer, token) is None:
+            problems.append(
+                f"--mm_use_im_start_end needs the token {token}, which this tokenizer does not know: leave the flag "
+                "out, or give a model that has it"
+            )
+    return problems
 
 
-def _supervised_spans(segments: list[Segment]) -> list[tuple[int, int]]:
-    spans, start = [], 0
-    for segment in segments:
-        end = start + len(segment.text)
-        if segment.supervised:
-            spans.append((start, end))
-        start = end
-    return spans
+def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end an answer: the template's end markers, where each is one token, and the tokenizer's own."""
+    ids = [_single_id(tokenizer, marker) for marker in TEMPLATES[template].end_markers if marker not in _NOT_TOKENS]
+    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
-def _covers(spans: list[tuple[int, int]], first: int, last: int) -> bool:
-    return any(first < end and start < last for start, end in spans)
+_NOT_TOKENS = ("\n", "###")  # end markers of templates from before there were tokens for it
+
+
+def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
+    known = {added.content: i for i, added in tokenizer.added_tokens_decoder.items()}
+    return known.get(token, None if token not in tokenizer.get_vocab() else tokenizer.convert_tokens_to_ids(token))
+
+
+def _framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Ids that the tokenizer puts before and behind every text."""
+    coded = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True)
+    inner = [i for i, special in enumerate(coded.special_tokens_mask) if not special]
+    return coded.ids[: inner[0]], coded.ids[inner[-1] + 1 :]
+
+
+def _last_answer_only(segments: Sequence[Segment]) -> list[Segment]:
+    last = max((i for i, segment in enumerate(segments) if segment.is_answer), default=0)
+    while last > 0 and segments[last - 1].is_answer:
+        last -= 1
+    return [Segment(s.text, s.is_answer and i >= last, s.is_answer) for i, s in enumerate(segments)]

@@ -1,106 +1,296 @@
 """Conversations as text: what LLaVA's templates write, in segments that say which part is supervised."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llava_ds.constants import IMAGE_TOKEN, DataError
+from llava_ds.constants import IM_END_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data.sample import Message
 
 V1_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn: role is "human" or "gpt", as LLaVA's files spell them."""
-
-    role: str
-    text: str
+V0_SYSTEM = V1_SYSTEM.replace("user", "human")
+VISION_SYSTEM = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language."
+)
+LLAMA_2_SYSTEM = (
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being safe.  "
+    "Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or illegal content. "
+    "Please ensure that your responses are socially unbiased and positive in nature.\n\n"
+    "If a question does not make any sense, or is not factually coherent, explain why instead of answering something "
+    "not correct. If you don't know the answer to a question, please don't share false information."
+)
+MPT_SYSTEM = (
+    "A conversation between a user and an LLM-based AI assistant. The assistant gives helpful and honest answers."
+)
+ORCA_SYSTEM = (
+    "You are MistralOrca, a large language model trained by Alignment Lab AI. Write out your reasoning step-by-step "
+    "to be sure you get the right answers!"
+)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of the rendered conversation, and whether the model learns to write it."""
+    """A piece of the rendered conversation, whether the model learns to write it, and whether it is an answer."""
 
     text: str
-    supervised: bool
+    supervised: bool = False
+    is_answer: bool = False
 
 
-def render(messages: list[Message], template: str) -> list[Segment]:
-    """The whole conversation in a template; the segments' texts joined are what is tokenized.
+Writer = Callable[[Sequence[Message], str], list[Segment]]  # of messages and a system prompt
 
-    Raises DataError when the messages don't fit the template, KeyError for an unknown template.
+
+@dataclass(frozen=True)
+class Template:
+    """How a conversation is written, and what LLaVA's code does with it beside."""
+
+    write: Writer | None  # None: the tokenizer's own Jinja template
+    system: str
+    end_markers: tuple[str, ...]  # after an answer
+    next_rules: bool = False  # LLaVA-NeXT's place of a picture in its message, not LLaVA-1.5's
+    whole: bool = False  # one text with <image> as a token in it, and without a first token that it does not spell
+    alternates: bool = True  # LLaVA refuses questions and answers that do not take turns
+    drops_opening_answer: bool = True
+    learned: tuple[str, ...] = ()  # supervised wherever they stand
+
+
+def resolve_template(name: str) -> str:
+    """The key of TEMPLATES that a value of --version means. Raises ConfigError, which lists the known ones."""
+    key = ALIASES.get(name, name)
+    if key not in TEMPLATES:
+        known = ", ".join(TEMPLATES)
+        raise ConfigError(f"--version {name} is not known: give one of {known}; LLaVA's names for them: {_aliases()}")
+    return key
+
+
+def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> tuple[list[Message], str]:
+    """The messages that are written, pictures at their places, and the system prompt.
+
+    Raises DataError when the messages don't fit the template.
+    Source: LLaVA's preprocess_multimodal and the first lines of its preprocess_*.
     """
-    return TEMPLATES[template](messages)
-
-
-def render_prompt(messages: list[Message], template: str) -> str:
-    """The text up to where the model's next answer begins; messages end with a question."""
-    segments = render([*messages, Message("gpt", "")], template)
-    return "".join(segment.text for segment in (segments[:-1] if segments[-1].supervised else segments))
-
-
-def _plain(messages: list[Message]) -> list[Segment]:
-    """Source: LLaVA's preprocess_plain: whatever was asked, the picture is followed by the caption and a newline."""
-    if [m.role for m in messages] != ["human", "gpt"] or messages[0].text.count(IMAGE_TOKEN) != 1:
-        raise DataError(
-            "the plain template takes one question with one <image> and one answer (a caption), found "
-            + ", ".join(f"{m.role} with {m.text.count(IMAGE_TOKEN)} <image>" for m in messages)
-        )
-    return [Segment(IMAGE_TOKEN, False), Segment(messages[1].text + "\n", True)]
-
-
-def _v1(messages: list[Message]) -> list[Segment]:
-    """Source: LLaVA's conv_vicuna_v1 and preprocess_v1."""
-    if messages and messages[0].role != "human":
+    rules = TEMPLATES[template]
+    system = rules.system
+    messages = list(messages)
+    if messages and messages[0].role == "system":
+        if template == "plain":
+            raise DataError("the plain template has no place for a system message")
+        system = messages.pop(0).text
+        if IMAGE_TOKEN in system:
+            raise DataError(f"the system message holds an {IMAGE_TOKEN} mark")
+    if rules.drops_opening_answer and template != "plain" and messages and messages[0].role == "gpt":
         if IMAGE_TOKEN in messages[0].text:
-            raise DataError("the first turn is an answer, which is left out, but it holds an <image> mark")
+            raise DataError(f"the first turn is an answer, which is left out, but it holds an {IMAGE_TOKEN} mark")
         messages = messages[1:]
-    if not messages:
+    if not any(message.role == "human" for message in messages):
         raise DataError("there is no question in the conversation")
-    segments = [Segment(V1_SYSTEM + " ", False)]
     for i, message in enumerate(messages):
-        expected = ("human", "gpt")[i % 2]
-        if message.role != expected:
-            raise DataError(
-                f"turn {i} is from {message.role!r}, expected {expected!r}: questions and answers alternate"
-            )
-        name, text = ("USER", "ASSISTANT")[i % 2], image_first(message.text)
-        if not text:  # LLaVA writes neither space nor end marker behind a role that says nothing
-            segments.append(Segment(f"{name}:", False))
-        elif expected == "human":
-            segments.append(Segment(f"{name}: {text} ", False))
-        else:
-            segments += [Segment(f"{name}: ", False), Segment(text + "</s>", True)]
-    return segments
+        expected = (("human", "gpt")[i % 2],) if rules.alternates else ("human", "gpt")
+        if message.role not in expected and template != "plain":
+            why = ": questions and answers alternate" if rules.alternates else ""
+            raise DataError(f"turn {i} is from {message.role!r}, expected {' or '.join(map(repr, expected))}{why}")
+    place = _image_first_next if rules.next_rules else image_first
+    mark = f"{IM_START_TOKEN}{IMAGE_TOKEN}{IM_END_TOKEN}" if mm_use_im_start_end else IMAGE_TOKEN
+    placed = []
+    for message in messages:
+        if IMAGE_TOKEN in message.text:
+            message = Message(message.role, place(message.text).replace(IMAGE_TOKEN, mark))
+        placed.append(message)
+    return placed, system
+
+
+def render(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> list[Segment]:
+    """The whole conversation in a template of TEMPLATES; the segments' texts joined are what is tokenized.
+
+    Not for "chat_template", which needs a tokenizer: see chat_template.render. Raises DataError when the messages
+    don't fit the template, KeyError for an unknown template.
+    """
+    placed, system = prepare(messages, template, mm_use_im_start_end)
+    return TEMPLATES[template].write(placed, system)
+
+
+def render_prompt(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> str:
+    """The text up to where the model's next answer begins; messages end with a question."""
+    answered = [*messages, Message("gpt", _ANSWER)]
+    text = "".join(segment.text for segment in render(answered, template, mm_use_im_start_end))
+    return text[: text.rindex(_ANSWER)].removesuffix(" ")
 
 
 def image_first(text: str) -> str:
     """A message whose only picture stands at its beginning, on a line of its own.
 
-    Several pictures in one message stay where they are. Source: LLaVA's preprocess_multimodal.
+    Several pictures in one message stay where they are: LLaVA-1.5 has one picture per record, and leaves one mark of
+    several; LLaVA-NeXT, which has the same templates, leaves them in place. Source: LLaVA-1.5's preprocess_multimodal.
     """
     if text.count(IMAGE_TOKEN) != 1:
         return text
     return f"{IMAGE_TOKEN}\n{text.replace(IMAGE_TOKEN, '').strip()}".strip()
 
 
-TEMPLATES = {"plain": _plain, "v1": _v1}
+def _image_first_next(text: str) -> str:
+    """As LLaVA-NeXT's preprocess_multimodal does it: a message that begins with its picture stays as it is."""
+    return text if text.startswith(IMAGE_TOKEN) else image_first(text)
 
-# The same for transformers' apply_chat_template, where a message's content is a text or a list of parts.
-_V1_CHAT_TEMPLATE = (
-    "{{ '" + V1_SYSTEM.replace("'", "\\'") + " ' }}"
-    "{% for message in messages %}"
-    "{% if message['content'] is string %}{% set text = message['content'] %}{% else %}"
-    "{% set parts = namespace(images='', text='') %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{% set parts.images = parts.images + '<image>\\n' %}"
-    "{% elif part['type'] == 'text' %}{% set parts.text = parts.text + part['text'] %}{% endif %}"
-    "{% endfor %}{% set text = parts.images + parts.text %}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ 'USER: ' + text + ' ' }}"
-    "{% else %}{{ 'ASSISTANT: ' + text + '</s>' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
-)
 
-CHAT_TEMPLATES = {"v1": _V1_CHAT_TEMPLATE}
+def _plain(messages: Sequence[Message], system: str) -> list[Segment]:
+    """Source: LLaVA's preprocess_plain: whatever was asked, the picture is followed by the caption and a newline."""
+    if [m.role for m in messages] != ["human", "gpt"] or messages[0].text.count(IMAGE_TOKEN) != 1:
+        raise DataError(
+            "the plain template takes one question with one <image> and one answer (a caption), found "
+            + ", ".join(f"{m.role} with {m.text.count(IMAGE_TOKEN)} <image>" for m in messages)
+        )
+    return [Segment(IMAGE_TOKEN), Segment(messages[1].text + "\n", True, True)]
+
+
+def _v0(messages: Sequence[Message], system: str) -> list[Segment]:
+    """Source: LLaVA's _add_speaker_and_signal and _mask_targets, which leave the "###" of every turn to be learned."""
+    segments = [Segment(f"{system}\n\n")]
+    for message in messages:
+        if message.role == "human":
+            segments += [Segment("###", True), Segment(f" Human: {message.text}\n")]
+        else:
+            segments.append(Segment(f"### Assistant: {message.text}\n", True, True))
+    return [*segments, Segment("### ", True, True)]
+
+
+def _two_separators(end: str) -> Writer:
+    """Source: LLaVA's SeparatorStyle.TWO and preprocess_v1; the space before an answer is learned with it."""
+
+    def write(messages: Sequence[Message], system: str) -> list[Segment]:
+        segments = [Segment(f"{system} ")]
+        for message in messages:
+            name = "USER" if message.role == "human" else "ASSISTANT"
+            if not message.text:  # neither space nor end marker behind a role that says nothing
+                segments.append(Segment(f"{name}:"))
+            elif message.role == "human":
+                segments.append(Segment(f"{name}: {message.text} "))
+            else:
+                segments += [Segment(f"{name}:"), Segment(f" {message.text}{end}", True, True)]
+        return segments
+
+    return write
+
+
+def _llama_2(separator: str) -> Writer:
+    """Source: LLaVA's SeparatorStyle.LLAMA_2, preprocess_llama_2; the spaces around an answer are learned with it."""
+
+    def write(messages: Sequence[Message], system: str) -> list[Segment]:
+        if not messages[0].text:
+            raise DataError("the first question has no text, which this template can't write")
+        segments = []
+        for i, message in enumerate(messages):
+            if not message.text:
+                continue
+            if message.role == "gpt":
+                segments.append(Segment(f" {message.text} </s>", True, True))
+                continue
+            text = f"<<SYS>>\n{system}\n<</SYS>>\n\n{message.text}" if i == 0 and system else message.text
+            segments.append(Segment(f"{separator if i else ''}[INST] {text} [/INST]"))
+        return segments
+
+    return write
+
+
+def _turns(user: str, assistant: str, end: str, system: str = "{}") -> Writer:
+    """Source: LLaVA's SeparatorStyle.MPT and GEMMA: no end marker behind a role that says nothing."""
+
+    def write(messages: Sequence[Message], system_text: str) -> list[Segment]:
+        segments = [Segment(system.format(system_text) + end)] if system_text else []
+        for message in messages:
+            if message.role == "human":
+                segments.append(Segment(user + message.text + end if message.text else user))
+            else:
+                segments.append(Segment(assistant))
+                if message.text:
+                    segments.append(Segment(message.text + end, True, True))
+        return segments
+
+    return write
+
+
+def _gemma(messages: Sequence[Message], system: str) -> list[Segment]:
+    """Source: LLaVA-NeXT's SeparatorStyle.GEMMA. Gemma has no system role: such a message opens the first question."""
+    if system:
+        messages = [Message("human", f"{system}\n\n{messages[0].text}"), *messages[1:]]
+    return _turns("<start_of_turn>user\n", "<start_of_turn>model\n", "<end_of_turn>\n")(messages, "")
+
+
+def _chatml(messages: Sequence[Message], system: str) -> list[Segment]:
+    """Source: LLaVA-NeXT's preprocess_qwen, which has the assistant's header learned with its answer."""
+    segments = [Segment(f"<|im_start|>system\n{system}<|im_end|>\n")]
+    for message in messages:
+        name, answers = ("user", False) if message.role == "human" else ("assistant", True)
+        segments.append(Segment(f"<|im_start|>{name}\n{message.text}<|im_end|>\n", answers, answers))
+    return segments
+
+
+def _llama_3(messages: Sequence[Message], system: str) -> list[Segment]:
+    """Source: LLaVA-NeXT's preprocess_llama3 with Meta's chat template, which takes outer spaces away."""
+
+    def turn(name: str, text: str) -> str:
+        return f"<|start_header_id|>{name}<|end_header_id|>\n\n{text.strip()}<|eot_id|>"
+
+    segments = [Segment("<|begin_of_text|>" + turn("system", system))]
+    for message in messages:
+        name, answers = ("user", False) if message.role == "human" else ("assistant", True)
+        segments.append(Segment(turn(name, message.text), answers, answers))
+    return segments
+
+
+_ANSWER = "\ue000"  # stands for an answer, to find where it begins
+_mpt = _turns("<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "<|im_start|>system\n{}")
+_zephyr = _turns("<|user|>\n", "<|assistant|>\n", "</s>", "<|system|>\n{}")
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_LLAMA_3_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+TEMPLATES: dict[str, Template] = {
+    "plain": Template(_plain, "", ("\n",)),
+    "v0": Template(_v0, V0_SYSTEM, ("###",), alternates=False, drops_opening_answer=False),
+    "v1": Template(_two_separators("</s>"), V1_SYSTEM, ("</s>",)),
+    "llava_v1": Template(_two_separators("</s>"), V0_SYSTEM, ("</s>",)),
+    "llama_2": Template(_llama_2("<s>"), LLAMA_2_SYSTEM, ("</s>",)),
+    "llava_llama_2": Template(_llama_2("<s>"), VISION_SYSTEM, ("</s>",)),
+    "mistral_instruct": Template(_llama_2(""), "", ("</s>",)),
+    "mistral_orca": Template(_mpt, ORCA_SYSTEM, ("<|im_end|>",), next_rules=True),
+    "mistral_zephyr": Template(_zephyr, "You are a helpful AI assistant.", ("</s>",), next_rules=True),
+    "mpt": Template(_mpt, MPT_SYSTEM, ("<|im_end|>",)),
+    "chatml_direct": Template(_mpt, "Answer the questions.", ("<|im_end|>",)),
+    "chatml": Template(
+        _chatml,
+        "You are a helpful assistant.",
+        ("<|im_end|>",),
+        next_rules=True,
+        whole=True,
+        alternates=False,
+        learned=_CHATML_TOKENS,
+    ),
+    "llama_3": Template(
+        _llama_3, VISION_SYSTEM, ("<|eot_id|>",), next_rules=True, whole=True, alternates=False, learned=_LLAMA_3_TOKENS
+    ),
+    "gemma": Template(_gemma, "", ("<end_of_turn>",), next_rules=True),
+    "phi": Template(_two_separators("<|endoftext|>"), V1_SYSTEM, ("<|endoftext|>",)),
+    "chat_template": Template(None, "", (), next_rules=True, whole=True, drops_opening_answer=False, alternates=False),
+}
+
+# LLaVA's and LLaVA-NeXT's other names, where they write the same text in training.
+ALIASES: dict[str, str] = {
+    "default": "v0",
+    "llava_v0": "v0",
+    "v0_plain": "plain",
+    "vicuna_v1": "v1",
+    "llava_mistral_instruct": "mistral_instruct",
+    "mistral_direct": "chatml_direct",
+    "llava_llama_3": "llama_3",
+    "qwen_1_5": "chatml",
+    "qwen_2": "chatml",
+    "qwen_2_5": "chatml",
+    "qwen_3": "chatml",
+    "gemma_instruct": "gemma",
+}
+
+
+def _aliases() -> str:
+    return ", ".join(f"{alias} ({key})" for alias, key in ALIASES.items())

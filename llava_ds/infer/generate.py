@@ -7,10 +7,9 @@ import torch
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX
 from llava_ds.data.collator import LoadedSample, collate
-from llava_ds.data.encode import encode
+from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
 from llava_ds.data.images import load_media, probe
-from llava_ds.data.sample import FileRef, Media
-from llava_ds.data.templates import Message, Segment, render_prompt
+from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.distributed import progress_bar
 from llava_ds.geometry import MediaLayout, media_layout
 from llava_ds.infer.load import LoadedModel
@@ -25,9 +24,22 @@ class Prompt:
     images: tuple[str | Media, ...]
 
 
-def prompt_ids(loaded: LoadedModel, prompt: Prompt) -> list[int]:
+def make_encoder(loaded: LoadedModel) -> Encoder:
+    """The encoder of training, with the template that the model was exported with."""
+    return Encoder(
+        loaded.processor.tokenizer,
+        EncodingOptions(
+            loaded.version,
+            loaded.processor.tokenizer.model_max_length,
+            getattr(loaded.model.config, "mm_use_im_start_end", False),
+        ),
+    )
+
+
+def prompt_ids(loaded: LoadedModel, prompt: Prompt, encoder: Encoder | None = None) -> list[int]:
     """The ids that training would have given the same text, image positions as the model's image token."""
-    ids = _encode(loaded, prompt, [layout for *_, layout in _laid_out(loaded, prompt)])
+    num_tokens = [layout.num_tokens for *_, layout in _laid_out(loaded, prompt)]
+    ids = (encoder or make_encoder(loaded)).prompt_ids(prompt.messages, num_tokens)
     return [loaded.model.config.image_token_id if token == IMAGE_TOKEN_INDEX else token for token in ids]
 
 
@@ -36,15 +48,20 @@ def answer(
     loaded: LoadedModel, prompts: list[Prompt], *, batch_size: int = 32, max_new_tokens: int = 64, progress: str = ""
 ) -> list[str]:
     """The greedy answer to each prompt, without its end marker. progress: the bar's name; empty shows none."""
+    encoder = make_encoder(loaded)
     media = [_laid_out(loaded, prompt) for prompt in prompts]
-    ids = [_encode(loaded, prompt, [layout for *_, layout in own]) for prompt, own in zip(prompts, media)]
+    ids = [
+        encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in own])
+        for prompt, own in zip(prompts, media)
+    ]
+    stops = end_markers(encoder.options.template, encoder.tokenizer)
     order = sorted(range(len(prompts)), key=lambda i: len(ids[i]))  # neighbours of equal length need little padding
     answers = [""] * len(prompts)
     with progress_bar(total=len(prompts), desc=progress, disable=not progress, unit="question") as bar:
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
             batch = _batch(loaded, [ids[i] for i in chosen], [media[i] for i in chosen])
-            new = loaded.model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False)
+            new = loaded.model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stops)
             for i, text in zip(chosen, loaded.processor.tokenizer.batch_decode(new, skip_special_tokens=True)):
                 answers[i] = text.strip()
             bar.update(len(chosen))
@@ -59,13 +76,6 @@ def _laid_out(loaded: LoadedModel, prompt: Prompt) -> list[tuple[Media, tuple, M
         sizes = probe(media, loaded.pictures)
         laid_out.append((media, sizes, media_layout(media.kind, sizes, len(prompt.images), loaded.pictures)))
     return laid_out
-
-
-def _encode(loaded: LoadedModel, prompt: Prompt, layouts: list[MediaLayout]) -> list[int]:
-    tokenizer = loaded.processor.tokenizer
-    text = render_prompt(list(prompt.messages), loaded.version)
-    num_tokens = [layout.num_tokens for layout in layouts]
-    return encode([Segment(text, False)], tokenizer, num_tokens, max_length=tokenizer.model_max_length).input_ids
 
 
 def _batch(loaded: LoadedModel, ids: list[list[int]], media: list[list[tuple]]) -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     CLIPVisionConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -28,6 +27,7 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.vision import ImageSpec, VisionTower, read_image_spec, read_vision_config, truncated
 from llava_ds.model.weights import TensorSource, WeightFiles, load_weights
+from llava_ds.tokenizer import open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,11 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     path = args.model_name_or_path
     try:
         text_config = AutoConfig.from_pretrained(path, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"--model_name_or_path {path} can't be opened: {error}") from error
     if not hasattr(text_config, "hidden_size"):
         raise ConfigError(f"--model_name_or_path {path} is a {text_config.model_type}: expected a language model")
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            f"--model_name_or_path {path}: the tokenizer is a slow one, without character offsets: "
-            "add its tokenizer.json"
-        )
-    if args.version == "v1" and tokenizer.eos_token != "</s>":
-        raise ConfigError(
-            f"--model_name_or_path {path}: its end marker is {tokenizer.eos_token!r}, but --version v1 ends answers "
-            "with '</s>', so the model would never learn to stop: use a model with Llama's tokenizer"
-        )
+    tokenizer = open_tokenizer(path)
     longest = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and max_length > longest:
         raise ConfigError(

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodingOptions, open_encoded
-from llava_ds.data.sampler import epoch_order
+from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks
 from llava_ds.geometry import PictureOptions
 from llava_ds.model.build import build_model, plan_model
@@ -45,7 +44,7 @@ def kinds_for(steps: list[str]) -> str:
     """The kinds of all records in file order, for which the shuffled order shows the given batches in turn."""
     wanted = "".join(steps)
     kinds = [""] * len(wanted)
-    for position, index in enumerate(epoch_order(len(wanted), seed=42, epoch=0)):
+    for position, index in enumerate(SampleOrder(len(wanted), BATCH, seed=42).epoch(0)):
         kinds[index] = wanted[position]
     return "".join(kinds)
 
@@ -101,13 +100,12 @@ def plain_torch(runs) -> dict[str, list[float]]:
     args = ModelArguments(model_name_or_path=str(folder / "base/llama"), vision_tower=str(folder / "base/clip"))
     plan, ranks = plan_model(args, 512), Ranks(0, 0, 1, torch.device("cpu"))
     spec = plan.images
-    dataset = open_encoded(
+    dataset = toys.encoded(
         str(folder / "mixed/data.json"),
         str(folder / "mixed/images"),
-        plan.tokenizer,
-        EncodingOptions("v1", 512, spec.num_tokens),
-        PictureOptions(spec.size, spec.patch_size, spec.mean),
-        str(folder / "cache"),
+        tokenizer=plan.tokenizer,
+        cache_dir=folder / "cache",
+        pictures=PictureOptions(spec.size, spec.patch_size, spec.mean),
     )
     curves = {}
     for reduction in ("token", "micro_batch"):
@@ -120,7 +118,7 @@ def plain_torch(runs) -> dict[str, list[float]]:
         ]
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
         peak = [group["lr"] for group in optimizer.param_groups]
-        order, curve = epoch_order(STEPS * BATCH, seed=42, epoch=0), []
+        order, curve = SampleOrder(STEPS * BATCH, BATCH, seed=42).epoch(0), []
         for step in range(STEPS):
             # Warm-up over 2 of 20 steps from 0, then half a cosine.
             factor = step / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 18))

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_ds.checkpoint.commit import newest_whole
-from llava_ds.data.encode import encode
+from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images import load_image
-from llava_ds.data.templates import Message, render, render_prompt
+from llava_ds.data.sample import Message
+from llava_ds.data.templates import render_prompt
 
 STEPS, SAVED = 6, 3
 
@@ -111,7 +112,7 @@ def test_transformers_opens_the_result_and_its_processor_prepares_what_training_
     messages = [Message("human", "<image>\nWhat is it?")]
     inputs = processor(text=render_prompt(messages, "v1"), images=load_image(str(picture), 10**6), return_tensors="pt")
 
-    ids = encode(render([*messages, Message("gpt", "")], "v1"), processor.tokenizer, [9], 512).input_ids
+    ids = Encoder(processor.tokenizer, EncodingOptions("v1", 512)).prompt_ids(messages, [9])
     image_token = model.config.image_token_id
     assert inputs["input_ids"][0].tolist() == [image_token if token == -200 else token for token in ids]
     chat = processor.apply_chat_template(

@@ -16,10 +16,11 @@ from llava_ds.arguments import ModelArguments
 from llava_ds.checkpoint.export import compare_reloaded, export_hf
 from llava_ds.constants import ConfigError
 from llava_ds.data.collator import LoadedSample, collate
-from llava_ds.data.encode import encode
+from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images import load_image, to_pixels
+from llava_ds.data.sample import Message
 from llava_ds.data.sources import read_samples
-from llava_ds.data.templates import Message, render, render_prompt
+from llava_ds.data.templates import render_prompt
 from llava_ds.distributed import Ranks
 from llava_ds.geometry import PictureOptions, media_layout
 from llava_ds.infer.evaluate import accuracy_by_kind, is_correct, questions_of, table, without_image
@@ -155,7 +156,7 @@ def test_the_processor_of_todays_llama_tokenizer_gives_the_ids_of_training(tmp_p
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
     assert model.language_model.lm_head.weight is model.language_model.model.embed_tokens.weight  # tied is tied
     messages = (Message("human", "<image>\nWhat is it?"), Message("gpt", "a cat"), Message("human", "What?"))
-    trained = encode(render([*messages, Message("gpt", "")], "v1"), plan.tokenizer, [9], 512).input_ids
+    trained = Encoder(plan.tokenizer, EncodingOptions("v1", 512)).prompt_ids(messages, [9])
 
     export_hf(model, plan, args, square(plan), tmp_path, RANKS)
     loaded = load_model(tmp_path)

@@ -9,7 +9,7 @@ from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.batch import Batch
 from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodedDataset, EncodingOptions, open_encoded
+from llava_ds.data.dataset import EncodedDataset
 from llava_ds.distributed import Ranks
 from llava_ds.geometry import PictureOptions
 from llava_ds.model.build import ModelPlan, build_model, plan_model
@@ -36,13 +36,8 @@ def model(plan, tmp_path_factory) -> LlavaModel:
 def dataset(plan, tmp_path_factory) -> EncodedDataset:
     data = toys.write_data(tmp_path_factory.mktemp("data"), SAMPLES)
     spec = plan.images
-    return open_encoded(
-        **data,
-        tokenizer=plan.tokenizer,
-        encoding=EncodingOptions("v1", 512, spec.num_tokens),
-        pictures=PictureOptions(spec.size, spec.patch_size, spec.mean, "pad"),
-        cache_dir=str(tmp_path_factory.mktemp("cache")),
-    )
+    pictures = PictureOptions(spec.size, spec.patch_size, spec.mean, "pad")
+    return toys.encoded(**data, tokenizer=plan.tokenizer, cache_dir=tmp_path_factory.mktemp("cache"), pictures=pictures)
 
 
 def arguments(tmp_path_factory) -> ModelArguments:

@@ -1,0 +1,221 @@
+"""Jinja: the templates for exported processors, and conversations written by a tokenizer's own template."""
+
+import re
+from collections.abc import Sequence
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from llava_ds.constants import IM_END_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, DataError
+from llava_ds.data.sample import Message
+from llava_ds.data.templates import TEMPLATES, Segment, prepare
+
+ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
+    """The Jinja template with which a processor writes what training wrote; "chat_template" is the tokenizer's own."""
+    if template == "chat_template":
+        return tokenizer.get_chat_template()
+    mark = f"{IM_START_TOKEN}{IMAGE_TOKEN}{IM_END_TOKEN}" if mm_use_im_start_end else IMAGE_TOKEN
+    return CHAT_TEMPLATES[template].replace(IMAGE_TOKEN, mark)
+
+
+def render_own(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
+) -> list[Segment]:
+    """The conversation in the tokenizer's own template; an answer is learned with its end marker.
+
+    Where the template marks answers by {% generation %}, those spans are learned. Else answers are found by a
+    rendering with other texts in their places, which has to agree with the real one in all that surrounds them.
+    Raises DataError when the template refuses the messages or changes more of an answer than its outer spaces.
+    """
+    chat = _as_chat(messages, mm_use_im_start_end)
+    source = tokenizer.get_chat_template()
+    if re.search(r"\{%-?\s*generation\b", source):
+        text, spans = _rendered(chat, tokenizer, source, marks=True)
+        return _cut(text, spans)
+    text, _ = _rendered(chat, tokenizer, source)
+    answers = [turn["content"] for turn in chat if turn["role"] == "assistant"]
+    markers = [f"\ue000{i}\ue001" for i in range(len(answers))]
+    names = iter(markers)
+    marked = [{**turn, "content": next(names)} if turn["role"] == "assistant" else turn for turn in chat]
+    around = re.split("|".join(markers), _rendered(marked, tokenizer, source)[0]) if markers else [text]
+    if len(around) != len(answers) + 1:
+        raise DataError("the tokenizer's chat template leaves answers out: give --version one of LLaVA's templates")
+    special = re.compile(r"\s*(?:" + "|".join(map(re.escape, tokenizer.all_special_tokens)) + ")")
+    spans, end = [], len(around[0])
+    if not text.startswith(around[0]):
+        raise DataError(_UNSTABLE)
+    for answer, after in zip(answers, around[1:]):
+        start = end
+        written = next((a for a in (answer, answer.strip()) if text.startswith(a + after, start)), None)
+        if written is None:
+            raise DataError(_UNSTABLE)
+        end = start + len(written)
+        marker = special.match(after)
+        spans.append((start, end + (marker.end() if marker else 0)))
+        end += len(after)
+    if end != len(text):
+        raise DataError(_UNSTABLE)
+    return _cut(text, spans)
+
+
+def render_own_prompt(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
+) -> str:
+    """The text up to where the model's next answer begins, by the tokenizer's own template."""
+    chat = _as_chat(messages, mm_use_im_start_end)
+    return _rendered(chat, tokenizer, tokenizer.get_chat_template(), prompt=True)[0]
+
+
+_UNSTABLE = (
+    "the tokenizer's chat template writes something else around an answer when its text is another, so what is "
+    "learned can't be told: give --version one of LLaVA's templates, or mark answers in it by {% generation %}"
+)
+
+
+def _as_chat(messages: Sequence[Message], mm_use_im_start_end: bool) -> list[dict[str, str]]:
+    placed, system = prepare(messages, "chat_template", mm_use_im_start_end)
+    chat = [{"role": "system", "content": system}] if system else []
+    return chat + [{"role": ROLES[message.role], "content": message.text} for message in placed]
+
+
+def _rendered(
+    chat: list[dict[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    *,
+    prompt: bool = False,
+    marks: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and the spans inside {% generation %} blocks."""
+    try:
+        texts, spans = render_jinja_template(
+            conversations=[chat],
+            chat_template=source,
+            add_generation_prompt=prompt,
+            return_assistant_tokens_mask=marks,
+            **tokenizer.special_tokens_map,
+        )
+    except (jinja2.TemplateError, TypeError) as error:
+        raise DataError(f"the tokenizer's chat template refuses the conversation: {error}") from error
+    return texts[0], list(spans[0]) if marks else []
+
+
+def _cut(text: str, spans: list[tuple[int, int]]) -> list[Segment]:
+    segments, done = [], 0
+    for start, end in spans:
+        segments += [Segment(text[done:start]), Segment(text[start:end], True, True)]
+        done = end
+    return [*segments, Segment(text[done:])]
+
+
+def _quoted(text: str) -> str:
+    """The text as a string of Jinja's."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+    return f"'{escaped}'"
+
+
+# A message's content is a text, or a list of parts of type "image" and "text".
+_WORDS = (
+    "{% macro words(content) %}{% if content is string %}{{ content }}{% else %}"
+    "{% set parts = namespace(images=0, text='') %}{% for part in content %}"
+    "{% if part['type'] == 'image' %}{% set parts.images = parts.images + 1 %}"
+    "{% elif part['type'] == 'text' %}{% set parts.text = parts.text + part['text'] %}{% endif %}{% endfor %}"
+    "{% set whole = '<image>\\n' * parts.images + parts.text %}"
+    "{{ whole | trim if parts.images == 1 else whole }}{% endif %}{% endmacro %}"
+)
+
+
+def _jinja(template: str, opening: str, user: str, assistant: str, prompt: str, closing: str = "''") -> str:
+    """A template out of expressions that may use system (a text), text (of a message) and loop."""
+    return (
+        _WORDS
+        + "{% if messages and messages[0]['role'] == 'system' %}"
+        + "{% set system = words(messages[0]['content']) %}{% set turns = messages[1:] %}"
+        + f"{{% else %}}{{% set system = {_quoted(TEMPLATES[template].system)} %}}{{% set turns = messages %}}"
+        + "{% endif %}"
+        + f"{{{{ {opening} }}}}{{% for turn in turns %}}{{% set text = words(turn['content']) %}}"
+        + f"{{% if turn['role'] == 'user' %}}{{{{ {user} }}}}{{% else %}}{{{{ {assistant} }}}}{{% endif %}}"
+        + "{% endfor %}"
+        + f"{{% if add_generation_prompt %}}{{{{ {_quoted(prompt)} }}}}{{% else %}}{{{{ {closing} }}}}{{% endif %}}"
+    )
+
+
+def _two_separators(template: str) -> str:
+    end = _quoted(TEMPLATES[template].end_markers[0])
+    user = "'USER: ' + text + ' ' if text else 'USER:'"
+    assistant = f"'ASSISTANT: ' + text + {end} if text else 'ASSISTANT:'"
+    return _jinja(template, "system + ' '", user, assistant, "ASSISTANT:")
+
+
+def _llama_2(template: str, separator: str) -> str:
+    system = "('<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' if loop.first and system else '')"
+    user = f"('' if loop.first else {_quoted(separator)}) + '[INST] ' + {system} + text + ' [/INST]' if text else ''"
+    return _jinja(template, "''", user, "' ' + text + ' </s>' if text else ''", "")
+
+
+def _turns(template: str, user: str, assistant: str, end: str, opening: str = "''") -> str:
+    said = f"text + {_quoted(end)} if text else ''"
+    return _jinja(template, opening, f"{_quoted(user)} + ({said})", f"{_quoted(assistant)} + ({said})", assistant)
+
+
+def _mpt(template: str) -> str:
+    opening = "'<|im_start|>system\\n' + system + '<|im_end|>' if system else ''"
+    return _turns(template, "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", opening)
+
+
+def _llama_3() -> str:
+    def turn(name: str, text: str) -> str:
+        return f"'<|start_header_id|>{name}<|end_header_id|>\\n\\n' + {text} | trim + '<|eot_id|>'"
+
+    prompt = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    opening = "'<|begin_of_text|>' + " + turn("system", "system")
+    return _jinja("llama_3", opening, turn("user", "text"), turn("assistant", "text"), prompt)
+
+
+def _gemma() -> str:
+    said = "(system + '\\n\\n' if loop.first and system else '') + text"
+    user = f"'<start_of_turn>user\\n' + ({said} + '<end_of_turn>\\n' if text or loop.first and system else '')"
+    assistant = "'<start_of_turn>model\\n' + (text + '<end_of_turn>\\n' if text else '')"
+    return _jinja("gemma", "''", user, assistant, "<start_of_turn>model\n")
+
+
+CHAT_TEMPLATES: dict[str, str] = {
+    "plain": _jinja("plain", "''", "'<image>'", "text + '\\n'", ""),
+    "v0": _jinja(
+        "v0",
+        "system + '\\n\\n'",
+        "'### Human: ' + text + '\\n'",
+        "'### Assistant: ' + text + '\\n'",
+        "### Assistant:",
+        "'### '",
+    ),
+    "v1": _two_separators("v1"),
+    "llava_v1": _two_separators("llava_v1"),
+    "llama_2": _llama_2("llama_2", "<s>"),
+    "llava_llama_2": _llama_2("llava_llama_2", "<s>"),
+    "mistral_instruct": _llama_2("mistral_instruct", ""),
+    "mistral_orca": _mpt("mistral_orca"),
+    "mistral_zephyr": _turns(
+        "mistral_zephyr",
+        "<|user|>\n",
+        "<|assistant|>\n",
+        "</s>",
+        "'<|system|>\\n' + system + '</s>' if system else ''",
+    ),
+    "mpt": _mpt("mpt"),
+    "chatml_direct": _mpt("chatml_direct"),
+    "chatml": _jinja(
+        "chatml",
+        "'<|im_start|>system\\n' + system + '<|im_end|>\\n'",
+        "'<|im_start|>user\\n' + text + '<|im_end|>\\n'",
+        "'<|im_start|>assistant\\n' + text + '<|im_end|>\\n'",
+        "<|im_start|>assistant\n",
+    ),
+    "llama_3": _llama_3(),
+    "gemma": _gemma(),
+    "phi": _two_separators("phi"),
+}

@@ -1,0 +1,226 @@
+"""Tokenizers that give the ids of LLaVA's own code, whichever files a folder brings.
+
+LLaVA trained with transformers 4.37: sentencepiece itself where a folder has tokenizer.model (use_fast=False), else
+tokenizer.json as it is written. transformers 5 rebuilds Llama's and Gemma's tokenizers by rules of its own instead: it
+may leave out the first token, drop the space that sentencepiece puts before a text, and split at other places.
+"""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
+from transformers.convert_slow_tokenizer import import_protobuf
+
+from llava_ds.constants import ConfigError
+
+SPACE = "▁"  # what sentencepiece writes for a space
+
+# Classes whose 4.37 versions begin a text with the first token unless tokenizer_config.json says otherwise, whatever
+# the post-processor in tokenizer.json.
+_BEGINS_WITH_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"}
+# Sections of a text keep their first space only once, where the text begins: LlamaTokenizer with legacy=False.
+_FIRST_SPACE_ONLY = "sentencepiece_first_space_only"
+
+
+def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, with character offsets. Raises ConfigError for a folder without one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"--model_name_or_path {path} can't be opened: {error}") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"--model_name_or_path {path}: the tokenizer is a slow one, without character offsets: "
+            "add its tokenizer.json"
+        )
+    return as_llava(tokenizer)
+
+
+def as_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer with the ids of LLaVA's own code, built from the files in the folder that this one came from.
+
+    One that came from no folder, or is already such a tokenizer, is returned as it is.
+    """
+    folder = Path(tokenizer.name_or_path or "")
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    if getattr(tokenizer, "_is_as_llava", False) or not any((folder / name).is_file() for name in files):
+        return tokenizer
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    proto = _read_sentencepiece(folder / "tokenizer.model")
+    declared = str(config.get("tokenizer_class", type(tokenizer).__name__)).removesuffix("Fast")
+    first_space_only = bool(config.get(_FIRST_SPACE_ONLY, False))
+    if proto is not None:
+        # Sentencepiece's own class in 4.37 takes legacy=True when nothing is said; transformers 5 takes False.
+        first_space_only = declared in ("LlamaTokenizer", "CodeLlamaTokenizer") and config.get("legacy") is False
+        backend = _from_sentencepiece(tokenizer, proto, _declared_tokens(folder, config), first_space_only)
+    elif (folder / "tokenizer.json").is_file():
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        _add_missing(backend, tokenizer)
+    else:
+        backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    if declared in _BEGINS_WITH_BOS:
+        # transformers 5 writes the flags of its own class, where they were left at their defaults, as false or null.
+        bos = tokenizer.bos_token if config.get("add_bos_token") in (True, None) else None
+        eos = tokenizer.eos_token if config.get("add_eos_token") else None
+        backend.post_processor = _framing(backend, bos, eos)
+    elif backend.post_processor is None:
+        backend.post_processor = _framing(backend, None, None)
+    return _wrapped(tokenizer, backend, first_space_only)
+
+
+def first_space_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None:
+    """Beginnings of a text that need one more space to be tokenized as LLaVA did; None where there are none.
+
+    With legacy=False a text gets its first space from 4.37 whatever it begins with, unless that is a special token;
+    the tokenizers library gives none to a text that begins with one, or with an added token.
+    """
+    if not tokenizer.init_kwargs.get(_FIRST_SPACE_ONLY, False):
+        return None
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if not token.special]
+    return re.compile("|".join(map(re.escape, [" ", SPACE, *added])))
+
+
+def _read_sentencepiece(path: Path):
+    """The parsed model, or None where there is none or where it is of another kind (tiktoken's has the same name)."""
+    if not path.is_file():
+        return None
+    module = import_protobuf()
+    try:
+        proto = module.ModelProto.FromString(path.read_bytes())
+    except Exception:
+        return None
+    return proto if proto.trainer_spec.model_type == module.TrainerSpec.ModelType.BPE else None
+
+
+def _declared_tokens(folder: Path, config: dict) -> set[str]:
+    """Tokens that the folder's files add to sentencepiece's vocabulary or call special."""
+    named = [value for key, value in config.items() if key.endswith("_token")]
+    named += config.get("additional_special_tokens") or []
+    named += (config.get("added_tokens_decoder") or {}).values()
+    for name in ("special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            for key, value in json.loads((folder / name).read_text(encoding="utf-8")).items():
+                named += [key] if isinstance(value, int) else value if isinstance(value, list) else [value]
+    return {token["content"] if isinstance(token, dict) else token for token in named if isinstance(token, (str, dict))}
+
+
+def _from_sentencepiece(
+    tokenizer: PreTrainedTokenizerBase, proto, declared: set[str], first_space_only: bool
+) -> Tokenizer:
+    """sentencepiece's own steps: normalisation, spaces, symbols that are never split, then the merges.
+
+    Source: sentencepiece's normalizer and 4.37's LlamaTokenizer, which tokenizes what stands between added tokens
+    by itself.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    types = type(proto.pieces[0])
+    symbols = {piece.piece for piece in proto.pieces if piece.type == types.USER_DEFINED} - declared
+    state["added_tokens"] = [
+        {**token, "normalized": False} for token in state["added_tokens"] if token["content"] not in symbols
+    ]
+    state["normalizer"] = state["pre_tokenizer"] = None
+    state["model"] |= {
+        "unk_token": proto.trainer_spec.unk_piece,
+        "byte_fallback": any(piece.type == types.BYTE for piece in proto.pieces),
+        "ignore_merges": bool(symbols),  # a symbol is a word by itself, and no merge leads to it
+    }
+    backend = Tokenizer.from_str(json.dumps(state))
+
+    spec, steps = proto.normalizer_spec, []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        steps.append(normalizers.Replace(Regex(r" +\z" if first_space_only else r"\A +| +\z"), ""))
+    if spec.add_dummy_prefix and not first_space_only:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+    backend.normalizer = normalizers.Sequence(steps)
+    splits = []
+    if first_space_only:
+        splits.append(pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False))
+    if symbols:
+        longest_first = sorted((symbol.replace(" ", SPACE) for symbol in symbols), key=len, reverse=True)
+        splits.append(pre_tokenizers.Split(Regex("|".join(map(_escaped, longest_first))), "isolated"))
+    if splits:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(splits) if len(splits) > 1 else splits[0]
+    return backend
+
+
+def _escaped(text: str) -> str:
+    """The text as a regular expression of the tokenizers library."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
+
+
+def _add_missing(backend: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the tokens that the folder's other files name, in the order of their ids."""
+    known = backend.get_vocab(with_added_tokens=True)
+    for _, token in sorted(tokenizer.added_tokens_decoder.items()):
+        if token.content not in known:
+            backend.add_tokens([token])
+
+
+def _framing(backend: Tokenizer, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
+    first, last = (f"{bos} " if bos else ""), (f" {eos}" if eos else "")
+    return processors.TemplateProcessing(
+        single=f"{first}$A{last}",
+        pair=f"{first}$A{last} {first.strip() + ':1 ' if bos else ''}$B:1{last.rstrip() + ':1' if eos else ''}",
+        special_tokens=[(token, backend.token_to_id(token)) for token in (bos, eos) if token],
+    )
+
+
+def _split_at_spaces(backend: Tokenizer) -> None:
+    """Let the merges work word by word, which is many times faster, where no token reaches over a word's beginning."""
+    state = json.loads(backend.to_str())
+    model, scheme = state["model"], state["pre_tokenizer"] or {}
+    alone = scheme.get("type") == "Metaspace" and not scheme.get("split", True)
+    if model["type"] != "BPE" or (state["normalizer"] is None and not alone) or (state["pre_tokenizer"] and not alone):
+        return
+    if SPACE not in model["vocab"] or any(SPACE in token.lstrip(SPACE) for token in model["vocab"]):
+        return
+    words = pre_tokenizers.Split(Regex(f"{SPACE}+[^{SPACE}]*"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([backend.pre_tokenizer, words]) if alone else words
+
+
+def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, first_space_only: bool) -> TokenizersBackend:
+    """The backend in transformers' generic class, which reads tokenizer.json as it is written."""
+    named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    vocab = backend.get_vocab(with_added_tokens=True)
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    extra = [token for token in tokenizer.all_special_tokens if token in added - set(named.values())]
+    wrapped = TokenizersBackend(
+        tokenizer_object=backend,
+        **{name: token for name, token in named.items() if token in vocab},
+        extra_special_tokens=extra,
+        model_max_length=tokenizer.model_max_length,
+        padding_side=tokenizer.padding_side,
+        clean_up_tokenization_spaces=False,
+        name_or_path=tokenizer.name_or_path,
+        **({_FIRST_SPACE_ONLY: True} if first_space_only else {}),
+    )
+    wrapped.chat_template = tokenizer.chat_template
+    wrapped._is_as_llava = True
+    return wrapped
+
+
+def copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """A backend of its own, without padding, truncation and added first or last tokens, with offsets as they are."""
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    backend.post_processor = _framing(backend, None, None)
+    _split_at_spaces(backend)
+    return backend
+
+
+def with_token(backend: Tokenizer, text: str) -> Tokenizer:
+    """A copy that knows a text as one special token."""
+    backend = copy.deepcopy(backend)
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+    return backend
