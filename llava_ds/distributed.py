@@ -129,13 +129,13 @@ def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
     return answer[0]
 
 
-def gather_to_first(value: T, ranks: Ranks) -> list[T]:
-    """Every rank's value, in the ranks' order, on rank 0; nothing on the others. All ranks call it together."""
+def gather(value: T, ranks: Ranks) -> list[T]:
+    """Every rank's value, in the ranks' order, on all of them. All ranks call it together."""
     if ranks.world_size == 1:
         return [value]
-    values: list[T] | None = [None] * ranks.world_size if ranks.is_first else None
-    torch.distributed.gather_object(value, values, dst=0, group=ranks.patient_group)
-    return values or []
+    values: list[T] = [value] * ranks.world_size
+    torch.distributed.all_gather_object(values, value, group=ranks.patient_group)
+    return values
 
 
 def _share_error(error: Exception | None, ranks: Ranks) -> None:
