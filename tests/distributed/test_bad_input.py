@@ -56,12 +56,12 @@ def outcomes(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
 MESSAGES = {
     "unknown_flag": ["unknown flag --learning_rat: did you mean --learning_rate?"],
     "no_image_folder": ["--image_folder", "nowhere: there is no such folder"],
-    "not_llava": ["coco.json holds a dict, expected LLaVA's format: a JSON list of records"],
+    "not_llava": ["coco.json holds one object, expected a JSON list of records"],
     "conflict": [
         "gradient_clipping is 1.0 in the DeepSpeed JSON but --max_grad_norm is 0.5",
         "train_micro_batch_size_per_gpu is 4 in the DeepSpeed JSON but --per_device_train_batch_size is 8",
     ],
-    "launched": ["coco.json holds a dict, expected LLaVA's format: a JSON list of records"],
+    "launched": ["coco.json holds one object, expected a JSON list of records"],
 }
 
 
