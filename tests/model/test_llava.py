@@ -1,5 +1,7 @@
 """The composed model: samples laid end to end are the samples one by one, and the maths are transformers' LLaVA's."""
 
+import dataclasses
+
 import pytest
 import torch
 import toys
@@ -8,12 +10,13 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.batch import Batch
-from llava_ds.data.collator import collate
+from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.distributed import Ranks
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import MediaLayout, PictureOptions, media_layout
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.projector import Newline
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 SAMPLES = "itiittii"
@@ -119,6 +122,60 @@ def test_logits_equal_those_of_transformers_llava(model, plan, dataset):
             expected = reference(input_ids=ids, pixel_values=pixels if len(batch.image_positions) else None).logits[0]
             found = model(batch, logits_at=torch.arange(ids.shape[1]))
             assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.fixture(scope="module")
+def unpadding(plan, tmp_path_factory) -> tuple[LlavaModel, PictureOptions]:
+    """A model with a newline, and what it is shown: pictures in tiles, pooled frames."""
+    args = dataclasses.replace(arguments(tmp_path_factory), mm_patch_merge_type="spatial_unpad")
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    model.vision_tower.requires_grad_(False)
+    spec = plan.images
+    ratio, merge = "anyres_max_1", "spatial_unpad"
+    return model, PictureOptions(
+        spec.size, spec.patch_size, spec.mean, ratio, merge_type=merge, newline_position="frame"
+    )
+
+
+def sample_of(layouts: list[MediaLayout], size: int) -> LoadedSample:
+    ids = [1, *[token for layout in layouts for token in [-200] * layout.num_tokens + [7, 8]]]
+    tiles = [torch.randint(256, (layout.num_tiles, 3, size, size), dtype=torch.uint8) for layout in layouts]
+    return LoadedSample(torch.tensor(ids), torch.tensor([max(i, -100) for i in ids]), list(zip(tiles, layouts)))
+
+
+def test_features_newlines_and_pooled_features_stand_where_their_layouts_say(unpadding):
+    model, options = unpadding
+    shown = [
+        [media_layout("image", ((70, 30),), 1, options)],
+        [],
+        [media_layout("frames", ((9, 9),) * 3, 2, options), media_layout("image", ((70, 30),), 2, options)],
+        [media_layout("image", ((90, 90),), 1, options)],
+    ]
+    samples = [sample_of(layouts, options.size) for layouts in shown]
+    assert any(len(layout.pool_index) for layouts in shown for layout in layouts)
+    with torch.no_grad():
+        embeds = model.embed(collate(samples, options))[0]
+        for sample, found in zip(samples, embeds.split([len(sample.input_ids) for sample in samples])):
+            expected = [torch.zeros(0, found.shape[1])]
+            for tiles, layout in sample.media:
+                features = model.image_features(tiles).flatten(0, 1)
+                weights = torch.tensor(layout.pool_weight)[..., None]
+                pooled = (features[torch.tensor(layout.pool_index)] * weights).sum(1)
+                table = torch.cat([features, model.newline.embedding[None], pooled])
+                expected.append(table[torch.tensor(layout.rows)])
+            torch.testing.assert_close(found[sample.input_ids == -200], torch.cat(expected))
+
+
+def test_the_newline_has_a_zero_gradient_where_it_is_not_shown_and_an_exact_one_where_it_is(unpadding):
+    model, options = unpadding
+    text = LoadedSample(torch.tensor([1, 5, 6]), torch.tensor([1, 5, 6]), [])
+    for samples in ([text], []):
+        _, gradients = loss_and_gradients(model, [collate(samples, options)])
+        assert gradients["newline.embedding"].abs().max() == gradients["projector.layers.0.weight"].abs().max() == 0
+    # Two thousand equal gradients: added up one by one in bfloat16 they would stop at 256.
+    newline = Newline(4).to(torch.bfloat16)
+    newline(torch.zeros(0, 4, dtype=torch.bfloat16), 2048).sum().backward()
+    assert newline.embedding.grad.tolist() == [2048.0] * 4
 
 
 def test_the_tower_has_no_layer_behind_the_selected_one(model, plan):

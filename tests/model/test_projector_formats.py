@@ -15,7 +15,7 @@ from transformers import (
 
 from llava_ds import formats
 from llava_ds.constants import ConfigError
-from llava_ds.model.projector import build_projector
+from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.vision import VisionTower, read_vision_config
 from llava_ds.model.weights import WeightFiles
 
@@ -63,6 +63,17 @@ def test_a_projector_is_found_behind_any_prefix(kind, prefix):
 )
 def test_other_tensors_of_a_checkpoint_are_left_out(name):
     assert formats.projector_from_llava(name) is None
+
+
+def test_the_newline_under_its_three_names():
+    [(name, _)] = Newline(3).named_parameters()
+    here = f"newline.{name}"
+    assert formats.projector_to_llava(here, "linear") == "model.image_newline"
+    assert formats.to_hf(here) == "image_newline"
+    for prefix in ("", "model.", "base_model.model.model."):
+        assert formats.newline_from_llava(f"{prefix}image_newline") == name
+    for other in ("model.mm_projector.0.weight", "model.my_image_newline", "model.image_newline.weight"):
+        assert formats.newline_from_llava(other) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
