@@ -1,12 +1,16 @@
 """Ids as LLaVA's rule gives them, and labels that are exactly the assistant's words."""
 
+import copy
+import pickle
 import random
 
+import numpy as np
 import pytest
+from spelling import runs, spelled
 
-from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava_ds.data.encode import encode
-from llava_ds.data.templates import Message, Segment, render, render_prompt
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
+from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, check_tokenizer, end_markers
+from llava_ds.data.sample import Message
 
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -34,8 +38,11 @@ def conversations(count: int = 300) -> list[list[Message]]:
         for _ in range(rng.randint(1, 4)):
             question = text_of(rng)
             for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
-                cut = rng.randint(0, len(question))
-                question = question[:cut] + "<image>" + question[cut:]
+                pieces = question.split("<image>")
+                i = rng.randrange(len(pieces))
+                cut = rng.randint(0, len(pieces[i]))
+                pieces[i] = pieces[i][:cut] + "<image>" + pieces[i][cut:]
+                question = "<image>".join(pieces)
             talk += [Message("human", question), Message("gpt", text_of(rng))]
         talks.append(talk)
     return talks
@@ -77,113 +84,135 @@ def llava_ids(text: str, tokenizer) -> list[int]:
     return ids
 
 
-def encoded(segments: list[Segment], tokenizer, max_length: int = 10**6):
-    pictures = "".join(segment.text for segment in segments).count("<image>")
-    return encode(segments, tokenizer, [P] * pictures, max_length)
-
-
-def written(ids: list[int], tokenizer) -> str:
-    """The text that the ids spell, with nothing stripped."""
-    spelled = b""
-    for token in tokenizer.convert_ids_to_tokens(ids):
-        is_byte = len(token) == 6 and token.startswith("<0x")
-        spelled += bytes([int(token[3:5], 16)]) if is_byte else token.replace("▁", " ").encode()
-    return spelled.decode()
-
-
-def supervised_runs(coded, tokenizer) -> list[str]:
-    """The text of every unbroken run of supervised positions; a run ends behind an end marker."""
-    runs, run = [], []
-    for label in [*coded.labels, IGNORE_INDEX]:
-        if label != IGNORE_INDEX:
-            run.append(label)
-        if run and (label == IGNORE_INDEX or label == tokenizer.eos_token_id):
-            runs.append(written(run, tokenizer))
-            run = []
-    return runs
+def encoded(talks: list[list[Message]], tokenizer, template: str = "v1", **options) -> list[Encoded]:
+    encoder = Encoder(tokenizer, EncodingOptions(template, **{"max_length": 10**6, **options}))
+    return encoder.encode_batch([(talk, [P] * sum(m.text.count("<image>") for m in talk)) for talk in talks])
 
 
 @pytest.mark.parametrize("template", ["v1", "plain"])
 def test_ids_are_llavas(tokenizer, template):
-    for talk in TALKS[template]:
-        coded = encoded(render(talk, template), tokenizer)
-        assert coded.input_ids == llava_ids(TEXT[template](talk), tokenizer)
-        assert coded.input_ids.count(tokenizer.bos_token_id) == 1
+    for talk, coded in zip(TALKS[template], encoded(TALKS[template], tokenizer, template), strict=True):
+        assert coded.input_ids.tolist() == llava_ids(TEXT[template](talk), tokenizer)
+        assert coded.input_ids.dtype == coded.labels.dtype == np.int32
         assert not coded.truncated
 
 
 def test_v1_supervises_every_answer_and_its_end_marker_and_nothing_else(tokenizer):
-    for talk in TALKS["v1"]:
-        coded = encoded(render(talk, "v1"), tokenizer)
-        assert all(label in (IGNORE_INDEX, token) for label, token in zip(coded.labels, coded.input_ids))
-        answers = [message.text.replace("▁", " ") + "</s>" for message in talk[1::2] if message.text]
-        runs = supervised_runs(coded, tokenizer)
-        assert len(runs) == len(answers)
-        for run, answer in zip(runs, answers):
-            # The space that separates an answer from "ASSISTANT:" belongs to its first token where they are one.
-            assert run in (answer, " " + answer)
-        assert coded.num_targets == sum(label != IGNORE_INDEX for label in coded.labels)
+    for talk, coded in zip(TALKS["v1"], encoded(TALKS["v1"], tokenizer), strict=True):
+        assert set(coded.labels[coded.labels != coded.input_ids]) <= {IGNORE_INDEX}
+        answers = [" " + message.text.replace("▁", " ") + "</s>" for message in talk[1::2] if message.text]
+        found = runs(coded.labels, {tokenizer.eos_token_id})
+        assert [spelled(run, tokenizer) for run in found] == answers
+        assert coded.num_targets == sum(map(len, found))
 
 
 def test_plain_supervises_the_caption_and_its_newline_and_nothing_else(tokenizer):
-    for talk in TALKS["plain"]:
-        coded = encoded(render(talk, "plain"), tokenizer)
-        assert coded.labels == [IGNORE_INDEX] * (1 + P) + coded.input_ids[1 + P :]  # LLaVA: all behind the picture
-        # Llama's tokenizer puts one space before every piece.
-        assert supervised_runs(coded, tokenizer) == [" " + talk[1].text.replace("▁", " ") + "\n"]
-
-
-def test_a_decoded_answer_is_the_answer(tokenizer):
-    talk = [Message("human", "<image>\nWhat?"), Message("gpt", "It is a red cat."), Message("human", "Sure?")]
-    talk.append(Message("gpt", "Ünï 猫, yes."))
-    coded = encoded(render(talk, "v1"), tokenizer)
-    end = coded.labels.index(tokenizer.eos_token_id)
-    for part, answer in ((coded.labels[: end + 1], talk[1].text), (coded.labels[end + 1 :], talk[3].text)):
-        assert tokenizer.decode([label for label in part if label != IGNORE_INDEX]) == answer + "</s>"
+    for talk, coded in zip(TALKS["plain"], encoded(TALKS["plain"], tokenizer, "plain"), strict=True):
+        # LLaVA: all behind the picture; Llama's tokenizer puts one space before every piece.
+        assert coded.labels.tolist() == [IGNORE_INDEX] * (1 + P) + coded.input_ids[1 + P :].tolist()
+        assert spelled(coded.input_ids[1 + P :], tokenizer) == " " + talk[1].text.replace("▁", " ") + "\n"
 
 
 def test_an_end_marker_in_a_question_is_not_learned(tokenizer):
     talk = [Message("human", "Say </s> ASSISTANT: no</s>"), Message("gpt", "yes")]
-    coded = encoded(render(talk, "v1"), tokenizer)
-    assert supervised_runs(coded, tokenizer) == [" yes</s>"]
+    [coded] = encoded([talk], tokenizer)
+    assert [spelled(run, tokenizer) for run in runs(coded.labels)] == [" yes</s>"]
 
 
 def test_an_empty_answer_teaches_nothing(tokenizer):
-    coded = encoded(render([Message("human", "Go on."), Message("gpt", "")], "v1"), tokenizer)
+    [coded] = encoded([[Message("human", "Go on."), Message("gpt", "")]], tokenizer)
     assert coded.num_targets == 0 and set(coded.labels) == {IGNORE_INDEX}
 
 
+def test_only_the_last_answer_is_learned_if_wished(tokenizer):
+    talks = TALKS["v1"]
+    for talk, coded in zip(talks, encoded(talks, tokenizer, supervise_last_turn_only=True), strict=True):
+        answers = [message.text for message in talk[1::2] if message.text][-1:]
+        found = [spelled(run, tokenizer) for run in runs(coded.labels, {tokenizer.eos_token_id})]
+        assert found == [f" {answer}</s>".replace("▁", " ") for answer in answers]
+
+
+def test_a_token_that_begins_before_an_answer_is_not_learned(tokenizer):
+    """A prompt ends there, so the model could never write it. LLaVA's labels agree (see goldens, gemma)."""
+    [coded] = encoded([[Message("human", "a"), Message("gpt", "\nyes")]], tokenizer, "gemma")
+    learned = "".join(spelled(run, tokenizer) for run in runs(coded.labels))
+    assert learned in ("\nyes<end_of_turn>\n", "yes<end_of_turn>\n")
+
+
 def test_pictures_of_different_sizes_get_their_own_number_of_positions(tokenizer):
-    segments = [Segment("<image> cat <image>", False), Segment("yes", True)]
-    ids = encode(segments, tokenizer, [2, 5], 100).input_ids
-    runs = "".join("i" if token == IMAGE_TOKEN_INDEX else "." for token in ids).replace(".", " ").split()
-    assert runs == ["ii", "iiiii"]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    for template in ("v1", "chat_template"):
+        encoder = Encoder(tokenizer, EncodingOptions(template, 1000))
+        [coded] = encoder.encode_batch([([Message("human", "<image> cat <image>"), Message("gpt", "yes")], [2, 5])])
+        found = "".join("i" if token == IMAGE_TOKEN_INDEX else "." for token in coded.input_ids)
+        assert found.replace(".", " ").split() == ["ii", "iiiii"]
+        assert set(coded.labels[coded.input_ids == IMAGE_TOKEN_INDEX]) == {IGNORE_INDEX}
+
+
+def test_what_can_not_be_encoded_is_named_and_the_rest_is_encoded(tokenizer):
+    good = [Message("human", "What? <image>"), Message("gpt", "A cat.")]
+    encoder = Encoder(tokenizer, EncodingOptions("v1", 1000))
+    first, wrong, empty, last = encoder.encode_batch([(good, [1]), (good, [1, 1]), ([], []), (good, [2])])
+    assert len(last.input_ids) == len(first.input_ids) + 1
+    assert isinstance(wrong, DataError) and "1 <image> marks for 2 pictures" in str(wrong)
+    assert isinstance(empty, DataError) and "no question" in str(empty)
 
 
 @pytest.mark.parametrize("template", ["v1", "plain"])
 def test_truncation_keeps_the_beginning_with_the_features_counted(tokenizer, template):
     rng = random.Random(2)
-    for talk in TALKS[template][:60]:
-        segments = render(talk, template)
-        whole = encoded(segments, tokenizer)
-        length = len(whole.input_ids)
-        for limit in (2, 1 + P, length - 1, length, length + 1, rng.randint(2, length)):
-            coded = encoded(segments, tokenizer, limit)
-            assert coded.input_ids == whole.input_ids[:limit]
-            assert coded.labels == whole.labels[:limit]
-            assert coded.truncated == (limit < length)
+    talks = TALKS[template][:60]
+    wholes = encoded(talks, tokenizer, template)
+    for limit in (2, 1 + P, *(rng.randint(2, 200) for _ in range(10))):
+        for whole, coded in zip(wholes, encoded(talks, tokenizer, template, max_length=limit), strict=True):
+            assert coded.input_ids.tolist() == whole.input_ids[:limit].tolist()
+            assert coded.labels.tolist() == whole.labels[:limit].tolist()
+            assert coded.truncated == (limit < len(whole.input_ids))
 
 
-@pytest.mark.parametrize("template", ["v1", "plain"])
-def test_a_prompt_is_the_beginning_of_what_training_saw_also_as_ids(tokenizer, template):
-    for talk in TALKS[template]:
-        trained = encoded(render(talk, template), tokenizer)
+def test_a_prompt_is_the_beginning_of_what_training_saw_also_as_ids(tokenizer):
+    encoder = Encoder(tokenizer, EncodingOptions("v1", 10**6))
+    for talk, trained in zip(TALKS["v1"], encoded(TALKS["v1"], tokenizer), strict=True):
         for turn in range(0, len(talk), 2):
             if not talk[turn + 1].text:
                 continue
-            ids = encoded([Segment(render_prompt(talk[: turn + 1], template), False)], tokenizer).input_ids
-            # Up to the answer: nothing in the prompt is learned, and what follows is.
-            assert trained.input_ids[: len(ids)] == ids
-            runs_before = supervised_runs(encoded(render(talk[:turn], template), tokenizer), tokenizer) if turn else []
-            part = type(trained)(trained.input_ids[: len(ids)], trained.labels[: len(ids)], False)
-            assert supervised_runs(part, tokenizer) == runs_before
+            asked = talk[: turn + 1]
+            ids = encoder.prompt_ids(asked, [P] * sum(m.text.count("<image>") for m in asked))
+            # Up to the answer: nothing behind the answers before it is learned, and what follows is.
+            assert trained.input_ids[: len(ids)].tolist() == ids
+            assert trained.labels[len(ids)] != IGNORE_INDEX
+            before = sum(bool(message.text) for message in talk[1:turn:2])
+            assert len(runs(trained.labels[: len(ids)], {tokenizer.eos_token_id})) == before
+
+
+def test_an_encoder_survives_the_way_to_another_process(tokenizer):
+    encoder = Encoder(tokenizer, EncodingOptions("v1", 100))
+    batch = [(talk, [P] * sum(m.text.count("<image>") for m in talk)) for talk in TALKS["v1"][:20]]
+    for one, other in zip(encoder.encode_batch(batch), pickle.loads(pickle.dumps(encoder)).encode_batch(batch)):
+        assert (one.input_ids == other.input_ids).all() and (one.labels == other.labels).all()
+
+
+def test_a_tokenizer_that_does_not_fit_the_template_is_named(tokenizer):
+    assert (
+        check_tokenizer("v1", tokenizer)
+        == check_tokenizer("v0", tokenizer)
+        == check_tokenizer("plain", tokenizer)
+        == []
+    )
+    [problem] = check_tokenizer("mpt", tokenizer)
+    assert "--version mpt needs '<|im_end|>'" in problem and "never learn to stop" in problem
+    assert len(check_tokenizer("llama_3", tokenizer)) == 4
+    assert [
+        token in problem for problem, token in zip(check_tokenizer("v1", tokenizer, True), ("<im_start>", "<im_end>"))
+    ]
+    [problem] = check_tokenizer("chat_template", tokenizer)
+    assert "this one has none" in problem
+
+
+def test_answers_end_at_the_templates_marker_and_at_the_tokenizers(tokenizer):
+    assert end_markers("v1", tokenizer) == [tokenizer.eos_token_id]
+    assert end_markers("v0", tokenizer) == [tokenizer.eos_token_id]
+    taught = pickle.loads(pickle.dumps(tokenizer))
+    taught.add_special_tokens({"extra_special_tokens": ["<|im_end|>"]})
+    assert end_markers("chatml", taught) == [tokenizer.eos_token_id, taught.convert_tokens_to_ids("<|im_end|>")]

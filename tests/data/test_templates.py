@@ -2,8 +2,18 @@
 
 import pytest
 
-from llava_ds.constants import DataError
-from llava_ds.data.templates import V1_SYSTEM, Message, image_first, render, render_prompt
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.sample import Message
+from llava_ds.data.templates import (
+    ALIASES,
+    TEMPLATES,
+    V1_SYSTEM,
+    image_first,
+    prepare,
+    render,
+    render_prompt,
+    resolve_template,
+)
 
 
 def human(text: str) -> Message:
@@ -29,7 +39,78 @@ def test_v1_is_vicunas_text():
         "detailed, and polite answers to the user's questions. USER: <image>\nWhat is it? ASSISTANT: A cat.</s>"
         "USER: Sure? ASSISTANT: Yes.</s>"
     )
-    assert supervised(talk, "v1") == ["A cat.</s>", "Yes.</s>"]
+    assert supervised(talk, "v1") == [" A cat.</s>", " Yes.</s>"]
+
+
+TALK = [human("What?\n<image>"), gpt("A cat."), human("Sure?"), gpt("Yes.")]
+# What LLaVA's and LLaVA-NeXT's get_prompt and chat templates give for TALK, without the system prompt.
+WRITTEN = {
+    "v0": "### Human: <image>\nWhat?\n### Assistant: A cat.\n### Human: Sure?\n### Assistant: Yes.\n### ",
+    "llava_v1": "USER: <image>\nWhat? ASSISTANT: A cat.</s>USER: Sure? ASSISTANT: Yes.</s>",
+    "phi": "USER: <image>\nWhat? ASSISTANT: A cat.<|endoftext|>USER: Sure? ASSISTANT: Yes.<|endoftext|>",
+    "llama_2": "<image>\nWhat? [/INST] A cat. </s><s>[INST] Sure? [/INST] Yes. </s>",
+    "llava_llama_2": "<image>\nWhat? [/INST] A cat. </s><s>[INST] Sure? [/INST] Yes. </s>",
+    "mistral_instruct": "[INST] <image>\nWhat? [/INST] A cat. </s>[INST] Sure? [/INST] Yes. </s>",
+    **dict.fromkeys(
+        ("mpt", "chatml_direct", "mistral_orca"),
+        "<|im_end|><|im_start|>user\n<image>\nWhat?<|im_end|><|im_start|>assistant\nA cat.<|im_end|>"
+        "<|im_start|>user\nSure?<|im_end|><|im_start|>assistant\nYes.<|im_end|>",
+    ),
+    "mistral_zephyr": "<|system|>\nYou are a helpful AI assistant.</s><|user|>\n<image>\nWhat?</s>"
+    "<|assistant|>\nA cat.</s><|user|>\nSure?</s><|assistant|>\nYes.</s>",
+    "chatml": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<image>\nWhat?<|im_end|>\n"
+    "<|im_start|>assistant\nA cat.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n"
+    "<|im_start|>assistant\nYes.<|im_end|>\n",
+    "llama_3": "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n<image>\nWhat?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nA cat.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nYes.<|eot_id|>",
+    "gemma": "<start_of_turn>user\n<image>\nWhat?<end_of_turn>\n<start_of_turn>model\nA cat.<end_of_turn>\n"
+    "<start_of_turn>user\nSure?<end_of_turn>\n<start_of_turn>model\nYes.<end_of_turn>\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", WRITTEN)
+def test_the_text_of_every_template(template):
+    text = joined(TALK, template)
+    assert text.endswith(WRITTEN[template])
+    assert text.startswith({"llama_2": "[INST] <<SYS>>\n", "llava_llama_2": "[INST] <<SYS>>\n"}.get(template, ""))
+    # A template that has a default system prompt writes it once, and another in its place.
+    default, own = TEMPLATES[template].system, "Speak like a cat."
+    assert not default or text.count(default) == 1
+    assert joined([Message("system", own), *TALK], template).count(own) == 1
+    assert not default or default not in joined([Message("system", own), *TALK], template)
+
+
+def test_every_template_is_tested():
+    assert set(WRITTEN) | {"v1", "plain", "chat_template"} == set(TEMPLATES)
+
+
+def test_names_of_llava_lead_to_templates_and_other_names_are_refused_with_the_known_ones():
+    for name in TEMPLATES:
+        assert resolve_template(name) == name
+    for alias, key in ALIASES.items():
+        assert resolve_template(alias) == key
+    with pytest.raises(ConfigError) as caught:
+        resolve_template("vicuna")
+    assert "--version vicuna is not known" in str(caught.value)
+    assert all(name in str(caught.value) for name in (*TEMPLATES, *ALIASES))
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "as_next"),
+    [
+        ("<image>What? ", "<image>\nWhat?", "<image>What? "),
+        ("What?<image>", "<image>\nWhat?", "<image>\nWhat?"),
+        ("a <image> b <image>", "a <image> b <image>", "a <image> b <image>"),
+    ],
+)
+def test_pictures_stand_where_llava_or_next_put_them(text, first, as_next):
+    for template, expected in (("v1", first), ("chatml", as_next)):
+        [placed], _ = prepare([human(text)], template)
+        assert placed.text == expected
+        [placed], _ = prepare([human(text)], template, mm_use_im_start_end=True)
+        assert placed.text == expected.replace("<image>", "<im_start><image><im_end>")
 
 
 def test_plain_is_the_picture_and_its_caption():
@@ -64,14 +145,14 @@ def test_image_first(text, expected):
     assert image_first(text) == expected
 
 
-@pytest.mark.parametrize("template", ["v1", "plain"])
+@pytest.mark.parametrize("template", sorted({*TEMPLATES} - {"chat_template"}))
 def test_a_prompt_is_the_beginning_of_what_training_saw(template):
     talk = [human("<image>\nWhat?"), gpt("A cat."), human("And?"), gpt("No more.")]
-    for turns in (1, 3) if template == "v1" else (1,):
+    for turns in (1, 3) if template != "plain" else (1,):
         prompt = render_prompt(talk[:turns], template)
         whole = joined(talk[: turns + 1], template)
-        rest = {"v1": f" {talk[turns].text}</s>", "plain": f"{talk[turns].text}\n"}[template]
-        assert prompt + rest == whole
+        assert whole.startswith(prompt)
+        assert whole[len(prompt) :].lstrip().startswith(talk[turns].text)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +172,10 @@ def test_a_prompt_is_the_beginning_of_what_training_saw(template):
         # One picture would be shown in the place of another, or not at all.
         ([human("<image><image>"), gpt("b")], "plain", "the plain template takes one question with one <image>"),
         ([gpt("<image>"), human("<image>"), gpt("b")], "v1", "<image>"),
+        ([human(""), gpt("b")], "llama_2", "the first question has no text"),
+        ([Message("system", "a"), human("<image>"), gpt("b")], "plain", "no place for a system message"),
+        ([Message("system", "<image>"), human("a"), gpt("b")], "v1", "the system message holds an <image> mark"),
+        ([human("a"), Message("system", "b")], "chatml", "turn 1 is from 'system', expected 'human' or 'gpt'"),
     ],
 )
 def test_messages_that_do_not_fit_are_refused(messages, template, expected):

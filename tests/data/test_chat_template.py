@@ -1,0 +1,118 @@
+"""The Jinja templates of exported models against the text of training, and a tokenizer's own template."""
+
+import copy
+
+import pytest
+
+from llava_ds.constants import DataError
+from llava_ds.data.chat_template import CHAT_TEMPLATES, chat_template, render_own, render_own_prompt
+from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.sample import Message
+from llava_ds.data.templates import TEMPLATES, render, render_prompt
+
+TALK = [
+    Message("human", "<image>\nWhat's in this \\ picture?"),
+    Message("gpt", "A red cat.\n\nAnd 'two' dogs."),
+    Message("human", "Sure?"),
+    Message("gpt", "Yes."),
+    Message("human", "Why?"),
+]
+ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+
+
+def as_parts(message: Message) -> dict:
+    """A message as processors take it: a picture is a part of its own."""
+    marks = message.text.count("<image>\n")
+    parts = [{"type": "image"}] * marks + [{"type": "text", "text": message.text.replace("<image>\n", "")}]
+    return {"role": ROLES[message.role], "content": parts if marks else message.text}
+
+
+def written(tokenizer, template: str, talk: list[Message], im: bool = False, **options) -> str:
+    source = chat_template(template, tokenizer, im)
+    return tokenizer.apply_chat_template(list(map(as_parts, talk)), chat_template=source, tokenize=False, **options)
+
+
+def test_every_template_has_one():
+    assert set(CHAT_TEMPLATES) | {"chat_template"} == set(TEMPLATES)
+
+
+@pytest.mark.parametrize("template", sorted({*CHAT_TEMPLATES} - {"plain"}))
+@pytest.mark.parametrize("im", [False, True])
+def test_jinja_writes_what_training_wrote(tokenizer, template, im):
+    two = [Message("human", "<image>\n<image>\nWhich?"), *TALK[1:]]
+    quiet = [TALK[0], Message("gpt", ""), *TALK[2:]]
+    system = Message("system", "Speak like a 'cat'.")
+    for talk in (TALK, two, quiet, [Message("human", "Hello"), *TALK[1:]], [system, *TALK]):
+        text = "".join(segment.text for segment in render(talk[:-1], template, im))
+        assert written(tokenizer, template, talk[:-1], im) == text
+        assert written(tokenizer, template, talk, im, add_generation_prompt=True) == render_prompt(talk, template, im)
+
+
+def test_jinja_writes_captions(tokenizer):
+    assert written(tokenizer, "plain", [Message("human", "<image>\n"), Message("gpt", "A cat.")]) == "<image>A cat.\n"
+    assert written(tokenizer, "plain", [Message("human", "<image>\n")], add_generation_prompt=True) == "<image>"
+
+
+@pytest.fixture
+def own(tokenizer):
+    """A tokenizer with a template of its own, which a test sets."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+TURN = "'<|im_start|>' + m['role'] + '\\n' + {} + '<|im_end|>\\n'"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+CHATML = "{% for m in messages %}{{ " + TURN.format("m['content']") + " }}{% endfor %}" + PROMPT
+TRIMMED = "{% for m in messages %}{{ " + TURN.format("(m['content'] | trim)") + " }}{% endfor %}" + PROMPT
+# What Qwen3 does: the last answer is written with an empty thought before it, earlier ones without.
+THINKING = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' and loop.last %}"
+    "{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + m['content'] + '<|im_end|>\\n' }}{% else %}{{ "
+    + TURN.format("m['content']")
+    + " }}{% endif %}{% endfor %}"
+    + PROMPT
+)
+MARKED = (
+    "{% for m in messages %}{{ '[' + m['role'] + ']' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '</s>' }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "behind"),
+    [(CHATML, "<|im_end|>"), (TRIMMED, "<|im_end|>"), (THINKING, "<|im_end|>"), (MARKED, "</s>")],
+    ids=["chatml", "trimmed", "thinking", "generation"],
+)
+def test_a_tokenizers_own_template_teaches_answers_and_their_end_markers(own, source, behind):
+    own.chat_template = source
+    talk = [*TALK[:2], Message("human", "A red cat.\n\nAnd 'two' dogs."), Message("gpt", "Yes.")]
+    segments = render_own(talk, own)
+    assert [s.text for s in segments if s.supervised] == [talk[1].text + behind, talk[3].text + behind]
+    chat = [{"role": ROLES[m.role], "content": m.text} for m in talk]
+    assert "".join(s.text for s in segments) == own.apply_chat_template(chat, tokenize=False)
+    [coded] = Encoder(own, EncodingOptions("chat_template", 500)).encode_batch([(talk, [4])])
+    assert (coded.input_ids == -200).sum() == 4
+    ends = coded.labels[coded.labels == own.convert_tokens_to_ids(behind)]
+    assert len(ends) == 2
+
+
+def test_a_system_message_goes_to_the_tokenizers_own_template(own):
+    talk = [Message("system", "Be brief."), Message("human", "Hello")]
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+    assert render_own_prompt(talk, own) == text + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "changes|something else"),
+        ("{{ messages[0]['content'] }}", "leaves answers out"),
+        ("{{ raise_exception('no such role') }}", "refuses the conversation: no such role"),
+    ],
+)
+def test_a_template_that_hides_what_is_learned_is_refused(own, source, expected):
+    own.chat_template = source
+    with pytest.raises(DataError, match=expected):
+        render_own(TALK[:2], own)
