@@ -41,9 +41,7 @@ class SkippedLog:
         if all(result.window.num_planned == int(result.counts[0]) for result in results):
             return  # so it is on all ranks, for the counts are theirs together
         mine = [
-            {**dataclasses.asdict(broken), "step": result.step}
-            for result in results
-            for broken in result.window.broken
+            {**dataclasses.asdict(broken), "step": result.step} for result in results for broken in result.window.broken
         ]
         rows = [row for part in gather(mine, self.ranks) for row in part]
         rows.sort(key=lambda row: (row["step"], row["file"], row["index"]))
