@@ -156,7 +156,7 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
     except DataError:
         raise
     except Image.DecompressionBombError as error:
-        raise DataError(f"{ref.path}: {error}") from error
+        raise DataError(f"{ref.path}: {error} Scale it down or leave it out") from error
     except UnidentifiedImageError as error:
         known = ", ".join(_known_formats())
         raise DataError(
