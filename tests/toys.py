@@ -108,3 +108,36 @@ def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, pic
         pictures or picture_options(),
         PreflightOptions(cache_dir=str(cache_dir), **preflight),
     )
+
+
+def write_qwen_base(folder: Path) -> dict[str, str]:
+    """A random Qwen 2 with a byte-level tokenizer that has its chat marks, and the random CLIP tower."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    flags = write_base(folder)
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=marks, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([*TEXTS, *ANSWERS], trainer)
+    config = Qwen2Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder / "qwen")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    ).save_pretrained(folder / "qwen")
+    return {**flags, "model_name_or_path": str(folder / "qwen")}

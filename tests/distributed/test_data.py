@@ -8,6 +8,10 @@ import pytest
 import toys
 from launching import ds_config, losses, run_many
 
+from llava_ds.data.sample import Message
+from llava_ds.infer.generate import Prompt, answer, prompt_ids
+from llava_ds.infer.load import load_model
+
 STEPS = 6
 
 
@@ -76,6 +80,9 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     for ranks in (1, 2, 4):
         todo = []
         plans = {f"mixture-{ranks}": (mixture, 2, {"group_by_modality_length": True, "save_strategy": "steps"})}
+        if ranks == 2:
+            anyres = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad", "version": "qwen_2"}
+            plans["qwen"] = ({**toys.write_qwen_base(folder / "qwen-base"), **torn}, 3, anyres)
         if ranks < 4:
             plans[f"torn-{ranks}"] = (torn, 3, {})
             plans[f"torn-tokens-{ranks}"] = (torn, 2, {"tokens_per_micro_batch": 120, "dataloader_num_workers": 1})
@@ -121,6 +128,21 @@ def test_a_picture_that_breaks_is_left_out_alike_on_any_ranks_and_layout(runs):
         for key in ("samples", "tokens", "supervised_tokens", "broken_samples"):
             assert [row[key] for row in other] == [row[key] for row in one], (name, key)
         assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, other, strict=True)) < 1e-5, name
+
+
+def test_a_qwen_on_tiles_ends_as_a_model_that_answers_in_its_own_template(runs):
+    loaded = load_model(runs["qwen"])
+    assert (loaded.version, loaded.pictures.aspect_ratio) == ("chatml", "anyres")
+    messages = (Message("human", "<image>\nWhat is it?"),)
+    picture = runs["qwen"].parent / "torn" / "images" / "0.png"
+    ids = prompt_ids(loaded, Prompt(messages, (str(picture),)))
+    assert (
+        ids.count(loaded.model.config.image_token_id) > (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
+    )
+    text = loaded.processor.tokenizer.decode([i for i in ids if i != loaded.model.config.image_token_id])
+    assert text.endswith("<|im_start|>assistant\n") and "<|im_start|>user\n" in text
+    assert loaded.model.generation_config.eos_token_id in (2, [2])  # <|im_end|>
+    assert isinstance(answer(loaded, [Prompt(messages, (str(picture),))], max_new_tokens=3)[0], str)
 
 
 def test_broken_pictures_are_listed_with_their_step(runs):
