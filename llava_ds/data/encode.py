@@ -106,7 +106,7 @@ class Encoder:
         the text before can't follow a prompt.
         """
         results: list[Encoded | DataError | None] = []
-        rows: list[tuple[int, list[_Piece], list[tuple[int, int]], Sequence[int]]] = []
+        rows: list[tuple[int, list[_Piece], list[tuple[int, int, int]], Sequence[int]]] = []
         for messages, features in conversations:
             try:
                 pieces, spans = self._pieces(self._render(messages), features)
@@ -140,16 +140,16 @@ class Encoder:
 
     def _pieces(
         self, segments: Sequence[Segment], features: Sequence[int]
-    ) -> tuple[list[_Piece], list[tuple[int, int]]]:
-        """What is tokenized by itself, and the supervised spans of the whole text."""
+    ) -> tuple[list[_Piece], list[tuple[int, int, int]]]:
+        """What is tokenized by itself, and the supervised spans of the whole text: start, end, most tokens (0: all)."""
         if self.options.supervise_last_turn_only:
             segments = _last_answer_only(segments)
-        spans: list[tuple[int, int]] = []
+        spans: list[tuple[int, int, int]] = []
         end = 0
         for segment in segments:
             start, end = end, end + len(segment.text)
             if segment.supervised:
-                spans.append((start, end))
+                spans.append((start, end, segment.first_tokens))
         text = "".join([segment.text for segment in segments])
         marks = text.count(IMAGE_TOKEN)
         if marks != len(features):
@@ -182,7 +182,7 @@ class Encoder:
         self,
         pieces: Sequence[_Piece],
         coded: Iterator[tuple[list[int], list[tuple[int, int]]]],
-        spans: Sequence[tuple[int, int]],
+        spans: Sequence[tuple[int, int, int]],
         features: Sequence[int],
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels (int32) of one conversation from its tokenized pieces and its pictures.
@@ -197,11 +197,14 @@ class Encoder:
                 parts.append(np.full(features[i - 1], IMAGE_TOKEN_INDEX, np.int32))
                 length += features[i - 1]
             length += len(piece.before)
-            for start, end in spans:
+            for start, end, most in spans:
+                if most and start < piece.base:
+                    continue
                 if end > piece.base and start < piece.base + len(piece.text):
                     # Tokens stand in the order of their first characters.
                     first = bisect_left(offsets, (start - piece.base, -1))
                     last = bisect_left(offsets, (end - piece.base, -1))
+                    last = min(last, first + most) if most else last
                     supervised.append((length + first, length + last))
             row = [*piece.before, *ids, *self.last_ids]
             parts.append(np.array(row, np.int32))
@@ -227,10 +230,12 @@ class Encoder:
             return None
         probes = ["x", "", "  two  ", "\n\nz", "猫", "<b>", "'s", "\t1"]
         talks = [[Message("human", f"{p}{IMAGE_TOKEN}"), Message("gpt", p)] for p in probes]
-        texts = ["".join(segment.text for segment in self._render(talk)) for talk in talks]
+        rendered = [self._render(talk) for talk in talks]
+        texts = ["".join(segment.text for segment in segments) for segments in rendered]
+        unlearned = itertools.takewhile(lambda segment: not segment.supervised, rendered[0])
         least, greatest = min(texts), max(texts)
         common = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(least, greatest)))
-        common = common.split(IMAGE_TOKEN)[0].rstrip()
+        common = common[: sum(len(segment.text) for segment in unlearned)].split(IMAGE_TOKEN)[0].rstrip()
         cut = max((match.start() for match in re.finditer(r"(?<=\S) (?=\S)", common)), default=0)
         if cut == 0:
             return None
