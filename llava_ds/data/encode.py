@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from llava_ds.constants import (
 from llava_ds.data.chat_template import render_own, render_own_prompt
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt
+from llava_ds.data.words import WholeRow, WordRow, words_of
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
 
 # Qwen's id of "\n", which LLaVA-NeXT's preprocess_qwen knows as a number and leaves to be learned in every turn.
@@ -89,6 +89,7 @@ class Encoder:
             self.learned.append(_QWEN_NEWLINE[0])
         if options.supervise_last_turn_only:
             self.learned = []
+        self.words = words_of(self._tokenize_whole, self.backend)
         self.head = self._find_head()
 
     @property
@@ -166,7 +167,13 @@ class Encoder:
             pieces.append(_Piece(piece, [], base))
         return pieces, spans
 
-    def _tokenize(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+    def _tokenize(self, texts: list[str]) -> Iterator[WordRow | WholeRow]:
+        """The tokens of each text."""
+        if self.words is not None:
+            return self.words(texts)
+        return itertools.starmap(WholeRow, self._tokenize_whole(texts))
+
+    def _tokenize_whole(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
         """Ids of each text, and the characters that each token covers."""
         if self.begins_with_space is None:
             for encoding in self.backend.encode_batch(texts, add_special_tokens=False):
@@ -181,7 +188,7 @@ class Encoder:
     def _join(
         self,
         pieces: Sequence[_Piece],
-        coded: Iterator[tuple[list[int], list[tuple[int, int]]]],
+        coded: Iterator[WordRow | WholeRow],
         spans: Sequence[tuple[int, int, int]],
         features: Sequence[int],
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -192,21 +199,19 @@ class Encoder:
         parts: list[np.ndarray] = []
         supervised: list[tuple[int, int]] = []  # positions
         length = 0
-        for i, (piece, (ids, offsets)) in enumerate(zip(pieces, coded)):
+        for i, (piece, tokens) in enumerate(zip(pieces, coded)):
             if i > 0:
                 parts.append(np.full(features[i - 1], IMAGE_TOKEN_INDEX, np.int32))
                 length += features[i - 1]
             length += len(piece.before)
-            for start, end, most in spans:
-                if most and start < piece.base:
-                    continue
-                if end > piece.base and start < piece.base + len(piece.text):
-                    # Tokens stand in the order of their first characters.
-                    first = bisect_left(offsets, (start - piece.base, -1))
-                    last = bisect_left(offsets, (end - piece.base, -1))
-                    last = min(last, first + most) if most else last
-                    supervised.append((length + first, length + last))
-            row = [*piece.before, *ids, *self.last_ids]
+            base, piece_end = piece.base, piece.base + len(piece.text)
+            mine = [
+                span for span in spans if span[1] > base and span[0] < piece_end and not (span[2] and span[0] < base)
+            ]
+            counts = tokens.tokens_before([place - base for span in mine for place in span[:2]]) if mine else []
+            for first, last, (_, _, most) in zip(counts[::2], counts[1::2], mine):
+                supervised.append((length + first, length + (min(last, first + most) if most else last)))
+            row = [*piece.before, *tokens.ids, *self.last_ids]
             parts.append(np.array(row, np.int32))
             length += len(row) - len(piece.before)
         ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -240,11 +245,11 @@ class Encoder:
         if cut == 0:
             return None
         texts = [text.split(IMAGE_TOKEN)[0] for text in texts]
-        ids = next(self._tokenize([texts[0][:cut]]))[0]
+        ids = next(self._tokenize([texts[0][:cut]])).ids
         wholes = list(self._tokenize(texts))
         for joint, skipped in (("", 1), (" ", 1)):
             rests = list(self._tokenize([joint + text[cut + skipped :] for text in texts]))
-            if all(whole[0] == ids + rest[0] for whole, rest in zip(wholes, rests)):
+            if all(whole.ids == ids + rest.ids for whole, rest in zip(wholes, rests)):
                 return _Head(common[: cut + skipped], ids, joint)
         return None
 
