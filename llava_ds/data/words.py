@@ -3,7 +3,8 @@
 import random
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -44,13 +45,19 @@ class Words:
         for text in texts:
             first, *rest = self.space.split(text)
             rows.append([_FIRST + first, *[" " + word for word in rest]])
-        unknown = list({word: None for row in rows for word in row if word not in self.known})
+        coded = self._coded({word for row in rows for word in row})
+        return (WordRow([coded[word] for word in row]) for row in rows)
+
+    def _coded(self, words: set[str]) -> Mapping[str, "_Word"]:
+        """At least these words; those that may come again are remembered."""
+        unknown = list(words.difference(self.known))
         found = dict(zip(unknown, self._tokenized(unknown)))
-        for row in rows:
-            yield WordRow([self.known.get(word) or found[word] for word in row])
-        if len(self.known) > MAX_KNOWN:
+        if len(self.known) + len(found) > MAX_KNOWN:
+            found |= {word: self.known[word] for word in words.intersection(self.known)}
             self.known.clear()
-        self.known |= {word: coded for word, coded in found.items() if coded.length <= MAX_WORD}
+        short = {word: coded for word, coded in found.items() if coded.length <= MAX_WORD}
+        self.known |= short
+        return self.known if len(short) == len(found) else ChainMap(found, self.known)
 
     def _tokenized(self, words: list[str]) -> Iterator["_Word"]:
         shown = [word[1:] if word[0] == _FIRST else self.joint + word[1:] for word in words]
