@@ -231,6 +231,7 @@ def _write_config(
         dtype=str(dtype).removeprefix("torch."),
         # What transformers' classes don't know, for infer/load.py: prompts and pictures as in training.
         llava_ds_version=args.version,
+        mm_use_im_start_end=args.mm_use_im_start_end,
         llava_ds_pictures=dataclasses.asdict(pictures),
         **architecture,
     ).save_pretrained(output_dir)
