@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import toys
 from launching import ROOT
 
-from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError
 
 SCRIPT = ROOT / "run" / "inspect_data.py"
 
@@ -68,6 +69,37 @@ def test_the_tokenizer_alone_is_enough(inspect_data, tmp_path, toy_base, capsys)
     data = toys.write_data(tmp_path / "d", "t")
     run(inspect_data, tmp_path, {"model_name_or_path": str(folder), **data})
     assert "no --vision_tower" in capsys.readouterr().out
+
+
+def test_what_training_would_refuse_is_refused_or_said(inspect_data, tmp_path, toy_base, capsys):
+    data = toys.write_data(tmp_path / "d", "t")
+    for version, expected in (("llama_3", "needs '<|start_header_id|>'"), ("chat_template", "has none")):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"--model_name_or_path {toy_base['model_name_or_path']}: ")
+        ) as e:
+            run(inspect_data, tmp_path, {**toy_base, **data, "version": version})
+        assert expected in str(e.value)
+    run(inspect_data, tmp_path, {**toy_base, **data}, "--model_max_length", "513")
+    assert "training would end here: --model_max_length is 513, but the language model" in capsys.readouterr().out
+
+
+def test_marks_that_the_tokenizer_lacks_are_added_to_show_the_ids(inspect_data, tmp_path, toy_base, capsys, tokenizer):
+    out = tmp_path / "out.jsonl"
+    data = toys.write_data(tmp_path / "d", "i")
+    run(inspect_data, tmp_path, {**toy_base, **data}, "--mm_use_im_start_end", "True", "--jsonl", str(out))
+    ids = json.loads(out.read_text())["input_ids"]
+    first = ids.index(IMAGE_TOKEN_INDEX)
+    assert [ids[first - 1], ids[first + 9]] == [len(tokenizer), len(tokenizer) + 1]
+    assert "<im_start>, <im_end>; training refuses" in capsys.readouterr().out
+
+
+def test_a_file_that_can_not_be_written_is_refused_before_the_work(inspect_data, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        inspect_data(["--jsonl", str(tmp_path / "none" / "a.jsonl"), "--html", str(tmp_path)])
+    first, second = str(caught.value).splitlines()
+    assert f"there is no folder {tmp_path / 'none'}" in first and second.startswith(
+        f"--html {tmp_path} can't be written"
+    )
 
 
 def test_bad_input_is_one_message(tmp_path):
