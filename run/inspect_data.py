@@ -19,7 +19,7 @@ from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encode import add_missing_marks, refuse_unfit_tokenizer
 from llava_ds.data.images import load_pictures
 from llava_ds.data.preflight import media_from_text
-from llava_ds.distributed import exit_for_bad_input, progress_bar, quiet_libraries
+from llava_ds.distributed import exit_for_bad_input, print_first, progress_bar, quiet_libraries
 from llava_ds.geometry import picture_options
 from llava_ds.model.language import length_problem, read_text_config
 from llava_ds.model.vision import read_image_spec
@@ -55,11 +55,11 @@ def main(argv: list[str]) -> None:
         print(f"added to the tokenizer, to show the ids: {', '.join(added)}; training refuses a model without them")
     refuse_unfit_tokenizer(args.model, tokenizer)
     if note := _length_note(args):
-        print(note)
+        print_first(note)
     spec = read_image_spec(args.model.vision_tower)
     pictures = picture_options(args.model, args.data, spec.size, spec.patch_size, spec.mean)
     dataset = open_data(args, tokenizer, pictures, refuse_bad=False)
-    print(*dataset.summary(), sep="\n")
+    print_first(*dataset.summary())
     for i in range(min(own.num_samples, len(dataset))):
         print("\n" + in_terminal(shown_sample(dataset, i, tokenizer), sys.stdout.isatty()))
     if own.jsonl is not None:

@@ -51,6 +51,22 @@ def test_every_record_has_one_line(inspect_data, tmp_path, toy_base, capsys, tok
     assert "5 records: 4 accepted, 1 rejected" in shown and shown.count("\n--- ") == 3 and ">>>" in shown
 
 
+def test_records_can_not_steer_the_terminal(inspect_data, tmp_path, toy_base, capsys):
+    data = toys.write_data(tmp_path / "d", "tti")
+    path = Path(data["data_path"])
+    good, bad, missing = json.loads(path.read_text())
+    escape = "\x1b[2J\n\x9b2J"
+    records = [{**good, "id": escape}, {**bad, "id": escape, "conversations": 3}, {**missing, "image": f"{escape}.png"}]
+    path.write_text(json.dumps(records))
+    out = tmp_path / "out.jsonl"
+    run(inspect_data, tmp_path, {**toy_base, **data}, "--jsonl", str(out))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x9b" not in shown and "--- \\x1b[2J\\n" in shown
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["id"] for row in rows] == [escape, "\\x1b[2J\\n\\x9b2J", "s2"]
+    assert "\x1b" not in rows[2]["rejected"] and "left out:" in shown
+
+
 def test_the_page_shows_pictures_and_what_was_left_out(inspect_data, tmp_path, toy_base):
     data = toys.write_data(tmp_path / "d", "iti")
     Path(data["image_folder"], "2.png").unlink()
@@ -104,7 +120,7 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(inspect_data,
 
 def test_bad_input_is_one_message(tmp_path):
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--data_path", tmp_path / "none.json"], capture_output=True, text=True
+        [sys.executable, SCRIPT, "--data_path", tmp_path / "none.json\x1b(B"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"--data_path {tmp_path / 'none.json'}: there is no such file or folder" in done.stderr
+    assert f"--data_path {tmp_path / 'none.json'}\\x1b(B: there is no such file or folder" in done.stderr
