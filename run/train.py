@@ -16,7 +16,7 @@ from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_probl
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
 from llava_ds.data.dataset import EncodedDataset, open_data
-from llava_ds.data.encode import check_tokenizer
+from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.loader import Layout, windows
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.data.templates import resolve_template
@@ -60,8 +60,7 @@ def main(argv: list[str]) -> None:
         args = tiny.fill_in(args)
     args = args.replaced(version=resolve_template(args.model.version))
     plan = plan_model(args.model, args.data.model_max_length)
-    if problems := check_tokenizer(args.model.version, plan.tokenizer, args.model.mm_use_im_start_end):
-        raise ConfigError("\n".join(f"--model_name_or_path {args.model.model_name_or_path}: {p}" for p in problems))
+    refuse_unfit_tokenizer(args.model, plan.tokenizer)
     resolved = resolve_ds_config(
         raw_config,
         args,

@@ -57,6 +57,15 @@ def write_base(folder: Path, *, seed: int = 0, **llama: object) -> dict[str, str
     return {"model_name_or_path": str(folder / "llama"), "vision_tower": str(folder / "clip")}
 
 
+def add_tokens(folder: Path, *tokens: str) -> None:
+    """Give the tokenizer in a folder more special tokens."""
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def write_data(folder: Path, kinds: str, *, seed: int = 0, plain: bool = False) -> dict[str, str]:
     """Write a data set with one sample per letter: "i" with a picture, "t" text only; return the flags that name it."""
     rng = np.random.default_rng(seed)

@@ -6,19 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
+from llava_ds.arguments import ModelArguments
 from llava_ds.constants import (
     IGNORE_INDEX,
     IM_END_TOKEN,
     IM_START_TOKEN,
     IMAGE_TOKEN,
     IMAGE_TOKEN_INDEX,
+    ConfigError,
     DataError,
 )
 from llava_ds.data.chat_template import render_own, render_own_prompt
 from llava_ds.data.sample import Message
-from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt
+from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
 from llava_ds.data.words import WholeRow, WordRow, words_of
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
 
@@ -277,6 +279,23 @@ def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im
                 "out, or give a model that has it"
             )
     return problems
+
+
+def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError with all that check_tokenizer finds for these flags."""
+    problems = check_tokenizer(resolve_template(model.version), tokenizer, model.mm_use_im_start_end)
+    if problems:
+        raise ConfigError("\n".join(f"--model_name_or_path {model.model_name_or_path}: {p}" for p in problems))
+
+
+def add_missing_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Add the tokens around pictures that the tokenizer does not know, as its last ones; returns which.
+
+    Source: LLaVA's initialize_vision_tokenizer, which gives the model new rows for them.
+    """
+    missing = [token for token in (IM_START_TOKEN, IM_END_TOKEN) if _single_id(tokenizer, token) is None]
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+    return missing
 
 
 def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -70,7 +70,7 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     aspect_ratio = _aspect_ratio(media, options)
     tiled = media.kind == "image" and layout.num_tiles > 1
     for ref, expected in zip(_taken(media, options), sizes, strict=True):
-        pinpoint = geometry.best_pinpoint(expected, _pinpoints(options)) if tiled else None
+        pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
         least = _least_size(expected, aspect_ratio, pinpoint, options) if options.fast_decoding else None
         picture = _load(ref, bound, expected, least)
         if tiled:
@@ -222,10 +222,6 @@ def _aspect_ratio(media: Media, options: PictureOptions) -> str:
     if media.kind != "image":
         return "square"
     return "pad" if options.is_anyres else options.aspect_ratio
-
-
-def _pinpoints(options: PictureOptions) -> tuple[Size, ...]:
-    return options.pinpoints or geometry.parse_pinpoints(None, options.size)
 
 
 def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: PictureOptions) -> None:

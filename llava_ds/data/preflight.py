@@ -15,6 +15,7 @@ from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.images import probe
 from llava_ds.data.sample import FileRef, Media, Sample
 from llava_ds.data.sources import Source, to_sample
+from llava_ds.distributed import printable
 
 MAX_ID = 200  # characters that are kept of the id of a record that is not trained on
 
@@ -29,7 +30,8 @@ RECORDS = pa.schema(
 )
 
 # One row per record, in the sources' order. reason is null for what is accepted; a rejected row keeps its text where
-# the reason lies in another file, so that it can be tried again. words is LLaVA's measure of length.
+# the reason lies in another file, so that it can be tried again, and its id and reason are spelled so that they can be
+# printed. words is LLaVA's measure of length.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -154,8 +156,8 @@ def _columns(outcomes: list[_Accepted | _Rejected]) -> dict[str, pa.Array]:
     nothing = np.empty(0, np.int32)
     for one in outcomes:
         if isinstance(one, _Rejected):
-            ids.append(one.id)
-            reasons.append(str(one.error).encode("utf-8", "replace").decode())
+            ids.append(printable(one.id))
+            reasons.append(printable(str(one.error)))
             media.append("[]")
             numbers.append((0, 0, 0, 0, 0))
             truncated.append(False)
