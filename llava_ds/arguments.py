@@ -134,7 +134,9 @@ class DataArguments:
         default=None, help="Processes that check and encode the data; absent: one per core (at least 1)."
     )
     cache_dir: str = HfArg(
-        default="~/.cache/llava_ds", help="Folder for encoded data sets and for the generated scenes."
+        default="~/.cache/llava_ds",
+        help="Folder for encoded data sets, for copies of the pictures that come inside records, and for the generated "
+        "scenes. Nodes should share it.",
     )
     dataloader_num_workers: int = HfArg(
         default=0, help="Processes per rank that decode pictures; 0 decodes between steps."

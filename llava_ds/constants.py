@@ -21,3 +21,7 @@ class DataError(ValueError):
 
 class FileProblem(DataError):
     """A file that a record names is missing or can't be used: the record may be fine once the file is."""
+
+
+class FileChanged(DataError):
+    """A file is not the one that its record was checked with: the data have to be checked anew."""

@@ -15,7 +15,7 @@ from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodedDataset, open_data
+from llava_ds.data.dataset import EncodedDataset, check_same_data, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.loader import Layout, windows
 from llava_ds.data.sampler import SampleOrder
@@ -69,8 +69,7 @@ def main(argv: list[str]) -> None:
         device_type=ranks.device.type,
     )
     args = resolved.args
-    with first_rank_first(ranks):
-        dataset = _open_data(args, plan)
+    dataset = _open_data(args, plan, ranks)
     layout = Layout(
         ranks.rank,
         ranks.world_size,
@@ -173,10 +172,13 @@ def _trains_projector_only(argv: list[str]) -> bool:
     return build_parser().parse_known_args(flags)[0].tune_mm_mlp_adapter
 
 
-def _open_data(args: Arguments, plan: ModelPlan) -> EncodedDataset:
+def _open_data(args: Arguments, plan: ModelPlan, ranks: Ranks) -> EncodedDataset:
     spec = plan.images
     pictures = picture_options(args.model, args.data, spec.size, spec.patch_size, spec.mean)
-    return open_data(args, plan.tokenizer, pictures)
+    with first_rank_first(ranks):  # and only it looks whether what was missing is there now
+        dataset = open_data(args, plan.tokenizer, pictures, retry=ranks.is_first)
+    check_same_data(dataset.fingerprint, ranks)
+    return dataset
 
 
 def _sample_order(args: Arguments, dataset: EncodedDataset, layout: Layout) -> SampleOrder:

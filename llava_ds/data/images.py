@@ -5,14 +5,14 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
 from llava_ds import geometry
-from llava_ds.constants import MAX_IMAGE_PIXELS, DataError
+from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
 from llava_ds.data import video
 from llava_ds.data.files import opened_file
 from llava_ds.data.sample import FileRef, Media
@@ -59,7 +59,8 @@ def probe(media: Media, options: PictureOptions) -> tuple[Size, ...]:
 def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, options: PictureOptions) -> torch.Tensor:
     """(n, 3, S, S) uint8: the tiles of a picture or the frames of a video, whose sizes probe gave.
 
-    Raises DataError for a broken file, and for one that has another size than it was probed with.
+    Raises DataError for a broken file, and FileChanged for one of another size than it was probed with where the
+    layout depends on it.
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
     """
     size, mean, bound = options.size, options.mean, options.max_pixels
@@ -71,11 +72,12 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     tiled = media.kind == "image" and layout.num_tiles > 1
     for ref, expected in zip(_taken(media, options), sizes, strict=True):
         pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
-        least = _least_size(expected, aspect_ratio, pinpoint, options) if options.fast_decoding else None
-        picture = _load(ref, bound, expected, least)
+        least = functools.partial(_least_size, aspect_ratio=aspect_ratio, pinpoint=pinpoint, options=options)
+        picture = _load(ref, bound, expected if tiled else None, least if options.fast_decoding else None)
         if tiled:
             tiles += _cut(picture, expected, pinpoint, size)
         else:
+            _check_resized(ref, picture.size, aspect_ratio, options)  # it may have changed since it was probed
             tiles.append(to_pixels(picture, size, aspect_ratio, mean, bound))
     return torch.stack(tiles)
 
@@ -169,15 +171,18 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
         ) from error
 
 
-def _load(ref: FileRef, max_pixels: int, expected: Size | None = None, least: Size | None = None) -> Image.Image:
-    """The picture in RGB and upright. least: a JPEG may be scaled down while decoding, to no less than this."""
+def _load(
+    ref: FileRef, max_pixels: int, expected: Size | None = None, least_of: Callable[[Size], Size] | None = None
+) -> Image.Image:
+    """The picture in RGB and upright. least_of: a JPEG may be scaled down while decoding, to no less than this."""
     with _opened(ref, max_pixels) as (image, turn, size):
         if expected is not None and size != expected:
-            raise DataError(
+            raise FileChanged(
                 f"{ref.path} has {size[0]} x {size[1]} pixels, but had {expected[0]} x {expected[1]} when the data "
                 "was checked: it was changed since; start again to check it anew"
             )
-        if least is not None:
+        if least_of is not None:
+            least = least_of(size)
             image.draft(None, (least[1], least[0]) if turn >= 5 else least)
         stored = image.size
         image.load()

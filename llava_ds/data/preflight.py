@@ -17,6 +17,8 @@ from llava_ds.data.sample import FileRef, Media, Sample
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.distributed import printable
 
+_NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
+
 MAX_ID = 200  # characters that are kept of the id of a record that is not trained on
 
 RECORDS = pa.schema(
@@ -223,9 +225,10 @@ def rejections(table: pa.Table, rows: np.ndarray) -> Iterator[dict[str, object]]
 
 def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
     """The reasons, alike but for names and numbers counted together, the most frequent first."""
-    kinds = Counter(re.sub(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*", "…", reason) for reason in reasons)
-    first = {}
+    kinds, first = Counter(), {}
     for reason in reasons:
-        first.setdefault(re.sub(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*", "…", reason), reason)
+        kind = _NAMES_AND_NUMBERS.sub("…", reason)
+        kinds[kind] += 1
+        first.setdefault(kind, reason)
     lines = [f"  {count:,} x {kind if count > 1 else first[kind]}" for kind, count in kinds.most_common(most)]
     return lines + ([f"  and {len(kinds) - most} more reasons"] if len(kinds) > most else [])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from PIL import Image
 
 from llava_ds import geometry
-from llava_ds.constants import ConfigError, DataError
+from llava_ds.constants import ConfigError, DataError, FileChanged
 from llava_ds.data.files import opened_file
 from llava_ds.data.sample import FileRef
 from llava_ds.geometry import PictureOptions, Size
@@ -30,7 +30,7 @@ def frames(ref: FileRef, sizes: tuple[Size, ...], options: PictureOptions) -> It
     """The taken frames in RGB and upright, one at a time. Raises DataError when they are not those that were probed."""
     wanted = _indices(ref, options)
     if len(wanted) != len(sizes):
-        raise DataError(
+        raise FileChanged(
             f"{ref.path} has {len(wanted)} frames to take, but had {len(sizes)} when the data was checked: it was "
             "changed since; start again to check it anew"
         )
