@@ -20,6 +20,7 @@ from llava_ds.constants import (
 from llava_ds.data.chat_template import render_own, render_own_prompt
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt
+from llava_ds.data.words import Coded, WordTokenizer
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
 
 # Qwen's id of "\n", which LLaVA-NeXT's preprocess_qwen knows as a number and leaves to be learned in every turn.
@@ -89,6 +90,7 @@ class Encoder:
             self.learned.append(_QWEN_NEWLINE[0])
         if options.supervise_last_turn_only:
             self.learned = []
+        self.words = WordTokenizer(self.backend)
         self.head = self._find_head()
 
     @property
@@ -166,22 +168,21 @@ class Encoder:
             pieces.append(_Piece(piece, [], base))
         return pieces, spans
 
-    def _tokenize(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of each text, and the characters that each token covers."""
+    def _tokenize(self, texts: list[str]) -> Iterator[Coded]:
+        """Ids of each text, and the character at which each token begins."""
         if self.begins_with_space is None:
-            for encoding in self.backend.encode_batch(texts, add_special_tokens=False):
-                yield encoding.ids, encoding.offsets
+            yield from self.words(texts)
             return
         added = [1 if self.begins_with_space.match(text) else 0 for text in texts]
         texts = [f" {text}" if shift else text for text, shift in zip(texts, added)]
-        for encoding, shift in zip(self.backend.encode_batch(texts, add_special_tokens=False), added):
+        for (ids, starts), shift in zip(self.words(texts), added):
             # A token of the added space alone goes with what follows it.
-            yield encoding.ids, [(max(a - shift, 0), b) for a, b in encoding.offsets] if shift else encoding.offsets
+            yield ids, [max(start - shift, 0) for start in starts] if shift else starts
 
     def _join(
         self,
         pieces: Sequence[_Piece],
-        coded: Iterator[tuple[list[int], list[tuple[int, int]]]],
+        coded: Iterator[Coded],
         spans: Sequence[tuple[int, int]],
         features: Sequence[int],
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -192,7 +193,7 @@ class Encoder:
         parts: list[np.ndarray] = []
         supervised: list[tuple[int, int]] = []  # positions
         length = 0
-        for i, (piece, (ids, offsets)) in enumerate(zip(pieces, coded)):
+        for i, (piece, (ids, starts)) in enumerate(zip(pieces, coded)):
             if i > 0:
                 parts.append(np.full(features[i - 1], IMAGE_TOKEN_INDEX, np.int32))
                 length += features[i - 1]
@@ -200,8 +201,8 @@ class Encoder:
             for start, end in spans:
                 if end > piece.base and start < piece.base + len(piece.text):
                     # Tokens stand in the order of their first characters.
-                    first = bisect_left(offsets, (start - piece.base, -1))
-                    last = bisect_left(offsets, (end - piece.base, -1))
+                    first = bisect_left(starts, start - piece.base)
+                    last = bisect_left(starts, end - piece.base)
                     supervised.append((length + first, length + last))
             row = [*piece.before, *ids, *self.last_ids]
             parts.append(np.array(row, np.int32))
