@@ -129,8 +129,7 @@ class Source:
         for number, line, text in self._parse(None):
             try:
                 record = json.loads(text)
-                if isinstance(record, dict):
-                    text = json.dumps(embed(record, self.columns, store.keep))
+                text = json.dumps(embed(record, self.columns, store.keep) if isinstance(record, dict) else record)
             except RecursionError:
                 text = rejected("is nested too deeply")
             except ValueError:
