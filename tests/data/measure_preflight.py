@@ -24,7 +24,7 @@ from llava_ds.tokenizer import open_tokenizer
 WORDS = (
     "the a of image cat dog red blue table chair person running stands near with holding large small green car street "
     "building sky water tree why what where how many there is are visible in describe scene answer using single word"
-).split()
+)
 
 
 def main() -> None:
@@ -57,12 +57,12 @@ def main() -> None:
 
 def records(number: int):
     """LLaVA records, the same ones every time."""
-    rng = random.Random(0)
+    rng, words = random.Random(0), WORDS.split()
     for i in range(number):
         turns = []
         for _ in range(rng.choice([1, 1, 2, 2, 3])):
             for role, longest in (("human", 25), ("gpt", 60)):
-                text = " ".join(rng.choices(WORDS, k=rng.randint(5, longest))).capitalize() + "."
+                text = " ".join(rng.choices(words, k=rng.randint(5, longest))).capitalize() + "."
                 turns.append({"from": role, "value": text})
         yield {"id": str(i), "conversations": turns}
 
