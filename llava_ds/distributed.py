@@ -121,6 +121,8 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
 
 def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
     """What rank 0 answers, on every rank; an error that it meets is raised on every rank."""
+    if ranks.world_size == 1:
+        return ask()
     answer: list[object] = [None]
     with first_rank_first(ranks):
         if ranks.is_first:

@@ -116,31 +116,27 @@ def main(argv: list[str]) -> None:
 
     # Train.
     state = TrainState(resume.step)
+    allowed = 0 if args.data.on_bad_sample == "stop" else args.data.max_bad_fraction * dataset.num_records
+    skipped = SkippedLog(output_dir / "skipped.jsonl", dataset.rejections(), allowed, resume.step, ranks)
     progress = Progress(
         output_dir,
         resume_step=resume.step,
         max_steps=num_steps,
         steps_per_epoch=per_epoch,
         logging_steps=args.training.logging_steps,
-        skipped=SkippedLog(
-            output_dir / "skipped.jsonl",
-            dataset.rejections(),
-            len(dataset),
-            args.data.max_bad_fraction,
-            resume.step,
-            ranks,
-        ),
+        skipped=skipped,
         ranks=ranks,
     )
 
     def after_step(result: StepResult) -> float:
-        progress.after_step(result, engine.skipped_steps)
-        if not _saves_at(args, result.step, num_steps):
-            return 0.0
-        progress.flush()
         started = time.perf_counter()
-        checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
-        return time.perf_counter() - started
+        saves = _saves_at(args, result.step, num_steps)
+        progress.after_step(result, engine.skipped_steps, flush=saves)
+        if saves or (skipped.problem and args.training.save_strategy == "steps"):
+            checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
+        if skipped.problem:
+            raise DataError(skipped.problem)
+        return time.perf_counter() - started if saves else 0.0
 
     steps = windows(
         dataset,

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.arguments import Arguments
-from llava_ds.constants import DataError
+from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collator import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.fingerprint import digest_of, file_digest, tokenizer_parts
@@ -46,6 +46,7 @@ RECORDS_PER_WORKER = 2_000  # below this, starting another process takes longer 
 LLAVA_TOKENS_PER_PICTURE = 128  # what LLaVA's data set adds to the words of a sample with pictures
 
 DONE = "files.json"  # lists a folder's Arrow files in their order, and is written last
+EXAMPLES_TRIED = 100
 MAX_SHOWN = 5  # bad records spelled out in one message; the rest are counted
 
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
@@ -85,12 +86,10 @@ class EncodedDataset(torch.utils.data.Dataset):
         descriptions: list[str],
         pictures: geometry.PictureOptions,
         fingerprint: str,
-        raise_if_broken: bool,
     ) -> None:
         self.descriptions = descriptions  # of the sources: how they are read
         self.pictures = pictures
         self.fingerprint = fingerprint
-        self.raise_if_broken = raise_if_broken
         self.table = table.with_format("numpy", columns=["input_ids", "labels"], output_all_columns=True)
         self.rows = np.flatnonzero(table.data.column("reason").is_null().to_numpy())  # of the accepted records
         self.lengths: list[int] = self._column("length").tolist()
@@ -141,13 +140,16 @@ class EncodedDataset(torch.utils.data.Dataset):
         return self.table[index]
 
     def example(self) -> LoadedSample:
-        """The first sample that shows a picture; the first of all if none does. Raises DataError if none is whole."""
-        with_picture = np.flatnonzero(self._column("num_pictures"))
-        for index in with_picture if len(with_picture) else range(len(self)):
+        """A sample to try a model on: with a picture if one of the first of them can be read, else its text alone."""
+        shown = self._column("num_pictures") > 0
+        for index in (*np.flatnonzero(shown)[:EXAMPLES_TRIED], *np.flatnonzero(~shown)[:1]):
             sample = self[int(index)]
             if isinstance(sample, LoadedSample):
                 return sample
-        raise DataError("no picture of any sample can be read any more: see skipped.jsonl")
+        row = self.table[int(self.rows[0])]
+        text = row["input_ids"] != IMAGE_TOKEN_INDEX
+        ids, labels = (torch.from_numpy(row[name][text].astype("int64")) for name in ("input_ids", "labels"))
+        return LoadedSample(ids, labels, [])
 
     def summary(self) -> list[str]:
         """How the data are read, how much there is to see and to learn, and what was left out, for a person to read."""
@@ -239,7 +241,6 @@ def open_encoded(
         descriptions=[source.describe() for source in sources],
         pictures=pictures,
         fingerprint=digest_of([*contents, *outcome]),
-        raise_if_broken=options.on_bad_sample == "stop",
     )
 
 

@@ -3,7 +3,8 @@
 import random
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -23,7 +24,7 @@ _SPACES = set("▁Ġ ")
 _PARTS = (
     "a", "B2", "two", "it's", "don't", "x.", "(y", "z)", "...", "?!", '"q"', "'s", "-", "1", "42", "1,000", "3.14", "#",
     "@me", "a_b", "&amp;", "/", "\\", "<", ">", "<a>", "<0x41>", "</s", "[INST", "USER:", "a\nb", "\nc", "d\n", "\te",
-    "f\t", "\u00a0g", "\u200b", "é", "ß", "e\u0301", "\u0301", "猫", "日本。", "🙂", "שלום", "ﬁ", "Ａ", "²", "½", "▁", "Ġ",
+    "f\t", "\u00a0g", "\u200b", "é", "ß", "e\u0301", "\u0301", "猫", "日本。", "🙂", "שלום", "ﬁ", "Ａ", "²", "▁", "Ġ",
 )  # fmt: skip
 
 
@@ -44,13 +45,19 @@ class Words:
         for text in texts:
             first, *rest = self.space.split(text)
             rows.append([_FIRST + first, *[" " + word for word in rest]])
-        unknown = list({word: None for row in rows for word in row if word not in self.known})
+        coded = self._coded({word for row in rows for word in row})
+        return (WordRow([coded[word] for word in row]) for row in rows)
+
+    def _coded(self, words: set[str]) -> Mapping[str, "_Word"]:
+        """At least these words; those that may come again are remembered."""
+        unknown = list(words.difference(self.known))
         found = dict(zip(unknown, self._tokenized(unknown)))
-        for row in rows:
-            yield WordRow([self.known.get(word) or found[word] for word in row])
-        if len(self.known) > MAX_KNOWN:
+        if len(self.known) + len(found) > MAX_KNOWN:
+            found |= {word: self.known[word] for word in words.intersection(self.known)}
             self.known.clear()
-        self.known |= {word: coded for word, coded in found.items() if coded.length <= MAX_WORD}
+        short = {word: coded for word, coded in found.items() if coded.length <= MAX_WORD}
+        self.known |= short
+        return self.known if len(short) == len(found) else ChainMap(found, self.known)
 
     def _tokenized(self, words: list[str]) -> Iterator["_Word"]:
         shown = [word[1:] if word[0] == _FIRST else self.joint + word[1:] for word in words]
@@ -106,7 +113,9 @@ def words_of(tokenize: Tokenize, backend: Tokenizer) -> Words | None:
     """A memory of words for a tokenizer; None where some text would get other ids or begins by it."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     reaching = any(_SPACES & set(token.lstrip("▁Ġ ")) for token in backend.get_vocab(with_added_tokens=False))
-    if reaching or any(re.search(r"\S \S", token) for token in added):
+    # A table of characters may make spaces of others, and take spaces away.
+    by_table = '"Precompiled"' in backend.to_str()
+    if reaching or by_table or any(re.search(r"\S \S", token) for token in added):
         return None
     firsts, lasts = ("".join(sorted({token[i] for token in added if token})) for i in (0, -1))
     space = re.compile(rf"(?<=[!-~\w])(?<![▁Ġ{re.escape(lasts)}]) (?=[!-~\w])(?![▁Ġ{re.escape(firsts)}])")
