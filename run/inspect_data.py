@@ -35,8 +35,12 @@ def main(argv: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--num_samples", type=int, default=3, help="samples to show here (default: %(default)s)")
-    parser.add_argument("--jsonl", help="write one object per record, accepted or rejected, to this file")
-    parser.add_argument("--html", help="write a page with samples, their pictures and the mask to this file")
+    parser.add_argument(
+        "--jsonl", type=os.path.expanduser, help="write one object per record, accepted or rejected, to this file"
+    )
+    parser.add_argument(
+        "--html", type=os.path.expanduser, help="write a page with samples, their pictures and the mask to this file"
+    )
     parser.add_argument("--html_samples", type=int, default=30, help="samples on the page (default: %(default)s)")
     own, rest = parser.parse_known_args(argv)
     if problems := [p for name in ("jsonl", "html") if (p := _cannot_be_written(name, getattr(own, name)))]:
