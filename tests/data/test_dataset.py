@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
+from llava_ds.data import writing
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
 from llava_ds.data.preflight import Checker, reasons_in_short
@@ -44,7 +45,7 @@ def no_work(monkeypatch):
 
     def start():
         monkeypatch.setattr(Checker, "__call__", refuse)
-        monkeypatch.setattr(dataset_module, "_write_rows", refuse)
+        monkeypatch.setattr(dataset_module, "write_rows", refuse)
 
     return start
 
@@ -132,8 +133,8 @@ def test_several_processes_give_the_same_rows_in_the_same_order(opened, tmp_path
     records = [talk(f"Who is number {i}?", "yes" if i % 7 else "") for i in range(300)]
     path = write(tmp_path / "many.json", records)
     one = opened(data_path=path, num_workers=1, max_bad_fraction=0.5)
-    monkeypatch.setattr(dataset_module, "RECORDS_PER_WORKER", 50)
-    monkeypatch.setattr(dataset_module, "RECORDS_PER_CALL", 16)
+    monkeypatch.setattr(writing, "RECORDS_PER_WORKER", 50)
+    monkeypatch.setattr(writing, "RECORDS_PER_CALL", 16)
     many = opened(data_path=path, num_workers=3, max_bad_fraction=0.5, cache_dir=tmp_path / "other")
     assert len(many.table.cache_files) == 3
     assert many.fingerprint == one.fingerprint and same(one, many)
@@ -291,7 +292,7 @@ def test_another_reason_is_no_reason_to_encode_anew_and_few_are_tried_at_once(op
     first = opened(data_path=path, max_bad_fraction=1.0)
     for i in range(10, 20):
         (images / f"{i}.jpg").write_bytes(b"no picture")
-    monkeypatch.setattr(dataset_module, "RECORDS_PER_CALL", 8)
+    monkeypatch.setattr(writing, "RECORDS_PER_CALL", 8)
     tried, check = [], Checker.__call__
     monkeypatch.setattr(Checker, "__call__", lambda self, some: tried.append(len(some)) or check(self, some))
     assert opened(data_path=path, max_bad_fraction=1.0).folder == first.folder
