@@ -248,7 +248,7 @@ def test_rows_that_are_read_stay_where_they_are(opened, tmp_path):
     assert same(again, running) and list(again.rejections()) == list(running.rejections())
 
 
-@pytest.mark.parametrize("damage", ["cut", "nonsense", "gone", "list"])
+@pytest.mark.parametrize("damage", ["cut", "nonsense", "list"])
 def test_damaged_rows_are_made_anew(opened, damage):
     whole = opened()
     [rows] = (Path(file["filename"]) for file in whole.table.cache_files)
@@ -303,8 +303,7 @@ def test_another_reason_is_no_reason_to_encode_anew_and_few_are_tried_at_once(op
     assert len(again) == 2 and tried[0] == 8 and sum(tried[1:]) == 41  # seen in the first part, and all encoded anew
 
 
-@pytest.mark.parametrize("aspect_ratio", ["square", "pad"])
-@pytest.mark.parametrize("fast_decoding", [False, True])
+@pytest.mark.parametrize(("aspect_ratio", "fast_decoding"), [("square", True), ("pad", False)])
 def test_another_size_is_shown_where_the_tokens_stay(opened, tmp_path, aspect_ratio, fast_decoding):
     pictures = toys.picture_options(aspect_ratio=aspect_ratio, fast_decoding=fast_decoding, max_pixels=5000)
     data = opened(pictures=pictures)
@@ -328,7 +327,7 @@ def test_data_with_a_changed_picture_are_encoded_anew(opened, tmp_path):
     assert opened(**settings).folder == again.folder  # once
 
 
-@pytest.mark.parametrize("gone", ["pictures.bin", "records.jsonl", ""])
+@pytest.mark.parametrize("gone", ["pictures.bin", ""])
 def test_embedded_pictures_outlive_a_deleted_copy(opened, tmp_path, gone):
     uri = "data:image/png;base64," + base64.b64encode((tmp_path / "data" / "images" / "1.png").read_bytes()).decode()
     path = write(tmp_path / "inside.json", [talk("<image>\nWho?", "yes", image=uri)])
@@ -372,12 +371,12 @@ def test_a_copied_shard_is_the_same_data_and_a_changed_one_is_not(opened, tmp_pa
 
 def test_options_that_show_nowhere_are_not_in_the_fingerprint(opened, tmp_path):
     def prints(**settings) -> list[str]:
-        changes = ({}, {"max_pixels": 999_999}, {"video_fps": 2}, {"frames_upbound": 3}, {"pool_stride": 1})
+        changes = ({}, {"max_pixels": 999_999}, {"frames_upbound": 3}, {"pool_stride": 1})
         return [opened(**settings, pictures=toys.picture_options(**change)).fingerprint for change in changes]
 
     assert len(set(prints())) == 1
     records = [talk("<video>\nWho?", "yes", video=["1.png"])]
-    assert len(set(prints(data_path=write(tmp_path / "video.json", records)))) == 4
+    assert len(set(prints(data_path=write(tmp_path / "video.json", records)))) == 3
 
 
 def test_no_scratch_folder_is_left(opened, tmp_path):
