@@ -1,13 +1,10 @@
 """The encoded data set: every record checked and tokenized once, kept in Arrow, read through the page cache."""
 
-import contextlib
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -26,25 +23,15 @@ from llava_ds.data.collator import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.fingerprint import digest_of, file_digest, file_stamp, options_that_matter, tokenizer_parts
 from llava_ds.data.images import load_media
-from llava_ds.data.preflight import (
-    RECORDS,
-    ROWS,
-    Checker,
-    layout_of,
-    media_from_text,
-    reasons_in_short,
-    rejections,
-)
+from llava_ds.data.preflight import Checker, layout_of, media_from_text, reasons_in_short, rejections
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
-from llava_ds.data.sources.embedded import PICTURES
 from llava_ds.data.sources.reading import shown
 from llava_ds.data.templates import resolve_template
-from llava_ds.distributed import Ranks, gather, progress_bar
+from llava_ds.data.writing import can_now_be_used, write_rows
+from llava_ds.distributed import Ranks, gather
 
 ENCODING_VERSION = 2  # raise it when the same records would give other rows
 
-RECORDS_PER_CALL = 256  # that a worker process checks at a time
-RECORDS_PER_WORKER = 2_000  # below this, starting another process takes longer than it saves
 LLAVA_TOKENS_PER_PICTURE = 128  # what LLaVA's data set adds to the words of a sample with pictures
 
 EXAMPLES_TRIED = 100
@@ -242,24 +229,23 @@ def open_encoded(
     common += [repr((source.kind, source.format, source.columns, source.selection)) for source in sources]
     # Where pictures are looked for decides what is found, so it counts for the cache; moved data are the same data.
     roots = [f"{os.path.realpath(r)}" for s in sources for r in (s.image_root, s.video_root, s.path) if r is not None]
-    stamps = [file_stamp(source, path, cache_dir) for source in sources for path in source.files]
+    stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
     folder = cache_dir / "encoded" / digest_of([*common, repr(pictures), *stamps, *roots])
     rows = open_newest(folder)
-    if rows is None or (options.retry and (rows.is_stale or _can_now_be_used(rows.table, checker))):
-        rows = add_generation(folder, lambda scratch: _write_rows(scratch, checker, options.num_workers))
+    if rows is None or (options.retry and (rows.is_stale or can_now_be_used(rows.table, checker))):
+        rows = add_generation(folder, lambda scratch: write_rows(scratch, checker, options.num_workers))
     table = rows.table
     _refuse_if_bad(table, options, rows.folder)
     accepted = table.data.column("reason").is_null().to_numpy()
     outcome = [hashlib.sha256(part.tobytes()).hexdigest() for part in (accepted, _numbers(table, "length"))]
-    contents = [file_digest(source, path, cache_dir) for source in sources for path in source.files]
+    contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
+    used = options_that_matter(pictures, table.data.column("media"))
     return EncodedDataset(
         table,
         folder=rows.folder,
         descriptions=[source.describe() for source in sources],
         pictures=pictures,
-        fingerprint=digest_of(
-            [*common, repr(options_that_matter(pictures, table.data.column("media"))), *contents, *outcome]
-        ),
+        fingerprint=digest_of([*common, repr(used), *contents, *outcome]),
     )
 
 
@@ -272,67 +258,6 @@ def check_same_data(fingerprint: str, ranks: Ranks) -> None:
             f"ranks {', '.join(others)} of {ranks.world_size} found other data than rank 0: give every node the same "
             "files, and one --cache_dir that all share, or remove what an earlier run left in theirs"
         )
-
-
-def _can_now_be_used(table: datasets.Dataset, checker: Checker) -> bool:
-    """Whether some record that was rejected for a missing or broken file would now be accepted."""
-    columns = ["text_to_retry" if name == "text" else name for name in RECORDS.names]
-    for batch in table.data.table.select(columns).to_batches(max_chunksize=RECORDS_PER_CALL):
-        tried = pa.Table.from_batches([batch.filter(batch.column("text_to_retry").is_valid())])
-        if len(tried) and checker(tried.rename_columns(RECORDS.names)).column("reason").null_count:
-            return True
-    return False
-
-
-def _write_rows(folder: Path, checker: Checker, num_workers: int | None) -> tuple[list[str], list[str]]:
-    """Read all records, check and encode them in parallel, and leave Arrow files in a folder.
-
-    Returns their names in order, and the files of pictures that came inside the records.
-    """
-    spool = folder / "records.arrow"
-    with pa.OSFile(str(spool), "wb") as file, pa.ipc.new_stream(file, RECORDS) as writer:
-        for batch in _record_batches(checker.sources):
-            writer.write_batch(batch)
-    records = datasets.Dataset.from_file(str(spool)).with_format("arrow")
-    if not len(records):
-        raise DataError(f"{', '.join(source.path for source in checker.sources)}: there is no record in it")
-    most = num_workers or len(os.sched_getaffinity(0))
-    num_proc = min(most, len(records) // RECORDS_PER_WORKER)
-    with _bars():
-        rows = records.map(
-            checker,
-            batched=True,
-            batch_size=RECORDS_PER_CALL,
-            remove_columns=records.column_names,
-            features=datasets.Features.from_arrow_schema(ROWS),
-            num_proc=num_proc if num_proc > 1 else None,  # 1 would start a process too
-            cache_file_name=str(folder / "rows.arrow"),
-            new_fingerprint=folder.name,
-            desc="checking and encoding",
-        )
-    assert len(rows) == len(records), "a record was lost"
-    names = [Path(file["filename"]).name for file in rows.cache_files]
-    spool.unlink()
-    spooled = (f"{source.spool}/{PICTURES}" for source in checker.sources)
-    return names, sorted({path for path in spooled if os.path.exists(path)})
-
-
-def _record_batches(sources: tuple[Source, ...]) -> Iterator[pa.RecordBatch]:
-    for number, source in enumerate(sources):
-        # One iterator for all parts: asking the bar for a new one each time would lose what lies between.
-        records = iter(progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2))
-        while part := list(islice(records, 1000)):
-            yield pa.RecordBatch.from_pydict(
-                {
-                    "source": [number] * len(part),
-                    "file": [record.file.encode("utf-8", "replace").decode() for record in part],
-                    "line": [record.line for record in part],
-                    "index": [record.index for record in part],
-                    # Broken text is the record's fault, which only its checker may find: it passes through as it is.
-                    "text": [record.text.encode("utf-8", "surrogatepass") for record in part],
-                },
-                schema=RECORDS,
-            )
 
 
 def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:
@@ -367,16 +292,3 @@ def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: P
 
 def _numbers(table: datasets.Dataset, name: str) -> np.ndarray:
     return table.data.column(name).to_numpy()
-
-
-@contextlib.contextmanager
-def _bars() -> Iterator[None]:
-    """Show the bars of `datasets` where a person watches; in a log file each would be hundreds of lines."""
-    if sys.stderr.isatty():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
