@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +40,7 @@ from llava_ds.distributed import progress_bar
 
 ENCODING_VERSION = 2  # raise it when the same records would give other rows
 
+RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # that are read before they are written, whichever is less
 RECORDS_PER_CALL = 256  # that a worker process checks at a time
 RECORDS_PER_WORKER = 2_000  # below this, starting another process takes longer than it saves
 LLAVA_TOKENS_PER_PICTURE = 128  # what LLaVA's data set adds to the words of a sample with pictures
@@ -307,20 +307,32 @@ def _write_rows(folder: Path, checker: Checker, num_workers: int | None) -> None
 
 def _record_batches(sources: tuple[Source, ...]) -> Iterator[pa.RecordBatch]:
     for number, source in enumerate(sources):
-        # One iterator for all parts: asking the bar for a new one each time would lose what lies between.
-        records = iter(progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2))
-        while part := list(islice(records, 1000)):
-            yield pa.RecordBatch.from_pydict(
-                {
-                    "source": [number] * len(part),
-                    "file": [record.file.encode("utf-8", "replace").decode() for record in part],
-                    "line": [record.line for record in part],
-                    "index": [record.index for record in part],
-                    # Broken text is the record's fault, which only its checker may find: it passes through as it is.
-                    "text": [record.text.encode("utf-8", "surrogatepass") for record in part],
-                },
-                schema=RECORDS,
-            )
+        rows: list[tuple] = []
+        num_chars = 0
+        for record in progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2):
+            rows.append((number, _printable(record.file), record.line, record.index, _as_bytes(record.text)))
+            num_chars += len(record.text)
+            if len(rows) == RECORDS_PER_BATCH or num_chars > CHARS_PER_BATCH:
+                yield _batch(rows)
+                rows, num_chars = [], 0
+        if rows:
+            yield _batch(rows)
+
+
+def _batch(rows: list[tuple]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays(
+        [pa.array(column, field.type) for column, field in zip(zip(*rows), RECORDS)], schema=RECORDS
+    )
+
+
+def _printable(path: str) -> str:
+    """A path as text: bytes of its name that are no UTF-8 can't be stored."""
+    return path.encode("utf-8", "replace").decode()
+
+
+def _as_bytes(text: str) -> bytes:
+    """Broken text is the record's fault, which only its checker may find: it passes through as it is."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:
