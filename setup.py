@@ -39,6 +39,6 @@ setup(
         "video": ["av>=14"],
         "wandb": ["wandb"],
         "demo": ["gradio"],
-        "dev": ["pytest", "ruff"],
+        "dev": ["pytest", "ruff", "av"],  # av: the tests decode a video
     },
 )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from transformers.hf_argparser import HfArg
 
-from llava_ds.constants import MAX_IMAGE_PIXELS
+from llava_ds.constants import MAX_IMAGE_PIXELS, PILLOW_MAX_PIXELS
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,23 @@ class DataArguments:
         "(1x1),...,(6x6), width first; absent: LLaVA-NeXT's five.",
     )
     max_image_pixels: int = HfArg(
-        default=MAX_IMAGE_PIXELS, help="Pictures with more pixels than this are refused before decoding (at least 1)."
+        default=MAX_IMAGE_PIXELS,
+        help="Pictures with more pixels than this are refused before decoding (at least 1, at most "
+        f"{PILLOW_MAX_PIXELS:,}, which is Pillow's own bound).",
     )
     fast_image_decoding: bool = HfArg(
         default=False, help="Let libjpeg scale large JPEG files down while decoding: faster, slightly other pixels."
     )
     video_fps: int = HfArg(default=1, help="Frames taken from a second of a video file (at least 1).")
     frames_upbound: int = HfArg(
-        default=32, help="Most frames of a video, taken evenly when there are more (at least 1)."
+        default=32,
+        help="Most frames of a video, taken evenly when there are more; 0 is no limit, LLaVA-NeXT's own default, with "
+        "which a long video takes as much memory as it likes.",
+    )
+    force_sample: bool = HfArg(
+        default=False,
+        help="Take --frames_upbound frames, evenly spread, of every video file, also of those with fewer by "
+        "--video_fps.",
     )
     mm_spatial_pool_stride: int = HfArg(
         default=2, help="Side of the squares of features that are pooled to one in videos; 1 pools nothing."
@@ -95,7 +104,7 @@ class DataArguments:
         default="bilinear", help="How features of videos are pooled."
     )
     mm_newline_position: Literal["grid", "frame", "one_token", "no_token"] = HfArg(
-        default="one_token",
+        default="grid",
         help="Where a video's features are followed by the learned newline, with --mm_patch_merge_type spatial_unpad: "
         "after every row, every frame, once, or nowhere.",
     )
@@ -125,7 +134,9 @@ class DataArguments:
         default=None, help="Processes that check and encode the data; absent: one per core (at least 1)."
     )
     cache_dir: str = HfArg(
-        default="~/.cache/llava_ds", help="Folder for encoded data sets and for the generated scenes."
+        default="~/.cache/llava_ds",
+        help="Folder for encoded data sets, for copies of the pictures that come inside records, and for the generated "
+        "scenes. Nodes should share it.",
     )
     dataloader_num_workers: int = HfArg(
         default=0, help="Processes per rank that decode pictures; 0 decodes between steps."

@@ -6,6 +6,7 @@ IMAGE_TOKEN = "<image>"
 IM_START_TOKEN, IM_END_TOKEN = "<im_start>", "<im_end>"  # around every picture, with --mm_use_im_start_end
 
 MAX_IMAGE_PIXELS = 50_000_000  # of a picture, before decoding and after resizing, unless a flag says otherwise
+PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open a picture with more, whatever the flag says
 
 EXIT_BAD_INPUT = 2
 
@@ -20,3 +21,7 @@ class DataError(ValueError):
 
 class FileProblem(DataError):
     """A file that a record names is missing or can't be used: the record may be fine once the file is."""
+
+
+class FileChanged(DataError):
+    """A file is not the one that its record was checked with: the data have to be checked anew."""

@@ -121,6 +121,8 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
 
 def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
     """What rank 0 answers, on every rank; an error that it meets is raised on every rank."""
+    if ranks.world_size == 1:
+        return ask()
     answer: list[object] = [None]
     with first_rank_first(ranks):
         if ranks.is_first:
@@ -170,10 +172,17 @@ def progress_bar(**options) -> tqdm:
     return tqdm(**{"disable": silent, "mininterval": interval_s, "dynamic_ncols": True, **options})
 
 
+def printable(text: str, keep: str = "") -> str:
+    """The text with every character that a terminal may take as a command, beside those to keep, spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
 def print_first(*lines: str) -> None:
-    """Print from rank 0 only; works before the process group exists."""
+    """Print from rank 0 only; works before the process group exists. No line can steer the terminal."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(*lines, sep="\n", flush=True)
+        print(*(printable(line, keep="\n\t") for line in lines), sep="\n", flush=True)
 
 
 def exit_for_bad_input(error: Exception, program: str) -> None:
@@ -185,7 +194,8 @@ def exit_for_bad_input(error: Exception, program: str) -> None:
     if rank != 0:
         time.sleep(5.0)
     where = "" if rank == 0 else f" (rank {rank})"
-    print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
+    message = printable(str(error), keep="\n\t")
+    print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
     # Not sys.exit: other ranks may be inside a collective, and the interpreter's clean-up would wait for them.
     sys.stdout.flush()
     os._exit(EXIT_BAD_INPUT)

@@ -16,7 +16,6 @@ from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError
 
 Size = tuple[int, int]  # width, height
 
-ASPECT_RATIOS = ("square", "pad", "original", "anyres", "anyres_max_N")
 DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and down, in LLaVA-NeXT's order
 
 # A picture of many grids is small; the rows of its features are not.
@@ -43,7 +42,8 @@ class PictureOptions:
     frames_upbound: int = 32
     pool_stride: int = 2
     pool_mode: Literal["average", "bilinear"] = "bilinear"
-    newline_position: Literal["grid", "frame", "one_token", "no_token"] = "one_token"
+    newline_position: Literal["grid", "frame", "one_token", "no_token"] = "grid"
+    force_sample: bool = False
 
     @property
     def side(self) -> int:
@@ -66,6 +66,11 @@ class PictureOptions:
         return self.aspect_ratio.startswith("anyres")
 
     @property
+    def anyres_sizes(self) -> tuple[Size, ...]:
+        """The sizes that an anyres picture may take."""
+        return self.pinpoints or parse_pinpoints(None, self.size)
+
+    @property
     def max_tiles(self) -> int | None:
         """The N of anyres_max_N."""
         found = re.fullmatch(r"anyres_max_(\d+)", self.aspect_ratio)
@@ -75,18 +80,12 @@ class PictureOptions:
 def picture_options(
     model: ModelArguments, data: DataArguments, size: int, patch_size: int, mean: tuple[float, ...]
 ) -> PictureOptions:
-    """The options that the flags and the tower say. Raises ConfigError for flags that can't be."""
-    ratio = data.image_aspect_ratio
-    if ratio not in ASPECT_RATIOS[:4] and not re.fullmatch(r"anyres_max_[1-9]\d*", ratio):
-        raise ConfigError(f"--image_aspect_ratio {ratio!r} is unknown: choose from {', '.join(ASPECT_RATIOS)}")
-    stride = data.mm_spatial_pool_stride
+    """The options that checked flags and the tower say. Raises ConfigError for what does not fit the tower."""
+    ratio, stride = data.image_aspect_ratio, data.mm_spatial_pool_stride
     if not 1 <= stride <= size // patch_size:
         raise ConfigError(
             f"--mm_spatial_pool_stride is {stride}: give a value from 1 to {size // patch_size}, the features in a row"
         )
-    for name in ("video_fps", "frames_upbound"):
-        if getattr(data, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(data, name)}: give 1 or more")
     return PictureOptions(
         size=size,
         patch_size=patch_size,
@@ -101,6 +100,7 @@ def picture_options(
         pool_stride=stride,
         pool_mode=data.mm_spatial_pool_mode,
         newline_position=data.mm_newline_position,
+        force_sample=data.force_sample,
     )
 
 
@@ -210,19 +210,23 @@ def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int
 
 
 def even_frames(num_frames: int, most: int) -> list[int]:
-    """Indices of at most so many frames, evenly spread from the first to the last. Source: LLaVA-NeXT."""
-    if num_frames <= most:
-        return list(range(num_frames))
-    return np.linspace(0, num_frames - 1, most, dtype=int).tolist()
+    """Indices of at most so many frames (0: all), evenly spread from the first to the last. Source: LLaVA-NeXT."""
+    return _spread(num_frames, most) if 0 < most < num_frames else list(range(num_frames))
 
 
-def video_frames(num_frames: int, frame_rate: float, video_fps: int, frames_upbound: int) -> list[int]:
-    """Indices of the frames that are taken of a video file: video_fps in a second, spread evenly when too many.
+def video_frames(num_frames: int, frame_rate: float, options: PictureOptions) -> list[int]:
+    """Indices of the frames that are taken of a video file, rising: video_fps in a second, spread evenly when too many.
 
+    With force_sample always frames_upbound of them, some more than once in a video that has fewer.
     Source: LLaVA-NeXT's process_video_with_decord.
     """
-    taken = list(range(0, num_frames, max(1, round(frame_rate / video_fps))))
-    return taken if len(taken) <= frames_upbound else even_frames(num_frames, frames_upbound)
+    most = options.frames_upbound
+    taken = list(range(0, num_frames, max(1, round(frame_rate / options.video_fps))))
+    return _spread(num_frames, most) if most > 0 and (len(taken) > most or options.force_sample) else taken
+
+
+def _spread(num_frames: int, count: int) -> list[int]:
+    return np.linspace(0, num_frames - 1, count, dtype=int).tolist()
 
 
 @dataclass(frozen=True)
@@ -281,8 +285,7 @@ def media_layout(
         return MediaLayout(n, tokens, side, None, whole, pooled, stride if average else None, behind, sizes)
     if not options.is_anyres or num_media > 1:
         return MediaLayout(1, side * side + newline, side, None, whole, None, None, "end" if newline else "none", sizes)
-    pinpoints = options.pinpoints or parse_pinpoints(None, options.size)
-    grid = tuple(length // options.size for length in best_pinpoint(sizes[0], pinpoints))
+    grid = tuple(length // options.size for length in best_pinpoint(sizes[0], options.anyres_sizes))
     n = 1 + grid[0] * grid[1]
     if options.merge_type == "flat":
         return MediaLayout(n, n * side * side, side, None, whole, None, None, "none", sizes)

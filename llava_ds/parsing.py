@@ -10,20 +10,59 @@ import yaml
 from transformers import HfArgumentParser
 
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.constants import ConfigError
+from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
 
-# Flags of LLaVA's scripts whose wish is met, or does not arise, here: the values that may be given, and why no code
-# reads them. They are named once at the start of a run.
+NO = ("False", "false", "0")
+
+# Flags of LLaVA's and LLaVA-NeXT's scripts whose wish is met, or does not arise, here: the values that may be given
+# (None: any), and why no code reads them. They are named once at the start of a run.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
-    "mm_use_im_patch_token": (("False", "false", "0"), "there is no patch token"),
+    "mm_use_im_patch_token": (NO, "there is no patch token"),
+    "mm_vision_select_feature": (("patch",), "the tower's patches are projected, without its class token"),
+    "mm_resampler_type": (("None", "none", ""), "there is no resampler between tower and projector"),
+    "image_crop_resolution": (None, "it goes with ways of cutting pictures that are not here"),
+    "image_split_resolution": (None, "it goes with ways of cutting pictures that are not here"),
     "lazy_preprocess": (None, "pictures are always decoded as they are needed, text is encoded once"),
     "is_multimodal": (None, "text-only records are always allowed"),
+    "early_mix_text": (NO, "--group_by_modality_length always gives text-only records steps of their own"),
+    "add_time_instruction": (NO, "writing a video's times before its question is not here yet"),
+    "dataloader_drop_last": (None, "no sample is left out, the last step of an epoch may be smaller"),
+    "attn_implementation": (None, "the fastest attention that this machine has is chosen"),
+    "torch_compile": (NO, "compiling the model is not here yet"),
+    "torch_compile_backend": (None, "it goes with --torch_compile, which is not here yet"),
+    "lora_enable": (NO, "training with LoRA is not here yet"),
+    **{
+        f"lora_{name}": (None, "it goes with --lora_enable, which is not here yet")
+        for name in ("r", "alpha", "dropout", "bias", "weight_path")
+    },
+    "bits": (("16",), "training a quantized model is not here yet"),
     "evaluation_strategy": (("no",), "run/evaluate.py scores a finished model"),
     "eval_strategy": (("no",), "run/evaluate.py scores a finished model"),
     "per_device_eval_batch_size": (None, "nothing is evaluated while training"),
     "report_to": (None, "metrics.jsonl and loss.png are always written"),
+    "run_name": (None, "a run is called by its --output_dir"),
+    "verbose_logging": (None, "what a run says does not depend on it"),
 }
 
+# Flags of these scripts that no value of would be met, and what can be had.
+NOT_YET = {
+    "mm_tunable_parts": "the tower stays frozen; the projector alone trains with --tune_mm_mlp_adapter True, projector "
+    "and language model without it",
+    "mm_vision_tower_lr": "the tower stays frozen",
+}
+
+PATHS = (
+    "model_name_or_path",
+    "vision_tower",
+    "pretrain_mm_mlp_adapter",
+    "data_path",
+    "image_folder",
+    "video_folder",
+    "cache_dir",
+    "deepspeed_config",
+    "output_dir",
+    "resume",
+)
 
 # Flags that ask for an order of the samples, and what data/sampler.py calls it.
 GROUPINGS = {"group_by_modality_length": "modality", "group_by_length": "length", "group_by_length_bucket": "bucket"}
@@ -43,13 +82,15 @@ def build_parser() -> HfArgumentParser:
     parser.add_argument("--local_rank", type=int, help="Set by the deepspeed launcher; LOCAL_RANK is what counts.")
     for name, (_, reason) in WITHOUT_EFFECT.items():
         parser.add_argument(f"--{name}", nargs="?", const="True", help=f"Accepted without effect: {reason}.")
+    for name, instead in NOT_YET.items():
+        parser.add_argument(f"--{name}", nargs="?", const="True", help=f"Not here yet: {instead}.")
     return parser
 
 
 def read_recipe(path: str | Path) -> dict[str, object]:
     """The flags of a YAML recipe. Raises ConfigError when it is not a flat mapping of scalars."""
     try:
-        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        recipe = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--recipe {path} can't be read: {error}") from error
     if not isinstance(recipe, dict) or any(isinstance(v, (dict, list)) for v in recipe.values()):
@@ -60,7 +101,7 @@ def read_recipe(path: str | Path) -> dict[str, object]:
 def parse_arguments(
     argv: list[str], defaults: dict[str, object] | None = None, to_train: bool = True
 ) -> tuple[Arguments, list[str]]:
-    """Parsed and checked flags, and one line for every flag that was given but has no effect.
+    """Parsed and checked flags, ~ in paths expanded, and one line for every flag that was given but has no effect.
 
     argv: the command line without the program's name; defaults: flags below the recipe in precedence, which do not
     count as given; to_train: whether what only training needs has to be there. Raises ConfigError, which lists every
@@ -83,6 +124,8 @@ def parse_arguments(
     given = {name.replace("-", "_") for name in recipe} | {name.removeprefix("no_") for name in written}
     given = {"deepspeed_config" if name == "deepspeed" else name for name in given}
     args = Arguments(model, data, training, frozenset(given))
+    values = args.as_dict()
+    args = args.replaced(**{name: os.path.expanduser(values[name]) for name in PATHS if values[name] is not None})
 
     notes, problems = [], []
     for name, (allowed, reason) in WITHOUT_EFFECT.items():
@@ -93,6 +136,9 @@ def parse_arguments(
             problems.append(f"--{name} {value} is not supported ({reason}): leave it out or give {allowed[0]}")
         else:
             notes.append(f"--{name} {value} has no effect: {reason}")
+    for name, instead in NOT_YET.items():
+        if getattr(rest, name) is not None:
+            problems.append(f"--{name} is not here yet: leave it out ({instead})")
     problems += data_problems(args) + (training_problems(args) if to_train else [])
     if problems:
         raise ConfigError("\n".join(problems))
@@ -109,7 +155,7 @@ def data_problems(args: Arguments) -> list[str]:
         dataloader_num_workers=0,
         preprocessing_num_workers=1,
         video_fps=1,
-        frames_upbound=1,
+        frames_upbound=0,
         mm_spatial_pool_stride=1,
     )
 
@@ -122,6 +168,15 @@ def data_problems(args: Arguments) -> list[str]:
         re.fullmatch(r"square|pad|original|anyres|anyres_max_[1-9]\d*", data.image_aspect_ratio) is not None,
         f"--image_aspect_ratio {data.image_aspect_ratio} is unknown: give square, pad, original, anyres or "
         "anyres_max_N with a number of tiles, like anyres_max_9",
+    )
+    check(
+        data.max_image_pixels <= PILLOW_MAX_PIXELS,
+        f"--max_image_pixels is {data.max_image_pixels}: give {PILLOW_MAX_PIXELS} or less, for Pillow opens no picture "
+        "with more",
+    )
+    check(
+        data.frames_upbound != 0 or not data.force_sample,
+        "--force_sample takes --frames_upbound frames of every video, which is 0: give a number of frames",
     )
     check(
         data.image_grid_pinpoints is None or data.image_aspect_ratio.startswith("anyres"),

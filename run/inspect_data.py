@@ -6,18 +6,22 @@ does, and shows the first samples with the supervised part marked. Only the mode
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from llava_ds.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
 from llava_ds.data.dataset import EncodedDataset, open_data
+from llava_ds.data.encode import add_missing_marks, refuse_unfit_tokenizer
 from llava_ds.data.images import load_pictures
 from llava_ds.data.preflight import media_from_text
-from llava_ds.distributed import exit_for_bad_input, progress_bar, quiet_libraries
+from llava_ds.distributed import exit_for_bad_input, print_first, progress_bar, quiet_libraries
 from llava_ds.geometry import picture_options
+from llava_ds.model.language import length_problem, read_text_config
 from llava_ds.model.vision import read_image_spec
 from llava_ds.parsing import parse_arguments
 from llava_ds.report.data_page import ShownSample, in_terminal, page, runs_of, supervised_text
@@ -35,6 +39,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--html", help="write a page with samples, their pictures and the mask to this file")
     parser.add_argument("--html_samples", type=int, default=30, help="samples on the page (default: %(default)s)")
     own, rest = parser.parse_known_args(argv)
+    if problems := [p for name in ("jsonl", "html") if (p := _cannot_be_written(name, getattr(own, name)))]:
+        raise ConfigError("\n".join(problems))
     args, _ = parse_arguments(rest, to_train=False)
 
     quiet_libraries()
@@ -45,10 +51,15 @@ def main(argv: list[str]) -> None:
     if args.data.data_path is None:
         raise ConfigError("--data_path is missing: name your records")
     tokenizer = open_tokenizer(args.model.model_name_or_path)
+    if args.model.mm_use_im_start_end and (added := add_missing_marks(tokenizer)):
+        print(f"added to the tokenizer, to show the ids: {', '.join(added)}; training refuses a model without them")
+    refuse_unfit_tokenizer(args.model, tokenizer)
+    if note := _length_note(args):
+        print_first(note)
     spec = read_image_spec(args.model.vision_tower)
     pictures = picture_options(args.model, args.data, spec.size, spec.patch_size, spec.mean)
     dataset = open_data(args, tokenizer, pictures, refuse_bad=False)
-    print(*dataset.summary(), sep="\n")
+    print_first(*dataset.summary())
     for i in range(min(own.num_samples, len(dataset))):
         print("\n" + in_terminal(shown_sample(dataset, i, tokenizer), sys.stdout.isatty()))
     if own.jsonl is not None:
@@ -58,6 +69,30 @@ def main(argv: list[str]) -> None:
         samples = (shown_sample(dataset, i, tokenizer, True) for i in range(min(own.html_samples, len(dataset))))
         text = page(args.data.data_path, dataset.summary(), samples, dataset.rejections())
         Path(own.html).write_text(text, encoding="utf-8")
+
+
+def _cannot_be_written(name: str, path: str | None) -> str | None:
+    """Why a file that the user named can't be made, to be known before the work; None if it can, or none was named."""
+    if path is None:
+        return None
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return f"--{name} {path}: there is no folder {folder}: make it, or name another file"
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        return f"--{name} {path} can't be written to: name another file"
+    return None
+
+
+def _length_note(args: Arguments) -> str | None:
+    """Why training would refuse the model's configuration or --model_max_length; None where there is nothing to say."""
+    folder = args.model.model_name_or_path
+    if not (Path(folder) / "config.json").is_file():
+        return None
+    try:
+        problem = length_problem(read_text_config(folder), args.data.model_max_length)
+    except ConfigError as error:
+        problem = str(error)
+    return None if problem is None else f"training would end here: {problem}"
 
 
 def shown_sample(

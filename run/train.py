@@ -15,8 +15,8 @@ from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
-from llava_ds.data.dataset import EncodedDataset, open_data
-from llava_ds.data.encode import check_tokenizer
+from llava_ds.data.dataset import EncodedDataset, check_same_data, open_data
+from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.loader import Layout, windows
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.data.templates import resolve_template
@@ -60,8 +60,7 @@ def main(argv: list[str]) -> None:
         args = tiny.fill_in(args)
     args = args.replaced(version=resolve_template(args.model.version))
     plan = plan_model(args.model, args.data.model_max_length)
-    if problems := check_tokenizer(args.model.version, plan.tokenizer, args.model.mm_use_im_start_end):
-        raise ConfigError("\n".join(f"--model_name_or_path {args.model.model_name_or_path}: {p}" for p in problems))
+    refuse_unfit_tokenizer(args.model, plan.tokenizer)
     resolved = resolve_ds_config(
         raw_config,
         args,
@@ -70,8 +69,7 @@ def main(argv: list[str]) -> None:
         device_type=ranks.device.type,
     )
     args = resolved.args
-    with first_rank_first(ranks):
-        dataset = _open_data(args, plan)
+    dataset = _open_data(args, plan, ranks)
     layout = Layout(
         ranks.rank,
         ranks.world_size,
@@ -117,31 +115,27 @@ def main(argv: list[str]) -> None:
 
     # Train.
     state = TrainState(resume.step)
+    allowed = 0 if args.data.on_bad_sample == "stop" else args.data.max_bad_fraction * dataset.num_records
+    skipped = SkippedLog(output_dir / "skipped.jsonl", dataset.rejections(), allowed, resume.step, ranks)
     progress = Progress(
         output_dir,
         resume_step=resume.step,
         max_steps=num_steps,
         steps_per_epoch=per_epoch,
         logging_steps=args.training.logging_steps,
-        skipped=SkippedLog(
-            output_dir / "skipped.jsonl",
-            dataset.rejections(),
-            len(dataset),
-            args.data.max_bad_fraction,
-            resume.step,
-            ranks,
-        ),
+        skipped=skipped,
         ranks=ranks,
     )
 
     def after_step(result: StepResult) -> float:
-        progress.after_step(result, engine.skipped_steps)
-        if not _saves_at(args, result.step, num_steps):
-            return 0.0
-        progress.flush()
         started = time.perf_counter()
-        checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
-        return time.perf_counter() - started
+        saves = _saves_at(args, result.step, num_steps)
+        progress.after_step(result, engine.skipped_steps, flush=saves)
+        if saves or (skipped.problem and args.training.save_strategy == "steps"):
+            checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
+        if skipped.problem:
+            raise DataError(skipped.problem)
+        return time.perf_counter() - started if saves else 0.0
 
     steps = windows(
         dataset,
@@ -178,10 +172,13 @@ def _trains_projector_only(argv: list[str]) -> bool:
     return build_parser().parse_known_args(flags)[0].tune_mm_mlp_adapter
 
 
-def _open_data(args: Arguments, plan: ModelPlan) -> EncodedDataset:
+def _open_data(args: Arguments, plan: ModelPlan, ranks: Ranks) -> EncodedDataset:
     spec = plan.images
     pictures = picture_options(args.model, args.data, spec.size, spec.patch_size, spec.mean)
-    return open_data(args, plan.tokenizer, pictures)
+    with first_rank_first(ranks):  # and only it looks whether what was missing is there now
+        dataset = open_data(args, plan.tokenizer, pictures, retry=ranks.is_first)
+    check_same_data(dataset.fingerprint, ranks)
+    return dataset
 
 
 def _sample_order(args: Arguments, dataset: EncodedDataset, layout: Layout) -> SampleOrder:

@@ -133,22 +133,17 @@ def test_pinpoints():
             parse_pinpoints(text, 336)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            {"image_aspect_ratio": "anyres_max_0"},
-            r"--image_aspect_ratio 'anyres_max_0' is unknown: choose from square,",
-        ),
-        ({"image_aspect_ratio": "highres"}, r"--image_aspect_ratio 'highres' is unknown"),
-        ({"mm_spatial_pool_stride": 25}, r"--mm_spatial_pool_stride is 25: give a value from 1 to 24"),
-        ({"video_fps": 0}, r"--video_fps is 0: give 1 or more"),
-        ({"frames_upbound": 0}, r"--frames_upbound is 0: give 1 or more"),
-    ],
-)
-def test_wrong_flags_say_what_to_give(flags, message):
-    with pytest.raises(ConfigError, match=message):
-        picture_options(ModelArguments(), DataArguments(**flags), 336, 14, MEAN)
+@pytest.mark.parametrize("stride", [0, 25])
+def test_a_stride_that_does_not_fit_the_tower_is_refused(stride):
+    with pytest.raises(ConfigError, match=rf"--mm_spatial_pool_stride is {stride}: give a value from 1 to 24"):
+        picture_options(ModelArguments(), DataArguments(mm_spatial_pool_stride=stride), 336, 14, MEAN)
+
+
+def test_the_defaults_are_those_of_the_flags():
+    found = picture_options(ModelArguments(), DataArguments(), 24, 8, MEAN)
+    assert found == PictureOptions(24, 8, MEAN) and found.newline_position == "grid"
+    assert found.anyres_sizes == parse_pinpoints(None, 24)
+    assert replace(found, pinpoints=((24, 48),)).anyres_sizes == ((24, 48),)
 
 
 def test_every_flag_of_pictures_is_read():
@@ -161,18 +156,30 @@ def test_every_flag_of_pictures_is_read():
         frames_upbound=5,
         mm_spatial_pool_stride=3,
         mm_spatial_pool_mode="average",
-        mm_newline_position="grid",
+        mm_newline_position="frame",
+        force_sample=True,
     )
     found = picture_options(ModelArguments(mm_patch_merge_type="spatial"), data, 24, 8, MEAN)
     pinpoints = ((24, 24), (24, 48), (48, 24), (48, 48))
-    expected = (24, 8, MEAN, "anyres_max_4", pinpoints, "spatial", 7, True, 2, 5, 3, "average", "grid")
+    expected = (24, 8, MEAN, "anyres_max_4", pinpoints, "spatial", 7, True, 2, 5, 3, "average", "frame", True)
     assert found == PictureOptions(*expected) and found.max_tiles == 4
 
 
 def test_frames_are_taken_evenly():
     assert even_frames(3, 5) == [0, 1, 2]
     assert even_frames(10, 4) == [0, 3, 6, 9]
-    assert video_frames(100, 25.0, 1, 32) == [0, 25, 50, 75]
-    assert video_frames(100, 24.6, 5, 32) == list(range(0, 100, 5))
-    assert video_frames(100, 25.0, 5, 4) == [0, 33, 66, 99]
-    assert video_frames(3, 0.2, 1, 32) == [0, 1, 2]  # slower than one a second: all of them
+    assert even_frames(40, 0) == list(range(40))
+    by_second = replace(ANYRES, video_fps=1, frames_upbound=32)
+    by_fifth = replace(by_second, video_fps=5)
+    assert video_frames(100, 25.0, by_second) == [0, 25, 50, 75]
+    assert video_frames(100, 24.6, by_fifth) == list(range(0, 100, 5))
+    assert video_frames(100, 25.0, replace(by_fifth, frames_upbound=4)) == [0, 33, 66, 99]
+    assert video_frames(3, 0.2, by_second) == [0, 1, 2]  # slower than one a second: all of them
+    assert len(video_frames(10_000, 25.0, replace(by_fifth, frames_upbound=0))) == 2000
+
+
+def test_a_forced_number_of_frames_is_taken_also_of_a_short_video():
+    forced = replace(ANYRES, frames_upbound=5, force_sample=True)
+    assert video_frames(100, 25.0, forced) == [0, 24, 49, 74, 99]  # 4 by the second
+    assert video_frames(3, 25.0, forced) == [0, 0, 1, 1, 2]
+    assert video_frames(100, 25.0, replace(forced, frames_upbound=0)) == [0, 25, 50, 75]  # LLaVA-NeXT's, too

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import toys
 from launching import ROOT
 
-from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError
 
 SCRIPT = ROOT / "run" / "inspect_data.py"
 
@@ -50,6 +51,22 @@ def test_every_record_has_one_line(inspect_data, tmp_path, toy_base, capsys, tok
     assert "5 records: 4 accepted, 1 rejected" in shown and shown.count("\n--- ") == 3 and ">>>" in shown
 
 
+def test_records_can_not_steer_the_terminal(inspect_data, tmp_path, toy_base, capsys):
+    data = toys.write_data(tmp_path / "d", "tti")
+    path = Path(data["data_path"])
+    good, bad, missing = json.loads(path.read_text())
+    escape = "\x1b[2J\n\x9b2J"
+    records = [{**good, "id": escape}, {**bad, "id": escape, "conversations": 3}, {**missing, "image": f"{escape}.png"}]
+    path.write_text(json.dumps(records))
+    out = tmp_path / "out.jsonl"
+    run(inspect_data, tmp_path, {**toy_base, **data}, "--jsonl", str(out))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x9b" not in shown and "--- \\x1b[2J\\n" in shown
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["id"] for row in rows] == [escape, "\\x1b[2J\\n\\x9b2J", "s2"]
+    assert "\x1b" not in rows[2]["rejected"] and "left out:" in shown
+
+
 def test_the_page_shows_pictures_and_what_was_left_out(inspect_data, tmp_path, toy_base):
     data = toys.write_data(tmp_path / "d", "iti")
     Path(data["image_folder"], "2.png").unlink()
@@ -70,9 +87,40 @@ def test_the_tokenizer_alone_is_enough(inspect_data, tmp_path, toy_base, capsys)
     assert "no --vision_tower" in capsys.readouterr().out
 
 
+def test_what_training_would_refuse_is_refused_or_said(inspect_data, tmp_path, toy_base, capsys):
+    data = toys.write_data(tmp_path / "d", "t")
+    for version, expected in (("llama_3", "needs '<|start_header_id|>'"), ("chat_template", "has none")):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"--model_name_or_path {toy_base['model_name_or_path']}: ")
+        ) as e:
+            run(inspect_data, tmp_path, {**toy_base, **data, "version": version})
+        assert expected in str(e.value)
+    run(inspect_data, tmp_path, {**toy_base, **data}, "--model_max_length", "513")
+    assert "training would end here: --model_max_length is 513, but the language model" in capsys.readouterr().out
+
+
+def test_marks_that_the_tokenizer_lacks_are_added_to_show_the_ids(inspect_data, tmp_path, toy_base, capsys, tokenizer):
+    out = tmp_path / "out.jsonl"
+    data = toys.write_data(tmp_path / "d", "i")
+    run(inspect_data, tmp_path, {**toy_base, **data}, "--mm_use_im_start_end", "True", "--jsonl", str(out))
+    ids = json.loads(out.read_text())["input_ids"]
+    first = ids.index(IMAGE_TOKEN_INDEX)
+    assert [ids[first - 1], ids[first + 9]] == [len(tokenizer), len(tokenizer) + 1]
+    assert "<im_start>, <im_end>; training refuses" in capsys.readouterr().out
+
+
+def test_a_file_that_can_not_be_written_is_refused_before_the_work(inspect_data, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        inspect_data(["--jsonl", str(tmp_path / "none" / "a.jsonl"), "--html", str(tmp_path)])
+    first, second = str(caught.value).splitlines()
+    assert f"there is no folder {tmp_path / 'none'}" in first and second.startswith(
+        f"--html {tmp_path} can't be written"
+    )
+
+
 def test_bad_input_is_one_message(tmp_path):
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--data_path", tmp_path / "none.json"], capture_output=True, text=True
+        [sys.executable, SCRIPT, "--data_path", tmp_path / "none.json\x1b(B"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"--data_path {tmp_path / 'none.json'}: there is no such file or folder" in done.stderr
+    assert f"--data_path {tmp_path / 'none.json'}\\x1b(B: there is no such file or folder" in done.stderr

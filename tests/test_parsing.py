@@ -101,12 +101,88 @@ def test_llavas_pretrain_script_parses_and_names_what_has_no_effect(tmp_path):
     assert all("has no effect: " in note for note in notes)
 
 
+# The flags of LLaVA-NeXT's scripts/train/finetune_clip.sh and scripts/video/train/*.sh, but those that train the tower.
+NEXT_SCRIPT = """
+    --deepspeed {zero2} --model_name_or_path {here}/qwen --version qwen_1_5 --data_path={here}/data.json
+    --image_folder {here}/images --video_folder {here}/images --vision_tower {here}/clip --mm_projector_type mlp2x_gelu
+    --pretrain_mm_mlp_adapter={here}/mm_projector.bin --mm_vision_select_layer -2 --mm_use_im_start_end False
+    --mm_use_im_patch_token False --group_by_modality_length True --image_aspect_ratio anyres_max_9
+    --image_grid_pinpoints (1x1),...,(6x6) --mm_patch_merge_type spatial_unpad --bf16 True --run_name name
+    --output_dir out --num_train_epochs 1 --per_device_train_batch_size 1 --per_device_eval_batch_size 4
+    --gradient_accumulation_steps 2 --evaluation_strategy no --save_strategy steps --save_steps 1000
+    --save_total_limit 1 --learning_rate 1e-5 --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type cosine
+    --logging_steps 1 --tf32 True --model_max_length 32768 --gradient_checkpointing True --dataloader_num_workers 2
+    --lazy_preprocess True --report_to wandb --torch_compile False --torch_compile_backend inductor
+    --dataloader_drop_last True --frames_upbound 110 --mm_newline_position grid --add_time_instruction False
+    --force_sample True --mm_spatial_pool_stride 2 --attn_implementation sdpa --verbose_logging True
+    --mm_resampler_type None --mm_vision_select_feature patch --image_crop_resolution 224 --image_split_resolution 224
+    --early_mix_text False --lora_enable False --lora_r 128 --lora_alpha 256 --lora_dropout 0.05 --lora_bias none
+    --bits 16"""
+
+
+@pytest.fixture
+def next_script(tmp_path) -> list[str]:
+    for name in ("qwen", "clip", "images"):
+        (tmp_path / name).mkdir()
+    for name in ("data.json", "mm_projector.bin"):
+        (tmp_path / name).write_text("[]")
+    return NEXT_SCRIPT.format(zero2=ZERO2, here=tmp_path).split()
+
+
+def test_llava_nexts_scripts_parse_and_name_what_has_no_effect(next_script):
+    args, notes = parse_arguments(next_script)
+    assert (args.data.frames_upbound, args.data.force_sample) == (110, True)
+    named = {note.split()[0].removeprefix("--") for note in notes}
+    assert named == {token.removeprefix("--") for token in next_script} & set(WITHOUT_EFFECT)
+    assert len(named) > 15
+
+
+def test_what_llava_nexts_scripts_ask_for_and_is_not_here_is_said(next_script):
+    more = ["--mm_tunable_parts=mm_vision_tower,mm_mlp_adapter,mm_language_model", "--mm_vision_tower_lr=2e-6"]
+    first, *others = refused(*next_script, *more, "--torch_compile", "True").splitlines()
+    assert first.startswith("--torch_compile True is not supported (compiling the model is not here yet): leave it out")
+    assert [line.split(":")[0] for line in others] == [
+        "--mm_tunable_parts is not here yet",
+        "--mm_vision_tower_lr is not here yet",
+    ]
+
+
+def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("images", "llama", "clip"):
+        (tmp_path / name).mkdir()
+    for name, text in (("d.json", "[]"), ("zero.json", "{}"), ("mm.bin", ""), ("r.yaml", "image_folder: ~/images\n")):
+        (tmp_path / name).write_text(text)
+    flags = {
+        "model_name_or_path": "~/llama",
+        "vision_tower": "~/clip",
+        "pretrain_mm_mlp_adapter": "~/mm.bin",
+        "data_path": "~/d.json",
+        "video_folder": "~/images",
+        "cache_dir": "~/cache",
+        "deepspeed_config": "~/zero.json",
+        "output_dir": "~/out",
+        "resume": "~/out/checkpoint-1",
+    }
+    args = parse("--recipe", "~/r.yaml", *(token for name, value in flags.items() for token in (f"--{name}", value)))
+    values = args.as_dict()
+    for name, value in {**flags, "image_folder": "~/images"}.items():
+        assert values[name] == value.replace("~", str(tmp_path)), name
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "instead"),
     [
         ("mm_use_im_patch_token", "True", "False"),
         ("evaluation_strategy", "steps", "no"),
         ("eval_strategy", "epoch", "no"),
+        ("mm_vision_select_feature", "cls_patch", "patch"),
+        ("mm_resampler_type", "perceiver", "None"),
+        ("early_mix_text", "True", "False"),
+        ("add_time_instruction", "True", "False"),
+        ("torch_compile", "True", "False"),
+        ("lora_enable", "True", "False"),
+        ("bits", "4", "16"),
     ],
 )
 def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
@@ -142,7 +218,8 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         )),
         ("video_folder", "missing", "there is no such folder"),
         ("video_fps", 0, "give 1 or more"),
-        ("frames_upbound", 0, "give 1 or more"),
+        ("frames_upbound", -1, "give 0 or more"),
+        ("max_image_pixels", 178_956_971, "give 178956970 or less, for Pillow opens no picture with more"),
         ("mm_spatial_pool_stride", 0, "give 1 or more"),
         ("preprocessing_num_workers", 0, "give 1 or more"),
         ("max_bad_fraction", 1.5, "give a value from 0 to 1"),
@@ -165,6 +242,7 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
         (["--model_name_or_path", "."], "--model_name_or_path and --vision_tower go together"),
         (["--vision_tower", "."], "--model_name_or_path and --vision_tower go together"),
         (["--model_name_or_path", ".", "--vision_tower", "."], "--data_path is missing"),
+        (["--force_sample", "True", "--frames_upbound", "0"], "--force_sample takes --frames_upbound frames"),
         (["--version", "plain"], "--version plain is the template of stage 1"),
         (["--mm_projector_type", "linear"], "--mm_projector_type linear can't be exported as a whole model"),
         (

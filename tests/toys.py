@@ -57,6 +57,15 @@ def write_base(folder: Path, *, seed: int = 0, **llama: object) -> dict[str, str
     return {"model_name_or_path": str(folder / "llama"), "vision_tower": str(folder / "clip")}
 
 
+def add_tokens(folder: Path, *tokens: str) -> None:
+    """Give the tokenizer in a folder more special tokens."""
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def write_data(folder: Path, kinds: str, *, seed: int = 0, plain: bool = False) -> dict[str, str]:
     """Write a data set with one sample per letter: "i" with a picture, "t" text only; return the flags that name it."""
     rng = np.random.default_rng(seed)
@@ -108,3 +117,36 @@ def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, pic
         pictures or picture_options(),
         PreflightOptions(cache_dir=str(cache_dir), **preflight),
     )
+
+
+def write_qwen_base(folder: Path) -> dict[str, str]:
+    """A random Qwen 2 with a byte-level tokenizer that has its chat marks, and the random CLIP tower."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    flags = write_base(folder)
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=marks, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([*TEXTS, *ANSWERS], trainer)
+    config = Qwen2Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder / "qwen")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    ).save_pretrained(folder / "qwen")
+    return {**flags, "model_name_or_path": str(folder / "qwen")}

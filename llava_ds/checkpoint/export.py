@@ -33,7 +33,7 @@ from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.chat_template import chat_template
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import Ranks
-from llava_ds.geometry import MediaLayout, PictureOptions, parse_pinpoints
+from llava_ds.geometry import MediaLayout, PictureOptions
 from llava_ds.model.build import ModelPlan
 from llava_ds.model.hf import HF_CLASSES, merged_embeds
 from llava_ds.model.llava import LlavaModel
@@ -231,6 +231,7 @@ def _write_config(
         dtype=str(dtype).removeprefix("torch."),
         # What transformers' classes don't know, for infer/load.py: prompts and pictures as in training.
         llava_ds_version=args.version,
+        mm_use_im_start_end=args.mm_use_im_start_end,
         llava_ds_pictures=dataclasses.asdict(pictures),
         **architecture,
     ).save_pretrained(output_dir)
@@ -243,7 +244,7 @@ def _write_config(
 
 def _hf_pinpoints(pictures: PictureOptions) -> list[list[int]]:
     """The pinpoints as transformers writes them, height first."""
-    return [[height, width] for width, height in pictures.pinpoints or parse_pinpoints(None, pictures.size)]
+    return [[height, width] for width, height in pictures.anyres_sizes]
 
 
 def _without_path(config: dict) -> dict:

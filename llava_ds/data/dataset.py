@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +19,11 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.arguments import Arguments
-from llava_ds.constants import DataError
+from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
+from llava_ds.data.cache import add_generation, note_stale, open_newest
 from llava_ds.data.collator import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
-from llava_ds.data.fingerprint import digest_of, file_digest, tokenizer_parts
+from llava_ds.data.fingerprint import digest_of, file_digest, file_stamp, options_that_matter, tokenizer_parts
 from llava_ds.data.images import load_media
 from llava_ds.data.preflight import (
     RECORDS,
@@ -35,8 +35,10 @@ from llava_ds.data.preflight import (
     rejections,
 )
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
+from llava_ds.data.sources.embedded import PICTURES
+from llava_ds.data.sources.reading import shown
 from llava_ds.data.templates import resolve_template
-from llava_ds.distributed import progress_bar
+from llava_ds.distributed import Ranks, gather, progress_bar
 
 ENCODING_VERSION = 2  # raise it when the same records would give other rows
 
@@ -45,20 +47,23 @@ RECORDS_PER_CALL = 256  # that a worker process checks at a time
 RECORDS_PER_WORKER = 2_000  # below this, starting another process takes longer than it saves
 LLAVA_TOKENS_PER_PICTURE = 128  # what LLaVA's data set adds to the words of a sample with pictures
 
-DONE = "files.json"  # lists a folder's Arrow files in their order, and is written last
-MAX_SHOWN = 5  # bad records spelled out in one message; the rest are counted
+EXAMPLES_TRIED = 100
 
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """Where encoded data are kept, who encodes them, and what is done about records that can't be used."""
+    """Where encoded data are kept, who encodes them, and what is done about records that can't be used.
+
+    retry: whether what was rejected for the sake of another file is tried again, and changed pictures are looked at.
+    """
 
     cache_dir: str
     num_workers: int | None = None
     on_bad_sample: Literal["skip", "stop", "list"] = "skip"  # "list": refuse nothing, there may be none left
     max_bad_fraction: float = 0.01
+    retry: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,15 +87,15 @@ class EncodedDataset(torch.utils.data.Dataset):
     def __init__(
         self,
         table: datasets.Dataset,
+        folder: Path,
         descriptions: list[str],
         pictures: geometry.PictureOptions,
         fingerprint: str,
-        raise_if_broken: bool,
     ) -> None:
+        self.folder = folder  # that the table is read from
         self.descriptions = descriptions  # of the sources: how they are read
         self.pictures = pictures
         self.fingerprint = fingerprint
-        self.raise_if_broken = raise_if_broken
         self.table = table.with_format("numpy", columns=["input_ids", "labels"], output_all_columns=True)
         self.rows = np.flatnonzero(table.data.column("reason").is_null().to_numpy())  # of the accepted records
         self.lengths: list[int] = self._column("length").tolist()
@@ -109,6 +114,8 @@ class EncodedDataset(torch.utils.data.Dataset):
                 layout = layout_of(one, len(media), self.pictures)
                 loaded.append((load_media(one.media, one.sizes, layout, self.pictures), layout))
         except DataError as error:
+            if isinstance(error, FileChanged):
+                note_stale(self.folder)
             return BrokenSample(row["file"], row["line"], row["index"], row["id"], str(error))
         ids, labels = (torch.from_numpy(row[name].astype("int64")) for name in ("input_ids", "labels"))
         return LoadedSample(ids, labels, loaded)
@@ -141,13 +148,16 @@ class EncodedDataset(torch.utils.data.Dataset):
         return self.table[index]
 
     def example(self) -> LoadedSample:
-        """The first sample that shows a picture; the first of all if none does. Raises DataError if none is whole."""
-        with_picture = np.flatnonzero(self._column("num_pictures"))
-        for index in with_picture if len(with_picture) else range(len(self)):
+        """A sample to try a model on: with a picture if one of the first of them can be read, else its text alone."""
+        shown = self._column("num_pictures") > 0
+        for index in (*np.flatnonzero(shown)[:EXAMPLES_TRIED], *np.flatnonzero(~shown)[:1]):
             sample = self[int(index)]
             if isinstance(sample, LoadedSample):
                 return sample
-        raise DataError("no picture of any sample can be read any more: see skipped.jsonl")
+        row = self.table[int(self.rows[0])]
+        text = row["input_ids"] != IMAGE_TOKEN_INDEX
+        ids, labels = (torch.from_numpy(row[name][text].astype("int64")) for name in ("input_ids", "labels"))
+        return LoadedSample(ids, labels, [])
 
     def summary(self) -> list[str]:
         """How the data are read, how much there is to see and to learn, and what was left out, for a person to read."""
@@ -176,9 +186,16 @@ class EncodedDataset(torch.utils.data.Dataset):
 
 
 def open_data(
-    args: Arguments, tokenizer: PreTrainedTokenizerBase, pictures: geometry.PictureOptions, refuse_bad: bool = True
+    args: Arguments,
+    tokenizer: PreTrainedTokenizerBase,
+    pictures: geometry.PictureOptions,
+    refuse_bad: bool = True,
+    retry: bool = True,
 ) -> EncodedDataset:
-    """The data that the flags name; refuse_bad: whether bad records may end the program, as --on_bad_sample says."""
+    """The data that the flags name.
+
+    refuse_bad: whether bad records may end the program, as --on_bad_sample says; retry: as PreflightOptions has it.
+    """
     model, data = args.model, args.data
     options = SourceOptions(
         data_format=data.data_format,
@@ -202,6 +219,7 @@ def open_data(
             num_workers=data.preprocessing_num_workers,
             on_bad_sample=data.on_bad_sample if refuse_bad else "list",
             max_bad_fraction=data.max_bad_fraction,
+            retry=retry,
         ),
     )
 
@@ -215,69 +233,62 @@ def open_encoded(
 ) -> EncodedDataset:
     """The checked and encoded records of all sources, from the cache or made now.
 
-    The cache's name is a hash of everything the result depends on, and it appears in one rename, so any number of
-    processes may do this at once. What was rejected for the sake of another file is tried again every time.
+    The cache's name is a hash of everything the result depends on; any number of processes may do this at once.
     Raises DataError when more records are bad than options allow, or none is left.
     """
     checker = Checker(tuple(sources), Encoder(tokenizer, encoding), pictures)
     cache_dir = Path(options.cache_dir).expanduser()
-    contents = _content_parts(sources, tokenizer, encoding, pictures, cache_dir)
+    common = [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)]
+    common += [repr((source.kind, source.format, source.columns, source.selection)) for source in sources]
     # Where pictures are looked for decides what is found, so it counts for the cache; moved data are the same data.
     roots = [f"{os.path.realpath(r)}" for s in sources for r in (s.image_root, s.video_root, s.path) if r is not None]
-    folder = cache_dir / "encoded" / digest_of([*contents, *roots])
-    table = _open_rows(folder)
-    if table is None or _can_now_be_used(table, checker):
-        with _scratch_beside(folder) as scratch:
-            _write_rows(scratch, checker, options.num_workers)
-            _replace(folder, scratch)
-        table = _open_rows(folder)
-    _refuse_if_bad(table, options, folder)
+    stamps = [file_stamp(source, path, cache_dir) for source in sources for path in source.files]
+    folder = cache_dir / "encoded" / digest_of([*common, repr(pictures), *stamps, *roots])
+    rows = open_newest(folder)
+    if rows is None or (options.retry and (rows.is_stale or _can_now_be_used(rows.table, checker))):
+        rows = add_generation(folder, lambda scratch: _write_rows(scratch, checker, options.num_workers))
+    table = rows.table
+    _refuse_if_bad(table, options, rows.folder)
     accepted = table.data.column("reason").is_null().to_numpy()
     outcome = [hashlib.sha256(part.tobytes()).hexdigest() for part in (accepted, _numbers(table, "length"))]
+    contents = [file_digest(source, path, cache_dir) for source in sources for path in source.files]
     return EncodedDataset(
         table,
+        folder=rows.folder,
         descriptions=[source.describe() for source in sources],
         pictures=pictures,
-        fingerprint=digest_of([*contents, *outcome]),
-        raise_if_broken=options.on_bad_sample == "stop",
+        fingerprint=digest_of(
+            [*common, repr(options_that_matter(pictures, table.data.column("media"))), *contents, *outcome]
+        ),
     )
 
 
-def _content_parts(
-    sources: list[Source],
-    tokenizer: PreTrainedTokenizerBase,
-    encoding: EncodingOptions,
-    pictures: geometry.PictureOptions,
-    cache_dir: Path,
-) -> list[str]:
-    """All that the encoded samples follow from, wherever it lies."""
-    read = [
-        repr((source.kind, source.format, source.columns, source.selection))
-        + "".join(file_digest(path, cache_dir) for path in source.files)
-        for source in sources
-    ]
-    return [str(ENCODING_VERSION), repr(encoding), repr(pictures), *tokenizer_parts(tokenizer), *read]
-
-
-def _open_rows(folder: Path) -> datasets.Dataset | None:
-    """The rows that _write_rows left in a folder, memory-mapped; None where there is none."""
-    if not (folder / DONE).is_file():
-        return None
-    names = json.loads((folder / DONE).read_text(encoding="utf-8"))
-    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(folder / name)) for name in names])
+def check_same_data(fingerprint: str, ranks: Ranks) -> None:
+    """Raise DataError on every rank where they would not train on the same samples. All ranks call it together."""
+    prints = gather(fingerprint, ranks)
+    others = [str(rank) for rank, each in enumerate(prints) if each != prints[0]]
+    if others:
+        raise DataError(
+            f"ranks {', '.join(others)} of {ranks.world_size} found other data than rank 0: give every node the same "
+            "files, and one --cache_dir that all share, or remove what an earlier run left in theirs"
+        )
 
 
 def _can_now_be_used(table: datasets.Dataset, checker: Checker) -> bool:
-    """Whether a record that was rejected for a missing or broken file would now have another outcome."""
-    tried = table.data.table.filter(pa.compute.is_valid(table.data.column("text_to_retry")))
-    if not len(tried):
-        return False
-    records = tried.rename_columns(["text" if name == "text_to_retry" else name for name in tried.column_names])
-    return not checker(records.select(RECORDS.names)).column("reason").equals(tried.column("reason"))
+    """Whether some record that was rejected for a missing or broken file would now be accepted."""
+    columns = ["text_to_retry" if name == "text" else name for name in RECORDS.names]
+    for batch in table.data.table.select(columns).to_batches(max_chunksize=RECORDS_PER_CALL):
+        tried = pa.Table.from_batches([batch.filter(batch.column("text_to_retry").is_valid())])
+        if len(tried) and checker(tried.rename_columns(RECORDS.names)).column("reason").null_count:
+            return True
+    return False
 
 
-def _write_rows(folder: Path, checker: Checker, num_workers: int | None) -> None:
-    """Read all records, check and encode them in parallel, and leave Arrow files and a list of them in a folder."""
+def _write_rows(folder: Path, checker: Checker, num_workers: int | None) -> tuple[list[str], list[str]]:
+    """Read all records, check and encode them in parallel, and leave Arrow files in a folder.
+
+    Returns their names in order, and the files of pictures that came inside the records.
+    """
     spool = folder / "records.arrow"
     with pa.OSFile(str(spool), "wb") as file, pa.ipc.new_stream(file, RECORDS) as writer:
         for batch in _record_batches(checker.sources):
@@ -296,13 +307,14 @@ def _write_rows(folder: Path, checker: Checker, num_workers: int | None) -> None
             features=datasets.Features.from_arrow_schema(ROWS),
             num_proc=num_proc if num_proc > 1 else None,  # 1 would start a process too
             cache_file_name=str(folder / "rows.arrow"),
-            new_fingerprint=folder.name.split(".")[0],
+            new_fingerprint=folder.name,
             desc="checking and encoding",
         )
     assert len(rows) == len(records), "a record was lost"
     names = [Path(file["filename"]).name for file in rows.cache_files]
     spool.unlink()
-    (folder / DONE).write_text(json.dumps(names), encoding="utf-8")
+    spooled = (f"{source.spool}/{PICTURES}" for source in checker.sources)
+    return names, sorted({path for path in spooled if os.path.exists(path)})
 
 
 def _record_batches(sources: tuple[Source, ...]) -> Iterator[pa.RecordBatch]:
@@ -346,8 +358,7 @@ def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: P
     rows = list(rejections(bad, np.arange(len(bad))))
     listing = folder / "rejected.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    shown = [f"  {row['file']}:{row['line']}: record {row['index']} ({row['id']}): {row['reason']}" for row in rows]
-    more = [f"  and {len(rows) - MAX_SHOWN} more, all listed in {listing}"] if len(rows) > MAX_SHOWN else []
+    lines = [f"{row['file']}:{row['line']}: record {row['index']} ({row['id']}): {row['reason']}" for row in rows]
     limit = (
         "--on_bad_sample stop allows none"
         if options.on_bad_sample == "stop"
@@ -358,8 +369,7 @@ def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: P
             [
                 f"{len(rows):,} of {len(table):,} records ({len(rows) / len(table):.2%}) can't be trained on, {limit}: "
                 "mend or remove them, or raise the limit",
-                *shown[:MAX_SHOWN],
-                *more,
+                shown(lines, f", all listed in {listing}"),
                 "in short:",
                 *reasons_in_short([row["reason"] for row in rows]),
             ]
@@ -369,28 +379,6 @@ def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: P
 
 def _numbers(table: datasets.Dataset, name: str) -> np.ndarray:
     return table.data.column(name).to_numpy()
-
-
-@contextlib.contextmanager
-def _scratch_beside(folder: Path) -> Iterator[Path]:
-    """A folder to write in, which is gone afterwards unless it was renamed."""
-    scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    scratch.mkdir(parents=True)
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _replace(folder: Path, scratch: Path) -> None:
-    """Put scratch in folder's place. Another process may have been first: what it wrote is the same."""
-    if folder.exists():
-        old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(old)
-        shutil.rmtree(old, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        scratch.rename(folder)
 
 
 @contextlib.contextmanager

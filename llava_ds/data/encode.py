@@ -2,25 +2,26 @@
 
 import itertools
 import re
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
+from llava_ds.arguments import ModelArguments
 from llava_ds.constants import (
     IGNORE_INDEX,
     IM_END_TOKEN,
     IM_START_TOKEN,
     IMAGE_TOKEN,
     IMAGE_TOKEN_INDEX,
+    ConfigError,
     DataError,
 )
 from llava_ds.data.chat_template import render_own, render_own_prompt
 from llava_ds.data.sample import Message
-from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt
-from llava_ds.data.words import Coded, WordTokenizer
+from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
+from llava_ds.data.words import WholeRow, WordRow, words_of
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
 
 # Qwen's id of "\n", which LLaVA-NeXT's preprocess_qwen knows as a number and leaves to be learned in every turn.
@@ -90,7 +91,7 @@ class Encoder:
             self.learned.append(_QWEN_NEWLINE[0])
         if options.supervise_last_turn_only:
             self.learned = []
-        self.words = WordTokenizer(self.backend)
+        self.words = words_of(self._tokenize_whole, self.backend)
         self.head = self._find_head()
 
     @property
@@ -108,7 +109,7 @@ class Encoder:
         the text before can't follow a prompt.
         """
         results: list[Encoded | DataError | None] = []
-        rows: list[tuple[int, list[_Piece], list[tuple[int, int]], Sequence[int]]] = []
+        rows: list[tuple[int, list[_Piece], list[tuple[int, int, int]], Sequence[int]]] = []
         for messages, features in conversations:
             try:
                 pieces, spans = self._pieces(self._render(messages), features)
@@ -142,16 +143,16 @@ class Encoder:
 
     def _pieces(
         self, segments: Sequence[Segment], features: Sequence[int]
-    ) -> tuple[list[_Piece], list[tuple[int, int]]]:
-        """What is tokenized by itself, and the supervised spans of the whole text."""
+    ) -> tuple[list[_Piece], list[tuple[int, int, int]]]:
+        """What is tokenized by itself, and the supervised spans of the whole text: start, end, most tokens (0: all)."""
         if self.options.supervise_last_turn_only:
             segments = _last_answer_only(segments)
-        spans: list[tuple[int, int]] = []
+        spans: list[tuple[int, int, int]] = []
         end = 0
         for segment in segments:
             start, end = end, end + len(segment.text)
             if segment.supervised:
-                spans.append((start, end))
+                spans.append((start, end, segment.first_tokens))
         text = "".join([segment.text for segment in segments])
         marks = text.count(IMAGE_TOKEN)
         if marks != len(features):
@@ -168,22 +169,29 @@ class Encoder:
             pieces.append(_Piece(piece, [], base))
         return pieces, spans
 
-    def _tokenize(self, texts: list[str]) -> Iterator[Coded]:
-        """Ids of each text, and the character at which each token begins."""
+    def _tokenize(self, texts: list[str]) -> Iterator[WordRow | WholeRow]:
+        """The tokens of each text."""
+        if self.words is not None:
+            return self.words(texts)
+        return itertools.starmap(WholeRow, self._tokenize_whole(texts))
+
+    def _tokenize_whole(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of each text, and the characters that each token covers."""
         if self.begins_with_space is None:
-            yield from self.words(texts)
+            for encoding in self.backend.encode_batch(texts, add_special_tokens=False):
+                yield encoding.ids, encoding.offsets
             return
         added = [1 if self.begins_with_space.match(text) else 0 for text in texts]
         texts = [f" {text}" if shift else text for text, shift in zip(texts, added)]
-        for (ids, starts), shift in zip(self.words(texts), added):
+        for encoding, shift in zip(self.backend.encode_batch(texts, add_special_tokens=False), added):
             # A token of the added space alone goes with what follows it.
-            yield ids, [max(start - shift, 0) for start in starts] if shift else starts
+            yield encoding.ids, [(max(a - shift, 0), b) for a, b in encoding.offsets] if shift else encoding.offsets
 
     def _join(
         self,
         pieces: Sequence[_Piece],
-        coded: Iterator[Coded],
-        spans: Sequence[tuple[int, int]],
+        coded: Iterator[WordRow | WholeRow],
+        spans: Sequence[tuple[int, int, int]],
         features: Sequence[int],
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels (int32) of one conversation from its tokenized pieces and its pictures.
@@ -193,18 +201,19 @@ class Encoder:
         parts: list[np.ndarray] = []
         supervised: list[tuple[int, int]] = []  # positions
         length = 0
-        for i, (piece, (ids, starts)) in enumerate(zip(pieces, coded)):
+        for i, (piece, tokens) in enumerate(zip(pieces, coded)):
             if i > 0:
                 parts.append(np.full(features[i - 1], IMAGE_TOKEN_INDEX, np.int32))
                 length += features[i - 1]
             length += len(piece.before)
-            for start, end in spans:
-                if end > piece.base and start < piece.base + len(piece.text):
-                    # Tokens stand in the order of their first characters.
-                    first = bisect_left(starts, start - piece.base)
-                    last = bisect_left(starts, end - piece.base)
-                    supervised.append((length + first, length + last))
-            row = [*piece.before, *ids, *self.last_ids]
+            base, piece_end = piece.base, piece.base + len(piece.text)
+            mine = [
+                span for span in spans if span[1] > base and span[0] < piece_end and not (span[2] and span[0] < base)
+            ]
+            counts = tokens.tokens_before([place - base for span in mine for place in span[:2]]) if mine else []
+            for first, last, (_, _, most) in zip(counts[::2], counts[1::2], mine):
+                supervised.append((length + first, length + (min(last, first + most) if most else last)))
+            row = [*piece.before, *tokens.ids, *self.last_ids]
             parts.append(np.array(row, np.int32))
             length += len(row) - len(piece.before)
         ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -228,19 +237,21 @@ class Encoder:
             return None
         probes = ["x", "", "  two  ", "\n\nz", "猫", "<b>", "'s", "\t1"]
         talks = [[Message("human", f"{p}{IMAGE_TOKEN}"), Message("gpt", p)] for p in probes]
-        texts = ["".join(segment.text for segment in self._render(talk)) for talk in talks]
+        rendered = [self._render(talk) for talk in talks]
+        texts = ["".join(segment.text for segment in segments) for segments in rendered]
+        unlearned = itertools.takewhile(lambda segment: not segment.supervised, rendered[0])
         least, greatest = min(texts), max(texts)
         common = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(least, greatest)))
-        common = common.split(IMAGE_TOKEN)[0].rstrip()
+        common = common[: sum(len(segment.text) for segment in unlearned)].split(IMAGE_TOKEN)[0].rstrip()
         cut = max((match.start() for match in re.finditer(r"(?<=\S) (?=\S)", common)), default=0)
         if cut == 0:
             return None
         texts = [text.split(IMAGE_TOKEN)[0] for text in texts]
-        ids = next(self._tokenize([texts[0][:cut]]))[0]
+        ids = next(self._tokenize([texts[0][:cut]])).ids
         wholes = list(self._tokenize(texts))
         for joint, skipped in (("", 1), (" ", 1)):
             rests = list(self._tokenize([joint + text[cut + skipped :] for text in texts]))
-            if all(whole[0] == ids + rest[0] for whole, rest in zip(wholes, rests)):
+            if all(whole.ids == ids + rest.ids for whole, rest in zip(wholes, rests)):
                 return _Head(common[: cut + skipped], ids, joint)
         return None
 
@@ -268,6 +279,23 @@ def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im
                 "out, or give a model that has it"
             )
     return problems
+
+
+def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError with all that check_tokenizer finds for these flags."""
+    problems = check_tokenizer(resolve_template(model.version), tokenizer, model.mm_use_im_start_end)
+    if problems:
+        raise ConfigError("\n".join(f"--model_name_or_path {model.model_name_or_path}: {p}" for p in problems))
+
+
+def add_missing_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Add the tokens around pictures that the tokenizer does not know, as its last ones; returns which.
+
+    Source: LLaVA's initialize_vision_tokenizer, which gives the model new rows for them.
+    """
+    missing = [token for token in (IM_START_TOKEN, IM_END_TOKEN) if _single_id(tokenizer, token) is None]
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+    return missing
 
 
 def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,14 +1,21 @@
 """Hashes of what an encoded data set depends on: they change when it changes, and only then."""
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
-# A file of pictures may be as large as a disk: it counts by name, size and time. Any other file counts by its content.
-PICTURE_ARCHIVES = (".tar",)
+from llava_ds.data.sources.source import Source
+from llava_ds.data.sources.tars import shard_contents
+from llava_ds.geometry import PictureOptions
+
+VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
 
 
 def digest_of(parts: Iterable[str]) -> str:
@@ -28,14 +35,32 @@ def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     ]
 
 
-def file_digest(path: str, cache_dir: Path) -> str:
-    """A hash of a file's content, remembered in cache_dir for as long as its size and time stay."""
+def options_that_matter(pictures: PictureOptions, media: pa.ChunkedArray) -> PictureOptions:
+    """The options with those at their defaults that change no sample of a table, given its column of media.
+
+    max_pixels is one of them: the rows themselves tell which pictures were too large.
+    """
+    # A path may hold these words too, but not these quotes: JSON escapes them.
+    found = [pa.compute.any(pa.compute.match_substring(media, f'["{kind}", [')) for kind in ("frames", "video")]
+    unused = {"max_pixels"} if any(each.as_py() for each in found) else {"max_pixels", *VIDEO_OPTIONS}
+    defaults = {field.name: field.default for field in dataclasses.fields(pictures) if field.name in unused}
+    return dataclasses.replace(pictures, **defaults)
+
+
+def file_stamp(source: Source, path: str, cache_dir: Path) -> str:
+    """What tells the files of a source apart as far as encoded rows depend on them: where the slices lie, for tars."""
+    if source.kind != "webdataset":
+        return file_digest(source, path, cache_dir)
+    stat = os.stat(path)
+    return f"{os.path.basename(path)} {[stat.st_size, stat.st_mtime_ns]}"
+
+
+def file_digest(source: Source, path: str, cache_dir: Path) -> str:
+    """A hash of what a file of a source holds, remembered in cache_dir for as long as its size and time stay."""
     file = Path(path)
     stat = file.stat()
     stamp = [stat.st_size, stat.st_mtime_ns]
-    if file.suffix in PICTURE_ARCHIVES:
-        return f"{file.name} {stamp}"
-    note = cache_dir / "hashes" / f"{digest_of([str(file.resolve())])}.json"
+    note = cache_dir / "hashes" / f"{digest_of([str(file.resolve()), source.kind])}.json"
     try:
         known = json.loads(note.read_text(encoding="utf-8"))
         if known["stamp"] == stamp:
@@ -43,10 +68,15 @@ def file_digest(path: str, cache_dir: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not hashed before, or a kill cut the note short: it is written anew
     digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
+    for block in shard_contents(path) if source.kind == "webdataset" else _blocks(file):
+        digest.update(block)
     sha256 = digest.hexdigest()
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(json.dumps({"stamp": stamp, "sha256": sha256}), encoding="utf-8")
     return sha256
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            yield block

@@ -6,14 +6,14 @@ import functools
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
 from llava_ds import geometry
-from llava_ds.constants import MAX_IMAGE_PIXELS, DataError
+from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
 from llava_ds.data import video
 from llava_ds.data.files import opened_file
 from llava_ds.data.sample import FileRef, Media
@@ -62,7 +62,8 @@ def probe(media: Media, options: PictureOptions) -> tuple[Size, ...]:
 def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, options: PictureOptions) -> torch.Tensor:
     """(n, 3, S, S) uint8: the tiles of a picture or the frames of a video, whose sizes probe gave.
 
-    Raises DataError for a broken file, and for one that has another size than it was probed with.
+    Raises DataError for a broken file, and FileChanged for one of another size than it was probed with where the
+    layout depends on it.
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
     """
     size, mean, bound = options.size, options.mean, options.max_pixels
@@ -73,12 +74,13 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     aspect_ratio = _aspect_ratio(media, options)
     tiled = media.kind == "image" and layout.num_tiles > 1
     for ref, expected in zip(_taken(media, options), sizes, strict=True):
-        pinpoint = geometry.best_pinpoint(expected, _pinpoints(options)) if tiled else None
-        least = _least_size(expected, aspect_ratio, pinpoint, options) if options.fast_decoding else None
-        picture = _load(ref, bound, expected, least)
+        pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
+        least = functools.partial(_least_size, aspect_ratio=aspect_ratio, pinpoint=pinpoint, options=options)
+        picture = _load(ref, bound, expected if tiled else None, least if options.fast_decoding else None)
         if tiled:
             tiles += _cut(picture, expected, pinpoint, size)
         else:
+            _check_resized(ref, picture.size, aspect_ratio, options)  # it may have changed since it was probed
             tiles.append(to_pixels(picture, size, aspect_ratio, mean, bound))
     return torch.stack(tiles)
 
@@ -163,7 +165,7 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
     except DataError:
         raise
     except Image.DecompressionBombError as error:
-        raise DataError(f"{ref.path}: {error}") from error
+        raise DataError(f"{ref.path}: {error} Scale it down or leave it out") from error
     except UnidentifiedImageError as error:
         known = ", ".join(_known_formats())
         raise DataError(
@@ -186,15 +188,18 @@ def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
     return Image.open(file, formats=_known_formats())
 
 
-def _load(ref: FileRef, max_pixels: int, expected: Size | None = None, least: Size | None = None) -> Image.Image:
-    """The picture in RGB and upright. least: a JPEG may be scaled down while decoding, to no less than this."""
+def _load(
+    ref: FileRef, max_pixels: int, expected: Size | None = None, least_of: Callable[[Size], Size] | None = None
+) -> Image.Image:
+    """The picture in RGB and upright. least_of: a JPEG may be scaled down while decoding, to no less than this."""
     with _opened(ref, max_pixels) as (image, turn, size):
         if expected is not None and size != expected:
-            raise DataError(
+            raise FileChanged(
                 f"{ref.path} has {size[0]} x {size[1]} pixels, but had {expected[0]} x {expected[1]} when the data "
                 "was checked: it was changed since; start again to check it anew"
             )
-        if least is not None:
+        if least_of is not None:
+            least = least_of(size)
             image.draft(None, (least[1], least[0]) if turn >= 5 else least)
         stored = image.size
         image.load()
@@ -239,10 +244,6 @@ def _aspect_ratio(media: Media, options: PictureOptions) -> str:
     if media.kind != "image":
         return "square"
     return "pad" if options.is_anyres else options.aspect_ratio
-
-
-def _pinpoints(options: PictureOptions) -> tuple[Size, ...]:
-    return options.pinpoints or geometry.parse_pinpoints(None, options.size)
 
 
 def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: PictureOptions) -> None:

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from llava_ds.batch import Batch
-from llava_ds.constants import DataError
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens
@@ -72,10 +71,13 @@ class Window:
         return [micro.batch for micro in self.micro_batches]
 
     @property
-    def counts(self) -> tuple[int, int, int]:
-        """Samples, tokens and supervised tokens that this rank really has: broken samples are left out."""
-        micros = self.micro_batches
-        return sum(m.num_samples for m in micros), sum(m.num_tokens for m in micros), sum(m.num_targets for m in micros)
+    def counts(self) -> tuple[int, int, int, int]:
+        """Samples, tokens, supervised tokens, and micro-batches with any, that this rank really has.
+
+        Broken samples are left out.
+        """
+        rows = [(m.num_samples, m.num_tokens, m.num_targets, int(m.num_targets > 0)) for m in self.micro_batches]
+        return tuple(map(sum, zip(*rows)))
 
     @property
     def broken(self) -> list[BrokenSample]:
@@ -95,8 +97,7 @@ def windows(
 ) -> Iterator[Window]:
     """This rank's window of every optimizer step from start_step to num_steps, on the device.
 
-    Any step can be started from at once, for its samples follow from the order and its number. Raises DataError for a
-    broken sample where that ends the run.
+    Any step can be started from at once, for its samples follow from the order and its number.
     """
     plans = _PlannedSteps(dataset, layout, order, start_step, num_steps)
     loader = torch.utils.data.DataLoader(
@@ -110,7 +111,7 @@ def windows(
     micro_batches = iter(loader)
     for samples, plan in plans:
         started = time.perf_counter()
-        mine = [_checked(next(micro_batches), dataset.raise_if_broken) for _ in plan[layout.rank]]
+        mine = [next(micro_batches) for _ in plan[layout.rank]]
         mine = [dataclasses.replace(micro, batch=micro.batch.to(device)) for micro in mine]
         yield Window(mine, len(samples), data_wait_s=time.perf_counter() - started)
 
@@ -125,14 +126,6 @@ def _micro_batch(samples: list[LoadedSample | BrokenSample], options: PictureOpt
         num_targets=len(batch.targets),
         broken=tuple(sample for sample in samples if isinstance(sample, BrokenSample)),
     )
-
-
-def _checked(micro: MicroBatch, raise_if_broken: bool) -> MicroBatch:
-    """The micro-batch as it is. Raised here and not by a worker, whose errors torch wraps into tracebacks."""
-    if micro.broken and raise_if_broken:
-        broken = micro.broken[0]
-        raise DataError(f"{broken.file}:{broken.line}: record {broken.index} ({broken.id}): {broken.reason}")
-    return micro
 
 
 @dataclass(frozen=True)

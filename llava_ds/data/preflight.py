@@ -16,6 +16,9 @@ from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.images import probe
 from llava_ds.data.sample import FileRef, Media, Sample
 from llava_ds.data.sources import Source, to_sample
+from llava_ds.distributed import printable
+
+_NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
 PART_BYTES = 4 << 20  # of records that are checked together, whose tokens take many times the room of their text
 MAX_ID = 200  # characters that are kept of the id of a record that is not trained on
@@ -31,7 +34,8 @@ RECORDS = pa.schema(
 )
 
 # One row per record, in the sources' order. reason is null for what is accepted; a rejected row keeps its text where
-# the reason lies in another file, so that it can be tried again. words is LLaVA's measure of length.
+# the reason lies in another file, so that it can be tried again, and its id and reason are spelled so that they can be
+# printed. words is LLaVA's measure of length.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -171,8 +175,8 @@ def _columns(outcomes: list[_Accepted | _Rejected]) -> dict[str, pa.Array]:
     nothing = np.empty(0, np.int32)
     for one in outcomes:
         if isinstance(one, _Rejected):
-            ids.append(one.id)
-            reasons.append(str(one.error).encode("utf-8", "replace").decode())
+            ids.append(printable(one.id))
+            reasons.append(printable(str(one.error)))
             media.append("[]")
             numbers.append((0, 0, 0, 0, 0))
             truncated.append(False)
@@ -238,9 +242,10 @@ def rejections(table: pa.Table, rows: np.ndarray) -> Iterator[dict[str, object]]
 
 def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
     """The reasons, alike but for names and numbers counted together, the most frequent first."""
-    kinds = Counter(re.sub(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*", "…", reason) for reason in reasons)
-    first = {}
+    kinds, first = Counter(), {}
     for reason in reasons:
-        first.setdefault(re.sub(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*", "…", reason), reason)
+        kind = _NAMES_AND_NUMBERS.sub("…", reason)
+        kinds[kind] += 1
+        first.setdefault(kind, reason)
     lines = [f"  {count:,} x {kind if count > 1 else first[kind]}" for kind, count in kinds.most_common(most)]
     return lines + ([f"  and {len(kinds) - most} more reasons"] if len(kinds) > most else [])

@@ -38,6 +38,7 @@ class Segment:
     text: str
     supervised: bool = False
     is_answer: bool = False
+    first_tokens: int = 0  # above 0: only so many of its tokens are supervised
 
 
 Writer = Callable[[Sequence[Message], str], list[Segment]]  # of messages and a system prompt
@@ -146,11 +147,11 @@ def _plain(messages: Sequence[Message], system: str) -> list[Segment]:
 
 
 def _v0(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA's _add_speaker_and_signal and _mask_targets, which leave the "###" of every turn to be learned."""
+    """Source: LLaVA's _add_speaker_and_signal and _mask_targets, which leave the first two tokens of every question."""
     segments = [Segment(f"{system}\n\n")]
     for message in messages:
         if message.role == "human":
-            segments += [Segment("###", True), Segment(f" Human: {message.text}\n")]
+            segments.append(Segment(f"### Human: {message.text}\n", True, first_tokens=2))
         else:
             segments.append(Segment(f"### Assistant: {message.text}\n", True, True))
     return [*segments, Segment("### ", True, True)]

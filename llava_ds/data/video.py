@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from PIL import Image
 
 from llava_ds import geometry
-from llava_ds.constants import ConfigError, DataError
+from llava_ds.constants import ConfigError, DataError, FileChanged
 from llava_ds.data.files import opened_file
 from llava_ds.data.sample import FileRef
 from llava_ds.geometry import PictureOptions, Size
@@ -30,7 +30,7 @@ def frames(ref: FileRef, sizes: tuple[Size, ...], options: PictureOptions) -> It
     """The taken frames in RGB and upright, one at a time. Raises DataError when they are not those that were probed."""
     wanted = _indices(ref, options)
     if len(wanted) != len(sizes):
-        raise DataError(
+        raise FileChanged(
             f"{ref.path} has {len(wanted)} frames to take, but had {len(sizes)} when the data was checked: it was "
             "changed since; start again to check it anew"
         )
@@ -42,8 +42,10 @@ def frames(ref: FileRef, sizes: tuple[Size, ...], options: PictureOptions) -> It
                 _bounded(ref, frame.width, frame.height, options.max_pixels)
                 picture = frame.to_image()
                 turn = _QUARTER_TURNS.get(round(frame.rotation) % 360)
-                yield picture if turn is None else picture.transpose(turn)
-                due = next(left, None)
+                picture = picture if turn is None else picture.transpose(turn)
+                while number == due:  # --force_sample may take a frame more than once
+                    yield picture
+                    due = next(left, None)
             if due is None:
                 return
     raise DataError(f"{ref.path} ends before its frame {due}, which its header promises: replace it or leave it out")
@@ -56,7 +58,7 @@ def _indices(ref: FileRef, options: PictureOptions) -> list[int]:
         rate = float(stream.average_rate or stream.base_rate or 0)
     if count < 1:
         raise DataError(f"{ref.path} is a video without frames: replace it or leave it out")
-    return geometry.video_frames(count, rate, options.video_fps, options.frames_upbound)
+    return geometry.video_frames(count, rate, options)
 
 
 def _bounded(ref: FileRef, width: int, height: int, max_pixels: int) -> Size:

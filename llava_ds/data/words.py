@@ -1,151 +1,146 @@
-"""Tokenizing word by word, every word remembered: the same ids, several times faster than the library's batches."""
+"""Tokenization word by word, each word once: the same ids as of the whole text, several times faster."""
 
-import copy
-import json
+import random
 import re
+from bisect import bisect_left
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
 
 from tokenizers import Tokenizer
 
-from llava_ds.tokenizer import SPACE
+Tokenize = Callable[[list[str]], Iterator[tuple[list[int], list[tuple[int, int]]]]]
 
-MAX_WORDS = 200_000  # remembered, some 60 MB; then it starts anew
-MAX_WORD_CHARS = 32  # longer ones, such as a sentence of Chinese, hardly come twice
+MAX_WORD = 40  # characters; longer ones (a line of Chinese, a URL) hardly come again
+MAX_KNOWN = 300_000
+NUM_PROBES = 300
 
-# A word ends before a space that follows no other white space: there every splitting below begins something new.
-_WHITE = r"\s\u180e\u200b\ufeff"
-_WORD_END = re.compile(rf"(?<=[^{_WHITE}]) ")
-_WHITE_BEFORE_SPACE = re.compile(rf"(?:^|[{_WHITE}]) ")
+_FIRST = "\0"  # in front of a word that begins a text: it may have other ids than behind a space
+_SPACES = set("▁Ġ ")
 
-# Pre-tokenizers of byte-level tokenizers that never reach over a word's end, nor look behind it.
-_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_BYTE_LEVEL_SPLITS = (_LETTERS + _OTHERS, _LETTERS + "{1,3}" + _OTHERS)  # Qwen's, Llama 3's
-
-Coded = tuple[list[int], list[int]]  # ids, and the character at which each token begins
-# Before what the memory holds beside words behind a space: what begins a text, and what follows an added token or
-# is one.
-_FIRST, _INNER = _MARKS = ("\0first ", "\0inner ")
+# Beginnings and ends of words that tokenizers treat in ways of their own. What is the same for all of these is taken
+# to be the same for every text.
+_PARTS = (
+    "a", "B2", "two", "it's", "don't", "x.", "(y", "z)", "...", "?!", '"q"', "'s", "-", "1", "42", "1,000", "3.14", "#",
+    "@me", "a_b", "&amp;", "/", "\\", "<", ">", "<a>", "<0x41>", "</s", "[INST", "USER:", "a\nb", "\nc", "d\n", "\te",
+    "f\t", "\u00a0g", "\u200b", "é", "ß", "e\u0301", "\u0301", "猫", "日本。", "🙂", "שלום", "ﬁ", "Ａ", "²", "▁", "Ġ",
+)  # fmt: skip
 
 
-class WordTokenizer:
-    """Ids and first characters of texts, as the backend gives them."""
+class Words:
+    """Remembers the ids of words, for tokenizers whose ids of a text are those of its words in a row.
 
-    def __init__(self, backend: Tokenizer) -> None:
-        self.backend = backend
-        state = json.loads(backend.to_str())
-        added = state["added_tokens"]
-        later = _behind_a_word(state)
-        self.later = None if later is None else Tokenizer.from_str(json.dumps(later))
-        if any(token[how] for token in added for how in ("lstrip", "rstrip", "single_word", "normalized")):
-            self.later = None  # what surrounds an added token depends on it
-        contents = sorted((token["content"] for token in added), key=len, reverse=True)
-        self.added = re.compile(f"({'|'.join(map(re.escape, contents)) or '(?!)'})")
-        self.added_begin = {content[0] for content in contents}
-        self.only_first = "first" in (step.get("prepend_scheme") for step in _steps(state["pre_tokenizer"]))
-        self.known: dict[str, tuple[list[int], list[int], int]] = {}  # with the number of characters
-
-    def __call__(self, texts: Sequence[str]) -> Iterator[Coded]:
-        """Ids and first characters of every text."""
-        if self.later is None:
-            yield from _coded(self.backend, texts)
-            return
-        rows = [self._words(text) for text in texts]
-        coded = self._learned({word for row in rows for word in row})
-        for row in rows:
-            ids: list[int] = []
-            starts: list[int] = []
-            at = 0
-            for word in row:
-                more, begins, length = coded[word]
-                ids += more
-                if len(begins) == 1:
-                    starts.append(at + begins[0])
-                else:
-                    starts += [at + begin for begin in begins]
-                at += length
-            yield ids, starts
-
-    def _words(self, text: str) -> list[str]:
-        """The text in words without the space before them; the first of a section, and added tokens, are marked."""
-        if not any(char in text for char in self.added_begin):
-            return self._section(text, True)
-        words: list[str] = []
-        for i, part in enumerate(self.added.split(text)):
-            if i % 2:
-                words.append(_INNER + part)
-            elif part:
-                words += self._section(part, not words)
-        return words
-
-    def _section(self, text: str, is_first: bool) -> list[str]:
-        if not text:
-            return []
-        words = _WORD_END.split(text) if _WHITE_BEFORE_SPACE.search(text) else text.split(" ")
-        words[0] = (_FIRST if is_first or not self.only_first else _INNER) + words[0]
-        return words
-
-    def _learned(self, words: set[str]) -> dict[str, tuple[list[int], list[int], int]]:
-        """The codes of at least these words, most of which are known."""
-        new = sorted(words.difference(self.known))
-        if not new:
-            return self.known
-        texts = [word[len(_FIRST) :] if word.startswith(_MARKS) else f" {word}" for word in new]
-        begins = [word.startswith(_FIRST) for word in new]
-        firsts = _coded(self.backend, [text for text, first in zip(texts, begins) if first])
-        laters = _coded(self.later, [text for text, first in zip(texts, begins) if not first])
-        coded = {word: (*next(firsts if first else laters), len(text)) for word, text, first in zip(new, texts, begins)}
-        short = {word: code for word, code in coded.items() if len(word) <= MAX_WORD_CHARS}
-        if len(self.known) + len(short) > MAX_WORDS:
-            coded |= {word: self.known[word] for word in words if word in self.known}
-            self.known = short
-            return coded
-        self.known |= short
-        return self.known if len(short) == len(coded) else ChainMap(coded, self.known)
-
-
-def _coded(backend: Tokenizer, texts: Sequence[str]) -> Iterator[Coded]:
-    for encoding in backend.encode_batch(texts, add_special_tokens=False) if texts else ():
-        yield encoding.ids, [start for start, _ in encoding.offsets]
-
-
-def _behind_a_word(state: dict) -> dict | None:
-    """The tokenizer for a word that is not a text's first one, which begins with its space.
-
-    None where it is not certain that words never touch each other.
+    A word ends before a single space between two ordinary characters that belong to no added token. joint: what a
+    word has to begin with to get the ids that it has behind a space.
     """
-    model, state = state["model"], copy.deepcopy(state)
-    if model["type"] != "BPE" or any(model.get(key) for key in ("dropout", "continuing_subword_prefix")):
-        return None
-    if model.get("end_of_word_suffix"):
-        return None
-    normalizers, splits = _steps(state["normalizer"]), _steps(state["pre_tokenizer"])
-    kinds = [step["type"] for step in splits]
-    if "ByteLevel" in kinds:
-        splits_words = kinds == ["ByteLevel"] and splits[0]["use_regex"]
-        if kinds == ["Split", "ByteLevel"] and splits[0]["behavior"] == "Isolated" and not splits[0]["invert"]:
-            splits_words = not splits[1]["use_regex"] and splits[0]["pattern"].get("Regex") in _BYTE_LEVEL_SPLITS
-        composes = all(step["type"] == "NFC" for step in normalizers)  # never with a space
-        return state if splits_words and composes and not splits[-1]["add_prefix_space"] else None
-    # Sentencepiece's way, which tokenizer.copy_of_backend has made to work word by word.
-    words = {"type": "Split", "pattern": {"Regex": f"{SPACE}+[^{SPACE}]*"}, "behavior": "Isolated", "invert": False}
-    to_space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    prepend = {"type": "Prepend", "prepend": SPACE}
-    if not splits or splits[-1] != words or any(step not in (prepend, to_space) for step in normalizers):
-        return None
-    if kinds not in (["Split"], ["Metaspace", "Split"]) or (kinds == ["Split"] and to_space not in normalizers):
-        return None
-    for step in splits[:-1]:
-        step["prepend_scheme"] = "never"
-    rest = [step for step in normalizers if step != prepend]
-    state["normalizer"] = {"type": "Sequence", "normalizers": rest} if rest else None
-    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": splits}
-    return state
+
+    def __init__(self, tokenize: Tokenize, space: re.Pattern, joint: str) -> None:
+        self.tokenize, self.space, self.joint = tokenize, space, joint
+        self.known: dict[str, _Word] = {}
+
+    def __call__(self, texts: Sequence[str]) -> Iterator["WordRow"]:
+        """The tokens of every text."""
+        rows = []
+        for text in texts:
+            first, *rest = self.space.split(text)
+            rows.append([_FIRST + first, *[" " + word for word in rest]])
+        coded = self._coded({word for row in rows for word in row})
+        return (WordRow([coded[word] for word in row]) for row in rows)
+
+    def _coded(self, words: set[str]) -> Mapping[str, "_Word"]:
+        """At least these words; those that may come again are remembered."""
+        unknown = list(words.difference(self.known))
+        found = dict(zip(unknown, self._tokenized(unknown)))
+        if len(self.known) + len(found) > MAX_KNOWN:
+            found |= {word: self.known[word] for word in words.intersection(self.known)}
+            self.known.clear()
+        short = {word: coded for word, coded in found.items() if coded.length <= MAX_WORD}
+        self.known |= short
+        return self.known if len(short) == len(found) else ChainMap(found, self.known)
+
+    def _tokenized(self, words: list[str]) -> Iterator["_Word"]:
+        shown = [word[1:] if word[0] == _FIRST else self.joint + word[1:] for word in words]
+        for word, text, (ids, offsets) in zip(words, shown, self.tokenize(shown)):
+            length = len(word) - (word[0] == _FIRST)
+            shift = length - len(text)  # the space that the word stands behind, where it was not shown
+            yield _Word(ids, [begin + shift if i else begin for i, (begin, _) in enumerate(offsets)], length)
 
 
-def _steps(part: dict | None) -> list[dict]:
-    """The steps of a normalizer or a pre-tokenizer, none, one or a sequence."""
-    if part is None:
-        return []
-    return part.get("normalizers") or part.get("pretokenizers") or [] if part["type"] == "Sequence" else [part]
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """ids, the character that each token begins with, and the number of characters, a space in front included."""
+
+    ids: list[int]
+    begins: list[int]
+    length: int
+
+
+class WordRow:
+    """The tokens of one text, by its words."""
+
+    def __init__(self, words: list[_Word]) -> None:
+        self.words = words
+        self.ids = list(chain.from_iterable([word.ids for word in words]))
+
+    def tokens_before(self, places: Sequence[int]) -> list[int]:
+        """How many tokens begin before each place (characters of the text)."""
+        ends = list(accumulate([word.length for word in self.words]))
+        counts = list(accumulate([len(word.ids) for word in self.words]))
+        found = []
+        for place in places:
+            i = bisect_left(ends, place)
+            if i == len(ends):
+                found.append(counts[-1])
+            else:
+                word = self.words[i]
+                found.append(counts[i] - len(word.ids) + bisect_left(word.begins, place - ends[i] + word.length))
+        return found
+
+
+class WholeRow:
+    """The tokens of one text that was tokenized as a whole."""
+
+    def __init__(self, ids: list[int], offsets: list[tuple[int, int]]) -> None:
+        self.ids, self.offsets = ids, offsets
+
+    def tokens_before(self, places: Sequence[int]) -> list[int]:
+        """How many tokens begin before each place (characters of the text); they stand in the order of their begins."""
+        return [bisect_left(self.offsets, (place, -1)) for place in places]
+
+
+def words_of(tokenize: Tokenize, backend: Tokenizer) -> Words | None:
+    """A memory of words for a tokenizer; None where some text would get other ids or begins by it."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    reaching = any(_SPACES & set(token.lstrip("▁Ġ ")) for token in backend.get_vocab(with_added_tokens=False))
+    # A table of characters may make spaces of others, and take spaces away.
+    by_table = '"Precompiled"' in backend.to_str()
+    if reaching or by_table or any(re.search(r"\S \S", token) for token in added):
+        return None
+    firsts, lasts = ("".join(sorted({token[i] for token in added if token})) for i in (0, -1))
+    space = re.compile(rf"(?<=[!-~\w])(?<![▁Ġ{re.escape(lasts)}]) (?=[!-~\w])(?![▁Ġ{re.escape(firsts)}])")
+    probes = _probes(sorted(added))
+    wholes = [WholeRow(*coded) for coded in tokenize(probes)]
+    for joint in ("", " "):
+        words = Words(tokenize, space, joint)
+        if all(_same(row, whole, len(text)) for text, whole, row in zip(probes, wholes, words(probes))):
+            return words
+    return None
+
+
+def _probes(added: list[str]) -> list[str]:
+    """Texts of all kinds, in which every part meets many others."""
+    rng = random.Random(0)
+    gaps = [" "] * 8 + ["  ", "\n", " \n ", "", "\t"]
+    texts = list(_PARTS)
+    for _ in range(NUM_PROBES):
+        parts = rng.choices(_PARTS, k=12)
+        if added:
+            parts[rng.randrange(12)] = rng.choice(added)
+        texts.append("".join(part + rng.choice(gaps) for part in parts) + rng.choice(_PARTS))
+    return texts
+
+
+def _same(row: WordRow, whole: WholeRow, length: int) -> bool:
+    places = range(length + 1)
+    return row.ids == whole.ids and row.tokens_before(places) == whole.tokens_before(places)

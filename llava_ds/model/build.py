@@ -9,7 +9,6 @@ import deepspeed
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     CLIPVisionConfig,
     PreTrainedConfig,
@@ -23,6 +22,7 @@ from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, print_first
 from llava_ds.model import attention
+from llava_ds.model.language import length_problem, read_text_config
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.vision import ImageSpec, VisionTower, read_image_spec, read_vision_config, truncated
@@ -47,20 +47,10 @@ class ModelPlan:
 
 def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     """Read configurations and tokenizer, no weights. Raises ConfigError for folders that can't be used."""
-    path = args.model_name_or_path
-    try:
-        text_config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"--model_name_or_path {path} can't be opened: {error}") from error
-    if not hasattr(text_config, "hidden_size"):
-        raise ConfigError(f"--model_name_or_path {path} is a {text_config.model_type}: expected a language model")
-    tokenizer = open_tokenizer(path)
-    longest = getattr(text_config, "max_position_embeddings", None)
-    if longest is not None and max_length > longest:
-        raise ConfigError(
-            f"--model_max_length is {max_length}, but the language model knows {longest} positions: "
-            f"give {longest} or less"
-        )
+    text_config = read_text_config(args.model_name_or_path)
+    if problem := length_problem(text_config, max_length):
+        raise ConfigError(problem)
+    tokenizer = open_tokenizer(args.model_name_or_path)
     vision_config = read_vision_config(args.vision_tower)
     truncated(vision_config, args.mm_vision_select_layer)  # raises for a layer that the tower does not have
     return ModelPlan(text_config, vision_config, read_image_spec(args.vision_tower), tokenizer)

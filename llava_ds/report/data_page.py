@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.distributed import printable
 
 THUMBNAIL = 224  # pixels of the longer side of a picture on the page
 
@@ -78,9 +79,9 @@ def supervised_text(input_ids: list[int], labels: list[int], tokenizer: PreTrain
 def in_terminal(sample: ShownSample, coloured: bool) -> str:
     """A sample as lines of text, the supervised part green, or between >>> and <<< where there are no colours."""
     opening, closing = ("\x1b[32m", "\x1b[0m") if coloured else (">>>", "<<<")
-    parts = [f"--- {sample.title} ({sample.note})\n"]
+    parts = [f"--- {printable(sample.title)} ({printable(sample.note)})\n"]
     for run in sample.runs:
-        text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in run.text)
+        text = printable(run.text, keep="\n\t")
         if run.kind == "image":
             parts.append(f"[{run.num_tokens} image positions]")
         else:

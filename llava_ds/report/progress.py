@@ -32,16 +32,18 @@ class Progress:
         self.log = MetricsLog(output_dir / "metrics.jsonl", resume_step) if ranks.is_first else None
         self.bar = progress_bar(total=max_steps, initial=resume_step, desc=output_dir.name, unit="step")
 
-    def after_step(self, result, skipped_steps: int) -> None:
-        """result: a StepResult of the loop; skipped_steps: the engine's count of steps without an update."""
+    def after_step(self, result, skipped_steps: int, flush: bool = False) -> None:
+        """result: a StepResult of the loop; skipped_steps: the engine's count of steps without an update.
+
+        flush: whether to write at once, so that the log does not lag behind a checkpoint.
+        """
         self.pending.append((result, skipped_steps))
-        if len(self.pending) == self.logging_steps or result.step == self.max_steps:
+        if flush or len(self.pending) == self.logging_steps or result.step == self.max_steps:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending; call it before a checkpoint, so that the log never lags behind one."""
+        """Write what is pending."""
         rows = [self._row(result, skipped) for result, skipped in self.pending]
-        self.skipped.add([result for result, _ in self.pending])
         if rows and self.ranks.is_first:
             self.log.write(rows)
             self.bar.set_postfix_str(
@@ -49,6 +51,7 @@ class Progress:
                 refresh=False,
             )
             self.bar.update(len(rows))
+        self.skipped.add([result for result, _ in self.pending])
         self.pending.clear()
 
     def close(self, title: str) -> None:
@@ -61,7 +64,7 @@ class Progress:
                 plot_loss(rows, self.output_dir / "loss.png", title)
 
     def _row(self, result, skipped_steps: int) -> dict:
-        samples, tokens, targets = map(int, result.counts)
+        samples, tokens, targets, _ = map(int, result.counts)
         return {
             "step": result.step,
             "epoch": result.step / self.steps_per_epoch,
@@ -72,11 +75,11 @@ class Progress:
             "tokens": tokens,
             "supervised_tokens": targets,
             "step_time_s": round(result.step_time_s, 6),
-            "data_wait_s": round(result.window.data_wait_s, 6),
+            "data_wait_s": round(result.data_wait_s, 6),
             "tokens_per_s": round(tokens / result.step_time_s, 1),
             "peak_memory_bytes": peak_memory_bytes(self.ranks.device),
             "skipped_steps": skipped_steps,
-            "broken_samples": result.window.num_planned - samples,
+            "broken_samples": result.num_planned - samples,
         }
 
 

@@ -5,8 +5,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from llava_ds.constants import DataError
-from llava_ds.distributed import Ranks, gather, print_first
+from llava_ds.distributed import Ranks, from_first, gather, print_first
 
 
 class SkippedLog:
@@ -16,33 +15,23 @@ class SkippedLog:
     """
 
     def __init__(
-        self,
-        path: Path,
-        rejections: Iterable[dict],
-        num_samples: int,
-        max_fraction: float,
-        resume_step: int,
-        ranks: Ranks,
+        self, path: Path, rejections: Iterable[dict], num_allowed: float, resume_step: int, ranks: Ranks
     ) -> None:
-        """rejections: of the preflight; num_samples, max_fraction: more of them broken than this part ends the run."""
-        self.path, self.ranks = path, ranks
-        self.num_samples, self.max_fraction = num_samples, max_fraction
-        self.broken: set[tuple[str, int]] = set()
+        """rejections: of the preflight; num_allowed: different records that may be left out, these included."""
+        self.path, self.num_allowed, self.ranks = path, num_allowed, ranks
+        rejections = list(rejections)
+        self.num_rejected = len(rejections)
+        earlier = from_first(ranks, lambda: [row for row in _read(path) if 0 < row.get("step", 0) <= resume_step])
+        self.broken = {(row["file"], row["index"]) for row in earlier}
         if ranks.is_first:
-            earlier = [row for row in _read(path) if 0 < row.get("step", 0) <= resume_step]
             with path.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in (*rejections, *earlier))
 
     def add(self, results: list) -> None:
-        """Note the broken samples of some steps (StepResults, which have to be the same steps on every rank).
-
-        Raises DataError, on every rank, when too many different samples broke.
-        """
-        if all(result.window.num_planned == int(result.counts[0]) for result in results):
+        """Note the broken samples of some steps (StepResults, which have to be the same steps on every rank)."""
+        if all(result.num_planned == int(result.counts[0]) for result in results):
             return  # so it is on all ranks, for the counts are theirs together
-        mine = [
-            {**dataclasses.asdict(broken), "step": result.step} for result in results for broken in result.window.broken
-        ]
+        mine = [{**dataclasses.asdict(broken), "step": result.step} for result in results for broken in result.broken]
         rows = [row for part in gather(mine, self.ranks) for row in part]
         rows.sort(key=lambda row: (row["step"], row["file"], row["index"]))
         self.broken |= {(row["file"], row["index"]) for row in rows}
@@ -50,11 +39,17 @@ class SkippedLog:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
         print_first(*(f"step {row['step']}: left out {row['id']}: {row['reason']}" for row in rows))
-        if len(self.broken) > self.max_fraction * self.num_samples:
-            raise DataError(
-                f"{len(self.broken)} of {self.num_samples} samples broke while training, --max_bad_fraction allows "
-                f"{self.max_fraction:.2%}: {self.path} lists them; mend them and start again, or raise the limit"
-            )
+
+    @property
+    def problem(self) -> str | None:
+        """Why the run can't go on, the same on every rank; None while it can."""
+        if not self.broken or self.num_rejected + len(self.broken) <= self.num_allowed:
+            return None
+        return (
+            f"{len(self.broken)} samples broke while training, and {self.num_rejected} records had been left out "
+            f"before: more than --on_bad_sample and --max_bad_fraction allow ({int(self.num_allowed)}). {self.path} "
+            "lists them: mend them or raise the limit, and start again to go on from the last checkpoint"
+        )
 
 
 def _read(path: Path) -> list[dict]:

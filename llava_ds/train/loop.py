@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.loader import Window
 from llava_ds.distributed import Ranks, all_sum
 from llava_ds.train.loss import loss_scales
@@ -22,7 +23,8 @@ class TrainState:
 class StepResult:
     """What one optimizer step was. loss and counts are on the device: reading them waits for the step.
 
-    counts (3,) float64: samples, tokens and supervised tokens of all ranks, without broken samples.
+    counts: samples, tokens, supervised tokens and micro-batches of all ranks (see Window.counts), without broken
+    samples; num_planned: samples with them; broken: those of this rank. No batch is kept alive by it.
     """
 
     step: int
@@ -30,7 +32,9 @@ class StepResult:
     counts: torch.Tensor
     grad_norm: object  # as the engine gives it: a number, a tensor, or None at stage 0
     lr: list[float]
-    window: Window
+    num_planned: int
+    broken: list[BrokenSample]
+    data_wait_s: float
     step_time_s: float
 
 
@@ -55,7 +59,7 @@ def train(
         lr = [group["lr"] for group in engine.optimizer.param_groups]
         # A picture may break after it was checked: what counts is what the ranks really have, not what was planned.
         counts = all_sum(torch.tensor(window.counts, dtype=torch.float64, device=ranks.device))
-        scales = loss_scales(window, loss_reduction, counts[2], ranks.world_size)
+        scales = loss_scales(window, loss_reduction, counts, ranks.world_size)
         loss = torch.zeros((), device=ranks.device)
         for i, (batch, scale) in enumerate(zip(window.batches, scales)):
             loss_sum = engine(batch)  # over this micro-batch's supervised tokens
@@ -66,5 +70,15 @@ def train(
         state.step += 1
         finished = time.perf_counter()
         grad_norm = engine.get_global_grad_norm()
-        result = StepResult(state.step, all_sum(loss), counts, grad_norm, lr, window, finished - started)
+        result = StepResult(
+            step=state.step,
+            loss=all_sum(loss),
+            counts=counts,
+            grad_norm=grad_norm,
+            lr=lr,
+            num_planned=window.num_planned,
+            broken=window.broken,
+            data_wait_s=window.data_wait_s,
+            step_time_s=finished - started,
+        )
         started = finished + after_step(result)

@@ -5,15 +5,14 @@ import torch
 from llava_ds.data.loader import Window
 
 
-def loss_scales(window: Window, reduction: str, num_targets: torch.Tensor, world_size: int) -> list[torch.Tensor]:
-    """The factor of each micro-batch's summed loss before backward, float32 scalars on num_targets' device.
+def loss_scales(window: Window, reduction: str, counts: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """The factor of each micro-batch's summed loss before backward, float32 scalars on counts' device.
 
-    num_targets: supervised tokens of the step over all ranks, a scalar. DeepSpeed averages gradients over the ranks,
-    so the factor holds world_size where a sum over ranks is meant. "token": the mean over all supervised tokens of the
-    step, on all ranks. "micro_batch": LLaVA's mean over each micro-batch's tokens, then over micro-batches and ranks.
+    counts: Window.counts summed over all ranks. DeepSpeed averages gradients over the ranks, so the factor holds
+    world_size where a sum over ranks is meant. "token": the mean over all supervised tokens of the step, on all ranks.
+    "micro_batch": LLaVA's mean over each micro-batch's tokens, then over the micro-batches of all ranks that have any.
     """
-    count = len(window.micro_batches)
+    _, _, num_targets, num_micro_batches = counts.clamp(min=1)
     if reduction == "token":
-        return [(world_size / num_targets.clamp(min=1)).float()] * count
-    own = [1 / (max(1, micro.num_targets) * count) for micro in window.micro_batches]
-    return list(torch.tensor(own, dtype=torch.float32, device=num_targets.device))
+        return [(world_size / num_targets).float()] * len(window.micro_batches)
+    return [(world_size / (num_micro_batches * max(1, m.num_targets))).float() for m in window.micro_batches]

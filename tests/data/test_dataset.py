@@ -1,9 +1,13 @@
 """Checked and encoded once, found again when nothing has changed, and nothing lost in silence."""
 
+import base64
+import io
 import json
 import os
+import pickle
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,10 +19,11 @@ from transformers import AutoTokenizer
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
 from llava_ds.data import preflight as preflight_module
-from llava_ds.data.dataset import BrokenSample, EncodedDataset
+from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
 from llava_ds.data.preflight import Checker, reasons_in_short
 from llava_ds.data.sources import read_samples
+from llava_ds.distributed import Ranks
 from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
 
 P = (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
@@ -231,6 +236,149 @@ def test_llavas_lengths_count_words(opened, tmp_path):
     assert data.lengths_for("modality") == [n if "image" in r else -n for n, r in zip(words, records)]
     assert data.lengths_for("length") == [n + 128 if "image" in r else n for n, r in zip(words, records)]
     assert data.lengths_for("bucket") == data.lengths
+
+
+def test_rows_that_are_read_stay_where_they_are(opened, tmp_path):
+    picture = tmp_path / "data" / "images" / "1.png"
+    picture.rename(tmp_path / "away.png")
+    running = opened(max_bad_fraction=0.5)
+    (tmp_path / "away.png").rename(picture)
+    assert len(opened(max_bad_fraction=0.5)) == len(running) + 1
+    assert all(Path(file["filename"]).is_file() for file in running.table.cache_files)
+    again = pickle.loads(pickle.dumps(running))  # as a worker process gets it, which opens the files anew
+    assert same(again, running) and list(again.rejections()) == list(running.rejections())
+
+
+@pytest.mark.parametrize("damage", ["cut", "nonsense", "gone", "list"])
+def test_damaged_rows_are_made_anew(opened, damage):
+    whole = opened()
+    [rows] = (Path(file["filename"]) for file in whole.table.cache_files)
+    size = rows.stat().st_size
+    # Unlinked first: cutting a file that is mapped would end this process.
+    data = rows.read_bytes()
+    rows.unlink()
+    if damage == "cut":
+        rows.write_bytes(data[: size // 2])
+    elif damage == "nonsense":
+        rows.write_bytes(b"\xff" * size)
+    elif damage == "list":
+        rows.write_bytes(data)
+        (rows.parent / "files.json").write_text("{")
+    again = opened()
+    assert again.fingerprint == whole.fingerprint and same(again, whole) and again.folder != whole.folder
+
+
+def test_only_who_is_asked_to_tries_again(opened, tmp_path):
+    picture = tmp_path / "data" / "images" / "1.png"
+    picture.rename(tmp_path / "away.png")
+    without = opened(max_bad_fraction=0.5)
+    (tmp_path / "away.png").rename(picture)
+    assert opened(max_bad_fraction=0.5, retry=False).fingerprint == without.fingerprint
+    first = opened(max_bad_fraction=0.5)
+    assert opened(max_bad_fraction=0.5, retry=False).fingerprint == first.fingerprint != without.fingerprint
+
+
+def test_ranks_with_other_data_are_named(monkeypatch):
+    ranks = Ranks(rank=2, local_rank=2, world_size=4, device=torch.device("cpu"))
+    monkeypatch.setattr(dataset_module, "gather", lambda value, _: ["a", "b", value, "b"])
+    with pytest.raises(DataError, match=r"ranks 1, 3 of 4 found other data than rank 0: .*--cache_dir"):
+        check_same_data("a", ranks)
+    monkeypatch.setattr(dataset_module, "gather", lambda value, _: [value] * 4)
+    check_same_data("a", ranks)
+
+
+def test_another_reason_is_no_reason_to_encode_anew_and_few_are_tried_at_once(opened, tmp_path, monkeypatch):
+    records = [talk("<image>\nWho?", "yes", image=f"{i}.jpg") for i in range(40)] + [talk("Who?", "yes")]
+    path, images = write(tmp_path / "many.json", records), tmp_path / "data" / "images"
+    first = opened(data_path=path, max_bad_fraction=1.0)
+    for i in range(10, 20):
+        (images / f"{i}.jpg").write_bytes(b"no picture")
+    monkeypatch.setattr(dataset_module, "RECORDS_PER_CALL", 8)
+    tried, check = [], Checker.__call__
+    monkeypatch.setattr(Checker, "__call__", lambda self, some: tried.append(len(some)) or check(self, some))
+    assert opened(data_path=path, max_bad_fraction=1.0).folder == first.folder
+    assert tried == [8] * 5
+    Image.new("RGB", (30, 30)).save(images / "2.jpg")
+    tried.clear()
+    again = opened(data_path=path, max_bad_fraction=1.0)
+    assert len(again) == 2 and tried[0] == 8 and sum(tried[1:]) == 41  # seen in the first part, and all encoded anew
+
+
+@pytest.mark.parametrize("aspect_ratio", ["square", "pad"])
+@pytest.mark.parametrize("fast_decoding", [False, True])
+def test_another_size_is_shown_where_the_tokens_stay(opened, tmp_path, aspect_ratio, fast_decoding):
+    pictures = toys.picture_options(aspect_ratio=aspect_ratio, fast_decoding=fast_decoding, max_pixels=5000)
+    data = opened(pictures=pictures)
+    picture = tmp_path / "data" / "images" / "1.png"
+    Image.new("RGB", (90, 20), (9, 9, 9)).save(picture)
+    assert len(data[1].input_ids) == data.lengths[1] and data[1].media[0][0].shape == (1, 3, 24, 24)
+    Image.new("RGB", (4000, 1)).save(picture)
+    assert isinstance(data[1], BrokenSample) and "4000 x 1" in data[1].reason
+
+
+def test_data_with_a_changed_picture_are_encoded_anew(opened, tmp_path):
+    settings = {"pictures": toys.picture_options(aspect_ratio="anyres", merge_type="spatial_unpad")}
+    data = opened(**settings)
+    picture = tmp_path / "data" / "images" / "1.png"
+    Image.new("RGB", (90, 20)).save(picture)
+    assert opened(**settings).fingerprint == data.fingerprint  # nobody looked
+    assert isinstance(data[1], BrokenSample) and "start again" in data[1].reason
+    assert opened(**settings, retry=False).fingerprint == data.fingerprint
+    again = opened(**settings)
+    assert again.lengths[1] != data.lengths[1] and len(again[1].input_ids) == again.lengths[1]
+    assert opened(**settings).folder == again.folder  # once
+
+
+@pytest.mark.parametrize("gone", ["pictures.bin", "records.jsonl", ""])
+def test_embedded_pictures_outlive_a_deleted_copy(opened, tmp_path, gone):
+    uri = "data:image/png;base64," + base64.b64encode((tmp_path / "data" / "images" / "1.png").read_bytes()).decode()
+    path = write(tmp_path / "inside.json", [talk("<image>\nWho?", "yes", image=uri)])
+    first = opened(data_path=path)
+    before = first[0].media[0][0]
+    [spool] = (tmp_path / "c" / "pictures").iterdir()
+    if gone:
+        (spool / gone).unlink()
+    else:
+        shutil.rmtree(tmp_path / "c" / "pictures")
+    again = opened(data_path=path)
+    assert torch.equal(again[0].media[0][0], before) and again.fingerprint == first.fingerprint
+
+
+def write_shard(path: Path, members: dict[str, bytes]) -> str:
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return str(path)
+
+
+def test_a_copied_shard_is_the_same_data_and_a_changed_one_is_not(opened, tmp_path):
+    picture = (tmp_path / "data" / "images" / "1.png").read_bytes()
+    members = {"a.png": picture, "a.txt": b"a cat", "b.png": picture, "b.txt": b"a dog"}
+    first = opened(data_path=write_shard(tmp_path / "a.tar", members))
+    shutil.copyfile(tmp_path / "a.tar", tmp_path / "copy.tar")
+    os.utime(tmp_path / "copy.tar", ns=(1, 1))
+    assert opened(data_path=str(tmp_path / "copy.tar")).fingerprint == first.fingerprint
+    changes = [{"b.txt": b"a cow"}, {"b.png": picture + b"\0"}, {"c.txt": b"a dog"}]
+    prints = [
+        opened(data_path=write_shard(tmp_path / f"{i}.tar", {**members, **change}), max_bad_fraction=0.5).fingerprint
+        for i, change in enumerate(changes)
+    ]
+    assert len({first.fingerprint, *prints}) == 4
+    write_shard(tmp_path / "a.tar", {**members, "b.txt": b"a cow"})  # in the same place, as large
+    os.utime(tmp_path / "a.tar", ns=(2, 2))
+    assert opened(data_path=str(tmp_path / "a.tar")).fingerprint == prints[0]
+
+
+def test_options_that_show_nowhere_are_not_in_the_fingerprint(opened, tmp_path):
+    def prints(**settings) -> list[str]:
+        changes = ({}, {"max_pixels": 999_999}, {"video_fps": 2}, {"frames_upbound": 3}, {"pool_stride": 1})
+        return [opened(**settings, pictures=toys.picture_options(**change)).fingerprint for change in changes]
+
+    assert len(set(prints())) == 1
+    records = [talk("<video>\nWho?", "yes", video=["1.png"])]
+    assert len(set(prints(data_path=write(tmp_path / "video.json", records)))) == 4
 
 
 def test_no_scratch_folder_is_left(opened, tmp_path):

@@ -2,15 +2,12 @@
 
 import dataclasses
 import itertools
-import multiprocessing
-from pathlib import Path
 
 import pytest
 import torch
 import toys
 
 from llava_ds.batch import Batch
-from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import Layout, Window, windows
 from llava_ds.data.sampler import SampleOrder
@@ -79,7 +76,7 @@ def test_the_ranks_together_see_each_steps_samples_once(dataset, layout, world_s
         sums = tuple(map(sum, zip(*(window.counts for window in step))))
         assert sums == tuple(
             sum(part[i] for i in samples) for part in ([1] * len(dataset), dataset.lengths, dataset.num_targets)
-        )
+        ) + (sum(len(batch.targets) > 0 for window in step for batch in window.batches),)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -114,22 +111,6 @@ def test_loading_leaves_the_global_generator_alone(dataset):
     before = torch.get_rng_state()
     collect(dataset, Layout(0, 1, **LAYOUTS["by count"]), 2)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_picture_is_one_clear_line_where_it_ends_the_run(tmp_path, tokenizer, workers):
-    broken = toys.encoded(
-        **toys.write_data(tmp_path, "ii"), tokenizer=tokenizer, cache_dir=tmp_path / "cache", on_bad_sample="stop"
-    )
-    path = Path(tmp_path / "images" / "1.png")
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(DataError) as caught:
-        collect(broken, Layout(0, 1, **LAYOUTS["by count"]), 1, workers=workers)
-    for worker in multiprocessing.active_children():  # collected as garbage, torch's loader would wait 5 s for it
-        worker.terminate()
-        worker.join()
-    message = str(caught.value)
-    assert str(path) in message and "Traceback" not in message and "\n" not in message
 
 
 @pytest.mark.parametrize("workers", [0, 2])

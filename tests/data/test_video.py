@@ -48,6 +48,13 @@ def test_frames_are_taken_by_the_second_and_evenly_when_there_are_too_many(tmp_p
 
 
 @needs_av
+def test_a_forced_number_of_frames_is_decoded_also_of_a_short_video(tmp_path):
+    forced = dataclasses.replace(OPTIONS, force_sample=True)
+    assert np.allclose(brightness(write_video(tmp_path / "a.mp4", 12), forced), [0, 1, 3, 4, 6, 7, 9, 11], atol=0.8)
+    assert np.allclose(brightness(write_video(tmp_path / "b.mp4", 4), forced), [0, 0, 0, 1, 1, 2, 2, 3], atol=0.8)
+
+
+@needs_av
 def test_what_is_no_video_or_another_one_is_named(tmp_path):
     media = write_video(tmp_path / "a.mp4", 12)
     sizes = probe(media, OPTIONS)

@@ -7,10 +7,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from llava_ds.data import words as words_module
-from llava_ds.data.words import _BYTE_LEVEL_SPLITS, WordTokenizer
+from llava_ds.data.words import WholeRow, words_of
 from llava_ds.tiny.tokenizer import train_tokenizer
 from llava_ds.tokenizer import SPACE, copy_of_backend
 
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA_3 = QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")
 CORPUS = ["What is it, number 12? There's no dog here.\n\nIt is\ta red cat!  Two  cats. 猫です café"] * 3
 PIECES = [
     *[
@@ -84,46 +86,56 @@ FAST = {
     "llama": lambda: sentencepiece(),
     "llama, space at the beginning only": lambda: sentencepiece(first_only=True),
     "gpt2": lambda: byte_level(None),
-    "qwen": lambda: byte_level(_BYTE_LEVEL_SPLITS[0], normalizers.NFC()),
-    "llama 3": lambda: byte_level(_BYTE_LEVEL_SPLITS[1]),
+    "qwen": lambda: byte_level(QWEN, normalizers.NFC()),
+    "llama 3": lambda: byte_level(LLAMA_3),
 }
-SLOW = {
-    "another split": lambda: byte_level(r"\S+ ?"),
-    "lower case": lambda: byte_level(None, normalizers.Lowercase()),
-}
+SLOW = {"words with the space behind them": lambda: byte_level(r"\S+ ?")}
 
 
 def texts(number: int) -> list[str]:
     rng = random.Random(7)
-    return ["", " ", *("".join(rng.choices(PIECES, k=rng.randint(1, 12))) for _ in range(number))]
+    joined = ["".join(rng.choices(PIECES, k=rng.randint(1, 12))) for _ in range(number // 2)]
+    spaced = [" ".join(rng.choices(PIECES, k=rng.randint(2, 9))) for _ in range(number // 2)]
+    return ["", " ", *joined, *spaced]
 
 
-@pytest.mark.parametrize("name", [*FAST, *SLOW])
+def whole(backend: Tokenizer, some: list[str]) -> list[WholeRow]:
+    return [WholeRow(c.ids, c.offsets) for c in backend.encode_batch(some, add_special_tokens=False)]
+
+
+def words_for(backend: Tokenizer):
+    return words_of(lambda some: ((row.ids, row.offsets) for row in whole(backend, some)), backend)
+
+
+@pytest.mark.parametrize("name", FAST)
 def test_ids_and_beginnings_are_the_librarys(name, monkeypatch):
-    monkeypatch.setattr(words_module, "MAX_WORDS", 300)  # so that it starts anew now and then
-    backend = backend_of({**FAST, **SLOW}[name]())
-    words = WordTokenizer(backend)
-    assert (words.later is not None) == (name in FAST)
-    every = texts(3000)
+    monkeypatch.setattr(words_module, "MAX_KNOWN", 300)  # so that it starts anew now and then
+    backend = backend_of(FAST[name]())
+    words = words_for(backend)
+    every = texts(2000)
     for i in range(0, len(every), 50):
         some = every[i : i + 50]
-        expected = [
-            (coded.ids, [start for start, _ in coded.offsets])
-            for coded in backend.encode_batch(some, add_special_tokens=False)
-        ]
-        for text, mine, theirs in zip(some, words(some), expected, strict=True):
-            assert mine == theirs, repr(text)
+        for text, mine, theirs in zip(some, words(some), whole(backend, some), strict=True):
+            assert mine.ids == theirs.ids, repr(text)
+            places = range(len(text) + 1)
+            assert mine.tokens_before(places) == theirs.tokens_before(places), repr(text)
 
 
-def test_a_token_that_takes_its_surroundings_is_left_to_the_library():
+@pytest.mark.parametrize("name", SLOW)
+def test_a_tokenizer_that_reaches_over_spaces_is_left_to_the_library(name):
+    assert words_for(backend_of(SLOW[name]())) is None
+
+
+def test_tokens_of_several_words_are_left_to_the_library():
     backend = sentencepiece()
-    backend.add_special_tokens([AddedToken("<mask>", lstrip=True)])
-    assert WordTokenizer(backend_of(backend)).later is None
+    backend.add_special_tokens([AddedToken("two words")])
+    assert words_for(backend_of(backend)) is None
 
 
 def test_known_words_are_not_tokenized_again():
-    words = WordTokenizer(backend_of(sentencepiece()))
-    before = list(words(["What is it? It is a cat."]))
-    words.backend = words.later = None
-    words.later = object()
-    assert list(words(["What is it? It is a cat."])) == before
+    backend = backend_of(sentencepiece())
+    words = words_for(backend)
+    [before] = words(["What is it? It is a cat."])
+    words.tokenize = lambda some: iter([]) if not some else pytest.fail(f"again: {some}")
+    [again] = words(["What is it? It is a cat."])
+    assert again.ids == before.ids

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import toys
-from launching import ds_config, losses, run_many
+from launching import TRAIN, command_line, ds_config, launch, losses, run_many
+
+from llava_ds.data.sample import Message
+from llava_ds.infer.generate import Prompt, answer, prompt_ids
+from llava_ds.infer.load import load_model
 
 STEPS = 6
 
@@ -76,6 +80,9 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     for ranks in (1, 2, 4):
         todo = []
         plans = {f"mixture-{ranks}": (mixture, 2, {"group_by_modality_length": True, "save_strategy": "steps"})}
+        if ranks == 2:
+            anyres = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad", "version": "qwen_2"}
+            plans["qwen"] = ({**toys.write_qwen_base(folder / "qwen-base"), **torn}, 3, anyres)
         if ranks < 4:
             plans[f"torn-{ranks}"] = (torn, 3, {})
             plans[f"torn-tokens-{ranks}"] = (torn, 2, {"tokens_per_micro_batch": 120, "dataloader_num_workers": 1})
@@ -123,11 +130,40 @@ def test_a_picture_that_breaks_is_left_out_alike_on_any_ranks_and_layout(runs):
         assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, other, strict=True)) < 1e-5, name
 
 
+def test_a_qwen_on_tiles_ends_as_a_model_that_answers_in_its_own_template(runs):
+    loaded = load_model(runs["qwen"])
+    assert (loaded.version, loaded.pictures.aspect_ratio) == ("chatml", "anyres")
+    messages = (Message("human", "<image>\nWhat is it?"),)
+    picture = runs["qwen"].parent / "torn" / "images" / "0.png"
+    ids = prompt_ids(loaded, Prompt(messages, (str(picture),)))
+    assert ids.count(loaded.model.config.image_token_id) > (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
+    text = loaded.processor.tokenizer.decode([i for i in ids if i != loaded.model.config.image_token_id])
+    assert text.endswith("<|im_start|>assistant\n") and "<|im_start|>user\n" in text
+    assert loaded.model.generation_config.eos_token_id in (2, [2])  # <|im_end|>
+    assert isinstance(answer(loaded, [Prompt(messages, (str(picture),))], max_new_tokens=3)[0], str)
+
+
 def test_broken_pictures_are_listed_with_their_step(runs):
-    for name in ("torn-1", "torn-2"):
+    expected = [(row["id"], row["step"]) for row in skipped(runs["torn-1"])]
+    assert len(expected) == sum(row["broken_samples"] for row in rows(runs["torn-1"]))
+    assert {name for name, _ in expected} <= {"s2", "s7"}
+    for name in ("torn-2", "torn-tokens-1", "torn-tokens-2"):
         listed = skipped(runs[name])
-        assert [(row["id"], row["step"]) for row in listed] == [
-            (row["id"], row["step"]) for row in skipped(runs["torn-1"])
-        ]
-        assert {row["id"] for row in listed} <= {"s2", "s7"} and all(".png" in row["reason"] for row in listed)
-        assert len(listed) == sum(row["broken_samples"] for row in rows(runs[name]))
+        assert [(row["id"], row["step"]) for row in listed] == expected
+        assert all(".png" in row["reason"] for row in listed)
+
+
+def test_a_run_that_allows_no_broken_picture_ends_alike_on_all_ranks(runs):
+    """After the step that met it: metrics, list and checkpoint are there, and the message is one."""
+    folder = runs["torn-1"].parent
+    base = {
+        name: str(folder / "base" / part) for name, part in (("model_name_or_path", "llama"), ("vision_tower", "clip"))
+    }
+    torn = {"data_path": folder / "torn" / "data.json", "image_folder": folder / "torn" / "images"}
+    flags = flags_of(base, torn, folder / "stopped", 2, on_bad_sample="stop", save_strategy="steps")
+    done = launch(2, TRAIN, *command_line(flags))
+    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.count("run/train.py: error") == 1 and "broke while training" in done.stderr
+    assert {row["id"] for row in skipped(folder / "stopped")} <= {"s2", "s7"}
+    met = rows(folder / "stopped")[-1]
+    assert met["broken_samples"] > 0 and (folder / "stopped" / f"checkpoint-{met['step']}" / "manifest.json").is_file()

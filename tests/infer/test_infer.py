@@ -166,6 +166,24 @@ def test_the_processor_of_todays_llama_tokenizer_gives_the_ids_of_training(tmp_p
     assert inputs["input_ids"][0].tolist() == [image_token if token == -200 else token for token in trained]
 
 
+def test_a_model_trained_with_marks_around_pictures_is_asked_with_them(tmp_path):
+    args = ModelArguments(**toys.write_base(tmp_path / "base"), mm_use_im_start_end=True)
+    toys.add_tokens(Path(args.model_name_or_path), "<im_start>", "<im_end>")
+    plan = plan_model(args, 512)
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    image = str(next(Path(toys.write_data(tmp_path / "data", "i")["image_folder"]).glob("*.png")))
+    asked = (Message("human", "<image>\nWhat is it?"),)
+    encoder = Encoder(plan.tokenizer, EncodingOptions("v1", 512, mm_use_im_start_end=True))
+    [trained] = encoder.encode_batch([((*asked, Message("gpt", "a cat")), [plan.images.num_tokens])])
+    start = plan.tokenizer.convert_tokens_to_ids("<im_start>")
+
+    export_hf(model, plan, args, square(plan), tmp_path, RANKS)
+    loaded = load_model(tmp_path)
+    ids = prompt_ids(loaded, Prompt(asked, (image,)))
+    image_token = loaded.model.config.image_token_id
+    assert start in ids and ids == [image_token if i == -200 else i for i in trained.input_ids.tolist()][: len(ids)]
+
+
 def test_a_model_with_missing_weights_is_refused(built, tmp_path):
     shutil.copytree(built[3], tmp_path / "broken")
     tensors = load_file(tmp_path / "broken" / "model.safetensors")

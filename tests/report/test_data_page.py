@@ -45,7 +45,8 @@ def test_the_terminal_shows_what_is_supervised_with_and_without_colours(tokenize
 def test_the_terminal_is_not_steered_by_the_data(tokenizer):
     ids = tokenizer("yes", add_special_tokens=False)["input_ids"]
     runs = (type(runs_of(ids, ids, tokenizer)[0])("context", 1, "a\x1b[2Jb\n"),)
-    assert "\x1b" not in in_terminal(ShownSample("t", "n", runs, ()), False)
+    shown = in_terminal(ShownSample("t\x1b[2J\n", "n\x1b]0;\x07", runs, ()), False)
+    assert shown == "--- t\\x1b[2J\\n (n\\x1b]0;\\x07)\na\\x1b[2Jb\n"
 
 
 def test_the_page_needs_nothing_from_outside_and_escapes_the_data(tokenizer):

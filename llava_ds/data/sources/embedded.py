@@ -9,12 +9,12 @@ import base64
 import binascii
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from llava_ds.constants import ConfigError
+from llava_ds.data.cache import put_in_place, scratch_beside
 from llava_ds.data.sources.options import Columns
 
 REFERENCE = "llava_ds_file"  # key of an object in a picture's place: a file, offset and num_bytes
@@ -96,31 +96,29 @@ def spooled(folder: str, rows: Callable[[PictureStore], Iterator[Row]]) -> Itera
     can't be written, and what `rows` raises.
     """
     final = Path(folder)
-    if not final.exists():
-        scratch = final.with_name(f"{final.name}.{os.getpid()}.tmp")
+    if not _is_whole(final):
         try:
-            scratch.mkdir(parents=True)
-            with open(scratch / PICTURES, "wb") as pictures, open(scratch / RECORDS, "wb") as records:
-                for number, line, text in rows(PictureStore(pictures, str(final / PICTURES))):
-                    records.write(f"{number} {line} {text}\n".encode("utf-8", "surrogateescape"))
-                for file in (pictures, records):
-                    file.flush()
-                    os.fsync(file.fileno())
-            _rename(scratch, final)
+            with scratch_beside(final) as scratch:
+                _spool(scratch, final, rows)
+                if not put_in_place(scratch, final) and not _is_whole(final):
+                    for name in (PICTURES, RECORDS):  # part of it was deleted
+                        os.replace(scratch / name, final / name)
         except OSError as error:
             raise ConfigError(f"the pictures inside the data can't be spooled to {final}: {error}") from error
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
     with open(final / RECORDS, "rb") as records:
         for row in records:
             number, line, text = row.decode("utf-8", "surrogateescape").rstrip("\n").split(" ", 2)
             yield int(number), int(line), text
 
 
-def _rename(scratch: Path, final: Path) -> None:
-    try:
-        scratch.rename(final)
-    except OSError:
-        if not final.exists():
-            raise
-        # another process was first; what it wrote is the same
+def _spool(scratch: Path, final: Path, rows: Callable[[PictureStore], Iterator[Row]]) -> None:
+    with open(scratch / PICTURES, "wb") as pictures, open(scratch / RECORDS, "wb") as records:
+        for number, line, text in rows(PictureStore(pictures, str(final / PICTURES))):
+            records.write(f"{number} {line} {text}\n".encode("utf-8", "surrogateescape"))
+        for file in (pictures, records):
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in (PICTURES, RECORDS))

@@ -36,10 +36,10 @@ def read_samples(
     return samples
 
 
-def shown(problems: Iterable[str]) -> str:
-    """The first problems, a line each, and how many more there are."""
+def shown(problems: Iterable[str], where: str = "") -> str:
+    """The first problems, a line each, and how many more there are; where: said of those."""
     problems = list(problems)
     lines = [f"  {problem}" for problem in problems[:MAX_SHOWN]]
     if len(problems) > MAX_SHOWN:
-        lines.append(f"  and {len(problems) - MAX_SHOWN} more")
+        lines.append(f"  and {len(problems) - MAX_SHOWN} more{where}")
     return "\n".join(lines)

@@ -14,6 +14,7 @@ BLOCK = 512
 MAX_NAME_BYTES = 1 << 20  # of an extended header; real ones have some hundred
 MAX_TEXT_BYTES = 32 << 20
 
+TEXT_SUFFIXES = ("json", "txt")
 PICTURE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif", "jfif")
 VIDEO_SUFFIXES = ("mp4", "avi", "mkv", "mov", "webm", "m4v", "mpg", "mpeg", "flv", "wmv", "ts")
 
@@ -41,9 +42,11 @@ class Member:
 def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
     """The regular files of a tar, in order (ustar, GNU and pax names).
 
-    Raises DataError, with the position, for a tar that is damaged or has no end mark: a download that stopped between
-    two members looks whole in every other respect, and would lose records in silence.
+    Raises DataError for a compressed tar and, with the position, for one that is damaged or has no end mark: a
+    download that stopped between two members looks whole in every other respect, and would lose records in silence.
     """
+    if file.read(2) == b"\x1f\x8b":
+        raise DataError(f"{path} is compressed: unpack it to a plain .tar, for its pictures are read in place")
     size = os.fstat(file.fileno()).st_size
     offset, number, extended = 0, 0, {}
     while True:
@@ -77,8 +80,6 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
 def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
     """Member number and text of every record of a shard: consecutive members with the same key."""
     with open(path, "rb") as file:
-        if file.read(2) == b"\x1f\x8b":
-            raise DataError(f"{path} is compressed: unpack it to a plain .tar, for its pictures are read in place")
         group: list[Member] = []
         for member in read_members(file, path):
             if not member.key.rpartition("/")[2]:
@@ -91,9 +92,18 @@ def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
             yield group[0].number, _as_text(group, columns, file, path)
 
 
+def shard_contents(path: str) -> Iterator[bytes]:
+    """What makes a shard what it is, the pixels left out, which may fill a disk: names, sizes and texts of members."""
+    with open(path, "rb") as file:
+        for member in read_members(file, path):
+            yield json.dumps([member.name, member.num_bytes]).encode()
+            if member.suffix in TEXT_SUFFIXES and member.num_bytes <= MAX_TEXT_BYTES:
+                yield _bytes_of(member, file)
+
+
 def _as_text(group: list[Member], columns: Columns, file: BinaryIO, path: str) -> str:
-    texts = {member.suffix: member for member in group if member.suffix in ("json", "txt")}
-    if len(texts) < sum(member.suffix in ("json", "txt") for member in group):
+    texts = {member.suffix: member for member in group if member.suffix in TEXT_SUFFIXES}
+    if len(texts) < sum(member.suffix in TEXT_SUFFIXES for member in group):
         return rejected(f"the key {group[0].key!r} has several .json or .txt members")
     if any(member.num_bytes > MAX_TEXT_BYTES for member in texts.values()):
         return rejected(f"a .json or .txt member of the key {group[0].key!r} is larger than {MAX_TEXT_BYTES} bytes")
