@@ -1,14 +1,61 @@
 """Files and slices of files, such as the members of a tar, behind one face."""
 
 import io
+import os
+import stat
 
+from llava_ds.constants import DataError
 from llava_ds.data.sample import FileRef
 
 
-def opened_file(ref: FileRef) -> io.BufferedReader:
-    """A file, or a slice of one, to read. Decoders are given no path: some would map the file, which may shrink."""
-    file = io.FileIO(ref.path)
-    return io.BufferedReader(file if ref.num_bytes < 0 else _Slice(file, ref.offset, ref.num_bytes))
+class BoundedFile(io.RawIOBase):
+    """A file, or a slice of one, of which no more than max_bytes may be read: past that, OSError. None: no bound."""
+
+    def __init__(self, raw: io.RawIOBase, max_bytes: int | None) -> None:
+        self._raw, self.max_bytes = raw, max_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._raw.seek(offset, whence)
+
+    def readinto(self, buffer: memoryview) -> int:
+        found = self._raw.readinto(buffer)
+        if self.max_bytes is not None:
+            self.max_bytes -= found
+            if self.max_bytes < 0:
+                raise OSError("it goes on for much longer than such a file needs to")
+        return found
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader:
+    """A file, or a slice of one, to read; its `raw` is a BoundedFile. Raises DataError when it is no regular file.
+
+    Decoders are given no path: some would map the file, which may shrink.
+    """
+    file = io.FileIO(ref.path, opener=_open_without_waiting)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise DataError(f"{ref.path} is no regular file: replace it or leave it out")
+    return io.BufferedReader(
+        BoundedFile(file if ref.num_bytes < 0 else _Slice(file, ref.offset, ref.num_bytes), max_bytes)
+    )
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """A named pipe that took a file's place would wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class _Slice(io.RawIOBase):

@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ DRAFT_MARGIN = 2
 
 _BAND_PIXELS = 4_000_000  # converted or padded at a time, so that no second copy of a large picture is made
 _PADDED_TIMES = 8  # how many times the bound of pixels a padded picture may have, some seconds of work
+_HEADER_BYTES = 8 << 20  # that may stand before the pixels: profiles, thumbnails, other metadata
+_BYTES_PER_PIXEL = 16  # of four floats; what is compressed has fewer
 _ORIENTATION = 0x0112  # the EXIF tag
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -145,7 +148,10 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # max_pixels is the bound here; what is broken raises
-            with opened_file(ref) as file, Image.open(file, formats=_known_formats()) as image:
+            with (
+                opened_file(ref, _HEADER_BYTES) as file,
+                _open_header(file, max_pixels) as image,
+            ):
                 width, height = image.size
                 if width * height > max_pixels:
                     raise DataError(
@@ -154,6 +160,7 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
                     )
                 _check_tiff_tiles(ref, image, max_pixels)
                 turn = _orientation(image)
+                file.raw.max_bytes = _HEADER_BYTES + _BYTES_PER_PIXEL * width * height
                 yield image, turn, (height, width) if turn >= 5 else (width, height)
     except DataError:
         raise
@@ -169,6 +176,16 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
             f"{ref.path} can't be read as a picture ({type(error).__name__}: {_first_line(error)}): "
             "replace it or leave it out"
         ) from error
+
+
+def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
+    """An open picture. Headers can claim parts of any length, or be searched byte by byte to a huge file's end."""
+    start = file.peek(16)
+    if start.startswith(b"RIFF") or start[4:8] == b"ftyp":
+        file.raw.max_bytes = max(_HEADER_BYTES, max_pixels)  # WebP and AVIF are read as a whole
+    elif start.startswith((b"GIF", b"P")):
+        file.raw.max_bytes = _HEADER_BYTES // 16  # read byte by byte
+    return Image.open(file, formats=_known_formats())
 
 
 def _load(

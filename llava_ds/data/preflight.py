@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from llava_ds import geometry
-from llava_ds.constants import DataError, FileProblem
+from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.images import probe
 from llava_ds.data.sample import FileRef, Media, Sample
@@ -19,6 +20,7 @@ from llava_ds.distributed import printable
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
+PART_BYTES = 4 << 20  # of records that are checked together, whose tokens take many times the room of their text
 MAX_ID = 200  # characters that are kept of the id of a record that is not trained on
 
 RECORDS = pa.schema(
@@ -73,6 +75,10 @@ class Checker:
     pictures: geometry.PictureOptions
 
     def __call__(self, records: pa.Table) -> pa.Table:
+        parts = [self._rows(records.slice(first, last - first)) for first, last in _parts(records.column("text"))]
+        return pa.concat_tables(parts)
+
+    def _rows(self, records: pa.Table) -> pa.Table:
         places = [records.column(name).to_pylist() for name in ("source", "index", "text")]
         outcomes = [self._check(*place) for place in zip(*places)]
         good = [one for one in outcomes if isinstance(one, _Checked)]
@@ -109,7 +115,7 @@ class Checker:
     def _sizes(self, media: Media) -> tuple[tuple[int, int], ...]:
         try:
             return probe(media, self.pictures)
-        except DataError as error:
+        except (DataError, ConfigError) as error:  # ConfigError: an extra is missing, which may be there next time
             raise FileProblem(str(error)) from error
 
 
@@ -133,6 +139,17 @@ class _Accepted:
 class _Rejected:
     id: str
     error: DataError
+
+
+def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
+    """(first, last) rows whose texts have no more than PART_BYTES together, unless one alone has."""
+    ends = np.cumsum(pa.compute.binary_length(texts).to_numpy())
+    first = 0
+    while first < len(ends):
+        before = ends[first - 1] if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + PART_BYTES, "right")))
+        yield first, last
+        first = last
 
 
 def layout_of(one: SizedMedia, num_media: int, options: geometry.PictureOptions) -> geometry.MediaLayout:

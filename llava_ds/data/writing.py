@@ -4,7 +4,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -16,6 +15,7 @@ from llava_ds.data.sources import Source
 from llava_ds.data.sources.embedded import PICTURES
 from llava_ds.distributed import progress_bar
 
+RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # that are read before they are written, whichever is less
 RECORDS_PER_CALL = 256  # that a worker process checks at a time
 RECORDS_PER_WORKER = 2_000  # below this, starting another process takes longer than it saves
 
@@ -65,20 +65,24 @@ def write_rows(folder: Path, checker: Checker, num_workers: int | None) -> tuple
 
 def _record_batches(sources: tuple[Source, ...]) -> Iterator[pa.RecordBatch]:
     for number, source in enumerate(sources):
-        # One iterator for all parts: asking the bar for a new one each time would lose what lies between.
-        records = iter(progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2))
-        while part := list(islice(records, 1000)):
-            yield pa.RecordBatch.from_pydict(
-                {
-                    "source": [number] * len(part),
-                    "file": [record.file.encode("utf-8", "replace").decode() for record in part],
-                    "line": [record.line for record in part],
-                    "index": [record.index for record in part],
-                    # Broken text is the record's fault, which only its checker may find: it passes through as it is.
-                    "text": [record.text.encode("utf-8", "surrogatepass") for record in part],
-                },
-                schema=RECORDS,
-            )
+        rows: list[tuple] = []
+        num_chars = 0
+        for record in progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2):
+            # Broken text is the record's fault, which only its checker may find: it passes through as it is.
+            text = record.text.encode("utf-8", "surrogatepass")
+            rows.append((number, record.file.encode("utf-8", "replace").decode(), record.line, record.index, text))
+            num_chars += len(record.text)
+            if len(rows) == RECORDS_PER_BATCH or num_chars > CHARS_PER_BATCH:
+                yield _batch(rows)
+                rows, num_chars = [], 0
+        if rows:
+            yield _batch(rows)
+
+
+def _batch(rows: list[tuple]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays(
+        [pa.array(column, field.type) for column, field in zip(zip(*rows), RECORDS)], schema=RECORDS
+    )
 
 
 @contextlib.contextmanager

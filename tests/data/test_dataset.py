@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import tarfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
+from llava_ds.data import preflight as preflight_module
 from llava_ds.data import writing
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
@@ -390,3 +392,27 @@ def test_reasons_are_counted_alike_but_for_names_and_numbers():
     lines = reasons_in_short(["no file '/a/b.png'", "no file '/c d/e.png'", "turn 3 is from 'x'"])
     assert lines == ["  2 x no file …", "  1 x turn 3 is from 'x'"]
     assert reasons_in_short([f"reason {'x' * i}" for i in range(12)])[-1] == "  and 4 more reasons"
+
+
+def test_a_video_without_its_decoder_is_a_rejected_record(opened, tmp_path, monkeypatch):
+    """Others can be trained on, and it is tried again when the decoder may be there."""
+    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "a.mp4").write_bytes(b"a video")
+    records = [talk("Who?", "yes"), talk("<video>\nWho?", "yes", video="a.mp4")]
+    path = write(tmp_path / "video.json", records)
+    data = opened(data_path=path, image_folder=str(tmp_path), max_bad_fraction=0.5)
+    [row] = data.rejections()
+    assert row["index"] == 1 and "llava_ds[video]" in row["reason"]
+
+
+def test_long_records_are_checked_a_few_at_a_time(opened, tmp_path, monkeypatch):
+    records = [talk(f"Who is number {i}? " * (i % 5), "yes", id=str(i)) for i in range(40)]
+    path = write(tmp_path / "long.json", records)
+    once = opened(data_path=path)
+    seen = []
+    rows = Checker._rows
+    monkeypatch.setattr(Checker, "_rows", lambda self, part: seen.append(len(part)) or rows(self, part))
+    monkeypatch.setattr(preflight_module, "PART_BYTES", 400)
+    monkeypatch.setattr(writing, "CHARS_PER_BATCH", 500)
+    again = opened(data_path=path, cache_dir=tmp_path / "other")
+    assert same(once, again) and sum(seen) == 40 and 1 <= min(seen) < max(seen) < 8

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import os
 import random
 import struct
 import time
@@ -472,3 +473,36 @@ def test_fast_decoding_is_close_and_keeps_the_geometry(tmp_path):
     noise(160, 120).save(tmp_path / "a.png")
     slow, fast = (loaded(media_of(tmp_path / "a.png"), dataclasses.replace(SQUARE, fast_decoding=f))[1] for f in (0, 1))
     assert torch.equal(slow, fast)  # other formats know no such shortcut
+
+
+def _chunk(kind: bytes, data: bytes, length: int | None = None) -> bytes:
+    length = len(data) if length is None else length
+    return struct.pack(">I", length) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+ENDLESS = {
+    "png": b"\x89PNG\r\n\x1a\n"
+    + _chunk(b"IHDR", struct.pack(">IIBBBBB", 50, 50, 8, 0, 0, 0, 0))
+    + struct.pack(">I", 0x7FFFFFF0)
+    + b"tEXt",
+    "jpg": b"\xff\xd8\xff",
+    "gif": b"GIF89a\x10\0\x10\0\0\0\0",
+    "ppm": b"P6\n#",
+    "webp": b"RIFF\xf0\xff\xff\x7fWEBPVP8 ",
+}
+
+
+@pytest.mark.parametrize("suffix", ENDLESS)
+def test_a_header_in_a_huge_file_is_not_read_to_its_end(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(images_module, "_HEADER_BYTES", 1 << 20)
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(ENDLESS[suffix])
+    os.truncate(path, 1 << 32)
+    with pytest.raises(DataError, match="goes on for much longer"):
+        probe(Media("image", (FileRef(str(path)),)), dataclasses.replace(SQUARE, max_pixels=10**6))
+
+
+def test_a_pipe_in_a_pictures_place_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(DataError, match="no regular file"):
+        load_image(tmp_path / "a.png")

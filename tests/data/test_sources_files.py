@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import re
 import tarfile
 import tracemalloc
@@ -586,3 +587,41 @@ def test_links_in_shards_lead_nowhere(tmp_path, opened):
         with pytest.raises(DataError, match="has no picture"):
             to_sample(record.text, source, 0)
     assert bytes_of(to_sample(three.text, source, 0)) == [RED]
+
+
+def test_a_list_among_records_with_embedded_pictures_is_a_record(opened, tmp_path):
+    """It may stand on several lines, but a spool has a line per record."""
+    path = tmp_path / "a.json"
+    path.write_text(f'[{json.dumps({"image": "data:image/png;base64,AAAA", "conversations": TALK})},\n[1,\n2], "x"]')
+    source = opened(path)
+    assert [json.loads(record.text) for record in source.read()][1:] == [[1, 2], "x"]
+    assert [record.line for record in source.read()] == [1, 2, 3]
+
+
+def test_a_saved_folder_with_offsets_that_lead_outside_is_refused(opened, tmp_path):
+    rows = [{"conversations": TEXT_ONLY, "id": f"number {i}"} for i in range(50)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    [path] = (tmp_path / "saved").glob("*.arrow")
+    data = bytearray(path.read_bytes())
+    offsets = b"".join(i.to_bytes(4, "little") for i in (0, 8, 16, 24))  # of the ids
+    at = data.index(offsets)
+    data[at + 4 : at + 8] = b"\xff\xff\xff\x7f"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="can't be read behind row 0"):
+        list(opened(tmp_path / "saved").read())
+
+
+def test_pipes_and_folders_named_like_shards_are_no_shards(opened, tmp_path):
+    os.mkfifo(tmp_path / "a.tar")
+    (tmp_path / "b.parquet").mkdir()
+    with pytest.raises(ConfigError, match="holds nothing to read"):
+        opened(tmp_path)
+
+
+def test_jsonl_may_begin_with_a_bad_record_and_a_list_with_empty_lines(opened, tmp_path):
+    lines, rows = tmp_path / "a.jsonl", tmp_path / "b.json"
+    lines.write_text("[1]\n" + json.dumps({"conversations": TEXT_ONLY}) + "\n")
+    assert [record.line for record in opened(lines).read()] == [1, 2]
+    for path in (rows, tmp_path / "c.jsonl"):
+        path.write_text("\n" * 600 + json.dumps([{"conversations": TEXT_ONLY}]) + "\n")
+        assert [record.line for record in opened(path).read()] == [601]

@@ -286,3 +286,21 @@ def test_columns_are_parsed_or_every_mistake_named():
         "the field 'id' is named twice",
         "'system=' is no field=column, like image=picture",
     ]
+
+
+def test_a_mixture_that_never_ends_is_refused(tmp_path):
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="no regular file"):
+        open_sources(str(tmp_path / "zero.yaml"), SourceOptions())
+
+
+@pytest.mark.parametrize("key", ["path", "columns", "weight", "seed", "sampling_strategy"])
+def test_a_mixture_that_unfolds_without_end_is_refused(tmp_path, key):
+    lists = ["&a0 [x]", *(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))]
+    entry = "*a11" if key == "path" else f"{{path: a.json, {key}: *a11}}"
+    path = tmp_path / "bomb.yaml"
+    path.write_text("".join(f"- {line}\n" for line in [*lists, entry]))
+    (tmp_path / "a.json").write_text('[{"conversations": []}]')
+    with pytest.raises(ConfigError) as caught:
+        open_sources(str(path), SourceOptions())
+    assert len(str(caught.value)) < 20_000

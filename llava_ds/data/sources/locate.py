@@ -1,12 +1,13 @@
 """From what --data_path says to files, and how they are to be read."""
 
 import glob
+import json
 import os
 import re
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.sources.json_files import first_value
+from llava_ds.data.sources.json_files import first_value, read_jsonl
 from llava_ds.data.sources.tables import open_saved
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -101,8 +102,10 @@ def _folder(path: str) -> tuple[str, tuple[str, ...]]:
             raise ConfigError(f"{root} holds {names}: leave one of them there")
         if metadata:
             return "imagefolder", tuple(metadata)
-    tars = sorted(map(str, folder.glob("*.tar")))
-    tables = sorted(map(str, folder.rglob("*.parquet")))
+    tars = sorted(str(file) for file in folder.glob("*.tar") if file.is_file())
+    tables = sorted(
+        str(file) for file in folder.rglob("*.parquet") if file.is_file()
+    )  # Spark writes folders of the name
     if tars and tables:
         raise ConfigError(f"{path} holds .tar and .parquet files: name one kind, like {path}/*.tar")
     if tables:
@@ -118,6 +121,16 @@ def _folder(path: str) -> tuple[str, tuple[str, ...]]:
     return ("webdataset", tuple(tars)) if tars else ("parquet", tuple(tables))
 
 
+def _first_line_is_whole(path: str) -> bool:
+    """Whether JSONL begins with a list, which is a bad record, and is not a JSON list under a name of JSONL."""
+    rows = read_jsonl(path)
+    try:
+        json.loads(next(rows)[1])
+        return next(rows, None) is not None
+    except (ValueError, RecursionError):  # also a DataError: the line is too long to be a record
+        return False
+
+
 def _kind_of_file(path: str) -> str:
     with open(path, "rb") as file:
         start = file.read(512)
@@ -128,12 +141,13 @@ def _kind_of_file(path: str) -> str:
         return "webdataset"
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(f"{path} can't be read as JSON: it is UTF-16, save it as UTF-8")
-    if not start.strip():
+    first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] or first_value(path)[0].encode("utf-8", "replace")
+    if not first:
         raise DataError(f"{path} is empty")
-    first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if first == b"[":
+    lines = suffix in (".jsonl", ".ndjson")
+    if first == b"[" and not (lines and _first_line_is_whole(path)):
         return "json"
-    if suffix in (".jsonl", ".ndjson"):
+    if lines:
         return "jsonl"
     if first != b"{":
         found = f"it begins with {start[:20]!r}"

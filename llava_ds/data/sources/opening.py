@@ -12,6 +12,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.detect import NUM_RECORDS, detect, folder_of, metadata_columns
 from llava_ds.data.sources.locate import locate
 from llava_ds.data.sources.options import Columns, SourceOptions, nearest, parse_columns
+from llava_ds.data.sources.paths import short
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
 from llava_ds.data.sources.tables import open_saved, parquet_columns
@@ -107,6 +108,8 @@ def _open_mixture(path: str, options: SourceOptions) -> list[Source]:
 
 
 def _entries(path: str) -> list[object]:
+    if os.path.exists(os.path.expanduser(path)) and not os.path.isfile(os.path.expanduser(path)):
+        raise ConfigError(f"{path} is no regular file: expected a YAML mixture")
     try:
         mixture = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
@@ -123,13 +126,13 @@ def _entries(path: str) -> list[object]:
 
 def _open_entry(entry: object, folder: Path, options: SourceOptions) -> Source:
     if not isinstance(entry, dict):
-        raise ConfigError(f"is {entry!r}, expected keys and values like path: data.json")
+        raise ConfigError(f"is {short(entry)}, expected keys and values like path: data.json")
     unknown = [f"unknown key {key!r}: {nearest(key, ENTRY_KEYS)}" for key in entry if key not in ENTRY_KEYS]
     if unknown:
         raise ConfigError("; ".join(unknown))
     for key in ("path", "json_path", "image_folder", "video_folder", "format"):
         if not isinstance(entry.get(key, ""), str):
-            raise ConfigError(f"{key} is {entry[key]!r}, expected a text")
+            raise ConfigError(f"{key} is {short(entry[key])}, expected a text")
     if ("path" in entry) == ("json_path" in entry):
         raise ConfigError("names both path and json_path" if "path" in entry else "has no path")
     data_path = str(folder / os.path.expanduser(entry.get("path") or entry.get("json_path") or ""))
@@ -153,7 +156,7 @@ def _open_entry(entry: object, folder: Path, options: SourceOptions) -> Source:
         if isinstance(columns, dict):
             columns = ",".join(f"{field}={column}" for field, column in columns.items())
         if not isinstance(columns, str):
-            raise ConfigError(f"columns is {columns!r}, expected field=column pairs")
+            raise ConfigError(f"columns is {short(columns)}, expected field=column pairs")
         changed["columns"] = parse_columns(columns)
     selection = parse_selection(
         entry.get("sampling_strategy", "all"), entry.get("weight", 1), entry.get("seed", DEFAULT_SEED)

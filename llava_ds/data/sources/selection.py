@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TypeVar
 
 from llava_ds.constants import ConfigError
+from llava_ds.data.sources.paths import short
 
 T = TypeVar("T")
 
@@ -94,10 +95,10 @@ def _random(items: Iterable[T], num_items: int, num_wanted: int, seed: str) -> I
 def parse_selection(strategy: object = "all", weight: object = 1, seed: object = DEFAULT_SEED) -> Selection:
     """A selection from a mixture's values. Raises ConfigError."""
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ConfigError(f"seed is {seed!r}, expected an integer")
+        raise ConfigError(f"seed is {short(seed)}, expected an integer")
     number_like = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if not number_like or not 0 < weight <= MAX_WEIGHT:
-        raise ConfigError(f"weight is {weight!r}, expected a number above 0 and up to {MAX_WEIGHT}")
+        raise ConfigError(f"weight is {short(weight)}, expected a number above 0 and up to {MAX_WEIGHT}")
     times = Fraction(str(weight))
     if strategy == "all":
         return Selection(weight=times, seed=seed)
@@ -105,8 +106,8 @@ def parse_selection(strategy: object = "all", weight: object = 1, seed: object =
     amount = Fraction(match[2] + (match[3] or "")) if match else Fraction(0)
     if not amount or (match[3] and not match[4]) or (match[4] and amount > 100):
         raise ConfigError(
-            f"sampling_strategy is {strategy!r}, expected all, or first, end or random with a number of records or a "
-            "percentage, like first:1000, end:20% or random:5%"
+            f"sampling_strategy is {short(strategy)}, expected all, or first, end or random with a number of "
+            "records or a percentage, like first:1000, end:20% or random:5%"
         )
     if match[4]:
         return Selection(match[1], share=amount / 100, weight=times, seed=seed)

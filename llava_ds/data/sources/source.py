@@ -20,6 +20,7 @@ FORMATS = {
     "messages": "OpenAI messages",
     "caption": "captions",
 }
+MAX_FIRST_CHARS = 8 << 20  # of the first records, which are held in memory
 SPOOLED_KINDS = ("parquet", "datasets")  # whose records may hold pictures as bytes
 
 
@@ -83,9 +84,16 @@ class Source:
         return line + (f"; taken: {selected}" if selected else "")
 
     def first(self, num_records: int) -> list[RawRecord]:
-        """The first records, pictures inside them left out."""
+        """The first records, pictures inside them left out; of long ones fewer."""
         rows, names = islice(self._parse(PictureStore(_Nowhere(), "")), num_records), self._names()
-        return [RawRecord(names[file], line, i, text) for i, (file, line, text) in enumerate(rows)]
+        found: list[RawRecord] = []
+        left = MAX_FIRST_CHARS
+        for i, (file, line, text) in enumerate(rows):
+            found.append(RawRecord(names[file], line, i, text))
+            left -= len(text)
+            if left < 0:
+                break
+        return found
 
     def _records(self) -> Iterator[RawRecord]:
         names = self._names()

@@ -37,7 +37,7 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: PictureStore) 
                 for record in batch.to_pylist():
                     line += 1
                     yield number, line, _as_text(record, columns, store)
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
+        except Exception as error:  # of damaged data whatever their values make Arrow and Python meet
             raise DataError(f"{path}: can't be read behind row {line}: {error}") from error
 
 
@@ -64,10 +64,11 @@ def read_saved(folder: str, columns: Columns, store: PictureStore) -> Iterator[R
     line = 0
     try:
         for table in saved.iter(batch_size=BATCH_ROWS):
+            table.validate(full=True)  # its offsets are used as they are: damaged ones would lead outside of it
             for record in table.to_pylist():
                 line += 1
                 yield 0, line, _as_text(record, columns, store)
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except Exception as error:  # as above
         raise DataError(f"{folder}: can't be read behind row {line}: {error}") from error
 
 
