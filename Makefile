@@ -32,7 +32,7 @@ PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
 LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
          $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--num_accelerators 2")')
 
-.PHONY: install pretrain finetune evaluate ablation test lint clean help
+.PHONY: install pretrain finetune evaluate ablation test test-full lint clean help
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
@@ -78,6 +78,10 @@ ablation: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# What takes too long for every day: more ranks, more layouts.
+test-full: install
+	$(BIN)/python -m pytest -m full
 
 lint: install
 	$(BIN)/ruff check .

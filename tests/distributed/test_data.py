@@ -70,6 +70,9 @@ def write_torn(folder: Path) -> dict[str, str]:
     return data
 
 
+MIXTURE = {"group_by_modality_length": True, "save_strategy": "steps", "save_steps": 3}
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory) -> dict[str, Path]:
     """Output folders by name; the number is that of the ranks."""
@@ -77,37 +80,56 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     base = toys.write_base(folder / "base")
     mixture, torn = write_mixture(folder / "mixture"), write_torn(folder / "torn")
     outputs: dict[str, Path] = {}
-    for ranks in (1, 2, 4):
-        todo = []
-        plans = {f"mixture-{ranks}": (mixture, 2, {"group_by_modality_length": True, "save_strategy": "steps"})}
+    for ranks in (1, 2):
+        plans = {f"mixture-{ranks}": (mixture, 2, MIXTURE), f"torn-{ranks}": (torn, 3, {})}
         if ranks == 2:
             anyres = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad", "version": "qwen_2"}
-            plans["qwen"] = ({**toys.write_qwen_base(folder / "qwen-base"), **torn}, 3, anyres)
-        if ranks < 4:
-            plans[f"torn-{ranks}"] = (torn, 3, {})
-            plans[f"torn-tokens-{ranks}"] = (torn, 2, {"tokens_per_micro_batch": 120, "dataloader_num_workers": 1})
-        for name, (data, stage, more) in plans.items():
-            outputs[name] = folder / name
-            todo.append(flags_of(base, data, outputs[name], stage, save_steps=3, **more))
+            plans["qwen"] = ({**torn, **toys.write_qwen_base(folder / "qwen-base")}, 3, anyres)
+            plans["torn-tokens-2"] = (torn, 2, {"tokens_per_micro_batch": 120, "dataloader_num_workers": 1})
+        outputs |= {name: folder / name for name in plans}
+        todo = [flags_of(base, data, outputs[name], stage, **more) for name, (data, stage, more) in plans.items()]
         run_many(ranks, folder / f"launch-{ranks}", todo)
-    again = outputs["mixture-resumed"] = folder / "mixture-resumed"
-    shutil.copytree(outputs["mixture-2"], again)
-    shutil.rmtree(again / "checkpoint-6")
-    run_many(
-        2,
-        folder / "launch-resumed",
-        [flags_of(base, mixture, again, 2, save_steps=3, group_by_modality_length=True, save_strategy="steps")],
-    )
     return outputs
 
 
-def test_a_mixture_has_one_order_on_one_two_and_four_ranks(runs):
-    one = losses(runs["mixture-1"])
-    assert len(one) == STEPS
-    for ranks in (2, 4):
-        assert max(abs(a - b) for a, b in zip(one, losses(runs[f"mixture-{ranks}"]), strict=True)) < 1e-5
-        counts = [(row["samples"], row["tokens"]) for row in rows(runs[f"mixture-{ranks}"])]
-        assert counts == [(row["samples"], row["tokens"]) for row in rows(runs["mixture-1"])]
+@pytest.fixture(scope="session")
+def more_runs(runs) -> dict[str, Path]:
+    """The mixture on four ranks, and from its middle on."""
+    folder = runs["mixture-1"].parent
+    mixture = {"data_path": folder / "mixture" / "mix.yaml"}
+    outputs = {"mixture-4": folder / "mixture-4", "mixture-resumed": folder / "mixture-resumed"}
+    shutil.copytree(runs["mixture-2"], outputs["mixture-resumed"])
+    shutil.rmtree(outputs["mixture-resumed"] / "checkpoint-6")
+    for ranks, name in ((4, "mixture-4"), (2, "mixture-resumed")):
+        run_many(ranks, folder / f"launch-{name}", [flags_of(base_in(folder), mixture, outputs[name], 2, **MIXTURE)])
+    return {**runs, **outputs}
+
+
+def base_in(folder: Path) -> dict[str, str]:
+    """The flags that name the base that was written there."""
+    return {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "base/clip")}
+
+
+def check_same_order(one: Path, other: Path) -> None:
+    assert max(abs(a - b) for a, b in zip(losses(one), losses(other), strict=True)) < 1e-5
+    assert [(row["samples"], row["tokens"]) for row in rows(other)] == [
+        (row["samples"], row["tokens"]) for row in rows(one)
+    ]
+
+
+def test_a_mixture_has_one_order_on_one_and_two_ranks(runs):
+    assert len(losses(runs["mixture-1"])) == STEPS
+    check_same_order(runs["mixture-1"], runs["mixture-2"])
+
+
+@pytest.mark.full
+def test_a_mixture_has_the_same_order_on_four_ranks(more_runs):
+    check_same_order(more_runs["mixture-1"], more_runs["mixture-4"])
+
+
+@pytest.mark.full
+def test_a_mixture_goes_on_in_its_order_after_a_resume(more_runs):
+    assert losses(more_runs["mixture-resumed"]) == losses(more_runs["mixture-2"])
 
 
 def test_a_mixture_takes_what_its_strategies_say(runs):
@@ -116,14 +138,10 @@ def test_a_mixture_takes_what_its_strategies_say(runs):
     assert [row["samples"] for row in seen[:4]] == [8, 8, 8, per_epoch - 24]
 
 
-def test_a_mixture_goes_on_in_its_order_after_a_resume(runs):
-    assert losses(runs["mixture-resumed"]) == losses(runs["mixture-2"])
-
-
 def test_a_picture_that_breaks_is_left_out_alike_on_any_ranks_and_layout(runs):
     one = rows(runs["torn-1"])
     assert sum(row["broken_samples"] for row in one) > 0
-    for name in ("torn-2", "torn-tokens-1", "torn-tokens-2"):
+    for name in ("torn-2", "torn-tokens-2"):
         other = rows(runs[name])
         for key in ("samples", "tokens", "supervised_tokens", "broken_samples"):
             assert [row[key] for row in other] == [row[key] for row in one], (name, key)
@@ -147,7 +165,7 @@ def test_broken_pictures_are_listed_with_their_step(runs):
     expected = [(row["id"], row["step"]) for row in skipped(runs["torn-1"])]
     assert len(expected) == sum(row["broken_samples"] for row in rows(runs["torn-1"]))
     assert {name for name, _ in expected} <= {"s2", "s7"}
-    for name in ("torn-2", "torn-tokens-1", "torn-tokens-2"):
+    for name in ("torn-2", "torn-tokens-2"):
         listed = skipped(runs[name])
         assert [(row["id"], row["step"]) for row in listed] == expected
         assert all(".png" in row["reason"] for row in listed)
@@ -156,11 +174,8 @@ def test_broken_pictures_are_listed_with_their_step(runs):
 def test_a_run_that_allows_no_broken_picture_ends_alike_on_all_ranks(runs):
     """After the step that met it: metrics, list and checkpoint are there, and the message is one."""
     folder = runs["torn-1"].parent
-    base = {
-        name: str(folder / "base" / part) for name, part in (("model_name_or_path", "llama"), ("vision_tower", "clip"))
-    }
     torn = {"data_path": folder / "torn" / "data.json", "image_folder": folder / "torn" / "images"}
-    flags = flags_of(base, torn, folder / "stopped", 2, on_bad_sample="stop", save_strategy="steps")
+    flags = flags_of(base_in(folder), torn, folder / "stopped", 2, on_bad_sample="stop", save_strategy="steps")
     done = launch(2, TRAIN, *command_line(flags))
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
     assert done.stderr.count("run/train.py: error") == 1 and "broke while training" in done.stderr
