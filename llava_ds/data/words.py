@@ -117,8 +117,8 @@ def words_of(tokenize: Tokenize, backend: Tokenizer) -> Words | None:
     by_table = '"Precompiled"' in backend.to_str()
     if reaching or by_table or any(re.search(r"\S \S", token) for token in added):
         return None
-    firsts, lasts = ("".join(sorted({token[i] for token in added if token})) for i in (0, -1))
-    space = re.compile(rf"(?<=[!-~\w])(?<![▁Ġ{re.escape(lasts)}]) (?=[!-~\w])(?![▁Ġ{re.escape(firsts)}])")
+    before, after = (_ordinary_but({token[i] for token in added if token}) for i in (-1, 0))
+    space = re.compile(rf" (?<={before} )(?={after})")  # begins with a fixed character, which is searched for fastest
     probes = _probes(sorted(added))
     wholes = [WholeRow(*coded) for coded in tokenize(probes)]
     for joint in ("", " "):
@@ -126,6 +126,13 @@ def words_of(tokenize: Tokenize, backend: Tokenizer) -> Words | None:
         if all(_same(row, whole, len(text)) for text, whole, row in zip(probes, wholes, words(probes))):
             return words
     return None
+
+
+def _ordinary_but(chars: set[str]) -> str:
+    """A class of letters, digits and ASCII marks without some, for a regular expression."""
+    marks = "".join(re.escape(char) for char in map(chr, range(33, 127)) if char not in chars)
+    letters = "" if any(re.match(r"\w", char) for char in chars) else r"\w"
+    return f"[{marks}{letters}]"
 
 
 def _probes(added: list[str]) -> list[str]:
