@@ -171,6 +171,7 @@ def test_broken_pictures_are_listed_with_their_step(runs):
         assert all(".png" in row["reason"] for row in listed)
 
 
+@pytest.mark.full
 def test_a_run_that_allows_no_broken_picture_ends_alike_on_all_ranks(runs):
     """After the step that met it: metrics, list and checkpoint are there, and the message is one."""
     folder = runs["torn-1"].parent
