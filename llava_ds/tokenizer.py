@@ -93,7 +93,7 @@ def _read_sentencepiece(path: Path):
     module = import_protobuf()
     try:
         proto = module.ModelProto.FromString(path.read_bytes())
-    except Exception:
+    except Exception:  # protobuf's libraries have errors of their own; other files of this name are not sentencepiece's
         return None
     return proto if proto.trainer_spec.model_type == module.TrainerSpec.ModelType.BPE else None
 

@@ -19,7 +19,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """All whole rows of a metrics file; a last line that a kill cut short is passed over."""
+    """All whole rows of a JSONL file of this package; a last line that a kill cut short is passed over."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

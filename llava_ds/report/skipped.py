@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llava_ds.distributed import Ranks, from_first, gather, print_first
+from llava_ds.report.metrics import read_metrics
 
 
 class SkippedLog:
@@ -21,7 +22,8 @@ class SkippedLog:
         self.path, self.num_allowed, self.ranks = path, num_allowed, ranks
         rejections = list(rejections)
         self.num_rejected = len(rejections)
-        earlier = from_first(ranks, lambda: [row for row in _read(path) if 0 < row.get("step", 0) <= resume_step])
+        before = from_first(ranks, lambda: read_metrics(path) if path.exists() else [])
+        earlier = [row for row in before if 0 < row.get("step", 0) <= resume_step]
         self.broken = {(row["file"], row["index"]) for row in earlier}
         if ranks.is_first:
             with path.open("w", encoding="utf-8") as file:
@@ -50,14 +52,3 @@ class SkippedLog:
             f"before: more than --on_bad_sample and --max_bad_fraction allow ({int(self.num_allowed)}). {self.path} "
             "lists them: mend them or raise the limit, and start again to go on from the last checkpoint"
         )
-
-
-def _read(path: Path) -> list[dict]:
-    """All whole lines; a last one that a kill cut short is passed over."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
