@@ -29,7 +29,8 @@ from llava_ds.distributed import (
     print_first,
     quiet_libraries,
 )
-from llava_ds.ds_config import ResolvedConfig, check_engine, read_ds_config, resolve_ds_config
+from llava_ds.ds_config.engine import check_engine
+from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.geometry import picture_options
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.parsing import GROUPINGS, build_parser, parse_arguments, read_recipe

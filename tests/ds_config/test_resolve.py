@@ -10,10 +10,11 @@ import torch
 
 from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
-from llava_ds.ds_config import check_engine, read_ds_config, resolve_ds_config
+from llava_ds.ds_config.engine import check_engine
+from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.parsing import parse_arguments
 
-CONFIGS = Path(__file__).parents[1] / "ds_configs"
+CONFIGS = Path(__file__).parents[2] / "ds_configs"
 H = 48  # hidden size
 
 

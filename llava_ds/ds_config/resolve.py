@@ -1,0 +1,88 @@
+"""From a DeepSpeed JSON and the flags to the configuration that goes to deepspeed.initialize.
+
+DeepSpeed itself does not resolve "auto": some keys fail, others are silently taken as false (0.19).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llava_ds.arguments import Arguments
+from llava_ds.constants import ConfigError
+from llava_ds.ds_config.batch import resolve_batch
+from llava_ds.ds_config.draft import draft_of, open_keys, value_at
+from llava_ds.ds_config.precision import resolve_precision
+from llava_ds.ds_config.schema import check_keys
+from llava_ds.ds_config.zero import resolve_zero
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """What goes to deepspeed.initialize, the flags as the JSON completed them, and why each value was filled."""
+
+    config: dict
+    args: Arguments
+    reasons: dict[str, str]
+
+    @property
+    def zero_stage(self) -> int:
+        return self.config["zero_optimization"].get("stage", 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that parameters are held in."""
+        if self.config["bf16"]["enabled"]:
+            return torch.bfloat16
+        return torch.float16 if self.config["fp16"]["enabled"] else torch.float32
+
+    def explain(self) -> list[str]:
+        """One line per filled value."""
+        width = max((len(key) for key in self.reasons), default=0)
+        return [f"  {key:{width}} = {value_at(self.config, key)!s:10} {why}" for key, why in self.reasons.items()]
+
+
+def read_ds_config(path: str | Path) -> dict:
+    """The JSON object in a file. Raises ConfigError when it is not one."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--deepspeed_config {path} holds a {type(config).__name__}: expected a JSON object")
+    return config
+
+
+def resolve_ds_config(
+    raw: dict,
+    args: Arguments,
+    *,
+    world_size: int,
+    hidden_size: int,
+    device_type: str = "cpu",
+    num_steps: int | None = None,
+) -> ResolvedConfig:
+    """Fill every "auto" of a DeepSpeed JSON by the formulas of Hugging Face's integration.
+
+    raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu" or the accelerator's;
+    num_steps: optimizer steps of the run. Without them, as before the data is read, everything is checked, and only
+    what depends on them is left open. A value in the JSON that no flag contradicts is taken over into the returned
+    flags. Raises ConfigError, which lists every conflict.
+    Source: transformers, integrations/deepspeed.py.
+    """
+    draft = draft_of(raw, args, world_size, hidden_size, device_type)
+    check_keys(draft)
+    resolve_precision(draft)
+    draft.agree("gradient_clipping", "max_grad_norm")
+    resolve_batch(draft)
+    resolve_zero(draft)
+    if draft.get("timers.throughput.enabled") is None:
+        why = "DeepSpeed's timer would wait for the device twice per micro-step"
+        draft.fill("timers.throughput.enabled", False, why)
+    for key in open_keys(draft.config):
+        if key not in draft.ruled:
+            draft.refuse(f'{key} is "auto", for which there is no rule: write a value')
+    if draft.problems:
+        raise ConfigError("\n".join(draft.problems))
+    return ResolvedConfig(draft.config, draft.args, draft.reasons)
