@@ -76,10 +76,10 @@ class Draft:
             return wanted
         if written != wanted and set(flags) & self.args.given:
             self.refuse(
-                f"{key} is {as_json(written)} in the DeepSpeed JSON but {named} is {as_json(wanted)}: "
+                f"{key} is {as_json(written)} in the DeepSpeed JSON but {named} is {wanted}: "
                 'make them equal, or write "auto"'
             )
-            return wanted
+            return written
         self.args = self.args.replaced(**dict(zip(flags, written if len(flags) > 1 else [written])))
         return written
 
