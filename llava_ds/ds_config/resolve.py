@@ -4,9 +4,11 @@ DeepSpeed itself does not resolve "auto": some keys fail, others are silently ta
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import hjson
 import torch
 
 from llava_ds.arguments import Arguments
@@ -44,14 +46,29 @@ class ResolvedConfig:
 
 
 def read_ds_config(path: str | Path) -> dict:
-    """The JSON object in a file. Raises ConfigError when it is not one."""
+    """The JSON object in a file; comments may stand in it, as DeepSpeed allows. Raises ConfigError otherwise."""
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
+    # DeepSpeed reads files as Hjson, which takes a forgotten comma for part of a text: only comments need it.
+    read = hjson.loads if re.search(r"(^|\s)(#|//|/\*)", text) else json.loads
+    try:
+        config = read(text, object_pairs_hook=_each_key_once)
+    except (json.JSONDecodeError, hjson.HjsonDecodeError, RecursionError) as error:
+        raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"--deepspeed_config {path}: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"--deepspeed_config {path} holds a {type(config).__name__}: expected a JSON object")
     return config
+
+
+def _each_key_once(pairs: list[tuple[str, object]]) -> dict:
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f"{twice[0]} stands twice in one object: remove one, for only the last would count")
+    return dict(pairs)
 
 
 def resolve_ds_config(

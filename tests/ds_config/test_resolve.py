@@ -228,28 +228,16 @@ def test_a_batch_that_does_not_come_out_is_refused():
         assert line.startswith(f"train_batch_size is {json.dumps(wrong)} in the DeepSpeed JSON: write a whole number")
 
 
-def test_sections_that_are_not_driven_give_a_clear_error():
-    raw = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "scheduler": {"type": "WarmupLR"},
-        "amp": {"enabled": True},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    }
-    text = "\n".join(refused(raw))
-    assert "optimizer in the DeepSpeed JSON: remove it, the optimizer is AdamW by --learning_rate" in text
-    assert "scheduler in the DeepSpeed JSON: remove it, the schedule comes from --lr_scheduler_type" in text
-    assert "amp in the DeepSpeed JSON: remove it, use --bf16 or --fp16" in text
-    for key in ("offload_optimizer", "offload_param"):
-        assert f"zero_optimization.{key} in the DeepSpeed JSON: offload is not supported yet, remove it" in text
-
-
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        ({"zero_optimization": {"stage": "auto"}}, 'zero_optimization.stage is "auto": write 0, 1, 2 or 3'),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4: write 0, 1, 2 or 3"),
-        ({"zero_optimization": 3}, "zero_optimization in the DeepSpeed JSON is 3: expected an object"),
-        ({"bf16": True}, "bf16 in the DeepSpeed JSON is True: expected an object"),
+        (
+            {"zero_optimization": {"stage": "auto"}},
+            'zero_optimization.stage is "auto" in the DeepSpeed JSON: write 0, 1, 2 or 3',
+        ),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4 in the DeepSpeed JSON: write 0, 1, 2 or 3"),
+        ({"zero_optimization": 3}, "zero_optimization is 3 in the DeepSpeed JSON: write an object with stage, "),
+        ({"bf16": True}, "bf16 is true in the DeepSpeed JSON: write an object with enabled, "),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled are both true"),
         (
             {"flops_profiler": {"top_modules": "auto"}},
