@@ -28,8 +28,6 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "add_time_instruction": (NO, "writing a video's times before its question is not here yet"),
     "dataloader_drop_last": (None, "no sample is left out, the last step of an epoch may be smaller"),
     "attn_implementation": (None, "the fastest attention that this machine has is chosen"),
-    "torch_compile": (NO, "compiling the model is not here yet"),
-    "torch_compile_backend": (None, "it goes with --torch_compile, which is not here yet"),
     "lora_enable": (NO, "training with LoRA is not here yet"),
     **{
         f"lora_{name}": (None, "it goes with --lora_enable, which is not here yet")
@@ -209,6 +207,7 @@ def training_problems(args: Arguments) -> list[str]:
         gradient_accumulation_steps=1,
         train_batch_size=1,
         tokens_per_micro_batch=1,
+        gradient_checkpointing_every_n_layers=1,
         logging_steps=1,
         save_steps=1,
         save_total_limit=1,

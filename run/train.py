@@ -29,10 +29,14 @@ from llava_ds.distributed import (
     print_first,
     quiet_libraries,
 )
+from llava_ds.ds_config.activation import asks_for
+from llava_ds.ds_config.compilation import deep_compiles
 from llava_ds.ds_config.engine import check_engine
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.geometry import picture_options
 from llava_ds.model.build import ModelPlan, build_model, plan_model
+from llava_ds.model.compiled import compile_layers
+from llava_ds.model.recompute import recompute_layers
 from llava_ds.parsing import GROUPINGS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
@@ -81,7 +85,7 @@ def main(argv: list[str]) -> None:
     order = _sample_order(args, dataset, layout)
     per_epoch = order.steps_per_epoch
     num_steps = total_steps(args.training, per_epoch)
-    identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.zero_stage)
+    identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.config)
     output_dir = Path(args.training.output_dir)
     # Rank 0 alone reads and hashes what lies there.
     resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))
@@ -96,7 +100,8 @@ def main(argv: list[str]) -> None:
     model = build_model(plan, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
     choose_trainable(model, args)
     if args.training.gradient_checkpointing:
-        model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        block = resolved.config.get("activation_checkpointing") if asks_for(resolved.config) else None
+        recompute_layers(model.language_model, args.training.gradient_checkpointing_every_n_layers, block)
     groups = parameter_groups(model, args)
     print_first(*describe(model, groups))
     engine, *_ = deepspeed.initialize(
@@ -111,6 +116,10 @@ def main(argv: list[str]) -> None:
         config=resolved.config,
     )
     check_engine(engine, resolved)
+    if deep_compiles(resolved.config):
+        engine.compile()
+    elif args.training.torch_compile:
+        compile_layers(model, args.training.torch_compile_backend)
     if resume.path is not None:
         checkpoint.restore(engine, resume, ranks)
 
@@ -123,9 +132,11 @@ def main(argv: list[str]) -> None:
         resume_step=resume.step,
         max_steps=num_steps,
         steps_per_epoch=per_epoch,
+        batch_size=layout.batch_size,
         logging_steps=args.training.logging_steps,
         skipped=skipped,
         ranks=ranks,
+        monitor=engine.monitor,
     )
 
     def after_step(result: StepResult) -> float:
@@ -149,6 +160,8 @@ def main(argv: list[str]) -> None:
     )
     train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
     progress.close(title=f"{output_dir.name}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks")
+    if resolved.config.get("comms_logger", {}).get("enabled"):
+        deepspeed.comm.log_summary()
 
     # What it leaves.
     if args.model.tune_mm_mlp_adapter:

@@ -27,6 +27,12 @@ FREE_FLAGS = {
 }  # fmt: skip
 
 
+# Sections of the DeepSpeed JSON that change what is trained; the others change how fast, or where things lie.
+DECIDING_SECTIONS = (
+    "optimizer", "scheduler", "bf16", "fp16", "torch_autocast", "data_types", "communication_data_type",
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
     """All that has to be the same for a resumed run to end in the same model."""
@@ -35,16 +41,18 @@ class RunIdentity:
     data: str  # fingerprint of the encoded samples
     world_size: int
     zero_stage: int
+    deepspeed: dict[str, object]  # what the DeepSpeed JSON says beside the flags, and decides about the result
 
     @classmethod
-    def of(cls, args: Arguments, data: str, world_size: int, zero_stage: int) -> "RunIdentity":
+    def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
         flags = {name: value for name, value in args.as_dict().items() if name not in FREE_FLAGS}
         # What lies behind a path counts, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
         flags["pretrain_mm_mlp_adapter"] = projector and commit.sha256(Path(projector))
         for name in ("model_name_or_path", "vision_tower"):
             flags[name] = folder_digest(Path(getattr(args.model, name)))
-        return cls(flags, data, world_size, zero_stage)
+        zero_stage = ds_config["zero_optimization"].get("stage", 0)
+        return cls(flags, data, world_size, zero_stage, {key: ds_config.get(key) for key in DECIDING_SECTIONS})
 
     def differences(self, saved: dict) -> list[str]:
         """A line for everything that a saved identity (as read from JSON) has differently."""
@@ -58,6 +66,11 @@ class RunIdentity:
         for name in ("world_size", "zero_stage"):
             if saved[name] != getattr(self, name):
                 lines.append(f"{name} is {getattr(self, name)}, was {saved[name]}")
+        lines += [
+            f"{key} in the DeepSpeed JSON is {json.dumps(value)}, was {json.dumps(before)}"
+            for key, value in self.deepspeed.items()
+            if (before := saved.get("deepspeed", {}).get(key)) != value
+        ]
         return lines
 
 

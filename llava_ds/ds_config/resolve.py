@@ -13,8 +13,11 @@ import torch
 
 from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
+from llava_ds.ds_config.activation import resolve_activation_checkpointing
 from llava_ds.ds_config.batch import resolve_batch
+from llava_ds.ds_config.compilation import resolve_compile
 from llava_ds.ds_config.draft import draft_of, open_keys, value_at
+from llava_ds.ds_config.monitoring import resolve_monitoring
 from llava_ds.ds_config.precision import resolve_precision
 from llava_ds.ds_config.schema import check_keys
 from llava_ds.ds_config.zero import resolve_zero
@@ -94,6 +97,9 @@ def resolve_ds_config(
     draft.agree("gradient_clipping", "max_grad_norm")
     resolve_batch(draft)
     resolve_zero(draft)
+    resolve_activation_checkpointing(draft)
+    resolve_compile(draft)
+    resolve_monitoring(draft)
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)
