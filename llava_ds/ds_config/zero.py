@@ -18,14 +18,12 @@ NEEDS_GPU = {
     "offload_optimizer.super_offload": "it is made for GPUs with a CPU on the same module",
 }
 NEEDS_STAGE_3 = (
-    "offload_param",
     "zero_hpz_partition_size",
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
     "zero_quantized_gradients",
     "offload_optimizer.super_offload",
 )
-NOT_ASKED = (None, False, 1, "none")
 
 
 def resolve_zero(draft: Draft) -> None:
@@ -40,6 +38,10 @@ def resolve_zero(draft: Draft) -> None:
     if isinstance(stage, bool) or not isinstance(stage, int):
         draft.refuse(f"zero_optimization.stage is {as_json(stage)} in the DeepSpeed JSON: write 0, 1, 2 or 3")
         return
+    if stage < 3 and _asked(draft, "offload_param") is not None:
+        # LLaVA-NeXT's zero2_offload.json has it: DeepSpeed passes over it.
+        why = f"at stage {stage} every rank holds all parameters, there is nothing to offload"
+        draft.fill("zero_optimization.offload_param.device", "none", why)
     _check_stage(draft, stage)
     _check_reduction(draft, stage)
     for part in ("offload_optimizer", "offload_param"):
@@ -59,7 +61,8 @@ def _asked(draft: Draft, key: str) -> object:
         value = offload_device(draft.config, key)
     else:
         value = draft.get(f"zero_optimization.{key}")
-    return None if value in NOT_ASKED else value
+    plain = value in (None, False, "none") or (value == 1 and value is not True)  # True == 1
+    return None if plain else value
 
 
 def _check_stage(draft: Draft, stage: int) -> None:
@@ -109,6 +112,9 @@ def _check_nvme(draft: Draft, stage: int, part: str) -> None:
     if stage in (1, 2):  # stage 0 was refused
         draft.refuse(f'{key}.device is "nvme" at stage {stage}: write stage 3, or "cpu"')
     path = draft.get(f"{key}.nvme_path")
+    if path == AUTO:
+        path = os.path.abspath(os.path.join(draft.args.training.output_dir, "nvme"))
+        draft.fill(f"{key}.nvme_path", path, "--output_dir; name a folder on a local NVMe disk if that is none")
     if not isinstance(path, str):
         draft.refuse(f"{key}.nvme_path is missing: name a folder on a local NVMe disk")
         return

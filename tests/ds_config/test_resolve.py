@@ -2,36 +2,16 @@
 
 import json
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ds_json import CONFIGS, H, arguments, refused, resolve
 
-from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config.engine import check_engine
 from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.parsing import parse_arguments
-
-CONFIGS = Path(__file__).parents[2] / "ds_configs"
-H = 48  # hidden size
-
-
-def arguments(**flags: object) -> Arguments:
-    """Flags as a user gives them on the command line."""
-    argv = [token for name, value in flags.items() for token in (f"--{name}", str(value))]
-    return parse_arguments([*argv, "--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero2.json")])[0]
-
-
-def resolve(raw: dict, *, world_size: int = 1, **flags: object):
-    return resolve_ds_config(raw, arguments(**flags), world_size=world_size, hidden_size=H)
-
-
-def refused(raw: dict, *, world_size: int = 1, **flags: object) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        resolve(raw, world_size=world_size, **flags)
-    return str(caught.value).splitlines()
 
 
 def has_auto(value: object) -> bool:
@@ -387,3 +367,144 @@ def test_unknown_keys_are_named_with_the_nearest_known_one():
 def test_half_precision_at_stage_0_is_refused():
     with pytest.raises(ConfigError, match=r"zero1\.json"):
         resolve({"zero_optimization": {"stage": 0}}, bf16=True)
+
+
+def test_comments_may_stand_in_the_file_and_a_key_only_once(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  // why\n  "zero_optimization": {"stage": 2},  # and how\n  "steps_per_print": 5\n}')
+    assert read_ds_config(path) == {"zero_optimization": {"stage": 2}, "steps_per_print": 5}
+    path.write_text('{"bf16": {"enabled": true, "enabled": false}}')
+    with pytest.raises(ConfigError, match=r"ds.json: enabled stands twice in one object: remove one"):
+        read_ds_config(path)
+    path.write_text('{"train_batch_size": 8 "steps_per_print": 5}')
+    with pytest.raises(ConfigError, match=r"can't be read as JSON: .*line 1 column 24"):
+        read_ds_config(path)
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+HALF = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+SIZES_3 = {
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+}
+
+
+def on(device: str) -> dict:
+    return {"device": device, "pin_memory": True}
+
+
+# What LLaVA's and LLaVA-NeXT's scripts/*.json say.
+LLAVAS = {
+    "llava zero2": {
+        **HALF,
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 1e9,
+            "reduce_bucket_size": "auto",
+        },
+    },
+    "llava zero3": {
+        **HALF,
+        "zero_optimization": {"stage": 3, **SIZES_3, "stage3_gather_16bit_weights_on_model_save": True},
+    },
+    "llava zero3_offload": {
+        **HALF,
+        "bf16": {"enabled": True},
+        "optimizer": ADAMW,
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": on("cpu"),
+            "offload_param": on("cpu"),
+            **SIZES_3,
+            "gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_clipping": "auto",
+        "steps_per_print": 1e5,
+        "wall_clock_breakdown": False,
+    },
+    "next zero2_offload": {
+        **HALF,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": on("cpu"),
+            "offload_param": on("cpu"),
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 1e9,
+            "reduce_bucket_size": "auto",
+        },
+    },
+    "next zero2_fused_adamw": {
+        **HALF,
+        "optimizer": ADAMW,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": on("none"),
+            "allgather_partitions": True,
+            "allgather_bucket_size": 2e8,
+            "overlap_comm": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 2e8,
+            "contiguous_gradients": True,
+        },
+        "gradient_clipping": "auto",
+        "steps_per_print": 100,
+        "wall_clock_breakdown": False,
+    },
+    "next zero3": {
+        **HALF,
+        "optimizer": ADAMW,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": on("none"),
+            "offload_param": on("none"),
+            **SIZES_3,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_clipping": "auto",
+        "steps_per_print": 100,
+        "wall_clock_breakdown": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", LLAVAS)
+def test_llavas_own_files_resolve_unchanged(name):
+    config = resolve(LLAVAS[name], bf16=True, learning_rate=3e-4, warmup_ratio=0.3).config
+    assert not has_auto(config)
+    assert config["bf16"]["enabled"] is True
+    if "optimizer" in LLAVAS[name]:
+        assert config["optimizer"]["params"]["lr"] == 3e-4
+    if "scheduler" in LLAVAS[name]:
+        assert config["scheduler"]["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 3e-4, "warmup_num_steps": 3}
+
+
+def test_parameters_that_are_whole_are_not_offloaded():
+    resolved = resolve(LLAVAS["next zero2_offload"], bf16=True)
+    assert resolved.config["zero_optimization"]["offload_param"]["device"] == "none"
+    assert "at stage 2 every rank holds all parameters" in "\n".join(resolved.explain())
