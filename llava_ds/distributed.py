@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from llava_ds import __version__
 from llava_ds.constants import EXIT_BAD_INPUT, ConfigError, DataError
-from llava_ds.launchers import rank_variables
+from llava_ds.launchers import is_loopback_name, rank_variables
 
 T = TypeVar("T")
 
@@ -96,8 +96,8 @@ def device_index(local_rank: int, num_devices: int, started_by_srun: bool) -> in
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     raise ConfigError(
-        f"LOCAL_RANK is {local_rank}, but {socket.gethostname()} shows {num_devices} GPUs{seen}: start one rank per GPU "
-        "(slots= in the hostfile, deepspeed --num_gpus, torchrun --nproc-per-node, srun --ntasks-per-node)"
+        f"LOCAL_RANK is {local_rank}, but {socket.gethostname()} shows {num_devices} GPUs{seen}: start one rank per "
+        "GPU (slots= in the hostfile, deepspeed --num_gpus, torchrun --nproc-per-node, srun --ntasks-per-node)"
     )
 
 
@@ -114,7 +114,7 @@ def _choose_gloo_interface(master_addr: str) -> None:
             f"GLOO_SOCKET_IFNAME is {chosen}, but {socket.gethostname()} has the interfaces {', '.join(present)}: name "
             "one that leads to the other machines, or unset it"
         )
-    if chosen is not None or not name_is_loopback():
+    if chosen is not None or not is_loopback_name(socket.gethostname()):
         return
     import psutil
 
@@ -128,15 +128,6 @@ def _choose_gloo_interface(master_addr: str) -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.split("%")[0] == own for each in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def name_is_loopback() -> bool:
-    """Whether this machine's own name leads to no address that another machine could reach."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None)
-    except OSError:
-        return True
-    return all(address[0].startswith("127.") or address[0] == "::1" for *_, address in found)
 
 
 def _did_not_meet(error: Exception) -> str:
@@ -166,7 +157,7 @@ def _versions() -> dict[str, object]:
 
 
 def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
-    """Raise ConfigError on every rank where a named value is not the same on all of them. All ranks call it together."""
+    """Raise ConfigError on every rank where a named value is not the same on all. All ranks call it together."""
     everyone = gather(values, ranks)
     problems = []
     for name in values:

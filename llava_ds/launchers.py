@@ -49,7 +49,9 @@ def _from_srun(environ: Mapping[str, str]) -> dict[str, str]:
     # Task 0 runs on the first node of the step, unless srun was given a distribution of the user's own.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes is None and "MASTER_ADDR" not in environ:
-        raise ConfigError("neither SLURM_STEP_NODELIST nor MASTER_ADDR is set: export MASTER_ADDR, the first node's name")
+        raise ConfigError(
+            "neither SLURM_STEP_NODELIST nor MASTER_ADDR is set: export MASTER_ADDR, the first node's name"
+        )
     per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     node = _number(environ, "SLURM_NODEID", least=0)
     # Jobs that share a node get ports of their own, below those that Linux gives to outgoing connections.
@@ -75,8 +77,8 @@ def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: environ[theirs] for name, theirs in names.items()}
     if "MASTER_ADDR" not in environ and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
         raise ConfigError(
-            "mpirun started ranks on several machines, but MASTER_ADDR is not set, and Open MPI does not say where rank "
-            "0 is: give mpirun -x MASTER_ADDR=<name or address of the first machine>"
+            "mpirun started ranks on several machines, but MASTER_ADDR is not set, and Open MPI does not say where "
+            "rank 0 is: give mpirun -x MASTER_ADDR=<name or address of the first machine>"
         )
     return {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}
 
@@ -87,7 +89,9 @@ def _note_of_one(environ: Mapping[str, str]) -> str | None:
     name = max(reserved, key=reserved.get)
     if reserved[name] == 1:
         return None
-    return f"{name} is {reserved[name]}, but srun did not start this process: it trains alone. Put srun before the command"
+    return (
+        f"{name} is {reserved[name]}, but srun did not start this process: it trains alone. Put srun before the command"
+    )
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -126,6 +130,15 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether a machine's own name leads to no address that another machine could reach."""
+    try:
+        found = socket.getaddrinfo(host, None)
+    except OSError:
+        return True
+    return all(address[0].startswith("127.") or address[0] == "::1" for *_, address in found)
 
 
 def _number(environ: Mapping[str, str], name: str, least: int = 1) -> int:

@@ -98,9 +98,7 @@ def no_ssh(folder: Path, node: int, port: int, flags: list[str]) -> list[str]:
 
 def test_two_launchers_without_ssh(folder, expected):
     port = free_port()
-    done = run_together(
-        *(no_ssh(folder, node, port, flags_of(folder, "no-ssh", f"cache-{node}")) for node in range(2))
-    )
+    done = run_together(*(no_ssh(folder, node, port, flags_of(folder, "no-ssh", f"cache-{node}")) for node in range(2)))
     check(folder, "no-ssh", expected, done)
 
 
