@@ -328,7 +328,8 @@ def exit_for_bad_input(error: Exception, program: str) -> None:
     """
     rank = int(os.environ.get("RANK", "0"))
     if rank != 0:
-        time.sleep(5.0)
+        # The first on another machine, whose launcher does not hear of rank 0, speaks for those beside it.
+        time.sleep(5.0 if os.environ.get("LOCAL_RANK") == "0" else 8.0)
     where = "" if rank == 0 else f" (rank {rank})"
     message = printable(str(error), keep="\n\t")
     print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)

@@ -35,7 +35,7 @@ requeue() {
 }
 trap requeue USR1
 
-# In the background, for bash handles a signal only between its own commands. srun takes cpus-per-task from nobody.
+# In the background, for bash handles a signal only between its own commands. srun does not inherit cpus-per-task.
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$PYTHON" -u run/train.py "$@" &
 training=$!
 while true; do

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def main() -> None:
 
     from llava_ds.distributed import gather, init_ranks, print_first
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # names new in torch 2.13
     ranks = init_ranks()
     num_machines = len(set(gather(socket.gethostname(), ranks)))
     backend = torch.distributed.get_backend()

@@ -160,7 +160,7 @@ def check_network(asked: Asked) -> list[Finding]:
     host, present = socket.gethostname(), [name for _, name in socket.if_nameindex()]
     findings = [Finding(OK, f"{host}, interfaces {', '.join(present)}")]
     if is_loopback_name(host) and len(present) > 1:
-        found = f"{host} resolves to no address that other machines reach: matters with more than one machine only"
+        found = f"{host} resolves to no address that other machines reach: with several, gloo gets the way to rank 0"
         remedy = f"give {host} its address in /etc/hosts, or set GLOO_SOCKET_IFNAME ({', '.join(present)})"
         findings.append(Finding(WARNING, found, remedy))
     gloo = os.environ.get("GLOO_SOCKET_IFNAME")

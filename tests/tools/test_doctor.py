@@ -1,6 +1,5 @@
 """Each check's way of going wrong, its remedy, and what the exit code says."""
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -8,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 import types
 from collections import namedtuple
 from pathlib import Path
@@ -249,8 +249,17 @@ def test_ranks_that_do_not_end_are_ended(monkeypatch, tmp_path):
     finding = collective.try_collective("gloo", 2, timeout_s=1.0)
     assert finding.level == PROBLEM and "did not end within 1 s" in finding.found and finding.remedy
     child = int((tmp_path / "child").read_text())
-    with contextlib.suppress(FileNotFoundError):  # a zombie until init has seen it
-        assert Path(f"/proc/{child}/stat").read_text().split()[2] == "Z"
+    deadline = time.monotonic() + 20
+    while _runs(child):
+        assert time.monotonic() < deadline, "the child outlived its launcher"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"  # a zombie until init has seen it
+    except FileNotFoundError:
+        return False
 
 
 def test_ranks_that_fail_say_why(monkeypatch, tmp_path):
