@@ -4,10 +4,12 @@ Both machines are this one, over loopback. Each has a cache of its own, as machi
 """
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,24 +52,26 @@ def flags_of(folder: Path, name: str, cache: str, **more: object) -> list[str]:
     return command_line({**flags, "output_dir": folder / name, "cache_dir": folder / cache, **more})
 
 
-def run_together(*commands: list[str], timeout_s: int = 120, **variables: str) -> list[subprocess.CompletedProcess]:
-    """Start commands at the same time, and return when all have ended."""
+def run_together(*commands: list[str], timeout_s: int = 300, **variables: str) -> list[subprocess.CompletedProcess]:
+    """Start commands at the same time, and return when all have ended; what is left of them is killed."""
     started = [
         subprocess.Popen(
-            command, env={**environment(), **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env={**environment(), **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         for command in commands
     ]
-    outputs: list[tuple[str, str]] = [("", "")] * len(started)
-
-    def read(i: int) -> None:
-        outputs[i] = started[i].communicate(timeout=timeout_s)
-
-    readers = [threading.Thread(target=read, args=(i,)) for i in range(len(started))]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
+    try:
+        with ThreadPoolExecutor(len(started)) as pool:
+            outputs = list(pool.map(lambda process: process.communicate(timeout=timeout_s), started))
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     return [subprocess.CompletedProcess(p.args, p.returncode, *output) for p, output in zip(started, outputs)]
 
 
