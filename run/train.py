@@ -22,6 +22,8 @@ from llava_ds.data.sampler import SampleOrder
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
     Ranks,
+    check_same,
+    check_shared_folder,
     exit_for_bad_input,
     first_rank_first,
     from_first,
@@ -37,7 +39,7 @@ from llava_ds.geometry import picture_options
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
 from llava_ds.model.recompute import recompute_layers
-from llava_ds.parsing import GROUPINGS, build_parser, parse_arguments, read_recipe
+from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.skipped import SkippedLog
@@ -56,6 +58,7 @@ def main(argv: list[str]) -> None:
     raw_config = read_ds_config(args.training.deepspeed_config)
     quiet_libraries()
     ranks = init_ranks()
+    check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
     if not args.model.tune_mm_mlp_adapter and args.model.pretrain_mm_mlp_adapter is None:
         notes.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
     print_first(*notes)
@@ -87,6 +90,8 @@ def main(argv: list[str]) -> None:
     num_steps = total_steps(args.training, per_epoch)
     identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.config)
     output_dir = Path(args.training.output_dir)
+    if args.training.save_strategy != "no":
+        check_shared_folder(output_dir, "--output_dir", ranks)
     # Rank 0 alone reads and hashes what lies there.
     resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))
     checkpoint.set_aside(output_dir, resume, ranks)
@@ -184,6 +189,13 @@ def _defaults(argv: list[str]) -> dict[str, object]:
 def _trains_projector_only(argv: list[str]) -> bool:
     flags = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
     return build_parser().parse_known_args(flags)[0].tune_mm_mlp_adapter
+
+
+def _same_everywhere(args: Arguments, raw_config: dict) -> dict[str, object]:
+    """What no rank may have differently: all but where things lie on a machine, and how many processes it spends."""
+    own = {*PATHS, "dataloader_num_workers", "preprocessing_num_workers"}
+    flags = {f"--{name}": value for name, value in args.as_dict().items() if name not in own}
+    return {**flags, "the DeepSpeed JSON": raw_config}
 
 
 def _open_data(args: Arguments, plan: ModelPlan, ranks: Ranks) -> EncodedDataset:
