@@ -1,0 +1,1 @@
+"""What helps around a training run: how much memory it needs."""
