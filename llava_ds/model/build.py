@@ -7,13 +7,7 @@ from functools import partial
 
 import deepspeed
 import torch
-from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import CLIPVisionConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
@@ -21,11 +15,11 @@ from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, print_first
-from llava_ds.model import attention
+from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.language import length_problem, read_text_config
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.vision import ImageSpec, VisionTower, read_image_spec, read_vision_config, truncated
+from llava_ds.model.vision import ImageSpec, read_image_spec, read_vision_config, truncated
 from llava_ds.model.weights import TensorSource, WeightFiles, load_weights
 from llava_ds.tokenizer import open_tokenizer
 
@@ -88,24 +82,6 @@ def build_model(
     return model
 
 
-def assemble(
-    text_config: PreTrainedConfig,
-    vision_config: CLIPVisionConfig,
-    args: ModelArguments,
-    mean: torch.Tensor,
-    std: torch.Tensor,
-) -> LlavaModel:
-    """The composition, uninitialised, in torch's default dtype; mean and std (3,) as VisionTower takes them."""
-    language_model = AutoModelForCausalLM.from_config(
-        text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
-    )
-    language_model.tie_weights()  # from_config leaves it to the initialisation that its callers switch off
-    tower = VisionTower(vision_config, args.mm_vision_select_layer, mean, std)
-    projector = build_projector(args.mm_projector_type, vision_config.hidden_size, text_config.hidden_size)
-    newline = Newline(text_config.hidden_size) if args.mm_patch_merge_type == "spatial_unpad" else None
-    return LlavaModel(tower, projector, language_model, newline)
-
-
 def _adapter_sources(
     plan: ModelPlan, args: ModelArguments, seed: int
 ) -> tuple[WeightFiles | TensorSource, WeightFiles | TensorSource]:
@@ -149,9 +125,3 @@ def _construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zer
             yield
         finally:
             torch.set_default_dtype(before)
-
-
-def layer_classes(model: nn.Module) -> list[type[nn.Module]]:
-    """The classes of the repeated layers of tower and language model."""
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    return sorted({type(stack[0]) for stack in stacks}, key=lambda cls: cls.__name__)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llava_ds.tools.activations import MicroBatch
 from llava_ds.tools.memory import PLACEMENTS, Estimate, Placement, Setup, estimate, largest_unit
 from llava_ds.tools.shapes import ModelShape
 
-GB = 10**9
+GB, MB = 10**9, 10**6
 HEADROOM = 0.1  # of a GPU's memory, left for the CUDA context, NCCL and fragmentation, which no formula here counts
 MOST_DOUBLINGS = 6  # of the GPUs that are proposed
 OFFLOADS = ("none", "optimizer", "all", "nvme")
@@ -66,7 +67,7 @@ def describe_change(run: Run, other: Run) -> str:
     """What to set to get from one run to another."""
     said = []
     if other.setup.num_gpus != run.setup.num_gpus:
-        said.append(f"{other.setup.num_gpus} GPUs")
+        said.append(_gpus(other.setup))
     if run.batch is not None and other.batch.checkpoint_every != run.batch.checkpoint_every:
         said.append("--gradient_checkpointing True")
     if other.placement.stage != run.placement.stage:
@@ -87,9 +88,9 @@ def describe_change(run: Run, other: Run) -> str:
 def advice(run: Run, gpu_memory: float) -> str:
     """One sentence: whether the run fits, or what would."""
     total, memory = run.estimate().total, f"{gpu_memory / GB:g} GB"
-    start = f"{_name(run.placement)} on {run.setup.num_gpus} GPUs needs {total / GB:.1f} GB of {memory}"
+    start = f"{_name(run.placement)} on {_gpus(run.setup)} needs {total / GB:.1f} GB of {memory}"
     other = smallest_change(run, gpu_memory)
-    if other is run:
+    if other == run:
         return f"{start}: fits"
     if other is None:
         return f"{start}, and nothing that was tried fits, up to {run.setup.num_gpus << MOST_DOUBLINGS} GPUs and NVMe"
@@ -98,13 +99,14 @@ def advice(run: Run, gpu_memory: float) -> str:
 
 
 def table(run: Run, gpu_memory: float | None) -> list[str]:
-    """Every stage and offload side by side, in GB of 10**9 bytes; the run's own column is marked."""
+    """Every stage and offload side by side, in GB (10**9 bytes) or MB; the run's own column is marked."""
     columns = {name: dataclasses.replace(run, placement=p).estimate() for name, p in PLACEMENTS.items()}
+    unit, size = ("GB", GB) if columns["ZeRO-0"].total >= GB else ("MB", MB)
     names = [f"[{name}]" if PLACEMENTS[name] == run.placement else name for name in columns]
-    lines = [f"{'GB per GPU':22}" + "".join(f"{name:>13}" for name in names)]
+    lines = [f"{f'{unit} per GPU':22}" + "".join(f"{name:>13}" for name in names)]
     for label, field in ROWS.items():
         values = (getattr(column, field) for column in columns.values())
-        lines.append(f"{label:22}" + "".join(f"{value / GB:13.2f}" for value in values))
+        lines.append(f"{label:22}" + "".join(f"{value / size:13.2f}" for value in values))
     if gpu_memory is not None:
         words = (verdict(column.total, gpu_memory) for column in columns.values())
         lines.append(f"{f'in {gpu_memory / GB:g} GB':22}" + "".join(f"{word:>13}" for word in words))
@@ -118,21 +120,18 @@ def description(run: Run) -> list[str]:
         for part in run.shape.parts
     )
     setup, batch = run.setup, run.batch
-    lines = [
+    return [
         f"{run.shape.num_parameters:,} parameters, {run.shape.num_trained:,} of them trained ({parts}); "
         f"the largest gathered layer has {largest_unit(run.shape) / 1e6:,.1f} M",
-        f"{setup.num_gpus} GPUs, {setup.weight_bytes} bytes a weight, "
+        f"{_gpus(setup)}, {setup.weight_bytes} bytes a weight, "
         + (
             "no activations: only the number of parameters is known"
             if batch is None
             else f"{batch.num_tokens:,} tokens a micro-batch at most, {batch.num_supervised:,} supervised, "
             f"{batch.num_tiles} image tiles, "
-            + {0: "every activation kept", 1: "every layer recomputed"}.get(
-                batch.checkpoint_every, f"every {batch.checkpoint_every}th layer recomputed"
-            )
+            + ("every layer recomputed" if batch.checkpoint_every else "every activation kept")
         ),
     ]
-    return lines
 
 
 def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
@@ -156,37 +155,30 @@ def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
     }
 
 
-def _changed(run: Run):
+def _changed(run: Run) -> Iterator[Run]:
     """The run and its changes, the smallest first."""
-    checkpointing, tokens = [0], [0]
+    recompute, halvings = [False], [0]
     if run.batch is not None:
-        checkpointing = sorted({run.batch.checkpoint_every, 1}) if run.batch.checkpoint_every != 1 else [1]
-        halvings = range(run.batch.num_tokens.bit_length())
-        tokens = [0] + [h for h in halvings if h and run.batch.num_tokens >> h >= run.longest_sample]
+        recompute += [True] if run.batch.checkpoint_every != 1 else []
+        halvings += [h for h in range(1, 32) if run.batch.num_tokens >> h >= run.longest_sample]
     stages = range(run.placement.stage, 4)
     offloads = range(OFFLOADS.index(run.placement.offload), len(OFFLOADS))
-    options = itertools.product(range(MOST_DOUBLINGS + 1), offloads, checkpointing, stages, tokens)
 
-    def cost(option: tuple[int, ...]) -> tuple[int, ...]:
-        doublings, offload, every, stage, halvings = option
-        recomputes = int(run.batch is not None and every != run.batch.checkpoint_every)
-        kinds = recomputes + (stage != run.placement.stage) + (halvings > 0)
-        return doublings, offload, kinds, halvings, stage, -recomputes
+    def cost(change: tuple) -> tuple:
+        doublings, offload, stage, halved, recomputed = change
+        return doublings, offload, recomputed + (stage > stages[0]) + (halved > 0), halved, stage
 
-    for doublings, offload, every, stage, halvings in sorted(options, key=cost):
+    for change in sorted(itertools.product(range(MOST_DOUBLINGS + 1), offloads, stages, halvings, recompute), key=cost):
+        doublings, offload, stage, halved, recomputed = change
         placement = Placement(stage, OFFLOADS[offload])
-        if placement == run.placement and (doublings, halvings) == (0, 0):
-            if run.batch is None or every == run.batch.checkpoint_every:
-                yield run
-                continue
-        elif placement != run.placement and placement not in PLACEMENTS.values():
+        if placement not in (run.placement, *PLACEMENTS.values()):
             continue
         batch = run.batch and dataclasses.replace(
             run.batch,
-            num_tokens=run.batch.num_tokens >> halvings,
-            num_supervised=run.batch.num_supervised >> halvings,
-            num_tiles=max(1, run.batch.num_tiles >> halvings),
-            checkpoint_every=every,
+            num_tokens=run.batch.num_tokens >> halved,
+            num_supervised=run.batch.num_supervised >> halved,
+            num_tiles=max(1, run.batch.num_tiles >> halved),
+            checkpoint_every=1 if recomputed else run.batch.checkpoint_every,
         )
         setup = dataclasses.replace(run.setup, num_gpus=run.setup.num_gpus << doublings)
         yield dataclasses.replace(run, placement=placement, setup=setup, batch=batch)
@@ -194,3 +186,7 @@ def _changed(run: Run):
 
 def _name(placement: Placement) -> str:
     return next((n for n, p in PLACEMENTS.items() if p == placement), f"ZeRO-{placement.stage} + {placement.offload}")
+
+
+def _gpus(setup: Setup) -> str:
+    return "1 GPU" if setup.num_gpus == 1 else f"{setup.num_gpus} GPUs"

@@ -9,7 +9,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
-from llava_ds.model.build import assemble, layer_classes
+from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.language import read_text_config
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.vision import read_vision_config
@@ -128,7 +128,7 @@ def shape_of_folders(args: Arguments) -> ModelShape:
 
 
 def shape_named(name: str, args: Arguments) -> ModelShape:
-    """A known size, or a mere number of parameters like 13e9, all trained. Raises ConfigError, which lists the names."""
+    """A known size, or a mere number of parameters like 13e9, all trained. Raises ConfigError with the names."""
     if name in NAMED:
         text = AutoConfig.for_model(**NAMED[name])
         return shape_of(text, CLIPVisionConfig(**CLIP_L_336), args)
