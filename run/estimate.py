@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes, instead of the table")
     own, rest = parser.parse_known_args(argv)
-    args, _ = parse_arguments(rest, to_train=False)
+    args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
     if found := problems(own, args):
         raise ConfigError("\n".join(found))
 

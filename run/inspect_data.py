@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     own, rest = parser.parse_known_args(argv)
     if problems := [p for name in ("jsonl", "html") if (p := _cannot_be_written(name, getattr(own, name)))]:
         raise ConfigError("\n".join(problems))
-    args, _ = parse_arguments(rest, to_train=False)
+    args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
 
     quiet_libraries()
     if args.model.model_name_or_path is not None and args.model.vision_tower is None:
