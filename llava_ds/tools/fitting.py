@@ -116,13 +116,12 @@ def table(run: Run, gpu_memory: float | None) -> list[str]:
 def description(run: Run) -> list[str]:
     """The model and how it trains, in words."""
     parts = ", ".join(
-        f"{part.name} {part.num_parameters / 1e6:,.1f} M{'' if part.num_trained else ' frozen'}"
-        for part in run.shape.parts
+        f"{part.name} {part.num_parameters:,}{'' if part.num_trained else ' frozen'}" for part in run.shape.parts
     )
     setup, batch = run.setup, run.batch
     return [
         f"{run.shape.num_parameters:,} parameters, {run.shape.num_trained:,} of them trained ({parts}); "
-        f"the largest gathered layer has {largest_unit(run.shape) / 1e6:,.1f} M",
+        f"the largest gathered layer has {largest_unit(run.shape):,}",
         f"{_gpus(setup)}, {setup.weight_bytes} bytes a weight, "
         + (
             "no activations: only the number of parameters is known"
