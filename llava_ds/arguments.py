@@ -206,6 +206,11 @@ class TrainingArguments:
     resume: str = HfArg(
         default="auto", help="auto: go on from the newest whole checkpoint in --output_dir; a checkpoint's path; never."
     )
+    dry_run: bool = HfArg(
+        default=False,
+        help="Check everything, print the plan, the first batch and the memory that is needed, and stop before the "
+        "model is built; nothing is written to --output_dir.",
+    )
 
 
 @dataclass(frozen=True)

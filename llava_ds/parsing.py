@@ -4,6 +4,7 @@ import difflib
 import math
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import yaml
@@ -97,13 +98,16 @@ def read_recipe(path: str | Path) -> dict[str, object]:
 
 
 def parse_arguments(
-    argv: list[str], defaults: dict[str, object] | None = None, to_train: bool = True
+    argv: list[str],
+    defaults: dict[str, object] | None = None,
+    to_train: bool = True,
+    own_flags: Collection[str] = (),
 ) -> tuple[Arguments, list[str]]:
     """Parsed and checked flags, ~ in paths expanded, and one line for every flag that was given but has no effect.
 
     argv: the command line without the program's name; defaults: flags below the recipe in precedence, which do not
-    count as given; to_train: whether what only training needs has to be there. Raises ConfigError, which lists every
-    problem found.
+    count as given; to_train: whether what only training needs has to be there; own_flags: what else the script knows,
+    for the hint at a misspelt one. Raises ConfigError, which lists every problem found.
     """
     parser = build_parser()
     recipe_path = _recipe_of(argv)
@@ -117,7 +121,7 @@ def parse_arguments(
         tokens, return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
-        raise ConfigError(_unknown_flags(unknown, parser))
+        raise ConfigError(_unknown_flags(unknown, parser, own_flags))
 
     given = {name.replace("-", "_") for name in recipe} | {name.removeprefix("no_") for name in written}
     given = {"deepspeed_config" if name == "deepspeed" else name for name in given}
@@ -295,8 +299,9 @@ def _as_tokens(flags: dict[str, object]) -> list[str]:
     return [token for name, value in flags.items() if value is not None for token in (f"--{name}", str(value))]
 
 
-def _unknown_flags(unknown: list[str], parser: HfArgumentParser) -> str:
+def _unknown_flags(unknown: list[str], parser: HfArgumentParser, own_flags: Collection[str]) -> str:
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    known += own_flags
     lines = []
     after_flag = False
     for token in unknown:

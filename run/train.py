@@ -44,6 +44,7 @@ from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
+from llava_ds.tools import dry_run
 from llava_ds.train.loop import StepResult, TrainState, train
 from llava_ds.train.schedule import scheduler_factory, total_steps, warmup_steps
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
@@ -94,8 +95,13 @@ def main(argv: list[str]) -> None:
         check_shared_folder(output_dir, "--output_dir", ranks)
     # Rank 0 alone reads and hashes what lies there.
     resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))
-    checkpoint.set_aside(output_dir, resume, ranks)
     _print_plan(args, resolved, dataset, layout, num_steps, per_epoch, lines)
+    if args.training.dry_run:
+        if ranks.is_first:
+            print_first(*dry_run.first_batch(dataset, layout, order, resume.step, num_steps, plan.tokenizer))
+            print_first(*dry_run.memory(resolved, plan, dataset, ranks))
+        return
+    checkpoint.set_aside(output_dir, resume, ranks)
     if ranks.is_first:
         write_run_record(output_dir, args, resolved.config, num_steps)
 
