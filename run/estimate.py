@@ -12,7 +12,7 @@ from pathlib import Path
 from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import exit_for_bad_input, quiet_libraries
-from llava_ds.ds_config import ResolvedConfig, read_ds_config, resolve_ds_config
+from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.parsing import parse_arguments
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 from llava_ds.tools.fitting import GB, Run, advice, as_json, description, table

@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
     num_steps = total_steps(args.training, per_epoch)
     identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.config)
     output_dir = Path(args.training.output_dir)
-    if args.training.save_strategy != "no":
+    if args.training.save_strategy != "no" and not args.training.dry_run:
         check_shared_folder(output_dir, "--output_dir", ranks)
     # Rank 0 alone reads and hashes what lies there.
     resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))

@@ -9,7 +9,7 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import Layout, windows
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks
-from llava_ds.ds_config import ResolvedConfig
+from llava_ds.ds_config.resolve import ResolvedConfig
 from llava_ds.model.build import ModelPlan
 from llava_ds.report.data_page import in_terminal
 from llava_ds.tools.fitting import advice, description, table

@@ -1,6 +1,6 @@
 """From the flags and the resolved DeepSpeed JSON of a run to what its memory depends on."""
 
-from llava_ds.ds_config import ResolvedConfig
+from llava_ds.ds_config.resolve import ResolvedConfig
 from llava_ds.tools.activations import MicroBatch
 from llava_ds.tools.fitting import Run
 from llava_ds.tools.memory import Placement, Setup, ZeroSettings
@@ -35,7 +35,7 @@ def planned_run(
             num_tokens=tokens,
             num_supervised=int(tokens * supervised_fraction),
             num_tiles=max(1, tokens // shape.tower.num_patches),
-            checkpoint_every=int(training.gradient_checkpointing),
+            checkpoint_every=training.gradient_checkpointing_every_n_layers if training.gradient_checkpointing else 0,
         )
     setup = Setup(
         num_gpus=num_gpus,

@@ -7,7 +7,7 @@ import pytest
 import toys
 from launching import ROOT, command_line, ds_config, launch
 
-from llava_ds.ds_config import read_ds_config, resolve_ds_config
+from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.parsing import parse_arguments
 from llava_ds.tools.fitting import Run
 from llava_ds.tools.planned import planned_run
