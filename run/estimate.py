@@ -5,6 +5,7 @@ are read and no GPU is needed. GB are 10**9 bytes.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -55,7 +56,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError("\n".join(found))
 
     quiet_libraries()
-    run = read_run(own, args)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed speaks up when it is opened
+        run = read_run(own, args)
     gpu_memory = None if own.gpu_memory is None else own.gpu_memory * GB
     if own.json:
         print(json.dumps(as_json(run, gpu_memory), indent=1))

@@ -19,7 +19,6 @@ from llava_ds.ds_config.compilation import resolve_compile
 from llava_ds.ds_config.draft import draft_of, open_keys, value_at
 from llava_ds.ds_config.monitoring import resolve_monitoring
 from llava_ds.ds_config.precision import resolve_precision
-from llava_ds.ds_config.schema import check_keys
 from llava_ds.ds_config.zero import resolve_zero
 
 
@@ -91,6 +90,8 @@ def resolve_ds_config(
     flags. Raises ConfigError, which lists every conflict.
     Source: transformers, integrations/deepspeed.py.
     """
+    from llava_ds.ds_config.schema import check_keys  # opens DeepSpeed, which takes seconds and speaks up
+
     draft = draft_of(raw, args, world_size, hidden_size, device_type)
     check_keys(draft)
     resolve_precision(draft)
