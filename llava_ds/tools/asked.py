@@ -59,7 +59,9 @@ class Asked:
         zero, found = _section(self.config or {}, "zero_optimization"), {}
         for key in ("offload_optimizer", "offload_param"):
             if self._offload(key) == "nvme":
-                found[str(_section(zero, key).get("nvme_path"))] = f"zero_optimization.{key}.nvme_path"
+                path = _section(zero, key).get("nvme_path")
+                folder = str(self.output_dir / "nvme") if path == "auto" else str(path)
+                found[folder] = f"zero_optimization.{key}.nvme_path"
         return found
 
     def wants(self, precision: str) -> bool:

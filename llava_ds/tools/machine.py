@@ -141,14 +141,13 @@ def check_nvme(asked: Asked) -> list[Finding]:
         folder = Path(text)
         if text == "None":
             findings.append(Finding(PROBLEM, f"{key} is missing in the JSON", "name a folder on a local NVMe disk"))
-        elif not folder.is_dir() or not os.access(folder, os.W_OK):
-            found = f"{key} {folder}: there is no such folder, or it can't be written to"
-            findings.append(Finding(PROBLEM, found, f"mkdir -p {folder}, or name another"))
-        elif not _opens_directly(folder):
+        elif not can_be_written(folder):
+            findings.append(Finding(PROBLEM, f"{key} {folder} can't be written to", "name another folder"))
+        elif not _opens_directly(nearest_folder(folder)):
             found = f"{key} {folder}: its file system refuses O_DIRECT, which DeepSpeed's reading and writing needs"
             findings.append(Finding(PROBLEM, found, "name a folder on a local disk (ext4, xfs)"))
         else:
-            free = shutil.disk_usage(folder).free
+            free = shutil.disk_usage(nearest_folder(folder)).free
             level = WARNING if free < ENOUGH_DISK_BYTES else OK
             remedy = "" if level == OK else "name a folder on a larger disk"
             findings.append(Finding(level, f"{key} {folder}: {free / GIB:.1f} GiB free", remedy))
