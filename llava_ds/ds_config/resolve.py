@@ -13,7 +13,9 @@ from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config.batch import resolve_batch
 from llava_ds.ds_config.draft import draft_of, open_keys, value_at
+from llava_ds.ds_config.optimizer import resolve_optimizer
 from llava_ds.ds_config.precision import resolve_precision
+from llava_ds.ds_config.scheduler import resolve_scheduler
 from llava_ds.ds_config.schema import check_keys
 from llava_ds.ds_config.zero import resolve_zero
 
@@ -77,6 +79,8 @@ def resolve_ds_config(
     draft.agree("gradient_clipping", "max_grad_norm")
     resolve_batch(draft)
     resolve_zero(draft)
+    resolve_optimizer(draft)
+    resolve_scheduler(draft, num_steps)
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)

@@ -7,8 +7,6 @@ from llava_ds.ds_config.draft import Draft
 
 # Sections that this trainer builds itself or does not drive yet; passing them on would train something else.
 NOT_DRIVEN = {
-    "optimizer": "the optimizer is AdamW by --learning_rate, --weight_decay, --adam_beta1, --adam_beta2",
-    "scheduler": "the schedule comes from --lr_scheduler_type and --warmup_ratio",
     "amp": "use --bf16 or --fp16",
 }
 # Top-level keys that DeepSpeed 0.19 reads; it ignores all others silently.
