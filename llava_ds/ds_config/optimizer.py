@@ -2,14 +2,13 @@
 
 import difflib
 import inspect
-import math
 import os
 import shutil
-from collections.abc import Callable
 
 import torch
 
 from llava_ds.ds_config.draft import AUTO, Draft, as_json, is_number
+from llava_ds.ds_config.precision import DTYPES
 from llava_ds.ds_config.scheduler import RATE_KEYS, dry_run_problem
 
 # DeepSpeed's own names: it takes these in any case, and all others as classes of torch.optim in their exact case.
@@ -76,7 +75,11 @@ def resolve_optimizer(draft: Draft) -> None:
     _fill_params(draft, params, known)
     _check_stage(draft, name)
     _check_tools(draft, name, params)
-    if name not in DEEPSPEED.values() or params.get("torch_adam") is True or name == "Adagrad" and not offloads(draft):
+    if (
+        name not in DEEPSPEED.values()
+        or params.get("torch_adam") is True
+        or (name == "Adagrad" and not offloads(draft))
+    ):
         _try_torch_class(draft, name, params)
 
 
@@ -259,14 +262,31 @@ def _check_stage(draft: Draft, name: str) -> None:
         draft.reasons["optimizer.type"] = (
             f"sees shards instead of {SHARDED[name]} under ZeRO-{stage}: its updates depend on the number of ranks"
         )
-    if name == "Muon" and stage == 3 and draft.get("zero_optimization.reduce_scatter") is not False:
-        draft.refuse(
-            'Muon needs whole gradients at ZeRO-3: write "reduce_scatter": false into zero_optimization, or use stage 2'
-        )
+    if name == "Muon" and stage:
+        _check_sharded_muon(draft, stage)
     if name == "Lamb" and draft.get("fp16.loss_scale") not in (None, 0):
         draft.refuse(
             f"fp16.loss_scale is {as_json(draft.get('fp16.loss_scale'))}, but DeepSpeed's Lamb wants a dynamic loss "
             "scale: write 0"
+        )
+
+
+def _check_sharded_muon(draft: Draft, stage: int) -> None:
+    """DeepSpeed 0.19.8 turns gradients into Muon's updates while it reduces them, before what else is done to them."""
+    if stage == 3 and draft.get("zero_optimization.reduce_scatter") is not False:
+        draft.refuse(
+            'Muon needs whole gradients at ZeRO-3: write "reduce_scatter": false into zero_optimization, or use stage 2'
+        )
+    late = draft.get("bf16.enabled") is True and draft.get("data_types.grad_accum_dtype") in DTYPES["fp32"]
+    if draft.get("gradient_clipping") and not (late and stage == 1):
+        draft.refuse(
+            f"gradient_clipping is {as_json(draft.get('gradient_clipping'))}, but under ZeRO-{stage} DeepSpeed clips "
+            "Muon's updates instead of gradients: give --max_grad_norm 0 or use stage 0"
+        )
+    if draft.get("torch_autocast.enabled") is True and draft.get("torch_autocast.dtype") in DTYPES["fp16"]:
+        draft.refuse(
+            f"torch_autocast in float16 under ZeRO-{stage} divides Muon's updates by the loss scale: write "
+            '"dtype": "bfloat16"'
         )
 
 
@@ -315,9 +335,11 @@ def missing_tools(device_type: str, op: str) -> list[str]:
 
 def _try_torch_class(draft: Draft, name: str, params: dict) -> None:
     """Give torch's class the values on a weight of its own, before a model is built with them."""
-    values = {key: value for key, value in params.items() if key not in ADAM_EXTRAS and value != AUTO}
-    adam_w = name == "AdamW" or params.get("adam_w_mode") is not False
-    cls = getattr(torch.optim, {True: "AdamW", False: "Adam"}[adam_w] if name in ("Adam", "AdamW") else name)
+    if name == "Muon" or draft.problems or (name == "Adagrad" and offloads(draft)):
+        return
+    values = {key: value for key, value in params.items() if key not in ADAM_EXTRAS}
+    if name == "Adam" and params.get("adam_w_mode") is not False:
+        name = "AdamW"  # DeepSpeed's Adam decays like AdamW, unless told otherwise
     weights = [torch.nn.Parameter(torch.zeros(1))]
-    if name != "Muon" and not draft.problems and (problem := dry_run_problem(cls, weights, values)):
+    if problem := dry_run_problem(getattr(torch.optim, name), weights, values):
         draft.refuse(f"optimizer.params in the DeepSpeed JSON: {name} can't take them ({problem})")

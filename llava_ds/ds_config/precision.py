@@ -10,7 +10,8 @@ from llava_ds.ds_config.draft import AUTO, Draft, as_json, is_number
 Check = tuple[Callable[[object], bool], str]  # whether a value may stand there, and what may
 
 
-def _whole(least: int) -> Check:
+def whole(least: int) -> Check:
+    """The check for a count."""
     return (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least), f"a whole number from {least}"
 
 
@@ -37,11 +38,11 @@ KEYS: dict[str | None, dict[str, Check]] = {
         "enabled": FLAG,
         "auto_cast": FLAG,
         "loss_scale": (is_number, "a number from 0, which is a dynamic scale"),
-        "initial_scale_power": _whole(0),
-        "loss_scale_window": _whole(1),
-        "hysteresis": _whole(1),
+        "initial_scale_power": whole(0),
+        "loss_scale_window": whole(1),
+        "hysteresis": whole(1),
         "consecutive_hysteresis": FLAG,
-        "min_loss_scale": _whole(1),
+        "min_loss_scale": whole(1),
         "fp16_master_weights_and_grads": FLAG,
     },
     "torch_autocast": {"enabled": FLAG, "dtype": DTYPE, "lower_precision_safe_modules": NAMES},
@@ -76,6 +77,16 @@ def resolve_precision(draft: Draft) -> None:
     if gpu is not None:
         remedy = "use --fp16 True" if bf16 is True else 'write "dtype": "float16"'
         draft.refuse(f"bfloat16 is asked for, but this machine's {gpu} does not compute in it: {remedy}, or fp32")
+    if (
+        autocast == "fp16"
+        and draft.get("zero_optimization.stage")
+        and draft.agree("gradient_clipping", "max_grad_norm")
+    ):
+        draft.refuse(
+            f"gradient_clipping is {as_json(draft.get('gradient_clipping'))} with torch_autocast in float16, where "
+            "DeepSpeed's ZeRO clips gradients before it takes the loss scale out of them: give --max_grad_norm 0, write "
+            '"dtype": "bfloat16", or use stage 0'
+        )
     _check_data_types(draft, "bf16" if bf16 is True else "fp16" if fp16 is True else "fp32")
     _check_master_weights(draft)
 
@@ -121,8 +132,8 @@ def _autocast_dtype(draft: Draft) -> str | None:
             getattr(importlib.import_module(module), cls)
         except (ImportError, AttributeError, ValueError):
             draft.refuse(
-                f"torch_autocast.lower_precision_safe_modules names {name}, which can't be imported: write a class with "
-                "its module, like torch.nn.Linear"
+                f"torch_autocast.lower_precision_safe_modules names {name}, which can't be imported: write a class "
+                "with its module, like torch.nn.Linear"
             )
     if draft.get("zero_optimization.zero_quantized_weights") is True:
         draft.refuse(
@@ -138,8 +149,8 @@ def _check_data_types(draft: Draft, model_dtype: str) -> None:
         draft.refuse(f"data_types.param_dtype is {params}, but the run's precision is {model_dtype}: leave it out")
     if grads not in (None, model_dtype) and not draft.get("zero_optimization.stage"):
         draft.refuse(
-            f"data_types.grad_accum_dtype is {grads} at ZeRO-0, where gradients have the weights' {model_dtype}: leave it "
-            "out, or use a stage from 1"
+            f"data_types.grad_accum_dtype is {grads} at ZeRO-0, where gradients have the weights' {model_dtype}: leave "
+            "it out, or use a stage from 1"
         )
 
 

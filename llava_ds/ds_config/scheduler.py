@@ -7,10 +7,12 @@ import logging
 import math
 
 import torch
+from transformers import get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from llava_ds.arguments import TrainingArguments
 from llava_ds.ds_config.draft import AUTO, Draft, as_json, is_number
+from llava_ds.ds_config.precision import FLAG, Check, whole
 
 DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
 TORCH = (
@@ -131,14 +133,11 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
         return f"{given} can't be read as a JSON object ({error}): write it like '{{\"num_cycles\": 2}}'"
     name = args.lr_scheduler_type
     of_function = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[name]).parameters
-    # transformers gives constant_with_warmup none of them.
     known = [key for key in of_function if key not in (*NOT_GIVEN, "num_warmup_steps", "num_training_steps")]
     unknown = sorted(set(kwargs) - set(known))
     if unknown:
         takes = ", ".join(known) or "none"
         return f"{given}: {', '.join(unknown)} is unknown to --lr_scheduler_type {name}, which takes {takes}"
-    from transformers import get_scheduler
-
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     if name == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
         return "--lr_scheduler_type warmup_stable_decay needs --lr_scheduler_kwargs '{\"num_decay_steps\": N}'"
@@ -247,35 +246,37 @@ def _check_momentum(draft: Draft, name: str, params: dict) -> None:
     )
 
 
-def _whole(least: int) -> tuple:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least, f"a whole number from {least}"
+NUMBER: Check = is_number, "a number from 0"
+SHARE: Check = (lambda v: is_number(v) and v <= 1), "a number from 0 to 1"
+MOMENTUM: Check = (lambda v: is_number(v) and v < 1), "a number from 0 to below 1"
 
 
-_FLAG = lambda v: isinstance(v, bool), "true or false"  # noqa: E731
-_NUMBER = is_number, "a number from 0"
-_SHARE = lambda v: is_number(v) and v <= 1, "a number from 0 to 1"  # noqa: E731
+def _or_null(check: Check) -> Check:
+    return (lambda v: v is None or check[0](v)), check[1]
+
+
 # What DeepSpeed's schedulers take without a word and then do something else with.
-CHECKS = {
+CHECKS: dict[str, Check] = {
     "warmup_type": (lambda v: v in WARMUP_TYPES, " or ".join(WARMUP_TYPES)),
-    "warmup_min_lr": _NUMBER,
-    "warmup_num_steps": _whole(1),
-    "total_num_steps": _whole(1),
-    "warmup_min_ratio": _SHARE,
-    "cos_min_ratio": _SHARE,
-    "lr_range_test_step_size": _whole(1),
-    "lr_range_test_step_rate": _NUMBER,
-    "lr_range_test_staircase": _FLAG,
-    "cycle_min_lr": _NUMBER,
-    "cycle_first_step_size": _whole(1),
-    "cycle_second_step_size": (lambda v: v is None or _whole(0)[0](v), _whole(0)[1]),
-    "cycle_first_stair_count": _whole(0),
-    "cycle_second_stair_count": (lambda v: v is None or _whole(0)[0](v), _whole(0)[1]),
-    "decay_step_size": _whole(0),
-    "decay_lr_rate": _NUMBER,
-    "decay_mom_rate": _NUMBER,
-    "cycle_momentum": _FLAG,
-    "cycle_min_mom": _SHARE,
-    "cycle_max_mom": _SHARE,
+    "warmup_min_lr": NUMBER,
+    "warmup_num_steps": whole(1),
+    "total_num_steps": whole(1),
+    "warmup_min_ratio": SHARE,
+    "cos_min_ratio": SHARE,
+    "lr_range_test_step_size": whole(1),
+    "lr_range_test_step_rate": NUMBER,
+    "lr_range_test_staircase": FLAG,
+    "cycle_min_lr": NUMBER,
+    "cycle_first_step_size": whole(1),
+    "cycle_second_step_size": _or_null(whole(0)),
+    "cycle_first_stair_count": whole(0),
+    "cycle_second_stair_count": _or_null(whole(0)),
+    "decay_step_size": whole(0),
+    "decay_lr_rate": NUMBER,
+    "decay_mom_rate": NUMBER,
+    "cycle_momentum": FLAG,
+    "cycle_min_mom": MOMENTUM,
+    "cycle_max_mom": MOMENTUM,
 }
 
 
@@ -291,8 +292,8 @@ def _check_values(draft: Draft, name: str, params: dict) -> None:
         and "scheduler.params.warmup_num_steps" not in draft.reasons
     ):
         draft.refuse(
-            f"scheduler.params.warmup_num_steps is {warmup} in the DeepSpeed JSON, of total_num_steps {total}: the rate "
-            "would never fall, write fewer"
+            f"scheduler.params.warmup_num_steps is {warmup} in the DeepSpeed JSON, of total_num_steps {total}: the "
+            "rate would never fall, write fewer"
         )
     low, high = params.get("cycle_min_lr"), params.get("cycle_max_lr")
     if is_number(low) and is_number(high) and low > high:

@@ -53,11 +53,15 @@ def start_engine(
 
 def _keep_adagrads_groups(engine) -> None:
     """Under ZeRO, DeepSpeed 0.19.8 makes a second torch Adagrad over its shards: one group with the default rate, which
-    no schedule reaches. Its states are right; the groups and the schedule are the first one's."""
+    no schedule reaches. Its states are right; the groups and the schedule are the first one's, and what stages 1 and 2
+    derived from the groups is derived again."""
     zero, basic = engine.optimizer, engine.basic_optimizer
     if isinstance(basic, torch.optim.Adagrad) and zero is not basic and zero.optimizer is not basic:
         basic.state = zero.optimizer.state
         zero.optimizer = basic
+        if engine.zero_optimization_stage() < 3:
+            zero._link_all_hp_params()
+            zero._param_slice_mappings = zero._create_param_mapping()
 
 
 def _take_back_first_step(engine) -> None:
