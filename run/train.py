@@ -219,7 +219,8 @@ def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_
     batch = collate([sample], dataset.pictures).to(ranks.device)
     engine.eval()
     with torch.no_grad():
-        logits = engine(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
+        # Not the engine, which would compute in autocast's precision: it is the weights that are compared.
+        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
     export_hf(engine.module, plan, args.model, dataset.pictures, output_dir, ranks)
     if ranks.is_first:
         tower = engine.module.vision_tower

@@ -299,6 +299,11 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
     if draft.device_type == "cpu" and (name == "Lamb" or (name == "Lion" and not offload)):
         draft.refuse(f"{name} has a kernel for GPUs only, and there is none: use AdamW")
         return
+    if name == "Muon" and os.environ.get("TORCH_COMPILE_DISABLE") != "1" and not _cxx():
+        draft.refuse(
+            "Muon's update is compiled by torch when training starts, which needs g++: install it, or set "
+            "TORCH_COMPILE_DISABLE=1 in the environment"
+        )
     own_adam = name in ("Adam", "AdamW") and params.get("torch_adam") is not True
     ops = {"Lamb": "fused_lamb", "Lion": "cpu_lion" if offload else "fused_lion"}
     if own_adam:
@@ -327,10 +332,14 @@ def missing_tools(device_type: str, op: str) -> list[str]:
 
     if installed_ops.get(op, False):
         return []
-    tools = {"ninja": shutil.which("ninja"), "g++": shutil.which(os.environ.get("CXX", "c++"))}
+    tools = {"ninja": shutil.which("ninja"), "g++": _cxx()}
     if device_type == "cuda":
         tools["nvcc"] = cpp_extension.CUDA_HOME or shutil.which("nvcc")
     return [tool for tool, found in reversed(tools.items()) if not found]
+
+
+def _cxx() -> str | None:
+    return shutil.which(os.environ.get("CXX", "c++"))
 
 
 def _try_torch_class(draft: Draft, name: str, params: dict) -> None:

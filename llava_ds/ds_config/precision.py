@@ -77,16 +77,8 @@ def resolve_precision(draft: Draft) -> None:
     if gpu is not None:
         remedy = "use --fp16 True" if bf16 is True else 'write "dtype": "float16"'
         draft.refuse(f"bfloat16 is asked for, but this machine's {gpu} does not compute in it: {remedy}, or fp32")
-    if (
-        autocast == "fp16"
-        and draft.get("zero_optimization.stage")
-        and draft.agree("gradient_clipping", "max_grad_norm")
-    ):
-        draft.refuse(
-            f"gradient_clipping is {as_json(draft.get('gradient_clipping'))} with torch_autocast in float16, where "
-            "DeepSpeed's ZeRO clips gradients before it takes the loss scale out of them: give --max_grad_norm 0, write "
-            '"dtype": "bfloat16", or use stage 0'
-        )
+    if autocast == "fp16":
+        _check_loss_scaling_of_autocast(draft)
     _check_data_types(draft, "bf16" if bf16 is True else "fp16" if fp16 is True else "fp32")
     _check_master_weights(draft)
 
@@ -140,6 +132,16 @@ def _autocast_dtype(draft: Draft) -> str | None:
             "torch_autocast.enabled and zero_optimization.zero_quantized_weights exclude each other: choose one"
         )
     return _dtype(draft.get("torch_autocast.dtype"))
+
+
+def _check_loss_scaling_of_autocast(draft: Draft) -> None:
+    """DeepSpeed 0.19.8's ZeRO clips gradients before it takes autocast's loss scale out of them."""
+    clipping = draft.agree("gradient_clipping", "max_grad_norm")
+    if draft.get("zero_optimization.stage") and clipping:
+        draft.refuse(
+            f"gradient_clipping is {as_json(clipping)} with torch_autocast in float16, whose scaled gradients ZeRO "
+            'would clip: give --max_grad_norm 0, write "dtype": "bfloat16", or use stage 0'
+        )
 
 
 def _check_data_types(draft: Draft, model_dtype: str) -> None:
