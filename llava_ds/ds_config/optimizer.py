@@ -75,11 +75,7 @@ def resolve_optimizer(draft: Draft) -> None:
     _fill_params(draft, params, known)
     _check_stage(draft, name)
     _check_tools(draft, name, params)
-    if (
-        name not in DEEPSPEED.values()
-        or params.get("torch_adam") is True
-        or (name == "Adagrad" and not offloads(draft))
-    ):
+    if name in TORCH or name == "Adagrad" or params.get("torch_adam") is True:
         _try_torch_class(draft, name, params)
 
 
