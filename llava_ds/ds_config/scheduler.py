@@ -144,7 +144,7 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
     try:
         get_scheduler(name, optimizer, 0, 1000, kwargs)
     except (ValueError, TypeError, KeyError) as error:
-        return f"{given}: --lr_scheduler_type {name} can't take them ({error})"
+        return f"--lr_scheduler_type {name} can't take --lr_scheduler_kwargs {json.dumps(kwargs)} ({error})"
     return None
 
 

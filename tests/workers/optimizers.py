@@ -1,6 +1,7 @@
 """Small engines, one after the other in the processes of one launch: what each optimizer, schedule and precision does.
 
-Last argument: a JSON file with a list of cases (name, DeepSpeed JSON, flags); the answers go beside it, by name.
+Last argument: a JSON file with a list of cases: name, DeepSpeed JSON, flags; the answers go beside it, by name. A case
+with argv is a whole run of run/train.py.
 """
 
 import json
@@ -10,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from run_many import load_train
 from torch import nn
 
 from llava_ds.constants import ConfigError
@@ -82,6 +85,7 @@ def run(case: dict, folder: Path, ranks) -> dict:
     torch.manual_seed(0)
     model = Small()
     groups = parameter_groups(model, resolved.args, resolved.config.get("optimizer"))
+    meant = [(group["lr"], group["weight_decay"]) for group in groups]  # the schedule will change the groups
     engine = start_engine(model, groups, resolved, STEPS, ranks.device)
     check_engine(engine, resolved)
     losses, rates = [], []
@@ -95,7 +99,7 @@ def run(case: dict, folder: Path, ranks) -> dict:
     answer = {
         "losses": losses,
         "rates": rates,
-        "groups": [(group["lr"], group["weight_decay"]) for group in groups],
+        "groups": meant,
         "optimizer": type(engine.basic_optimizer).__name__,
         "computed_in": str(model.computed_in),
         "scale": getattr(engine.optimizer, "loss_scale", None),
@@ -109,13 +113,13 @@ def main() -> None:
     listed = Path(sys.argv[-1])
     quiet_libraries()
     ranks = init_ranks()
-    from deepspeed.accelerator import get_accelerator
-
+    # DeepSpeed refuses float16 on a CPU without instructions for it; torch computes it on any.
     get_accelerator().is_fp16_supported = lambda: True
     answers = {}
     for case in json.loads(listed.read_text()):
         try:
-            answers[case["name"]] = run(case, listed.parent, ranks)
+            whole = "argv" in case
+            answers[case["name"]] = load_train().main(case["argv"]) if whole else run(case, listed.parent, ranks)
         except ConfigError as error:
             answers[case["name"]] = {"refused": str(error)}
         except Exception as error:  # DeepSpeed's, on every rank alike: the test says which case it was
