@@ -84,7 +84,9 @@ def main(argv: list[str]) -> None:
     per_epoch = order.steps_per_epoch
     num_steps = total_steps(args.training, per_epoch)
     resolved = resolve(num_steps=num_steps)
-    identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.zero_stage)
+    identity = checkpoint.RunIdentity.of(
+        args, dataset.fingerprint, ranks.world_size, resolved.zero_stage, resolved.config
+    )
     output_dir = Path(args.training.output_dir)
     # Rank 0 alone reads and hashes what lies there.
     resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))

@@ -26,6 +26,9 @@ FREE_FLAGS = {
     "on_bad_sample", "max_bad_fraction",
 }  # fmt: skip
 
+# Sections of the DeepSpeed JSON that change the model beside what the flags have taken over from it.
+SAME_SECTIONS = ("optimizer", "scheduler", "bf16", "fp16", "torch_autocast", "data_types")
+
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
@@ -37,13 +40,16 @@ class RunIdentity:
     zero_stage: int
 
     @classmethod
-    def of(cls, args: Arguments, data: str, world_size: int, zero_stage: int) -> "RunIdentity":
+    def of(cls, args: Arguments, data: str, world_size: int, zero_stage: int, ds_config: dict) -> "RunIdentity":
+        """ds_config: the resolved JSON, whose optimizer, schedule and precision have to be the same too."""
         flags = {name: value for name, value in args.as_dict().items() if name not in FREE_FLAGS}
         # What lies behind a path counts, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
         flags["pretrain_mm_mlp_adapter"] = projector and commit.sha256(Path(projector))
         for name in ("model_name_or_path", "vision_tower"):
             flags[name] = folder_digest(Path(getattr(args.model, name)))
+        for section in SAME_SECTIONS:
+            flags[f"deepspeed_config's {section}"] = ds_config.get(section)
         return cls(flags, data, world_size, zero_stage)
 
     def differences(self, saved: dict) -> list[str]:

@@ -41,14 +41,24 @@ def start_engine(
     engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=config, **built)
     _keep_adagrads_groups(engine)
     _take_back_first_step(engine)
+    check_groups(engine, peaks, meant)
+    return engine
+
+
+def check_groups(engine, peaks: list[dict], meant: list[tuple[float, float, int]]) -> None:
+    """Compare rate, decay and number of parameters of each group with what was meant.
+
+    Raises ConfigError if they differ, or if the schedule changes the rates of groups that nothing is trained by.
+
+    peaks: the optimizer's groups as they were before the schedule began.
+    """
     held = [_summary(group, params) for group, params in zip(peaks, _trained(engine.optimizer))]
-    shared = all(one is other for one, other in zip(engine.optimizer.param_groups, engine.basic_optimizer.param_groups))
-    if held != meant or not shared:
+    used, scheduled = engine.optimizer.param_groups, engine.basic_optimizer.param_groups
+    if held != meant or [id(group) for group in used] != [id(group) for group in scheduled]:
         raise ConfigError(
             f"{type(engine.basic_optimizer).__name__} holds other parameter groups than were meant (rate, decay, "
             f"parameters): {held} instead of {meant}: use another optimizer, and report this"
         )
-    return engine
 
 
 def _keep_adagrads_groups(engine) -> None:
