@@ -75,7 +75,7 @@ def _keep_adagrads_groups(engine) -> None:
 
 
 def _take_back_first_step(engine) -> None:
-    """At stage 0 in half precision DeepSpeed 0.19.8 takes a step on zero gradients to allocate the states: it decays
+    """At stage 0 in bfloat16 DeepSpeed 0.19.8 takes a step on zero gradients to allocate the states: it decays
     the fp32 weights, and Adam's count begins at 1. Both start afresh."""
     if hasattr(engine.optimizer, "refresh_fp32_params") and not engine.zero_optimization():
         engine.optimizer.refresh_fp32_params()

@@ -64,7 +64,7 @@ def case(name: str, precision: str, stage: int) -> dict:
 
 
 def possible(name: str, precision: str, stage: int) -> bool:
-    if precision == "bf16, gradients in fp32" and stage == 0:
+    if precision in ("bf16, gradients in fp32", "fp16", "fp16, static") and stage == 0:
         return False
     return not (name == "Muon" and precision == "autocast, fp16" and stage > 0)
 
@@ -116,7 +116,7 @@ DAILY += [
     for precision, stages in (
         ("bf16", STAGES),
         ("bf16, gradients in fp32", (1, 3)),
-        ("fp16", (0, 2)),
+        ("fp16", (1, 2)),
         ("fp16, static", (1, 3)),
         ("autocast", (0, 3)),
         ("autocast, fp16", (0, 1)),
@@ -158,8 +158,10 @@ def check_case(answers: dict[str, dict], name: str, precision: str, stage: int) 
         assert now == pytest.approx([rate * cosine for rate, _ in meant])
     reference = next(answers[key]["losses"] for key in answers if key.startswith(f"{name}, {precision}, "))
     if name not in ON_SHARDS_ANOTHER:
+        # Stages reduce gradients in another order, which counts in half precision; 0 and 1 in the same.
+        exact = precision == "fp32" or (precision == "bf16" and stage == 1 and name != "Muon")
         largest = max(abs(a - b) for a, b in zip(curve, reference))
-        assert largest < (1e-5 if precision == "fp32" or (precision == "bf16" and stage == 1) else 5e-3)
+        assert largest < (1e-5 if exact else 5e-3)
 
 
 @pytest.mark.parametrize(("name", "precision", "stage"), DAILY)
@@ -173,7 +175,7 @@ def test_adamw_of_the_json_is_adamw_by_flags(daily, stage):
 
 
 def test_the_loss_scale_is_the_jsons(daily):
-    assert daily["AdamW, fp16, 0"]["scale"] == daily["AdamW, fp16, 2"]["scale"] == 2**5  # doubled after the window
+    assert daily["AdamW, fp16, 1"]["scale"] == daily["AdamW, fp16, 2"]["scale"] == 2**5  # doubled after the window
     assert daily["AdamW, fp16, static, 3"]["scale"] == 128
 
 

@@ -27,7 +27,7 @@ BF16 = {
 
 
 def test_every_documented_key_passes_as_it_stands():
-    assert resolve({**ZERO0, "fp16": FP16}, device_type="cuda").config["fp16"] == FP16
+    assert resolve({**ZERO1, "fp16": FP16}, device_type="cuda").config["fp16"] == FP16
     static = {**FP16, "loss_scale": 128.0}
     assert resolve({**ZERO1, "fp16": static}, device_type="cuda").config["fp16"] == static
     resolved = resolve({**ZERO1, "bf16": BF16})
@@ -40,12 +40,18 @@ def test_every_documented_key_passes_as_it_stands():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_is_for_every_stage(stage, dtype, monkeypatch):
+def test_bf16_is_for_every_stage_and_fp16_from_the_first(stage, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     raw = {"zero_optimization": {"stage": stage}}
-    resolved = resolve(raw, device_type="cuda", **{dtype: True})
-    assert resolved.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert resolve(raw, device_type="cuda", bf16=True).dtype == torch.bfloat16
+    if stage:
+        assert resolve(raw, device_type="cuda", fp16=True).dtype == torch.float16
+    else:
+        line = (
+            "fp16 is on at ZeRO-0, where DeepSpeed divides gradients by a loss scale that it has not multiplied the loss "
+            "by: use ds_configs/zero1.json, or --bf16"
+        )
+        assert refused(raw, device_type="cuda", fp16=True) == [line]
 
 
 def test_autocast_leaves_the_weights_in_fp32_and_its_dtype_is_filled():
@@ -171,4 +177,4 @@ def test_a_gpu_that_only_imitates_bfloat16_is_told_so(monkeypatch):
     says = "bfloat16 is asked for, but this machine's Tesla V100 does not compute in it: "
     assert refused({}, device_type="cuda", bf16=True) == [says + "use --fp16 True, or fp32"]
     assert refused(autocast(), device_type="cuda") == [says + 'write "dtype": "float16", or fp32']
-    resolve({}, device_type="cuda", fp16=True)
+    resolve(ZERO1, device_type="cuda", fp16=True)
