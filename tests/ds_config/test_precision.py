@@ -48,8 +48,8 @@ def test_bf16_is_for_every_stage_and_fp16_from_the_first(stage, monkeypatch):
         assert resolve(raw, device_type="cuda", fp16=True).dtype == torch.float16
     else:
         line = (
-            "fp16 is on at ZeRO-0, where DeepSpeed divides gradients by a loss scale that it has not multiplied the loss "
-            "by: use ds_configs/zero1.json, or --bf16"
+            "fp16 is on at ZeRO-0, where DeepSpeed divides gradients by a loss scale that it has not multiplied the "
+            "loss by: use ds_configs/zero1.json, or --bf16"
         )
         assert refused(raw, device_type="cuda", fp16=True) == [line]
 
