@@ -32,11 +32,11 @@ PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
 LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
          $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--num_accelerators 2")')
 
-.PHONY: install pretrain finetune evaluate ablation test test-full lint clean help
+.PHONY: install pretrain finetune evaluate ablation doctor test test-full lint clean help
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune evaluate ablation test lint clean'
+	@echo 'targets: install pretrain finetune evaluate ablation doctor test test-full lint clean'
 
 install: $(VENV)/.installed
 
@@ -75,6 +75,10 @@ ablation: install
 	  --output_dir output/tiny-finetune-without-stage-1 $(ARGS)
 	$(BIN)/python run/evaluate.py --model_path output/tiny-finetune-without-stage-1 --compare_without_image \
 	  --output output/tiny-finetune-without-stage-1/evaluation.json
+
+# Whether training can start on this machine: make doctor ARGS="--deepspeed_config ds_configs/zero3.json"
+doctor: install
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python run/doctor.py $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest

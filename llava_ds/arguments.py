@@ -205,6 +205,15 @@ class TrainingArguments:
     gradient_checkpointing: bool = HfArg(
         default=False, help="Recompute the language model's layers in backward to save memory."
     )
+    gradient_checkpointing_every_n_layers: int = HfArg(
+        default=1, help="With --gradient_checkpointing: recompute every n-th layer only (at least 1)."
+    )
+    torch_compile: bool = HfArg(
+        default=False, help="Compile the model with torch.compile, by way of the engine (needs a compiler)."
+    )
+    torch_compile_backend: str | None = HfArg(
+        default=None, help="Backend that --torch_compile takes; absent: inductor, as torch has it."
+    )
     seed: int = HfArg(default=42, help="Seed of initialisation and dropout.")
     data_seed: int | None = HfArg(default=None, help="Seed of the sample order; absent: --seed.")
     logging_steps: int = HfArg(default=1, help="Steps between readings of the loss (at least 1).")
@@ -215,6 +224,11 @@ class TrainingArguments:
     save_total_limit: int | None = HfArg(default=None, help="Checkpoints to keep (at least 1); absent: all.")
     resume: str = HfArg(
         default="auto", help="auto: go on from the newest whole checkpoint in --output_dir; a checkpoint's path; never."
+    )
+    dry_run: bool = HfArg(
+        default=False,
+        help="Check everything, print the plan, the first batch and the memory that is needed, and stop before the "
+        "model is built; nothing is written to --output_dir.",
     )
 
 

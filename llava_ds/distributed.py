@@ -1,21 +1,30 @@
 """Start-up of the ranks, sums over them, and speaking once."""
 
 import contextlib
+import hashlib
+import importlib.metadata
+import json
 import os
+import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
+from llava_ds import __version__
 from llava_ds.constants import EXIT_BAD_INPUT, ConfigError, DataError
+from llava_ds.launchers import is_loopback_name, rank_variables
 
 T = TypeVar("T")
+
+SHARED_WAIT_S = 90.0  # network file systems show a new file to other machines after up to a minute
 
 
 @dataclass(frozen=True)
@@ -36,41 +45,171 @@ class Ranks:
 def init_ranks() -> Ranks:
     """Join the process group (NCCL on GPUs, gloo on CPU) and choose this rank's device.
 
-    Reads the variables that deepspeed's launcher and torchrun set; without them, a group of one.
-    Raises ConfigError when other variables announce several processes.
+    Reads the variables that deepspeed's launcher, torchrun, srun and mpirun set; without them, a group of one.
+    Raises ConfigError where they say too little, the ranks do not meet, a rank has no device of its own, or the ranks
+    run different versions.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    if "RANK" not in os.environ:
-        _refuse_unannounced_ranks()
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(_free_port())
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    started_by_srun = "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ
+    variables, note = rank_variables(os.environ)
+    os.environ.update(variables)
+    if note is not None:
+        print_first(note)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         _use_gloo_without_compiling(accelerator)
         if "OMP_NUM_THREADS" not in os.environ:
             # Two ranks with every core each would run slower than one: share the cores out.
-            local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
         device = torch.device("cpu")
     else:
-        accelerator.set_device(local_rank)
-        device = torch.device(accelerator.device_name(local_rank))
-    deepspeed.init_distributed(verbose=False)
-    # Waits for rank 0's reading and writing may last longer than a collective of training may (10 minutes).
-    patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=12))
-    return Ranks(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), device, patient)
+        index = device_index(local_rank, accelerator.device_count(), started_by_srun)
+        os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed takes it for the device's number
+        accelerator.set_device(index)
+        device = torch.device(accelerator.device_name(index))
+    if int(os.environ["WORLD_SIZE"]) > local_size:
+        _choose_gloo_interface(os.environ["MASTER_ADDR"])
+    try:
+        deepspeed.init_distributed(verbose=False)
+        # Waits for rank 0's reading and writing may last longer than a collective of training may (10 minutes).
+        patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=12))
+    except RuntimeError as error:
+        # Nobody answers, the port is taken, not all came; gloo has no type of error of its own.
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error).lower():
+            raise
+        raise ConfigError(_did_not_meet(error)) from error
+    ranks = Ranks(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), device, patient)
+    check_same(_versions(), ranks, "install the same on every machine: pip install -c constraints.txt -e .")
+    return ranks
 
 
-def _refuse_unannounced_ranks() -> None:
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if int(os.environ.get(name, "1")) > 1:
-            raise ConfigError(
-                f"{name} is {os.environ[name]}, but RANK is not set: each process would train by itself. Start with "
-                "deepspeed or torchrun, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-            )
+def device_index(local_rank: int, num_devices: int, started_by_srun: bool) -> int:
+    """The number of the device that belongs to a rank. Raises ConfigError where it has none."""
+    if local_rank < num_devices:
+        return local_rank
+    if started_by_srun and num_devices == 1:
+        return 0  # srun --gpus-per-task=1 shows every task its own GPU and no other
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    raise ConfigError(
+        f"LOCAL_RANK is {local_rank}, but {socket.gethostname()} shows {num_devices} GPUs{seen}: start one rank per "
+        "GPU (slots= in the hostfile, deepspeed --num_gpus, torchrun --nproc-per-node, srun --ntasks-per-node)"
+    )
+
+
+def _choose_gloo_interface(master_addr: str) -> None:
+    """Let gloo use the interface that leads to rank 0, where this machine's name would mislead it.
+
+    Gloo binds to the address of the machine's name; Debian's /etc/hosts gives 127.0.1.1 for it, which no other machine
+    can reach. Raises ConfigError where the user chose an interface that is not there.
+    """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    present = [name for _, name in socket.if_nameindex()]
+    if chosen is not None and not set(chosen.split(",")) <= set(present):
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME is {chosen}, but {socket.gethostname()} has the interfaces {', '.join(present)}: name "
+            "one that leads to the other machines, or unset it"
+        )
+    if chosen is not None or not is_loopback_name(socket.gethostname()):
+        return
+    import psutil
+
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing: it only looks the route up
+            own = probe.getsockname()[0]
+    except OSError:
+        return  # meeting rank 0 will fail too, and says so
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.split("%")[0] == own for each in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _did_not_meet(error: Exception) -> str:
+    """What to say when the ranks did not come together."""
+    env = os.environ
+    reason = str(error).strip().splitlines()[0]
+    return (
+        f"rank {env['RANK']} of {env['WORLD_SIZE']}, on {socket.gethostname()}, did not meet the others at "
+        f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} ({reason}): start all machines within DEEPSPEED_TIMEOUT minutes "
+        f"(now {env.get('DEEPSPEED_TIMEOUT', '10')}), with the same address, port and number of ranks; the address has "
+        "to be the first machine's as the others reach it, and the port (--master_port, MASTER_PORT) free there"
+    )
+
+
+def _versions() -> dict[str, object]:
+    """What has to be the same on every machine for the ranks to compute the same."""
+    package = Path(__file__).parent
+    source = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        source.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return {
+        "llava_ds": f"{__version__} (source {source.hexdigest()[:10]})",
+        "python": "{}.{}".format(*sys.version_info),
+        "torch": torch.__version__,
+        **{name: importlib.metadata.version(name) for name in ("deepspeed", "transformers")},
+    }
+
+
+def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
+    """Raise ConfigError on every rank where a named value is not the same on all. All ranks call it together."""
+    everyone = gather(values, ranks)
+    problems = []
+    for name in values:
+        held: dict[str, list[int]] = {}
+        for rank, each in enumerate(everyone):
+            held.setdefault(json.dumps(each[name], default=str, sort_keys=True), []).append(rank)
+        if len(held) > 1:
+            spelled = "; ".join(f"{value} on {_spelled(holders)}" for value, holders in held.items())
+            problems.append(f"{name} is not the same on all ranks: {spelled}")
+    if problems:
+        raise ConfigError("\n".join([*problems, remedy]))
+
+
+def _spelled(ranks: list[int]) -> str:
+    """ranks 0-7, 12."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+
+
+def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = SHARED_WAIT_S) -> None:
+    """Raise ConfigError on every rank where one of them does not see what rank 0 writes there. All call it together.
+
+    Makes the folder, on rank 0.
+    """
+    if ranks.world_size == 1:
+        return
+    token = secrets.token_hex(8) if ranks.is_first else ""
+
+    def write() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f".shared-{token}").touch()
+        return f".shared-{token}"
+
+    name = from_first(ranks, write)
+    deadline = time.monotonic() + wait_s
+    while not (seen := folder.is_dir() and name in os.listdir(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    blind = [rank for rank, sees in enumerate(gather(seen, ranks)) if not sees]
+    if ranks.is_first:
+        (folder / name).unlink()
+    if blind:
+        raise ConfigError(
+            f"{flag} {folder}: {_spelled(blind)} of {ranks.world_size} do not find there what rank 0 wrote, and a "
+            "checkpoint needs the files of all: name a folder on a file system that all machines share, or give "
+            "--save_strategy no"
+        )
 
 
 def _use_gloo_without_compiling(accelerator) -> None:
@@ -81,12 +220,6 @@ def _use_gloo_without_compiling(accelerator) -> None:
     from deepspeed.ops import __compatible_ops__
 
     __compatible_ops__[accelerator.create_op_builder("ShareMemCommBuilder").NAME] = False
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
@@ -103,20 +236,21 @@ def barrier(ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def first_rank_first(ranks: Ranks) -> Iterator[None]:
-    """Let rank 0 through first: what it writes to a cache, the others find there.
+    """Let rank 0 through first, then the first rank of every other machine, then all others.
 
-    An error of the user's that it meets is raised on every rank, so that none is left in a collective.
+    What those before them wrote to a cache, the others find there, whether the machines share it or not. An error of
+    the user's that one meets is raised on every rank, so that none is left in a collective.
     """
-    if not ranks.is_first:
+    turn = 0 if ranks.is_first else 1 if ranks.local_rank == 0 else 2
+    for _ in range(turn):
         _share_error(None, ranks)
-        yield
-        return
     try:
         yield
     except (ConfigError, DataError) as error:
         _share_error(error, ranks)
         raise
-    _share_error(None, ranks)
+    for _ in range(turn, 3):
+        _share_error(None, ranks)
 
 
 def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
@@ -141,11 +275,13 @@ def gather(value: T, ranks: Ranks) -> list[T]:
 
 
 def _share_error(error: Exception | None, ranks: Ranks) -> None:
-    """Tell the other ranks (called on rank 0), or be told and raise (called on the others)."""
-    shared = [error]
-    torch.distributed.broadcast_object_list(shared, src=0, group=ranks.patient_group)
-    if error is None and shared[0] is not None:
-        raise shared[0]
+    """End a turn: raise, on the ranks that met no error, the first that another met. All ranks call it together."""
+    everyone = gather((error, socket.gethostname()), ranks)
+    if error is not None:
+        return  # the caller raises its own
+    for rank, (met, host) in enumerate(everyone):
+        if met is not None:
+            raise met if rank == 0 else type(met)(f"on rank {rank} ({host}): {met}")
 
 
 def quiet_libraries() -> None:
@@ -192,7 +328,8 @@ def exit_for_bad_input(error: Exception, program: str) -> None:
     """
     rank = int(os.environ.get("RANK", "0"))
     if rank != 0:
-        time.sleep(5.0)
+        # The first on another machine, whose launcher does not hear of rank 0, speaks for those beside it.
+        time.sleep(5.0 if os.environ.get("LOCAL_RANK") == "0" else 8.0)
     where = "" if rank == 0 else f" (rank {rank})"
     message = printable(str(error), keep="\n\t")
     print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)

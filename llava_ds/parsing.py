@@ -4,6 +4,7 @@ import difflib
 import math
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import yaml
@@ -28,8 +29,6 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "add_time_instruction": (NO, "writing a video's times before its question is not here yet"),
     "dataloader_drop_last": (None, "no sample is left out, the last step of an epoch may be smaller"),
     "attn_implementation": (None, "the fastest attention that this machine has is chosen"),
-    "torch_compile": (NO, "compiling the model is not here yet"),
-    "torch_compile_backend": (None, "it goes with --torch_compile, which is not here yet"),
     "lora_enable": (NO, "training with LoRA is not here yet"),
     **{
         f"lora_{name}": (None, "it goes with --lora_enable, which is not here yet")
@@ -99,13 +98,16 @@ def read_recipe(path: str | Path) -> dict[str, object]:
 
 
 def parse_arguments(
-    argv: list[str], defaults: dict[str, object] | None = None, to_train: bool = True
+    argv: list[str],
+    defaults: dict[str, object] | None = None,
+    to_train: bool = True,
+    own_flags: Collection[str] = (),
 ) -> tuple[Arguments, list[str]]:
     """Parsed and checked flags, ~ in paths expanded, and one line for every flag that was given but has no effect.
 
     argv: the command line without the program's name; defaults: flags below the recipe in precedence, which do not
-    count as given; to_train: whether what only training needs has to be there. Raises ConfigError, which lists every
-    problem found.
+    count as given; to_train: whether what only training needs has to be there; own_flags: what else the script knows,
+    for the hint at a misspelt one. Raises ConfigError, which lists every problem found.
     """
     parser = build_parser()
     recipe_path = _recipe_of(argv)
@@ -119,7 +121,7 @@ def parse_arguments(
         tokens, return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
-        raise ConfigError(_unknown_flags(unknown, parser))
+        raise ConfigError(_unknown_flags(unknown, parser, own_flags))
 
     given = {name.replace("-", "_") for name in recipe} | {name.removeprefix("no_") for name in written}
     given = {"deepspeed_config" if name == "deepspeed" else name for name in given}
@@ -209,6 +211,7 @@ def training_problems(args: Arguments) -> list[str]:
         gradient_accumulation_steps=1,
         train_batch_size=1,
         tokens_per_micro_batch=1,
+        gradient_checkpointing_every_n_layers=1,
         logging_steps=1,
         save_steps=1,
         save_total_limit=1,
@@ -301,8 +304,9 @@ def _as_tokens(flags: dict[str, object]) -> list[str]:
     return [token for name, value in flags.items() if value is not None for token in (f"--{name}", str(value))]
 
 
-def _unknown_flags(unknown: list[str], parser: HfArgumentParser) -> str:
+def _unknown_flags(unknown: list[str], parser: HfArgumentParser, own_flags: Collection[str]) -> str:
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    known += own_flags
     lines = []
     after_flag = False
     for token in unknown:

@@ -17,17 +17,17 @@ from llava_ds.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
 from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encode import add_missing_marks, refuse_unfit_tokenizer
-from llava_ds.data.images import load_pictures
 from llava_ds.data.preflight import media_from_text
 from llava_ds.distributed import exit_for_bad_input, print_first, progress_bar, quiet_libraries
 from llava_ds.geometry import picture_options
 from llava_ds.model.language import length_problem, read_text_config
 from llava_ds.model.vision import read_image_spec
 from llava_ds.parsing import parse_arguments
-from llava_ds.report.data_page import ShownSample, in_terminal, page, runs_of, supervised_text
+from llava_ds.report.data_page import in_terminal, page, supervised_text
 from llava_ds.tiny import CLIP_PATH
 from llava_ds.tiny import default as tiny
 from llava_ds.tokenizer import open_tokenizer
+from llava_ds.tools.samples import shown_sample
 
 
 def main(argv: list[str]) -> None:
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     own, rest = parser.parse_known_args(argv)
     if problems := [p for name in ("jsonl", "html") if (p := _cannot_be_written(name, getattr(own, name)))]:
         raise ConfigError("\n".join(problems))
-    args, _ = parse_arguments(rest, to_train=False)
+    args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
 
     quiet_libraries()
     if args.model.model_name_or_path is not None and args.model.vision_tower is None:
@@ -97,27 +97,6 @@ def _length_note(args: Arguments) -> str | None:
     except ConfigError as error:
         problem = str(error)
     return None if problem is None else f"training would end here: {problem}"
-
-
-def shown_sample(
-    dataset: EncodedDataset, index: int, tokenizer: PreTrainedTokenizerBase, with_pictures: bool = False
-) -> ShownSample:
-    """An accepted sample for a person's eyes; pictures that can't be decoded are left out, and the note says so."""
-    row = dataset.row(int(dataset.rows[index]))
-    note = f"{row['length']:,} tokens, {row['num_targets']:,} supervised" + (", cut short" if row["truncated"] else "")
-    pictures = []
-    if with_pictures:
-        try:
-            for one in media_from_text(row["media"]):
-                pictures += load_pictures(one.media, one.sizes, dataset.pictures)
-        except DataError as error:
-            note += f"; {error}"
-    return ShownSample(
-        title=f"{row['id']} ({Path(row['file']).name}:{row['line']})",
-        note=note,
-        runs=runs_of(row["input_ids"].tolist(), row["labels"].tolist(), tokenizer),
-        pictures=tuple(pictures),
-    )
 
 
 def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, object]]:

@@ -8,6 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import deepspeed
 import torch
 
 from llava_ds.arguments import Arguments
@@ -22,6 +23,8 @@ from llava_ds.data.sampler import SampleOrder
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
     Ranks,
+    check_same,
+    check_shared_folder,
     exit_for_bad_input,
     first_rank_first,
     from_first,
@@ -29,15 +32,20 @@ from llava_ds.distributed import (
     print_first,
     quiet_libraries,
 )
+from llava_ds.ds_config.activation import asks_for
+from llava_ds.ds_config.compilation import deep_compiles
 from llava_ds.ds_config.engine import check_engine
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.geometry import picture_options
 from llava_ds.model.build import ModelPlan, build_model, plan_model
-from llava_ds.parsing import GROUPINGS, build_parser, parse_arguments, read_recipe
+from llava_ds.model.compiled import compile_layers
+from llava_ds.model.recompute import recompute_layers
+from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
+from llava_ds.tools import dry_run
 from llava_ds.train.loop import StepResult, TrainState, train
 from llava_ds.train.optimizer import start_engine
 from llava_ds.train.schedule import describe_schedule, total_steps
@@ -53,6 +61,7 @@ def main(argv: list[str]) -> None:
     raw_config = read_ds_config(args.training.deepspeed_config)
     quiet_libraries()
     ranks = init_ranks()
+    check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
     if not args.model.tune_mm_mlp_adapter and args.model.pretrain_mm_mlp_adapter is None:
         notes.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
     print_first(*notes)
@@ -84,14 +93,19 @@ def main(argv: list[str]) -> None:
     per_epoch = order.steps_per_epoch
     num_steps = total_steps(args.training, per_epoch)
     resolved = resolve(num_steps=num_steps)
-    identity = checkpoint.RunIdentity.of(
-        args, dataset.fingerprint, ranks.world_size, resolved.zero_stage, resolved.config
-    )
+    identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.config)
     output_dir = Path(args.training.output_dir)
+    if args.training.save_strategy != "no" and not args.training.dry_run:
+        check_shared_folder(output_dir, "--output_dir", ranks)
     # Rank 0 alone reads and hashes what lies there.
     resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))
-    checkpoint.set_aside(output_dir, resume, ranks)
     _print_plan(args, resolved, dataset, layout, num_steps, per_epoch, lines)
+    if args.training.dry_run:
+        if ranks.is_first:
+            print_first(*dry_run.first_batch(dataset, layout, order, resume.step, num_steps, plan.tokenizer))
+            print_first(*dry_run.memory(resolved, plan, dataset, ranks))
+        return
+    checkpoint.set_aside(output_dir, resume, ranks)
     if ranks.is_first:
         write_run_record(output_dir, args, resolved.config, num_steps)
 
@@ -101,11 +115,16 @@ def main(argv: list[str]) -> None:
     model = build_model(plan, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
     choose_trainable(model, args)
     if args.training.gradient_checkpointing:
-        model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        block = resolved.config.get("activation_checkpointing") if asks_for(resolved.config) else None
+        recompute_layers(model.language_model, args.training.gradient_checkpointing_every_n_layers, block)
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe(model, groups))
     engine = start_engine(model, groups, resolved, num_steps, ranks.device)
     check_engine(engine, resolved)
+    if deep_compiles(resolved.config):
+        engine.compile()
+    elif args.training.torch_compile:
+        compile_layers(model, args.training.torch_compile_backend)
     if resume.path is not None:
         checkpoint.restore(engine, resume, ranks)
 
@@ -118,9 +137,11 @@ def main(argv: list[str]) -> None:
         resume_step=resume.step,
         max_steps=num_steps,
         steps_per_epoch=per_epoch,
+        batch_size=layout.batch_size,
         logging_steps=args.training.logging_steps,
         skipped=skipped,
         ranks=ranks,
+        monitor=engine.monitor,
     )
 
     def after_step(result: StepResult) -> float:
@@ -144,6 +165,8 @@ def main(argv: list[str]) -> None:
     )
     train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
     progress.close(title=f"{output_dir.name}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks")
+    if resolved.config.get("comms_logger", {}).get("enabled"):
+        deepspeed.comm.log_summary()
 
     # What it leaves.
     if args.model.tune_mm_mlp_adapter:
@@ -166,6 +189,13 @@ def _defaults(argv: list[str]) -> dict[str, object]:
 def _trains_projector_only(argv: list[str]) -> bool:
     flags = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
     return build_parser().parse_known_args(flags)[0].tune_mm_mlp_adapter
+
+
+def _same_everywhere(args: Arguments, raw_config: dict) -> dict[str, object]:
+    """What no rank may have differently: all but where things lie on a machine, and how many processes it spends."""
+    own = {*PATHS, "dataloader_num_workers", "preprocessing_num_workers"}
+    flags = {f"--{name}": value for name, value in args.as_dict().items() if name not in own}
+    return {**flags, "the DeepSpeed JSON": raw_config}
 
 
 def _open_data(args: Arguments, plan: ModelPlan, ranks: Ranks) -> EncodedDataset:

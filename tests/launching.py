@@ -2,32 +2,33 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from llava_ds.launchers import free_port
+
 ROOT = Path(__file__).parents[1]
 TRAIN = ROOT / "run" / "train.py"
+DEEPSPEED = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "warning"]
 RUN_MANY = ROOT / "tests" / "workers" / "run_many.py"
 
 
 def launch(num_ranks: int, script: Path, *arguments: str, timeout_s: int = 300) -> subprocess.CompletedProcess:
     """Run a script on some CPU ranks through the deepspeed launcher, and return when it ended."""
-    bin_folder = Path(sys.executable).parent
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{bin_folder}{os.pathsep}{environment['PATH']}",
-    }
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = [str(bin_folder / "deepspeed"), "--num_accelerators", str(num_ranks), "--master_port", str(port)]
+    command = [*DEEPSPEED, "--num_accelerators", str(num_ranks), "--master_port", str(free_port())]
     return subprocess.run(
-        [*command, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=timeout_s
+        [*command, str(script), *arguments], env=environment(), capture_output=True, text=True, timeout=timeout_s
     )
+
+
+def environment() -> dict[str, str]:
+    """This process's variables, without those of a launcher, and with what the real one needs to start CPU ranks."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    return {**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path}
 
 
 def run_many(num_ranks: int, folder: Path, runs: list[dict[str, object]], timeout_s: int = 300) -> str:

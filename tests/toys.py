@@ -19,37 +19,33 @@ TEXTS = [
 ANSWERS = ["yes", "It is a red cat.", "two", "There is no dog, but a cat."]
 
 
-def write_base(folder: Path, *, seed: int = 0, **llama: object) -> dict[str, str]:
-    """Write a random language model (grouped-query attention; llama: options of its config) and a random CLIP tower.
+def write_base(
+    folder: Path, *, seed: int = 0, clip: dict[str, object] | None = None, **llama: object
+) -> dict[str, str]:
+    """Write a random language model (grouped-query attention) and a random CLIP tower; llama, clip: other options.
 
     Returns the flags that name them.
     """
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(TEXTS, max_vocab_size=400)
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        **llama,
-    )
+    options = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = LlamaConfig(**{**options, **llama})
     LlamaForCausalLM(config).save_pretrained(folder / "llama")
     save_tokenizer(tokenizer, folder / "llama")
-    vision = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=IMAGE_SIZE,
-        patch_size=PATCH_SIZE,
-    )
+    options = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(image_size=IMAGE_SIZE, patch_size=PATCH_SIZE, **{**options, **(clip or {})})
     CLIPVisionModel(vision).save_pretrained(folder / "clip")
     CLIPImageProcessorPil(
         size={"shortest_edge": IMAGE_SIZE}, crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}

@@ -23,11 +23,14 @@ FREE_FLAGS = {
     "output_dir", "resume", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "cache_dir",
     "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "vision_tower",
     "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "preprocessing_num_workers",
-    "on_bad_sample", "max_bad_fraction",
+    "on_bad_sample", "max_bad_fraction", "dry_run",
 }  # fmt: skip
 
-# Sections of the DeepSpeed JSON that change the model beside what the flags have taken over from it.
-SAME_SECTIONS = ("optimizer", "scheduler", "bf16", "fp16", "torch_autocast", "data_types")
+
+# Sections of the DeepSpeed JSON that change what is trained; the others change how fast, or where things lie.
+DECIDING_SECTIONS = (
+    "optimizer", "scheduler", "bf16", "fp16", "torch_autocast", "data_types", "communication_data_type",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +41,18 @@ class RunIdentity:
     data: str  # fingerprint of the encoded samples
     world_size: int
     zero_stage: int
+    deepspeed: dict[str, object]  # what the DeepSpeed JSON says beside the flags, and decides about the result
 
     @classmethod
-    def of(cls, args: Arguments, data: str, world_size: int, zero_stage: int, ds_config: dict) -> "RunIdentity":
-        """ds_config: the resolved JSON, whose optimizer, schedule and precision have to be the same too."""
+    def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
         flags = {name: value for name, value in args.as_dict().items() if name not in FREE_FLAGS}
         # What lies behind a path counts, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
         flags["pretrain_mm_mlp_adapter"] = projector and commit.sha256(Path(projector))
         for name in ("model_name_or_path", "vision_tower"):
             flags[name] = folder_digest(Path(getattr(args.model, name)))
-        for section in SAME_SECTIONS:
-            flags[f"deepspeed_config's {section}"] = ds_config.get(section)
-        return cls(flags, data, world_size, zero_stage)
+        zero_stage = ds_config["zero_optimization"].get("stage", 0)
+        return cls(flags, data, world_size, zero_stage, {key: ds_config.get(key) for key in DECIDING_SECTIONS})
 
     def differences(self, saved: dict) -> list[str]:
         """A line for everything that a saved identity (as read from JSON) has differently."""
@@ -64,6 +66,11 @@ class RunIdentity:
         for name in ("world_size", "zero_stage"):
             if saved[name] != getattr(self, name):
                 lines.append(f"{name} is {getattr(self, name)}, was {saved[name]}")
+        lines += [
+            f"{key} in the DeepSpeed JSON is {json.dumps(value)}, was {json.dumps(before)}"
+            for key, value in self.deepspeed.items()
+            if (before := saved.get("deepspeed", {}).get(key)) != value
+        ]
         return lines
 
 

@@ -25,6 +25,7 @@ class Draft:
     reasons: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     ruled: set[str] = field(default_factory=set)  # keys for whose "auto" there is a rule, followed or not
+    wrong: set[str] = field(default_factory=set)  # keys whose value was refused for its kind
 
     def get(self, key: str) -> object:
         """The value at a dotted key; None where there is none."""
@@ -62,6 +63,8 @@ class Draft:
         named = " ".join(f"--{flag}" for flag in flags)
         if self.is_open(key):
             self.fill(key, wanted, named)
+            return wanted
+        if key in self.wrong:
             return wanted
         written = self.get(key)
         if isinstance(wanted, bool):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from llava_ds.ds_config.draft import AUTO, Draft, as_json, is_number
+from llava_ds.ds_config.draft import AUTO, Draft, as_json
 
 Check = tuple[Callable[[object], bool], str]  # whether a value may stand there, and what may
 
@@ -21,38 +21,12 @@ DTYPES = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
     "fp16": ("fp16", "float16", "half", "torch.float16"),
 }
-DTYPE: Check = (lambda v: v is None or _dtype(v) is not None), "fp32, bf16 or fp16"
-SHORT_DTYPE: Check = (lambda v: v is None or str(v).lower() in DTYPES), "fp32, bf16 or fp16"
-NAMES: Check = (lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v)), "a list of names"
-
-# Sections of precision and everything that they may hold; None: the key is no section.
-KEYS: dict[str | None, dict[str, Check]] = {
-    "bf16": {
-        "enabled": FLAG,
-        "immediate_grad_update": FLAG,
-        "check_grad_overflow": FLAG,
-        "bf16_master_weights_and_grads": FLAG,
-        "bf16_optimizer_states": FLAG,
-    },
-    "fp16": {
-        "enabled": FLAG,
-        "auto_cast": FLAG,
-        "loss_scale": (is_number, "a number from 0, which is a dynamic scale"),
-        "initial_scale_power": whole(0),
-        "loss_scale_window": whole(1),
-        "hysteresis": whole(1),
-        "consecutive_hysteresis": FLAG,
-        "min_loss_scale": whole(1),
-        "fp16_master_weights_and_grads": FLAG,
-    },
-    "torch_autocast": {"enabled": FLAG, "dtype": DTYPE, "lower_precision_safe_modules": NAMES},
-    "data_types": {
-        "grad_accum_dtype": DTYPE,
-        "param_dtype": DTYPE,
-        "buffer_dtype": DTYPE,
-        "keep_in_fp32_modules": NAMES,
-    },
-    None: {"communication_data_type": SHORT_DTYPE, "seq_parallel_communication_data_type": SHORT_DTYPE},
+# What DeepSpeed takes and then fails with in the middle of a run, or scales by nothing.
+COUNTS = {
+    "fp16.initial_scale_power": whole(0),
+    "fp16.loss_scale_window": whole(1),
+    "fp16.hysteresis": whole(1),
+    "fp16.min_loss_scale": whole(1),
 }
 
 
@@ -95,26 +69,19 @@ def _dtype(name: object) -> str | None:
 
 def _gpu_without_bf16() -> str | None:
     """The name of the GPU, if it only imitates bfloat16."""
-    supported = torch.cuda.is_bf16_supported(including_emulation=False)
-    return None if supported else torch.cuda.get_device_name()
+    if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
+        return None
+    return torch.cuda.get_device_name()
 
 
 def _check_values(draft: Draft) -> None:
-    for section, checks in KEYS.items():
-        values = draft.config if section is None else draft.get(section) or {}
-        if not isinstance(values, dict):
-            draft.refuse(f"{section} in the DeepSpeed JSON is {as_json(values)}: expected an object")
-            continue
-        if section == "data_types" and values.get("keep_in_fp32_modules") == AUTO:
-            del values["keep_in_fp32_modules"]  # DeepSpeed's own word for its default
-        for key, (fits, wanted) in checks.items():
-            name = key if section is None else f"{section}.{key}"
-            # "enabled" may be auto, and is compared with its flag; any other auto has no rule.
-            if key in values and values[key] != AUTO and not fits(values[key]):
-                draft.refuse(f"{name} is {as_json(values[key])} in the DeepSpeed JSON: write {wanted}")
-        if section in ("torch_autocast", "data_types"):  # DeepSpeed itself refuses unknown keys elsewhere
-            for key in sorted(set(values) - set(checks)):
-                draft.refuse(f"{section}.{key} in the DeepSpeed JSON is unknown: {', '.join(checks)} are known")
+    if draft.get("data_types.keep_in_fp32_modules") == AUTO:
+        del draft.config["data_types"]["keep_in_fp32_modules"]  # DeepSpeed's own word for its default
+    for key, (fits, wanted) in COUNTS.items():
+        value = draft.get(key)
+        if value not in (None, AUTO) and key not in draft.wrong and not fits(value):
+            draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")
+            draft.wrong.add(key)
 
 
 def _autocast_dtype(draft: Draft) -> str | None:

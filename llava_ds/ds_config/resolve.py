@@ -4,15 +4,20 @@ DeepSpeed itself does not resolve "auto": some keys fail, others are silently ta
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import hjson
 import torch
 
 from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
+from llava_ds.ds_config.activation import resolve_activation_checkpointing
 from llava_ds.ds_config.batch import resolve_batch
+from llava_ds.ds_config.compilation import resolve_compile
 from llava_ds.ds_config.draft import draft_of, open_keys, value_at
+from llava_ds.ds_config.monitoring import resolve_monitoring
 from llava_ds.ds_config.optimizer import resolve_optimizer
 from llava_ds.ds_config.precision import resolve_precision
 from llava_ds.ds_config.scheduler import resolve_scheduler
@@ -46,14 +51,29 @@ class ResolvedConfig:
 
 
 def read_ds_config(path: str | Path) -> dict:
-    """The JSON object in a file. Raises ConfigError when it is not one."""
+    """The JSON object in a file; comments may stand in it, as DeepSpeed allows. Raises ConfigError otherwise."""
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
+    # DeepSpeed reads files as Hjson, which takes a forgotten comma for part of a text: only comments need it.
+    read = hjson.loads if re.search(r"(^|\s)(#|//|/\*)", text) else json.loads
+    try:
+        config = read(text, object_pairs_hook=_each_key_once)
+    except (json.JSONDecodeError, hjson.HjsonDecodeError, RecursionError) as error:
+        raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"--deepspeed_config {path}: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"--deepspeed_config {path} holds a {type(config).__name__}: expected a JSON object")
     return config
+
+
+def _each_key_once(pairs: list[tuple[str, object]]) -> dict:
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f"{twice[0]} stands twice in one object: remove one, for only the last would count")
+    return dict(pairs)
 
 
 def resolve_ds_config(
@@ -81,6 +101,9 @@ def resolve_ds_config(
     resolve_zero(draft)
     resolve_optimizer(draft)
     resolve_scheduler(draft, num_steps)
+    resolve_activation_checkpointing(draft)
+    resolve_compile(draft)
+    resolve_monitoring(draft)
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)

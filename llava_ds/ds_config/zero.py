@@ -1,5 +1,8 @@
 """ZeRO: the stage, the sizes that follow from the language model's width, and where states lie."""
 
+import os
+from pathlib import Path
+
 from llava_ds.ds_config.draft import AUTO, Draft, as_json
 
 # Hugging Face's formulas, h the hidden size of the language model (transformers, integrations/deepspeed.py).
@@ -8,13 +11,115 @@ SIZES = {
     "stage3_prefetch_bucket_size": (lambda h: int(0.9 * h * h), "0.9 x hidden size squared"),
     "stage3_param_persistence_threshold": (lambda h: 10 * h, "10 x hidden size"),
 }
+NEEDS_GPU = {
+    "zero_quantized_weights": "DeepSpeed's quantizer is written for GPUs",
+    "zero_quantized_nontrainable_weights": "DeepSpeed's quantizer is written for GPUs",
+    "zero_quantized_gradients": "DeepSpeed's quantizer is written for GPUs",
+    "offload_optimizer.super_offload": "it is made for GPUs with a CPU on the same module",
+}
+NEEDS_STAGE_3 = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "offload_optimizer.super_offload",
+)
 
 
 def resolve_zero(draft: Draft) -> None:
-    """Fill the sizes that say auto; refuse what is no stage."""
-    stage = draft.get("zero_optimization.stage")
-    if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-        draft.refuse(f"zero_optimization.stage is {as_json(stage)}: write 0, 1, 2 or 3")
+    """Fill the sizes that say auto; refuse what does not go with the stage, the ranks, the device or the machine."""
     for key, (formula, words) in SIZES.items():
         if draft.get(f"zero_optimization.{key}") == AUTO:
             draft.fill(f"zero_optimization.{key}", formula(draft.hidden_size), f"{words} ({draft.hidden_size})")
+    draft.ruled.add("zero_optimization.stage")
+    stage = draft.get("zero_optimization.stage") or 0
+    if "zero_optimization.stage" in draft.wrong:
+        return
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        draft.refuse(f"zero_optimization.stage is {as_json(stage)} in the DeepSpeed JSON: write 0, 1, 2 or 3")
+        return
+    if stage < 3 and _asked(draft, "offload_param") is not None:
+        # LLaVA-NeXT's zero2_offload.json has it: DeepSpeed passes over it.
+        why = f"at stage {stage} every rank holds all parameters, there is nothing to offload"
+        draft.fill("zero_optimization.offload_param.device", "none", why)
+    _check_stage(draft, stage)
+    _check_reduction(draft, stage)
+    for part in ("offload_optimizer", "offload_param"):
+        if offload_device(draft.config, part) == "nvme":
+            _check_nvme(draft, stage, part)
+
+
+def offload_device(config: dict, part: str) -> str:
+    """Where offload_optimizer or offload_param puts states: "none", "cpu" or "nvme"."""
+    section = config.get("zero_optimization", {}).get(part) or {}
+    return section.get("device") or "none"
+
+
+def _asked(draft: Draft, key: str) -> object:
+    """The value of a key of ZeRO's section, None where it is what DeepSpeed does anyway."""
+    if key in ("offload_optimizer", "offload_param"):
+        value = offload_device(draft.config, key)
+    else:
+        value = draft.get(f"zero_optimization.{key}")
+    plain = value in (None, False, "none") or (value == 1 and value is not True)  # True == 1
+    return None if plain else value
+
+
+def _check_stage(draft: Draft, stage: int) -> None:
+    for key in NEEDS_STAGE_3:
+        if stage < 3 and (value := _asked(draft, key)) is not None:
+            draft.refuse(
+                f"zero_optimization.{key} is {as_json(value)} at stage {stage}: parameters are sharded at stage 3 "
+                "only, write stage 3 or remove it"
+            )
+    if stage == 0 and (value := _asked(draft, "offload_optimizer")) is not None:
+        draft.refuse(
+            f"zero_optimization.offload_optimizer is {as_json(value)} at stage 0, where there is nothing to offload: "
+            "write stage 1, 2 or 3"
+        )
+    for key, why in NEEDS_GPU.items():
+        if draft.device_type == "cpu" and (value := _asked(draft, key)) is not None:
+            draft.refuse(f"zero_optimization.{key} is {as_json(value)}, but there is no GPU: remove it, {why}")
+    group = draft.get("zero_optimization.zero_hpz_partition_size") or 1
+    if isinstance(group, int) and draft.world_size % group:
+        draft.refuse(
+            f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {draft.world_size} ranks: "
+            "write the number of GPUs of a node"
+        )
+    if draft.get("zero_optimization.stage3_module_granularity_threshold"):
+        draft.refuse(
+            "zero_optimization.stage3_module_granularity_threshold ends this kind of model's first step in an error "
+            "(DeepSpeed 0.19): remove it"
+        )
+
+
+def _check_reduction(draft: Draft, stage: int) -> None:
+    """How gradients are added up over the ranks."""
+    scatters = stage > 0 and draft.get("zero_optimization.reduce_scatter") is not False
+    for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        value = draft.get(key)
+        if scatters and value not in (None, plain, AUTO) and key not in draft.wrong:
+            draft.refuse(
+                f"{key} is {as_json(value)}, which DeepSpeed's reduce-scatter at stage {stage} does not know: remove "
+                'it, or write "reduce_scatter": false into zero_optimization'
+            )
+    if draft.get("zero_optimization.compute_grad_norm") is False and stage in (1, 2) and draft.get("gradient_clipping"):
+        draft.refuse("zero_optimization.compute_grad_norm is false, but gradient_clipping needs it: remove one")
+
+
+def _check_nvme(draft: Draft, stage: int, part: str) -> None:
+    key = f"zero_optimization.{part}"
+    if stage in (1, 2):  # stage 0 was refused
+        draft.refuse(f'{key}.device is "nvme" at stage {stage}: write stage 3, or "cpu"')
+    path = draft.get(f"{key}.nvme_path")
+    if path == AUTO:
+        path = os.path.abspath(os.path.join(draft.args.training.output_dir, "nvme"))
+        draft.fill(f"{key}.nvme_path", path, "--output_dir; name a folder on a local NVMe disk if that is none")
+    if not isinstance(path, str):
+        draft.refuse(f"{key}.nvme_path is missing: name a folder on a local NVMe disk")
+        return
+    place = Path(path).expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        draft.refuse(f"{key}.nvme_path {path} can't be written to: name a folder on a local NVMe disk")

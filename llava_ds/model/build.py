@@ -7,13 +7,7 @@ from functools import partial
 
 import deepspeed
 import torch
-from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import CLIPVisionConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
@@ -21,11 +15,11 @@ from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, print_first
-from llava_ds.model import attention
+from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.language import length_problem, read_text_config
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.vision import ImageSpec, VisionTower, read_image_spec, read_vision_config, truncated
+from llava_ds.model.vision import ImageSpec, read_image_spec, read_vision_config, truncated
 from llava_ds.model.weights import TensorSource, WeightFiles, load_weights
 from llava_ds.tokenizer import open_tokenizer
 
@@ -63,23 +57,17 @@ def build_model(
     zero3 = ds_config["zero_optimization"].get("stage") == 3
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
     with _construction(ds_config, dtype, ranks.device, zero3):
-        language_model = AutoModelForCausalLM.from_config(
-            plan.text_config, attn_implementation=attention.register(), dtype=dtype
-        )
-        language_model.tie_weights()  # from_config leaves it to the initialisation that is switched off here
-        tower = VisionTower(plan.vision_config, args.mm_vision_select_layer, mean, std)
-        projector = build_projector(args.mm_projector_type, plan.vision_config.hidden_size, plan.hidden_size)
-        newline = Newline(plan.hidden_size) if args.mm_patch_merge_type == "spatial_unpad" else None
-        model = LlavaModel(tower, projector, language_model, newline)
+        model = assemble(plan.text_config, plan.vision_config, args, mean, std)
     assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
     assert not unpartitioned, f"built outside zero.Init: {unpartitioned[:3]}"
     if zero3:
         # One gather per layer instead of one per matrix: fewer hooks and collectives, the same arithmetic.
-        deepspeed.utils.set_z3_leaf_modules(model, _layer_classes(model))
+        deepspeed.utils.set_z3_leaf_modules(model, layer_classes(model))
 
+    tower = model.vision_tower
     load_weights(
-        language_model,
+        model.language_model,
         WeightFiles(args.model_name_or_path, formats.language_model_from_disk),
         ranks,
         "--model_name_or_path",
@@ -87,7 +75,8 @@ def build_model(
     num_layers = tower.clip.config.num_hidden_layers
     tower_files = WeightFiles(args.vision_tower, partial(formats.clip_from_disk, num_layers=num_layers))
     load_weights(tower, tower_files, ranks, "--vision_tower")
-    for part, source in zip((projector, newline), _adapter_sources(plan, args, seed)):
+    adapter = (model.projector, getattr(model, "newline", None))
+    for part, source in zip(adapter, _adapter_sources(plan, args, seed)):
         if part is not None:
             load_weights(part, source, ranks, "--pretrain_mm_mlp_adapter")
     return model
@@ -136,9 +125,3 @@ def _construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zer
             yield
         finally:
             torch.set_default_dtype(before)
-
-
-def _layer_classes(model: nn.Module) -> list[type[nn.Module]]:
-    """The classes of the repeated layers of tower and language model."""
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    return sorted({type(stack[0]) for stack in stacks}, key=lambda cls: cls.__name__)

@@ -21,10 +21,15 @@ class Progress:
         resume_step: int,
         max_steps: int,
         steps_per_epoch: int,
+        batch_size: int,
         logging_steps: int,
         skipped: SkippedLog,
         ranks: Ranks,
+        monitor,
     ) -> None:
+        """batch_size: samples of an optimizer step; monitor: the engine's, which feeds what the DeepSpeed JSON
+        switches on (TensorBoard, CSV, W&B, Comet)."""
+        self.batch_size, self.monitor = batch_size, monitor
         self.output_dir, self.ranks = output_dir, ranks
         self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
         self.skipped = skipped
@@ -46,6 +51,10 @@ class Progress:
         rows = [self._row(result, skipped) for result, skipped in self.pending]
         if rows and self.ranks.is_first:
             self.log.write(rows)
+            if self.monitor.enabled:
+                # DeepSpeed's own name and axis for the loss, which its engine does not write.
+                name = "Train/Samples/train_loss"
+                self.monitor.write_events([(name, row["loss"], row["step"] * self.batch_size) for row in rows])
             self.bar.set_postfix_str(
                 f"loss {rows[-1]['loss']:.4f}, lr {max(rows[-1]['lr']):.2e}, {rows[-1]['tokens_per_s']:,.0f} tokens/s",
                 refresh=False,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from resolving import arguments, refused, resolve
+from ds_json import arguments, refused, resolve
 
 from llava_ds.ds_config import optimizer
 from llava_ds.ds_config.draft import draft_of
@@ -98,17 +98,6 @@ def test_conflicts_name_flag_key_and_both_values():
 
 NEVER = "optimizer.type {} in the DeepSpeed JSON can't train here, for {}: use AdamW"
 WRONG = [
-    ({"optimizer": "AdamW"}, 'optimizer in the DeepSpeed JSON is "AdamW": write an object with a type and params'),
-    ({"optimizer": {"params": {}}}, 'optimizer in the DeepSpeed JSON is {"params": {}}: write an object'),
-    ({"optimizer": {"type": "SGD", "params": []}}, "optimizer.params in the DeepSpeed JSON is []: expected an object"),
-    (
-        {"optimizer": {"type": "AdamW", "parms": {}}},
-        "optimizer.parms in the DeepSpeed JSON is unknown: type, params and legacy_fusion are known",
-    ),
-    (
-        {"optimizer": {"type": "AdamW", "legacy_fusion": 1}},
-        "optimizer.legacy_fusion is 1: write true or false",
-    ),
     (block("AdamWW"), 'optimizer.type "AdamWW" in the DeepSpeed JSON is unknown: did you mean AdamW'),
     (block("Rmsprob"), 'optimizer.type "Rmsprob" in the DeepSpeed JSON is unknown: did you mean RMSprop'),
     (block("xyz"), 'optimizer.type "xyz" in the DeepSpeed JSON is unknown: give one of ASGD, Adadelta'),
@@ -167,10 +156,6 @@ WRONG = [
         block("SGD", stage=3),
         "optimizer.type SGD is not among those that DeepSpeed has tested under ZeRO-3: write "
         '"zero_allow_untested_optimizer": true to use it all the same',
-    ),
-    (
-        block("SGD") | {"zero_allow_untested_optimizer": "yes"},
-        'zero_allow_untested_optimizer is "yes" in the DeepSpeed JSON: write true or false',
     ),
     (
         block("Muon", stage=3),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from resolving import refused, resolve
+from ds_json import refused, resolve
 
 ZERO0, ZERO1 = ({"zero_optimization": {"stage": stage}} for stage in (0, 1))
 
@@ -33,15 +33,14 @@ def test_every_documented_key_passes_as_it_stands():
     resolved = resolve({**ZERO1, "bf16": BF16})
     assert resolved.config["bf16"] == BF16 and resolved.dtype == torch.bfloat16
     assert "is lost" in resolved.reasons["bf16.bf16_master_weights_and_grads"]
-    types = {"grad_accum_dtype": "fp32", "param_dtype": "bf16", "buffer_dtype": "float32", "keep_in_fp32_modules": []}
+    types = {"grad_accum_dtype": "fp32", "param_dtype": "bf16", "buffer_dtype": "fp32", "keep_in_fp32_modules": []}
     more = {"data_types": types, "communication_data_type": "fp32", "seq_parallel_communication_data_type": "bf16"}
     config = resolve({**ZERO1, "bf16": {"enabled": True}, **more}).config
     assert {key: config[key] for key in more} == more
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bf16_is_for_every_stage_and_fp16_from_the_first(stage, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+def test_bf16_is_for_every_stage_and_fp16_from_the_first(stage):
     raw = {"zero_optimization": {"stage": stage}}
     assert resolve(raw, device_type="cuda", bf16=True).dtype == torch.bfloat16
     if stage:
@@ -74,11 +73,6 @@ def autocast(**values: object) -> dict:
 
 WRONG = [
     (
-        {"fp16": {"loss_scale": -1}},
-        "fp16.loss_scale is -1 in the DeepSpeed JSON: write a number from 0, which is a dyn",
-    ),
-    ({"fp16": {"loss_scale": True}}, "fp16.loss_scale is true in the DeepSpeed JSON: write a number from 0"),
-    (
         {"fp16": {"initial_scale_power": 1.5}},
         "fp16.initial_scale_power is 1.5 in the DeepSpeed JSON: write a whole num",
     ),
@@ -89,7 +83,6 @@ WRONG = [
     ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis is 0 in the DeepSpeed JSON: write a whole number from 1"),
     ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale is 0 in the DeepSpeed JSON: write a whole number from 1"),
     ({"fp16": {"loss_scale": "auto"}}, 'fp16.loss_scale is "auto", for which there is no rule: write a value'),
-    ({"bf16": {"check_grad_overflow": 1}}, "bf16.check_grad_overflow is 1 in the DeepSpeed JSON: write true or false"),
     (
         {**ZERO0, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
         "bf16.bf16_master_weights_and_grads is true at ZeRO-0, which has no such weights: use a stage from 1, or",
@@ -107,19 +100,10 @@ WRONG = [
         {**ZERO1, "bf16": {"enabled": True, "bf16_optimizer_states": True}},
         "bf16.bf16_optimizer_states is true, which needs bf16.bf16_master_weights_and_grads true as well",
     ),
-    (autocast(dtype="int8"), 'torch_autocast.dtype is "int8" in the DeepSpeed JSON: write fp32, bf16 or fp16'),
     (autocast(dtype="float16"), "torch_autocast.dtype is float16, but there is no GPU: write bfloat16"),
     (
         autocast(lower_precision_safe_modules=["Linear"]),
         "torch_autocast.lower_precision_safe_modules names Linear, which can't be imported: write a class with its",
-    ),
-    (
-        autocast(lower_precision_safe_modules="Linear"),
-        'torch_autocast.lower_precision_safe_modules is "Linear" in the DeepSpeed JSON: write a list of names',
-    ),
-    (
-        autocast(enable=True),
-        "torch_autocast.enable in the DeepSpeed JSON is unknown: enabled, dtype, lower_precision_safe_modules are",
     ),
     (
         {**autocast(), "bf16": {"enabled": True}},
@@ -130,14 +114,6 @@ WRONG = [
         "torch_autocast.enabled and zero_optimization.zero_quantized_weights exclude each other: choose one",
     ),
     (
-        {"data_types": {"grad_acum_dtype": "fp32"}},
-        "data_types.grad_acum_dtype in the DeepSpeed JSON is unknown: grad_accum_dtype, param_dtype, buffer_dtype",
-    ),
-    (
-        {"data_types": {"grad_accum_dtype": "fp64"}},
-        'data_types.grad_accum_dtype is "fp64" in the DeepSpeed JSON: write fp32, bf16 or fp16',
-    ),
-    (
         {**ZERO0, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
         "data_types.grad_accum_dtype is fp32 at ZeRO-0, where gradients have the weights' bf16: leave it out, or",
     ),
@@ -145,12 +121,6 @@ WRONG = [
         {**ZERO1, "bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}},
         "data_types.param_dtype is fp32, but the run's precision is bf16: leave it out",
     ),
-    (
-        {"data_types": {"keep_in_fp32_modules": "norm"}},
-        'data_types.keep_in_fp32_modules is "norm" in the DeepSpeed JSON: write a list of names',
-    ),
-    ({"data_types": [1]}, "data_types in the DeepSpeed JSON is [1]: expected an object"),
-    ({"communication_data_type": "int8"}, 'communication_data_type is "int8" in the DeepSpeed JSON: write fp32, bf16'),
 ]
 
 
@@ -172,6 +142,7 @@ def test_clipping_under_autocasts_loss_scale_is_refused_where_zero_clips_first()
 
 
 def test_a_gpu_that_only_imitates_bfloat16_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
     says = "bfloat16 is asked for, but this machine's Tesla V100 does not compute in it: "

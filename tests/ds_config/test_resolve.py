@@ -2,36 +2,16 @@
 
 import json
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ds_json import CONFIGS, H, arguments, refused, resolve
 
-from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config.engine import check_engine
 from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.parsing import parse_arguments
-
-CONFIGS = Path(__file__).parents[2] / "ds_configs"
-H = 48  # hidden size
-
-
-def arguments(**flags: object) -> Arguments:
-    """Flags as a user gives them on the command line."""
-    argv = [token for name, value in flags.items() for token in (f"--{name}", str(value))]
-    return parse_arguments([*argv, "--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero2.json")])[0]
-
-
-def resolve(raw: dict, *, world_size: int = 1, **flags: object):
-    return resolve_ds_config(raw, arguments(**flags), world_size=world_size, hidden_size=H)
-
-
-def refused(raw: dict, *, world_size: int = 1, **flags: object) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        resolve(raw, world_size=world_size, **flags)
-    return str(caught.value).splitlines()
 
 
 def has_auto(value: object) -> bool:
@@ -227,24 +207,16 @@ def test_a_batch_that_does_not_come_out_is_refused():
         assert line.startswith(f"train_batch_size is {json.dumps(wrong)} in the DeepSpeed JSON: write a whole number")
 
 
-def test_sections_that_are_not_driven_give_a_clear_error():
-    raw = {
-        "amp": {"enabled": True},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    }
-    text = "\n".join(refused(raw))
-    assert "amp in the DeepSpeed JSON: remove it, use --bf16 or --fp16" in text
-    for key in ("offload_optimizer", "offload_param"):
-        assert f"zero_optimization.{key} in the DeepSpeed JSON: offload is not supported yet, remove it" in text
-
-
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        ({"zero_optimization": {"stage": "auto"}}, 'zero_optimization.stage is "auto": write 0, 1, 2 or 3'),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4: write 0, 1, 2 or 3"),
-        ({"zero_optimization": 3}, "zero_optimization in the DeepSpeed JSON is 3: expected an object"),
-        ({"bf16": True}, "bf16 in the DeepSpeed JSON is True: expected an object"),
+        (
+            {"zero_optimization": {"stage": "auto"}},
+            'zero_optimization.stage is "auto" in the DeepSpeed JSON: write 0, 1, 2 or 3',
+        ),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4 in the DeepSpeed JSON: write 0, 1, 2 or 3"),
+        ({"zero_optimization": 3}, "zero_optimization is 3 in the DeepSpeed JSON: write an object with stage, "),
+        ({"bf16": True}, "bf16 is true in the DeepSpeed JSON: write an object with enabled, "),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled are both true"),
         (
             {"flops_profiler": {"top_modules": "auto"}},
@@ -389,3 +361,144 @@ def test_unknown_keys_are_named_with_the_nearest_known_one():
     assert "gradient_cliping in the DeepSpeed JSON is no key of DeepSpeed's: did you mean gradient_clipping?" in lines
     assert "zero_optimisation in the DeepSpeed JSON is no key of DeepSpeed's: did you mean zero_optimization?" in lines
     assert "xyz in the DeepSpeed JSON is no key of DeepSpeed's: DeepSpeed would ignore it, remove it" in lines
+
+
+def test_comments_may_stand_in_the_file_and_a_key_only_once(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  // why\n  "zero_optimization": {"stage": 2},  # and how\n  "steps_per_print": 5\n}')
+    assert read_ds_config(path) == {"zero_optimization": {"stage": 2}, "steps_per_print": 5}
+    path.write_text('{"bf16": {"enabled": true, "enabled": false}}')
+    with pytest.raises(ConfigError, match=r"ds.json: enabled stands twice in one object: remove one"):
+        read_ds_config(path)
+    path.write_text('{"train_batch_size": 8 "steps_per_print": 5}')
+    with pytest.raises(ConfigError, match=r"can't be read as JSON: .*line 1 column 24"):
+        read_ds_config(path)
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+HALF = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+SIZES_3 = {
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+}
+
+
+def on(device: str) -> dict:
+    return {"device": device, "pin_memory": True}
+
+
+# What LLaVA's and LLaVA-NeXT's scripts/*.json say.
+LLAVAS = {
+    "llava zero2": {
+        **HALF,
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 1e9,
+            "reduce_bucket_size": "auto",
+        },
+    },
+    "llava zero3": {
+        **HALF,
+        "zero_optimization": {"stage": 3, **SIZES_3, "stage3_gather_16bit_weights_on_model_save": True},
+    },
+    "llava zero3_offload": {
+        **HALF,
+        "bf16": {"enabled": True},
+        "optimizer": ADAMW,
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": on("cpu"),
+            "offload_param": on("cpu"),
+            **SIZES_3,
+            "gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_clipping": "auto",
+        "steps_per_print": 1e5,
+        "wall_clock_breakdown": False,
+    },
+    "next zero2_offload": {
+        **HALF,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": on("cpu"),
+            "offload_param": on("cpu"),
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 1e9,
+            "reduce_bucket_size": "auto",
+        },
+    },
+    "next zero2_fused_adamw": {
+        **HALF,
+        "optimizer": ADAMW,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": on("none"),
+            "allgather_partitions": True,
+            "allgather_bucket_size": 2e8,
+            "overlap_comm": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 2e8,
+            "contiguous_gradients": True,
+        },
+        "gradient_clipping": "auto",
+        "steps_per_print": 100,
+        "wall_clock_breakdown": False,
+    },
+    "next zero3": {
+        **HALF,
+        "optimizer": ADAMW,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": on("none"),
+            "offload_param": on("none"),
+            **SIZES_3,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_clipping": "auto",
+        "steps_per_print": 100,
+        "wall_clock_breakdown": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", LLAVAS)
+def test_llavas_own_files_resolve_unchanged(name):
+    config = resolve(LLAVAS[name], bf16=True, learning_rate=3e-4, warmup_ratio=0.3).config
+    assert not has_auto(config)
+    assert config["bf16"]["enabled"] is True
+    if "optimizer" in LLAVAS[name]:
+        assert config["optimizer"]["params"]["lr"] == 3e-4
+    if "scheduler" in LLAVAS[name]:
+        assert config["scheduler"]["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 3e-4, "warmup_num_steps": 3}
+
+
+def test_parameters_that_are_whole_are_not_offloaded():
+    resolved = resolve(LLAVAS["next zero2_offload"], bf16=True)
+    assert resolved.config["zero_optimization"]["offload_param"]["device"] == "none"
+    assert "at stage 2 every rank holds all parameters" in "\n".join(resolved.explain())

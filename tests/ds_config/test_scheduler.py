@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from resolving import arguments, refused, resolve
+from ds_json import arguments, refused, resolve
 from transformers import get_scheduler
 
 from llava_ds.ds_config.scheduler import DEEPSPEED, TORCH, warmup_steps
@@ -27,6 +27,10 @@ def block(name: str, **params: object) -> dict:
     return {"scheduler": {"type": name, "params": params}}
 
 
+def resolved_of(raw: dict, num_steps: int | None = 100, **flags: object):
+    return resolve(raw, num_steps=num_steps, **flags)
+
+
 def rates(resolved, num_steps: int, *shares: float) -> list[list[float]]:
     """Each step's rate in groups that have these shares of --learning_rate."""
     training = resolved.args.training
@@ -43,46 +47,35 @@ def rates(resolved, num_steps: int, *shares: float) -> list[list[float]]:
 
 def test_auto_is_filled_as_hugging_face_does():
     keys = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
-    resolved = resolve(block("WarmupDecayLR", **dict.fromkeys(keys, "auto")), learning_rate=3e-4, warmup_ratio=0.03)
+    resolved = resolved_of(block("WarmupDecayLR", **dict.fromkeys(keys, "auto")), learning_rate=3e-4, warmup_ratio=0.03)
     params = {"warmup_min_lr": 0, "warmup_max_lr": 3e-4, "warmup_num_steps": 3, "total_num_steps": 100}
     assert resolved.config["scheduler"]["params"] == params
-    none = resolve(block("WarmupLR", warmup_num_steps="auto")).config["scheduler"]["params"]
+    none = resolved_of(block("WarmupLR", warmup_num_steps="auto")).config["scheduler"]["params"]
     assert none["warmup_num_steps"] == 1  # DeepSpeed takes no 0
 
 
 def test_what_deepspeed_would_take_its_own_numbers_for_comes_from_the_flags():
-    params = resolve(block("WarmupDecayLR"), learning_rate=3e-4, warmup_steps=7).config["scheduler"]["params"]
+    params = resolved_of(block("WarmupDecayLR"), learning_rate=3e-4, warmup_steps=7).config["scheduler"]["params"]
     assert params == {"warmup_max_lr": 3e-4, "warmup_num_steps": 7, "total_num_steps": 100}
 
 
 def test_what_depends_on_the_number_of_steps_waits_for_it():
-    resolved = resolve(block("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto"), num_steps=None)
+    resolved = resolved_of(block("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto"), num_steps=None)
     assert resolved.config["scheduler"]["params"]["total_num_steps"] == "auto"
 
 
 def test_the_json_replaces_the_flag_and_says_so():
-    resolved = resolve(block("WarmupLR", warmup_max_lr=1e-3))
+    resolved = resolved_of(block("WarmupLR", warmup_max_lr=1e-3))
     assert resolved.reasons["scheduler.type"] == "from the JSON, instead of cosine"
     assert resolved.args.training.learning_rate == 1e-3
     assert describe_schedule(resolved.args.training, 100, resolved.config["scheduler"]) == (
         "schedule WarmupLR from the DeepSpeed JSON"
     )
-    note = resolve(block("WarmupCosineLR", total_num_steps=50)).reasons["scheduler.params.total_num_steps"]
+    note = resolved_of(block("WarmupCosineLR", total_num_steps=50)).reasons["scheduler.params.total_num_steps"]
     assert note == "from the JSON; this run has 100 steps"
 
 
 WRONG = [
-    ({"scheduler": "WarmupLR"}, {}, 'scheduler in the DeepSpeed JSON is "WarmupLR": write an object with a type'),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": 3}},
-        {},
-        "scheduler.params in the DeepSpeed JSON is 3: expected an object",
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "parms": {}}},
-        {},
-        "scheduler.parms in the DeepSpeed JSON is unknown: type and params are known",
-    ),
     (
         block("WarmupLR"),
         {"lr_scheduler_type": "linear"},
@@ -189,7 +182,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("raw", "flags", "expected"), WRONG, ids=range(len(WRONG)))
 def test_what_makes_no_schedule_is_refused(raw, flags, expected):
-    lines = refused(raw, **flags)
+    lines = refused(raw, num_steps=100, **flags)
     assert any(line.startswith(expected) for line in lines), lines
 
 
@@ -211,7 +204,7 @@ def test_warmup_steps_win_over_the_ratio_and_may_be_a_part():
 
 @pytest.mark.parametrize("name", [*DEEPSPEED, *TORCH])
 def test_every_schedule_keeps_the_groups_proportion(name):
-    resolved = resolve(block(name, **LEAST.get(name, {})), num_steps=20, learning_rate=1e-3, warmup_steps=3)
+    resolved = resolved_of(block(name, **LEAST.get(name, {})), num_steps=20, learning_rate=1e-3, warmup_steps=3)
     seen = rates(resolved, 20, 1.0, 0.25)
     if not name.startswith("CosineAnnealing"):
         assert len({tuple(both) for both in seen}) > 1
@@ -220,7 +213,7 @@ def test_every_schedule_keeps_the_groups_proportion(name):
 
 
 def test_warm_up_by_deepspeed_begins_with_two_steps_at_the_minimum():
-    resolved = resolve(block("WarmupLR", warmup_type="linear", warmup_num_steps=4), learning_rate=1.0)
+    resolved = resolved_of(block("WarmupLR", warmup_type="linear", warmup_num_steps=4), learning_rate=1.0)
     assert [both[0] for both in rates(resolved, 7, 1.0)] == [0, 0, 0.25, 0.5, 0.75, 1, 1]
 
 

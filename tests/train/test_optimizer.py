@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from resolving import arguments
+from ds_json import arguments
 from torch import nn
 
 from llava_ds.constants import ConfigError

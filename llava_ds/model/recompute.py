@@ -1,0 +1,44 @@
+"""Recomputing layers in backward instead of keeping what they made (activation checkpointing)."""
+
+import deepspeed
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def recompute_layers(language_model: nn.Module, every: int = 1, block: dict | None = None) -> int:
+    """Keep only the input of every n-th layer, and run the layer again in backward. Returns how many layers those are.
+
+    block: activation_checkpointing of the DeepSpeed JSON, where it asks for something: then DeepSpeed's own function
+    does it, which can put the kept inputs into CPU memory or one buffer; number_checkpoints of it is how many layers.
+    """
+    language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = [module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    count = (block or {}).get("number_checkpoints")
+    chosen = set(range(0, len(layers), every)) if count is None else _spread(min(count, len(layers)), len(layers))
+    if block is not None:
+        in_cpu = block.get("cpu_checkpointing", False)
+        deepspeed.checkpointing.configure(
+            None,
+            # Without it, DeepSpeed 0.19 loses the shape of what it brings back from the CPU; over the one
+            # tensor-parallel rank that there is, nothing is divided.
+            partition_activations=block.get("partition_activations", False) or in_cpu,
+            contiguous_checkpointing=block.get("contiguous_memory_optimization", False),
+            num_checkpoints=len(chosen),
+            checkpoint_in_cpu=in_cpu,
+            synchronize=block.get("synchronize_checkpoint_boundary", False),
+            profile=block.get("profile", False),
+        )
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index in chosen
+        if block is not None:
+            layer._gradient_checkpointing_func = _by_deepspeed
+    return len(chosen)
+
+
+def _spread(count: int, total: int) -> set[int]:
+    return {index * total // count for index in range(count)}
+
+
+def _by_deepspeed(layer, hidden_states: torch.Tensor) -> torch.Tensor:
+    return deepspeed.checkpointing.checkpoint(layer, hidden_states)

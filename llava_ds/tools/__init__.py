@@ -1,0 +1,1 @@
+"""Looking at a machine or a model before training on it."""

@@ -1,0 +1,81 @@
+# T tokens of a micro-batch, S supervised ones, N image tiles of P patches each, C tower width, D language-model width,
+# I width of its MLP, Q and K widths of query and key, H heads, V vocabulary, L layers, w bytes of an activation
+"""What a micro-batch without padding leaves for backward, and needs beside it: a formula for Llama's kind of layer.
+
+A layer of a trained language model keeps
+
+    norms       2 T D (4 + 2w)    the input in fp32, normalised, and times its weight: the input of the matrices
+    attention   T w (2Q + 2K)     query, key, value, output; no T x T matrix (and 4 T H of sums)
+    MLP         4 T w I           gate, its activation, up, and their product
+
+and a frozen one, through which gradients only pass, 2 T D 4 + T w (2Q + 2K) + 3 T w I: matrices that do not train need
+not keep what they are given. The tower runs without gradients and keeps nothing; the projector keeps N P w (C + 2D).
+Logits exist at supervised positions only: 4 S V kept in fp32, and as much again twice while the loss is computed or
+differentiated. With checkpointing a layer keeps its input, T w D, and is computed again when its turn comes.
+
+Beside what is kept, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower, for itself alone, one
+layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts.
+Source: transformers' modeling_llama (eager norms and MLP, attention that is fused), model/llava.py.
+"""
+
+from dataclasses import dataclass
+
+from llava_ds.tools.shapes import ModelShape, TextShape, TowerShape
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank computes at a time. checkpoint_every: 0 keeps everything, n recomputes every n-th layer."""
+
+    num_tokens: int
+    num_supervised: int
+    num_tiles: int
+    checkpoint_every: int = 0
+
+
+def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
+    """The most that a micro-batch needs beside model states; 0 for a model of which only the size is known."""
+    if shape.text is None or shape.tower is None:
+        return 0
+    text, w = shape.text, weight_bytes
+    tokens = batch.num_tokens
+    again = layer_bytes(text, tokens, w) if batch.checkpoint_every else 0  # the layer that is computed once more
+    head = kept_by_head(text, batch, w)
+    below = kept_bytes(shape, batch, w) - head
+    at_the_loss = below + head + (4 + w) * batch.num_supervised * text.vocab
+    in_a_layer = below + again + tokens * (w * (3 * text.intermediate + 2 * text.hidden) + 8 * text.hidden)
+    return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w))
+
+
+def kept_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
+    """What exists between forward and backward, for backward's sake."""
+    text, tower, w, tokens = shape.text, shape.tower, weight_bytes, batch.num_tokens
+    recomputed = -(-text.num_layers // batch.checkpoint_every) if batch.checkpoint_every else 0
+    layers = (text.num_layers - recomputed) * layer_bytes(text, tokens, w) + recomputed * tokens * w * text.hidden
+    width = tower.hidden + (2 * text.hidden if tower.projector_layers > 1 else 0)
+    projector = batch.num_tiles * w * (tower.num_patches * width + tower.hidden)
+    rotary = 2 * tokens * w * text.query // text.num_heads
+    return layers + projector + rotary + kept_by_head(text, batch, w)
+
+
+def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int) -> int:
+    """What one layer of the language model keeps."""
+    w = weight_bytes
+    norms = 2 * text.hidden * (4 + 2 * w if text.trained else 4)
+    attention = w * (2 * text.query + 2 * text.key) + 4 * text.num_heads
+    mlp = (4 if text.trained else 3) * w * text.intermediate
+    return num_tokens * (norms + attention + mlp)
+
+
+def kept_by_head(text: TextShape, batch: MicroBatch, weight_bytes: int) -> int:
+    """What the last norm, the output layer and the loss keep."""
+    w = weight_bytes
+    norm = batch.num_tokens * text.hidden * (4 + (w if text.trained else 0))
+    inputs = w * text.hidden if text.trained else 0
+    return norm + batch.num_supervised * (inputs + 4 * text.vocab)
+
+
+def _tower_bytes(tower: TowerShape, num_tiles: int, weight_bytes: int) -> int:
+    tokens = num_tiles * (tower.num_patches + 1)
+    pixels = 3 * tower.image_size**2 * num_tiles * (1 + 4 + 4 + weight_bytes)
+    return pixels + weight_bytes * tokens * (3 * tower.hidden + 3 * tower.intermediate)

@@ -1,0 +1,207 @@
+"""What memory depends on in a model: the sizes of its tensors, by who trains them, without any weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from llava_ds.arguments import Arguments
+from llava_ds.constants import ConfigError
+from llava_ds.model.assemble import assemble, layer_classes
+from llava_ds.model.language import read_text_config
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.vision import read_vision_config
+from llava_ds.train.trainable import choose_trainable, parameter_groups
+
+LEAST_COUNT = 10**6  # fewer parameters than this are a slip of the pen
+TENSORS_OF_A_COUNT = 1000  # that a mere number of parameters is taken to lie in
+
+LLAMA_7B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
+}  # fmt: skip
+CLIP_L_336 = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "image_size": 336, "patch_size": 14,
+}  # fmt: skip
+# Language models by the name of what is trained from them; the tower is CLIP-L/336 and the projector the flags'.
+NAMED = {
+    "llava-v1.5-7b": LLAMA_7B,
+    "llava-v1.5-13b": {
+        **LLAMA_7B, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+        "num_attention_heads": 40, "num_key_value_heads": 40,
+    },
+    "llava-v1.6-mistral-7b": {
+        **LLAMA_7B, "model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8,
+        "sliding_window": None,
+    },
+    "llava-v1.6-34b": {
+        **LLAMA_7B, "hidden_size": 7168, "intermediate_size": 20480, "num_hidden_layers": 60,
+        "num_attention_heads": 56, "num_key_value_heads": 8, "vocab_size": 64000,
+    },
+    "llama-3-8b": {**LLAMA_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
+    "qwen2-0.5b": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "qwen2-7b": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    },
+    "qwen2-72b": {
+        "model_type": "qwen2", "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model: parameters, and how many of them train."""
+
+    name: str
+    num_parameters: int
+    num_trained: int
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """Widths of the language model: query and key of all heads together. trained: whether the stage trains it."""
+
+    hidden: int
+    intermediate: int
+    num_layers: int
+    query: int
+    key: int
+    num_heads: int
+    vocab: int
+    trained: bool
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """Widths of the vision tower, features per tile, side of a tile in pixels, and layers of the projector."""
+
+    hidden: int
+    intermediate: int
+    num_patches: int
+    image_size: int
+    projector_layers: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All that memory depends on. Sizes are in elements.
+
+    groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others;
+    units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
+    the number of parameters is known.
+    """
+
+    parts: tuple[Part, ...]
+    groups: tuple[tuple[int, ...], ...]
+    frozen: tuple[int, ...]
+    units: tuple[tuple[int, ...], ...]
+    text: TextShape | None = None
+    tower: TowerShape | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num_parameters for part in self.parts)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(part.num_trained for part in self.parts)
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Every tensor, trained or not."""
+        return (*(size for group in self.groups for size in group), *self.frozen)
+
+
+def shape_of_folders(args: Arguments) -> ModelShape:
+    """The model that --model_name_or_path and --vision_tower name. Raises ConfigError as training does."""
+    model = args.model
+    return shape_of(read_text_config(model.model_name_or_path), read_vision_config(model.vision_tower), args)
+
+
+def shape_named(name: str, args: Arguments) -> ModelShape:
+    """A known size, or a mere number of parameters like 13e9, all trained. Raises ConfigError with the names."""
+    if name in NAMED:
+        text = AutoConfig.for_model(**NAMED[name])
+        return shape_of(text, CLIPVisionConfig(**CLIP_L_336), args)
+    try:
+        count = int(float(name))
+    except (ValueError, OverflowError):
+        count = 0
+    if count < LEAST_COUNT:
+        raise ConfigError(
+            f"--model {name} is unknown: choose from {', '.join(NAMED)}, give a number of parameters like 13e9, or "
+            "name folders by --model_name_or_path and --vision_tower"
+        )
+    return shape_of_count(count)
+
+
+def shape_of_count(count: int) -> ModelShape:
+    """A model of which only the number of parameters is known: tensors of equal size, all trained."""
+    size, rest = divmod(count, TENSORS_OF_A_COUNT)
+    tensors = tuple(size + (i < rest) for i in range(TENSORS_OF_A_COUNT))
+    return ModelShape((Part("model", count, count),), (tensors,), (), tuple((size,) for size in tensors))
+
+
+def shape_of(text: PreTrainedConfig, vision: CLIPVisionConfig, args: Arguments) -> ModelShape:
+    """Any causal language model with a CLIP tower, as the flags of a run compose and train them.
+
+    The composition is built without memory, so every tensor is counted as it would be trained, tied ones once.
+    """
+    with no_init_weights(), torch.device("meta"):
+        model = assemble(text, vision, args.model, torch.zeros(3), torch.zeros(3))
+    choose_trainable(model, args)
+    groups = parameter_groups(model, args)
+    hidden = text.hidden_size
+    num_heads = getattr(text, "num_attention_heads", 1)
+    head = getattr(text, "head_dim", None) or hidden // num_heads
+    return ModelShape(
+        parts=tuple(
+            Part(name, _numel(part.parameters()), _numel(p for p in part.parameters() if p.requires_grad))
+            for name, part in model.named_children()
+        ),
+        groups=tuple(tuple(p.numel() for p in group["params"]) for group in groups),
+        frozen=tuple(p.numel() for p in model.parameters() if not p.requires_grad),
+        units=_units(model),
+        text=TextShape(
+            hidden=hidden,
+            intermediate=getattr(text, "intermediate_size", None) or 4 * hidden,
+            num_layers=text.num_hidden_layers,
+            query=num_heads * head,
+            key=(getattr(text, "num_key_value_heads", None) or num_heads) * head,
+            num_heads=num_heads,
+            vocab=model.language_model.get_output_embeddings().weight.shape[0],
+            trained=not args.model.tune_mm_mlp_adapter,
+        ),
+        tower=TowerShape(
+            hidden=vision.hidden_size,
+            intermediate=vision.intermediate_size,
+            num_patches=(vision.image_size // vision.patch_size) ** 2,
+            image_size=vision.image_size,
+            projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.layers),
+        ),
+    )
+
+
+def _units(model: LlavaModel) -> tuple[tuple[int, ...], ...]:
+    """What is gathered together: each repeated layer as a whole, every other module's own tensors."""
+    leaves = tuple(layer_classes(model))
+    inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules() if m is not leaf}
+    sizes = (
+        tuple(p.numel() for p in module.parameters(recurse=isinstance(module, leaves)))
+        for module in model.modules()
+        if id(module) not in inside
+    )
+    return tuple(unit for unit in sizes if unit)
+
+
+def _numel(parameters) -> int:
+    return sum(p.numel() for p in parameters)

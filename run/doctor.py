@@ -1,0 +1,74 @@
+"""Whether training can start on this machine: python run/doctor.py [--deepspeed_config ds_configs/zero3.json]
+
+Looks at versions, devices, compiler, DeepSpeed's operators, network, disks and limits, and has two ranks talk to each
+other. Nothing is compiled or downloaded. With a DeepSpeed JSON, also at what that one needs (offload, NVMe, precision).
+A problem keeps training from starting; with a warning it starts, but may be slow or break later. Each has its remedy.
+
+Exit code: 0 training can start, 1 it can't, 2 the flags can't be used.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from llava_ds.constants import EXIT_BAD_INPUT, ConfigError
+from llava_ds.tools.asked import PROBLEM, WARNING, Asked
+from llava_ds.tools.doctor import CHECKS, as_lines, examine
+
+LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks have a limit of their own
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--deepspeed_config", "--deepspeed", help="DeepSpeed JSON whose needs are looked at too")
+    parser.add_argument("--output_dir", default="output", help="as for run/train.py (default: %(default)s)")
+    parser.add_argument("--cache_dir", default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)")
+    parser.add_argument("--no_collective", action="store_true", help="start no ranks, as on a login node")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    args = parser.parse_args(argv)
+    config = None if args.deepspeed_config is None else _read(args.deepspeed_config)
+    output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))
+    asked = Asked(output_dir, cache_dir, config)
+
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)  # says where it hangs, and leaves with 1
+    findings = []
+    for name, finding in examine(
+        asked, tuple(c for c in CHECKS if not (args.no_collective and c.name == "collective"))
+    ):
+        findings.append({"check": name, **asdict(finding)})
+        if not args.json:
+            print(*as_lines(name, finding), sep="\n", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    levels = [finding["level"] for finding in findings]
+    can_start = PROBLEM not in levels
+    if args.json:
+        print(json.dumps({"can_start": can_start, "findings": findings}, indent=1))
+    else:
+        counts = f"problems: {levels.count(PROBLEM)}, warnings: {levels.count(WARNING)}"
+        print(f"\ntraining {'can' if can_start else 'can not'} start ({counts})")
+    return 0 if can_start else 1
+
+
+def _read(path: str) -> dict:
+    """The JSON's object, read without opening torch, which may be what is broken."""
+    try:
+        config = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--deepspeed_config {path} holds a {type(config).__name__}: expected a JSON object")
+    return config
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        print(f"run/doctor.py: error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)

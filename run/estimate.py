@@ -1,0 +1,137 @@
+"""How much memory training needs: python run/estimate.py --model llava-v1.5-7b --num_gpus 8 --gpu_memory 80
+
+Takes the flags of run/train.py (recipes too), and instead of folders a named size or a number of parameters. No weights
+are read and no GPU is needed. GB are 10**9 bytes.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from llava_ds.arguments import Arguments
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.distributed import exit_for_bad_input, quiet_libraries
+from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
+from llava_ds.parsing import parse_arguments
+from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
+from llava_ds.tools.fitting import GB, Run, advice, as_json, description, table
+from llava_ds.tools.planned import planned_run
+from llava_ds.tools.shapes import NAMED, ModelShape, shape_named, shape_of_folders
+
+DS_CONFIG = Path(__file__).parents[1] / "ds_configs" / "zero3.json"
+SUPERVISED = 0.25  # of the tokens; LLaVA-1.5's instruction data have about a sixth
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--model",
+        metavar="SIZE",
+        help=f"{', '.join(NAMED)}, or a number of parameters like 13e9, all trained; else --model_name_or_path and "
+        "--vision_tower name folders, or neither the tiny model",
+    )
+    parser.add_argument("--num_gpus", type=int, default=8, help="ranks that train together (default: %(default)s)")
+    parser.add_argument("--gpus_per_node", type=int, default=8, help="for the node's memory (default: %(default)s)")
+    parser.add_argument("--gpu_memory", type=float, metavar="GB", help="memory of a GPU, for a verdict and advice")
+    parser.add_argument(
+        "--zero_stage",
+        type=int,
+        choices=(0, 1, 2, 3),
+        help="what advice starts from, without --deepspeed_config (default: 2 with --tune_mm_mlp_adapter, else 3)",
+    )
+    parser.add_argument(
+        "--supervised_fraction",
+        type=float,
+        default=SUPERVISED,
+        help="part of the tokens that is supervised, which logits are made for (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes, instead of the table")
+    own, rest = parser.parse_known_args(argv)
+    args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
+    if found := problems(own, args):
+        raise ConfigError("\n".join(found))
+
+    quiet_libraries()
+    run = read_run(own, args)
+    gpu_memory = None if own.gpu_memory is None else own.gpu_memory * GB
+    if own.json:
+        print(json.dumps(as_json(run, gpu_memory), indent=1))
+        return
+    print(*description(run), *table(run, gpu_memory), sep="\n")
+    if gpu_memory is not None:
+        print(advice(run, gpu_memory))
+
+
+def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
+    """Everything that is wrong with the flags, a line each."""
+    found = []
+
+    def check(ok: bool, message: str) -> None:
+        if not ok:
+            found.append(message)
+
+    model, training = args.model, args.training
+    check(own.num_gpus >= 1, f"--num_gpus is {own.num_gpus}: give 1 or more")
+    check(own.gpus_per_node >= 1, f"--gpus_per_node is {own.gpus_per_node}: give 1 or more")
+    check(own.gpu_memory is None or own.gpu_memory > 0, f"--gpu_memory is {own.gpu_memory}: give GB above 0, like 80")
+    check(
+        0 <= own.supervised_fraction <= 1,
+        f"--supervised_fraction is {own.supervised_fraction}: give a value from 0 to 1",
+    )
+    check(
+        own.model is None or (model.model_name_or_path is None and model.vision_tower is None),
+        "--model names a size, --model_name_or_path and --vision_tower folders: give one of them",
+    )
+    check(
+        (model.model_name_or_path is None) == (model.vision_tower is None),
+        "--model_name_or_path and --vision_tower go together: give both, or --model with a size",
+    )
+    check(
+        own.zero_stage is None or training.deepspeed_config is None,
+        "--zero_stage and --deepspeed_config both name a stage: give one of them",
+    )
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_micro_batch"):
+        value = getattr(training, name)
+        check(value is None or value >= 1, f"--{name} is {value}: give 1 or more")
+    return found
+
+
+def read_run(own: argparse.Namespace, args: Arguments) -> Run:
+    """What the flags describe. Without a DeepSpeed JSON it is this repository's, in bf16 if no flag says otherwise."""
+    if own.model is not None:
+        shape = shape_named(own.model, args)
+    else:
+        if args.model.model_name_or_path is None:
+            args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
+        shape = shape_of_folders(args)
+    resolved = resolve(own, args, shape)
+    return planned_run(
+        shape,
+        resolved,
+        num_gpus=own.num_gpus,
+        gpus_per_node=own.gpus_per_node,
+        longest_sample=args.data.model_max_length,
+        supervised_fraction=own.supervised_fraction,
+    )
+
+
+def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> ResolvedConfig:
+    """The DeepSpeed JSON as training would fill it on these GPUs."""
+    raw = read_ds_config(args.training.deepspeed_config or DS_CONFIG)
+    if args.training.deepspeed_config is None:
+        default_stage = 2 if args.model.tune_mm_mlp_adapter else 3
+        raw["zero_optimization"]["stage"] = default_stage if own.zero_stage is None else own.zero_stage
+        if not {"bf16", "fp16"} & args.given:
+            args = args.replaced(bf16=True)
+    hidden_size = shape.text.hidden if shape.text is not None else 4096
+    return resolve_ds_config(raw, args, world_size=own.num_gpus, hidden_size=hidden_size, device_type="cuda")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ConfigError, DataError) as error:
+        exit_for_bad_input(error, "run/estimate.py")

@@ -1,0 +1,45 @@
+#!/bin/bash
+# Train on several machines under Slurm: sbatch run/slurm.sh --deepspeed_config ds_configs/zero3.json --output_dir ...
+# All flags go to run/train.py. Change the lines that follow to what your cluster has; docs/machines.md explains them.
+#
+# One task per GPU; every task sees all GPUs of its machine and takes its own.
+#SBATCH --job-name=llava_ds
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+# A rank and its --dataloader_num_workers.
+#SBATCH --cpus-per-task=12
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.log
+# Two minutes before its time is over, and when a machine fails, the job goes back into the queue. It goes on from its
+# newest whole checkpoint, so --save_steps is what it can lose.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
+PYTHON="${PYTHON:-.venv/bin/python}"
+
+# Minutes that a rank waits for the others, at the start and in every collective.
+export DEEPSPEED_TIMEOUT="${DEEPSPEED_TIMEOUT:-30}"
+# Compiled operators of DeepSpeed: a folder on each machine, for a network disk loses locks.
+export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-${TMPDIR:-/tmp}/torch_extensions_$(id -u)}"
+# Where machines have several networks, name the fast one for both:
+#   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+
+requeue() {
+    echo "time is nearly over: job $SLURM_JOB_ID goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+}
+trap requeue USR1
+
+# In the background, for bash handles a signal only between its own commands. srun does not inherit cpus-per-task.
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$PYTHON" -u run/train.py "$@" &
+training=$!
+while true; do
+    code=0
+    wait "$training" || code=$?
+    kill -0 "$training" 2>/dev/null || exit "$code" # else it was the signal that ended the wait
+done

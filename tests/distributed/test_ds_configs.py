@@ -1,0 +1,148 @@
+"""Every file under ds_configs/ trains the same model, and what else a JSON can switch on does what it says."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import toys
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from launching import ROOT, losses, run_many
+
+STEPS = 20
+CONFIGS = {path.stem: path for path in sorted((ROOT / "ds_configs").glob("*.json"))}
+
+
+def needs(name: str) -> str | None:
+    """What a file can't be trained with here for want of; None where nothing is missing."""
+    if "offload" in name or "infinity" in name:
+        if shutil.which("c++") is None:
+            return "DeepSpeed's CPU Adam needs a C++ compiler"
+        if "infinity" in name and not AsyncIOBuilder().is_compatible():
+            return "DeepSpeed's asynchronous reading and writing needs libaio with its headers"
+    return None
+
+
+def inputs(folder: Path) -> dict[str, str]:
+    return toys.write_base(folder / "base") | toys.write_data(folder / "data", "itittiii" * 10)
+
+
+def flags_of(given: dict, folder: Path, name: str, config: Path, **more: object) -> dict[str, object]:
+    return {
+        **given,
+        "deepspeed_config": config,
+        "output_dir": folder / name,
+        "cache_dir": folder / "cache",
+        "model_max_length": 512,
+        "train_batch_size": 4,
+        "learning_rate": 2e-3,
+        "mm_projector_lr": 1e-3,
+        "warmup_ratio": 0.1,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "max_steps": STEPS,
+        "save_strategy": "no",
+        **more,
+    }
+
+
+def written(folder: Path, name: str, config: dict) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory) -> dict[str, list[float]]:
+    """Loss curves of all files on two ranks, by name and precision."""
+    folder = tmp_path_factory.mktemp("configs")
+    given, todo = inputs(folder), {}
+    for name, path in CONFIGS.items():
+        for precision in ("fp32", "bf16"):
+            if needs(name) is None:
+                run = f"{name}-{precision}"
+                todo[run] = flags_of(given, folder, run, path, bf16=precision == "bf16")
+    run_many(2, folder / "launch", list(todo.values()), timeout_s=3000)
+    return {run: losses(folder / run) for run in todo}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_file_trains_the_same_model(curves, name):
+    if missing := needs(name):
+        pytest.skip(missing)
+    assert len(curves[f"{name}-fp32"]) == STEPS and curves["zero0-fp32"][-1] < curves["zero0-fp32"][0] - 1
+    assert curves[f"{name}-fp32"] == pytest.approx(curves["zero0-fp32"], abs=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_file_trains_the_same_model_in_bf16(curves, name):
+    if missing := needs(name):
+        pytest.skip(missing)
+    print(name, max(abs(a - b) for a, b in zip(curves[f"{name}-bf16"], curves["zero1-bf16"])))
+    assert curves[f"{name}-bf16"] == pytest.approx(curves["zero1-bf16"], abs=1e-5)
+
+
+# What else a JSON can ask for on two ranks; none of it may change the loss.
+TWO, THREE = {"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 3}}
+FEATURES = {
+    "plain": TWO,
+    "monitors": {**TWO, "csv_monitor": {"enabled": True, "job_name": "csv"}, "tensorboard": {"enabled": True}},
+    "timers": {**TWO, "wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True},
+    "profilers": {
+        **TWO,
+        "flops_profiler": {"enabled": True, "profile_step": 3, "top_modules": 3},
+        "comms_logger": {"enabled": True},
+    },
+    "cpu_checkpointing": {**THREE, "activation_checkpointing": {"cpu_checkpointing": True}},
+    "offload_by_torch": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+    },
+    "within_a_node": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+}
+FEATURE_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("features")
+    given, runs = inputs(folder), []
+    for name, config in FEATURES.items():
+        if name == "profilers":
+            config["flops_profiler"]["output_file"] = str(folder / "flops.txt")
+        path = written(folder / "json", name, config)
+        runs.append(flags_of(given, folder, name, path, max_steps=FEATURE_STEPS))
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_checkpointing": True}
+    runs.append(
+        flags_of(given, folder, "compiled", folder / "json" / "plain.json", max_steps=FEATURE_STEPS, **compiled)
+    )
+    return folder, run_many(2, folder / "launch", runs)
+
+
+@pytest.mark.parametrize("name", [*FEATURES, "compiled"])
+def test_nothing_changes_the_loss(features, name):
+    folder, _ = features
+    assert losses(folder / name) == pytest.approx(losses(folder / "plain"), abs=1e-5)
+
+
+def test_monitors_write_rates_and_losses_into_the_output_folder(features):
+    folder, _ = features
+    rows = (folder / "monitors" / "csv" / "Train_Samples_train_loss.csv").read_text().split()
+    assert rows[0] == "step,train_loss"
+    steps, values = zip(*(map(float, row.split(",")) for row in rows[1:]))
+    assert steps == (4, 8, 12, 16)  # DeepSpeed counts samples
+    assert list(values) == pytest.approx(losses(folder / "monitors"))
+    assert (folder / "monitors" / "csv" / "Train_Samples_lr.csv").exists()
+    assert list((folder / "monitors").rglob("events.out.tfevents.*"))
+
+
+def test_timers_and_profilers_say_what_they_measured(features):
+    folder, output = features
+    assert output.count("bwd_allreduce_microstep") >= FEATURE_STEPS
+    assert "Engine after backward" in output and "CPU Virtual Memory" in output
+    assert "dump_state" in output and "DeepSpeedEngine configuration" in output
+    assert "fwd+bwd FLOPS per GPU" in (folder / "flops.txt").read_text()
+    assert "all_reduce" in output and "Message Size" in output

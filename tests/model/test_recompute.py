@@ -1,0 +1,87 @@
+"""Recomputation changes what is kept, and nothing else."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from llava_ds.model.recompute import recompute_layers
+
+LAYERS = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """DeepSpeed's function asks for the rank: a group of one."""
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    import deepspeed
+
+    deepspeed.init_distributed(verbose=False)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def trained_once(**how: object) -> tuple[float, list[torch.Tensor], int]:
+    """Loss, gradients, and how often layers ran."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=2,
+            attention_dropout=0.3,
+        )
+    ).train()
+    if how:
+        how.pop("on")
+        recompute_layers(model, **how)
+    calls = []
+    forward = LlamaDecoderLayer.forward
+    for layer in model.model.layers:
+        layer.input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    assert LlamaDecoderLayer.forward is forward
+    embeds = model.get_input_embeddings()(torch.arange(12)[None])
+    logits = model(inputs_embeds=embeds, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[0], torch.arange(12))
+    loss.backward()
+    return loss.item(), [p.grad for p in model.parameters()], len(calls)
+
+
+ALL = {"partition_activations": False}
+
+
+@pytest.mark.parametrize(
+    ("how", "recomputed"),
+    [
+        ({"every": 1}, 5),
+        ({"every": 2}, 3),
+        ({"every": 5}, 1),
+        ({"block": {"cpu_checkpointing": True}}, 5),
+        ({"block": {"partition_activations": True}}, 5),
+        ({"block": {"partition_activations": True, "cpu_checkpointing": True}}, 5),
+        (
+            {"block": {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 5}},
+            5,
+        ),
+        ({"block": {"number_checkpoints": 2}}, 2),
+        ({"block": {"number_checkpoints": 99}}, 5),
+        ({"block": {"cpu_checkpointing": True, "number_checkpoints": 3}}, 3),
+        ({"block": {"cpu_checkpointing": True}, "every": 2}, 3),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_the_same_and_layers_run_again(how, recomputed):
+    loss, grads, calls = trained_once()
+    assert calls == LAYERS
+    again, grads_again, calls_again = trained_once(on=True, **how)
+    assert calls_again == LAYERS + recomputed
+    assert again == loss
+    for grad, other in zip(grads, grads_again):
+        torch.testing.assert_close(other, grad, rtol=1e-6, atol=1e-8)

@@ -1,0 +1,132 @@
+"""run/estimate.py: what it prints, for which flags, and what it refuses."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, ds_config
+
+from llava_ds.constants import ConfigError
+
+SCRIPT = ROOT / "run" / "estimate.py"
+
+
+@pytest.fixture(scope="module")
+def main():
+    spec = importlib.util.spec_from_file_location("estimate", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture
+def figures(main, capsys):
+    """The JSON object that flags give."""
+
+    def run(*flags: str) -> dict:
+        main([*flags, "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_13_billion_parameters(figures):
+    assert figures("--model", "13e9", "--num_gpus", "1")["bytes"]["ZeRO-0"]["model_states"] == 208 * 10**9
+    assert figures("--model", "13e9", "--num_gpus", "8")["bytes"]["ZeRO-3"]["model_states"] == 26 * 10**9
+
+
+def test_all_stages_stand_side_by_side_with_a_verdict_and_advice(main, capsys):
+    main(["--model", "llava-v1.5-7b", "--num_gpus", "4", "--gpu_memory", "40"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        "7,050,306,560 parameters, 6,759,395,328 of them trained (vision_tower 290,911,232 frozen"
+    )
+    header = next(line for line in lines if line.startswith("GB per GPU"))
+    assert all(name in header for name in ("ZeRO-0", "ZeRO-1", "ZeRO-2", "[ZeRO-3]", "3 + cpu all", "3 + nvme"))
+    assert next(line for line in lines if line.startswith("in 40 GB")).count("too big") >= 3
+    assert "ZeRO-3 on 4 GPUs needs" in lines[-1] and "smallest change that fits: --gradient_checkpointing" in lines[-1]
+
+
+def test_flags_of_training_mean_the_same_here(figures):
+    """A recipe's batch is shared out as on these GPUs, and the command line wins over it."""
+    recipe = ("--model", "llava-v1.5-7b", "--recipe", str(ROOT / "run/recipes/llava-v1.5-7b-finetune.yaml"))
+    found = figures(*recipe, "--num_gpus", "32")
+    assert found["micro_batch"] == {
+        "num_tokens": 4 * 2048, "num_supervised": 2048, "num_tiles": 14, "checkpoint_every": 1
+    }  # fmt: skip
+    found = figures(*recipe, "--num_gpus", "4", "--tokens_per_micro_batch", "4096", "--gradient_checkpointing", "False")
+    assert found["micro_batch"]["num_tokens"] == 4096 and found["micro_batch"]["checkpoint_every"] == 0
+    assert found["setup"]["accumulates"]
+
+
+def test_stage_1_trains_the_projector_alone(figures):
+    found = figures("--model", "llava-v1.5-7b", "--tune_mm_mlp_adapter", "True")
+    assert found["num_trained"] == found["parameters"]["projector"]["num_parameters"] == 20_979_712
+    assert found["chosen"] == "ZeRO-2"
+
+
+def test_the_deepspeed_json_says_stage_precision_and_sizes(figures, toy_base, tmp_path):
+    folders = [token for name, value in toy_base.items() for token in (f"--{name}", value)]
+    flags = [*folders, "--num_gpus", "2", "--model_max_length", "512"]
+    found = figures(*flags, "--deepspeed_config", ds_config(2))
+    assert (found["chosen"], found["setup"]["weight_bytes"]) == ("ZeRO-2", 4)
+    assert found["setup"]["zero"]["reduce_bucket_size"] == 32**2
+    assert figures(*flags)["setup"]["weight_bytes"] == 2
+    assert figures(*flags, "--bf16", "False")["setup"]["weight_bytes"] == 4
+    accumulated = tmp_path / "fp32.json"
+    accumulated.write_text(
+        json.dumps({**json.loads(Path(ds_config(1)).read_text()), "data_types": {"grad_accum_dtype": "fp32"}})
+    )
+    found = figures(*flags, "--deepspeed_config", str(accumulated), "--bf16", "True")
+    assert (found["setup"]["weight_bytes"], found["setup"]["gradient_bytes"]) == (2, 4)
+
+
+def test_the_tiny_model_needs_no_name(figures):
+    assert figures()["num_parameters"] == 1_809_792
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "7b"], "--model 7b is unknown: choose from llava-v1.5-7b"),
+        (["--num_gpus", "0"], "--num_gpus is 0: give 1 or more"),
+        (["--gpus_per_node", "0"], "--gpus_per_node is 0: give 1 or more"),
+        (["--gpu_memory", "-1"], "--gpu_memory is -1.0: give GB above 0"),
+        (["--gpu_memory", "nan"], "--gpu_memory is nan: give GB above 0"),
+        (["--supervised_fraction", "2"], "--supervised_fraction is 2.0: give a value from 0 to 1"),
+        (["--model", "13e9", "--vision_tower", str(ROOT)], "--model names a size, --model_name_or_path"),
+        (["--vision_tower", str(ROOT)], "--model_name_or_path and --vision_tower go together"),
+        (["--zero_stage", "2", "--deepspeed_config", ds_config(2)], "--zero_stage and --deepspeed_config both name"),
+        (["--tokens_per_micro_batch", "0"], "--tokens_per_micro_batch is 0: give 1 or more"),
+        (["--train_batch_size", "9"], "train_batch_size is 9, which 8 ranks can't share evenly"),
+        (["--deepspeed_config", "nowhere.json"], "--deepspeed_config nowhere.json can't be read"),
+        (["--learning_rat", "1"], "unknown flag --learning_rat: did you mean --learning_rate?"),
+        (["--num_gpu", "1"], "unknown flag --num_gpu: did you mean --num_gpus?"),
+    ],
+)
+def test_bad_input_is_said_with_what_to_do(main, flags, message):
+    with pytest.raises(ConfigError) as caught:
+        main(flags)
+    assert message in str(caught.value)
+
+
+def test_every_problem_is_said_at_once(main):
+    with pytest.raises(ConfigError) as caught:
+        main(["--num_gpus", "0", "--gpu_memory", "0"])
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_as_a_command_it_exits_with_2_and_gives_nothing_but_json():
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+
+    def run(*flags: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True, env=environment)
+
+    bad = run("--model", "7b")
+    assert bad.returncode == 2 and "Traceback" not in bad.stderr and bad.stderr.startswith("run/estimate.py: error: ")
+    good = run("--model", "13e9", "--json")
+    assert good.returncode == 0 and json.loads(good.stdout)["num_parameters"] == 13 * 10**9
