@@ -278,7 +278,9 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
             "Muon's update is compiled by torch when training starts, which needs g++: install it, or set "
             "TORCH_COMPILE_DISABLE=1 in the environment"
         )
-    own_adam = name in ("Adam", "AdamW") and params.get("torch_adam") is not True
+    # Muon's other half is an Adam too; without offload, Muon brings one that needs no kernel.
+    with_adam = ("Adam", "AdamW", "Muon") if offload else ("Adam", "AdamW")
+    own_adam = name in with_adam and params.get("torch_adam") is not True
     ops = {"Lamb": "fused_lamb", "Lion": "cpu_lion" if offload else "fused_lion"}
     if own_adam:
         op = "cpu_adam" if offload else "fused_adam"

@@ -270,8 +270,9 @@ def test_offload_without_a_compiler_says_how_to_go_on(tools):
     assert offloaded({}).problems == [
         f'AdamW {needs} write "zero_force_ds_cpu_optimizer": false to let torch compute AdamW'
     ]
-    for name, instead in (("AdamW", 'write "torch_adam": true into optimizer.params'), ("Lion", "use AdamW with")):
-        assert offloaded({"optimizer": {"type": name}}).problems[0].startswith(f"{name} {needs} {instead}")
+    by_torch = 'write "torch_adam": true into optimizer.params'
+    for name, instead in (("AdamW", by_torch), ("Muon", by_torch), ("Lion", "use AdamW with")):
+        assert offloaded({"optimizer": {"type": name}}).problems[-1].startswith(f"{name} {needs} {instead}")
     assert offloaded({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}).problems == []
 
 
