@@ -167,14 +167,33 @@ class TrainingArguments:
     )
     learning_rate: float = HfArg(default=2e-5, help="Peak learning rate.")
     mm_projector_lr: float | None = HfArg(default=None, help="Peak learning rate of the projector, if another.")
-    weight_decay: float = HfArg(default=0.0, help="AdamW weight decay; never on biases and norms.")
+    weight_decay: float = HfArg(default=0.0, help="Weight decay; never on biases and norms.")
     adam_beta1: float = HfArg(default=0.9, help="AdamW beta 1.")
     adam_beta2: float = HfArg(default=0.999, help="AdamW beta 2.")
     adam_epsilon: float = HfArg(default=1e-8, help="AdamW epsilon.")
     max_grad_norm: float = HfArg(default=0.0, help="Clip the gradient to this norm; 0 does not clip (LLaVA-1.5).")
     warmup_ratio: float = HfArg(default=0.0, help="Part of all steps in which the rate rises from 0, rounded up.")
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = HfArg(
-        default="cosine", help="Learning-rate schedule, as transformers defines it."
+    warmup_steps: float = HfArg(
+        default=0.0,
+        help="Steps in which the rate rises from 0, or below 1 their part of all; above 0 it wins over --warmup_ratio.",
+    )
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = HfArg(
+        default="cosine",
+        help="Learning-rate schedule, as transformers defines it. A scheduler in the DeepSpeed JSON replaces it.",
+    )
+    lr_scheduler_kwargs: str | None = HfArg(
+        default=None, help='What else the schedule takes, as JSON, like {"num_cycles": 2}.'
     )
     loss_reduction: Literal["token", "micro_batch"] = HfArg(
         default="token",

@@ -227,6 +227,11 @@ def training_problems(args: Arguments) -> list[str]:
     for name in ("adam_beta1", "adam_beta2"):
         check(0 <= args.as_dict()[name] < 1, f"--{name} is {args.as_dict()[name]}: give a value from 0 to below 1")
     check(0 <= training.warmup_ratio <= 1, f"--warmup_ratio is {training.warmup_ratio}: give a value from 0 to 1")
+    steps = training.warmup_steps
+    check(
+        0 <= steps < 1 or (math.isfinite(steps) and steps == int(steps) > 0),
+        f"--warmup_steps is {steps}: give a whole number, or their part of all steps from 0 to below 1",
+    )
     check(
         training.max_steps > 0 or 0 < training.num_train_epochs < math.inf,
         f"--num_train_epochs is {training.num_train_epochs}: give a value above 0, or --max_steps",

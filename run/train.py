@@ -5,6 +5,7 @@ Without --model_name_or_path it trains the tiny model that ships with the packag
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import deepspeed
@@ -46,7 +47,8 @@ from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
 from llava_ds.train.loop import StepResult, TrainState, train
-from llava_ds.train.schedule import scheduler_factory, total_steps, warmup_steps
+from llava_ds.train.optimizer import start_engine
+from llava_ds.train.schedule import describe_schedule, total_steps
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -70,14 +72,15 @@ def main(argv: list[str]) -> None:
     args = args.replaced(version=resolve_template(args.model.version))
     plan = plan_model(args.model, args.data.model_max_length)
     refuse_unfit_tokenizer(args.model, plan.tokenizer)
-    resolved = resolve_ds_config(
+    resolve = partial(
+        resolve_ds_config,
         raw_config,
         args,
         world_size=ranks.world_size,
         hidden_size=plan.hidden_size,
         device_type=ranks.device.type,
     )
-    args = resolved.args
+    args = resolve().args  # what the data makes no difference to is refused before it is read
     dataset = _open_data(args, plan, ranks)
     layout = Layout(
         ranks.rank,
@@ -89,6 +92,7 @@ def main(argv: list[str]) -> None:
     order = _sample_order(args, dataset, layout)
     per_epoch = order.steps_per_epoch
     num_steps = total_steps(args.training, per_epoch)
+    resolved = resolve(num_steps=num_steps)
     identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.config)
     output_dir = Path(args.training.output_dir)
     if args.training.save_strategy != "no" and not args.training.dry_run:
@@ -113,19 +117,9 @@ def main(argv: list[str]) -> None:
     if args.training.gradient_checkpointing:
         block = resolved.config.get("activation_checkpointing") if asks_for(resolved.config) else None
         recompute_layers(model.language_model, args.training.gradient_checkpointing_every_n_layers, block)
-    groups = parameter_groups(model, args)
+    groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe(model, groups))
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(
-            groups,
-            betas=(args.training.adam_beta1, args.training.adam_beta2),
-            eps=args.training.adam_epsilon,
-            fused=ranks.device.type == "cuda",
-        ),
-        lr_scheduler=scheduler_factory(args.training, num_steps),
-        config=resolved.config,
-    )
+    engine = start_engine(model, groups, resolved, num_steps, ranks.device)
     check_engine(engine, resolved)
     if deep_compiles(resolved.config):
         engine.compile()
@@ -244,7 +238,7 @@ def _print_plan(
     print_first(
         *dataset.summary(),
         f"{num_steps:,} optimizer steps of {layout.batch_size} samples ({num_steps / per_epoch:.2f} epochs), "
-        f"{warmup_steps(training, num_steps)} of them warm-up, {training.lr_scheduler_type} schedule",
+        f"{describe_schedule(training, num_steps, resolved.config.get('scheduler'))}",
         f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
         *resolved.explain(),
         *lines,
@@ -257,7 +251,8 @@ def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_
     batch = collate([sample], dataset.pictures).to(ranks.device)
     engine.eval()
     with torch.no_grad():
-        logits = engine(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
+        # Not the engine, which would compute in autocast's precision: it is the weights that are compared.
+        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
     export_hf(engine.module, plan, args.model, dataset.pictures, output_dir, ranks)
     if ranks.is_first:
         tower = engine.module.vision_tower

@@ -19,14 +19,16 @@ def arguments(**flags: object) -> Arguments:
     return parse_arguments([*argv, "--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero2.json")])[0]
 
 
-def resolve(raw: dict, *, world_size: int = 1, device_type: str = "cpu", **flags: object) -> ResolvedConfig:
+def resolve(
+    raw: dict, *, world_size: int = 1, device_type: str = "cpu", num_steps: int | None = 10, **flags: object
+) -> ResolvedConfig:
     return resolve_ds_config(
-        raw, arguments(**flags), world_size=world_size, hidden_size=H, device_type=device_type, num_steps=10
+        raw, arguments(**flags), world_size=world_size, hidden_size=H, device_type=device_type, num_steps=num_steps
     )
 
 
-def refused(raw: dict, *, world_size: int = 1, device_type: str = "cpu", **flags: object) -> list[str]:
-    """The lines of the error with which a JSON is refused."""
+def refused(raw: dict, **options: object) -> list[str]:
+    """The lines of the error with which a JSON is refused; options are resolve's."""
     with pytest.raises(ConfigError) as caught:
-        resolve(raw, world_size=world_size, device_type=device_type, **flags)
+        resolve(raw, **options)
     return str(caught.value).splitlines()

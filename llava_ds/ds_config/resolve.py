@@ -18,7 +18,9 @@ from llava_ds.ds_config.batch import resolve_batch
 from llava_ds.ds_config.compilation import resolve_compile
 from llava_ds.ds_config.draft import draft_of, open_keys, value_at
 from llava_ds.ds_config.monitoring import resolve_monitoring
+from llava_ds.ds_config.optimizer import resolve_optimizer
 from llava_ds.ds_config.precision import resolve_precision
+from llava_ds.ds_config.scheduler import resolve_scheduler
 from llava_ds.ds_config.zero import resolve_zero
 
 
@@ -98,6 +100,8 @@ def resolve_ds_config(
     draft.agree("gradient_clipping", "max_grad_norm")
     resolve_batch(draft)
     resolve_zero(draft)
+    resolve_optimizer(draft)
+    resolve_scheduler(draft, num_steps)
     resolve_activation_checkpointing(draft)
     resolve_compile(draft)
     resolve_monitoring(draft)

@@ -7,6 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from llava_ds.arguments import TrainingArguments
+from llava_ds.ds_config.scheduler import PER_GROUP, parsed_kwargs, scheduler_class, warmup_steps
 
 
 def total_steps(args: TrainingArguments, steps_per_epoch: int) -> int:
@@ -14,14 +15,37 @@ def total_steps(args: TrainingArguments, steps_per_epoch: int) -> int:
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
 
 
-def warmup_steps(args: TrainingArguments, num_steps: int) -> int:
-    """Steps in which the rate rises from 0."""
-    return math.ceil(args.warmup_ratio * num_steps)
+def describe_schedule(args: TrainingArguments, num_steps: int, block: dict | None = None) -> str:
+    """What scheduler_factory makes of the same, in a few words."""
+    if block is not None:
+        return f"schedule {block['type']} from the DeepSpeed JSON"
+    return f"{warmup_steps(args, num_steps)} of them warm-up, {args.lr_scheduler_type} schedule"
 
 
 def scheduler_factory(
-    args: TrainingArguments, num_steps: int
+    args: TrainingArguments, num_steps: int, block: dict | None = None
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
-    """What deepspeed.initialize takes as lr_scheduler: it is called with the optimizer. The first step's rate is 0
-    where there is a warm-up."""
-    return lambda optimizer: get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps(args, num_steps), num_steps)
+    """What deepspeed.initialize takes as lr_scheduler: it is called with the optimizer, whose groups hold their peak
+    rates, and every rate keeps its proportion to the others.
+
+    block: the scheduler of the resolved JSON; without one, --lr_scheduler_type, whose first step has rate 0 where there
+    is a warm-up.
+    """
+    if block is not None:
+        return lambda optimizer: _from_json(block, optimizer, args.learning_rate)
+
+    def by_flags(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        optimizer.defaults.setdefault("lr", args.learning_rate)  # some schedules ask for it; DeepSpeed's Muon has none
+        return get_scheduler(
+            args.lr_scheduler_type, optimizer, warmup_steps(args, num_steps), num_steps, parsed_kwargs(args)
+        )
+
+    return by_flags
+
+
+def _from_json(block: dict, optimizer: torch.optim.Optimizer, learning_rate: float):
+    """DeepSpeed builds it itself from the JSON, with the same rates for all groups: here each has its own."""
+    params = dict(block["params"])
+    for key in PER_GROUP & set(params):
+        params[key] = [params[key] * group["lr"] / learning_rate for group in optimizer.param_groups]
+    return scheduler_class(block["type"])(optimizer, **params)

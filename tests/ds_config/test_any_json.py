@@ -43,6 +43,12 @@ FREE = {
     "zero_optimization.stage": [0, 1, 2, 3],
     "zero_optimization.offload_optimizer.device": ["none", "none", "cpu"],
     "zero_optimization.offload_param.device": ["none", "none", "cpu"],
+    # Mostly refused when true, for what else they need.
+    "bf16.bf16_master_weights_and_grads": [False] * 9 + [True],
+    "bf16.bf16_optimizer_states": [False] * 9 + [True],
+    "fp16.fp16_master_weights_and_grads": [False] * 9 + [True],
+    "fp16.enabled": [False] * 4 + [True],
+    "torch_autocast.enabled": [False] * 4 + [True],
 }
 
 
@@ -89,7 +95,7 @@ def test_any_json_of_known_keys_resolves_or_is_refused_once(wildness):
     rng = random.Random(f"any {wildness}")
     resolved = refused = 0
     flags = [arguments(), arguments(bf16=True), arguments(train_batch_size=8, max_grad_norm=1.0)]
-    for _ in range(700):
+    for _ in range(1200):
         raw = drawn(rng, DeepSpeedJson, wildness)
         raw.pop("optimizer", None), raw.pop("scheduler", None)
         device = rng.choice(["cpu", "cuda"])

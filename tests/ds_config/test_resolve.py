@@ -24,11 +24,10 @@ def has_auto(value: object) -> bool:
 def test_every_auto_of_our_files_is_filled(stage):
     raw = read_ds_config(CONFIGS / f"zero{stage}.json")
     assert has_auto(raw)
-    half = stage > 0  # DeepSpeed's stage 0 trains differently in half precision, and is refused
-    config = resolve(raw, bf16=half, per_device_train_batch_size=4, gradient_accumulation_steps=3, world_size=2).config
+    config = resolve(raw, bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=3, world_size=2).config
     assert not has_auto(config)
     assert config["zero_optimization"]["stage"] == stage
-    assert config["bf16"]["enabled"] is half and config["fp16"]["enabled"] is False
+    assert config["bf16"]["enabled"] is True and config["fp16"]["enabled"] is False
 
 
 def test_the_filled_values_are_hugging_faces():
@@ -362,11 +361,6 @@ def test_unknown_keys_are_named_with_the_nearest_known_one():
     assert "gradient_cliping in the DeepSpeed JSON is no key of DeepSpeed's: did you mean gradient_clipping?" in lines
     assert "zero_optimisation in the DeepSpeed JSON is no key of DeepSpeed's: did you mean zero_optimization?" in lines
     assert "xyz in the DeepSpeed JSON is no key of DeepSpeed's: DeepSpeed would ignore it, remove it" in lines
-
-
-def test_half_precision_at_stage_0_is_refused():
-    with pytest.raises(ConfigError, match=r"zero1\.json"):
-        resolve({"zero_optimization": {"stage": 0}}, bf16=True)
 
 
 def test_comments_may_stand_in_the_file_and_a_key_only_once(tmp_path):

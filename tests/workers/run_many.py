@@ -13,10 +13,16 @@ import torch
 TRAIN = Path(__file__).parents[2] / "run" / "train.py"
 
 
-def main() -> None:
+def load_train():
+    """run/train.py as a module."""
     spec = importlib.util.spec_from_file_location("train", TRAIN)
     train = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
+    return train
+
+
+def main() -> None:
+    train = load_train()
     for argv in json.loads(Path(sys.argv[-1]).read_text()):
         train.main(argv)
         torch.distributed.barrier()  # the next run may read what rank 0 has just written
