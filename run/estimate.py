@@ -129,7 +129,9 @@ def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> Reso
         if not {"bf16", "fp16"} & args.given:
             args = args.replaced(bf16=True)
     hidden_size = shape.text.hidden if shape.text is not None else 4096
-    return resolve_ds_config(raw, args, world_size=own.num_gpus, hidden_size=hidden_size, device_type="cuda")
+    return resolve_ds_config(
+        raw, args, world_size=own.num_gpus, hidden_size=hidden_size, device_type="cuda", here=False
+    )
 
 
 if __name__ == "__main__":

@@ -20,10 +20,22 @@ def arguments(**flags: object) -> Arguments:
 
 
 def resolve(
-    raw: dict, *, world_size: int = 1, device_type: str = "cpu", num_steps: int | None = 10, **flags: object
+    raw: dict,
+    *,
+    world_size: int = 1,
+    device_type: str = "cpu",
+    num_steps: int | None = 10,
+    here: bool = True,
+    **flags: object,
 ) -> ResolvedConfig:
     return resolve_ds_config(
-        raw, arguments(**flags), world_size=world_size, hidden_size=H, device_type=device_type, num_steps=num_steps
+        raw,
+        arguments(**flags),
+        world_size=world_size,
+        hidden_size=H,
+        device_type=device_type,
+        num_steps=num_steps,
+        here=here,
     )
 
 

@@ -14,6 +14,7 @@ from llava_ds.arguments import Arguments
 from llava_ds.checkpoint import commit
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, barrier
+from llava_ds.ds_config.zero import offload_device
 
 ENGINE = "engine"  # the tag under which DeepSpeed writes its part
 TRAINER = "trainer.json"
@@ -42,6 +43,7 @@ class RunIdentity:
     world_size: int
     zero_stage: int
     deepspeed: dict[str, object]  # what the DeepSpeed JSON says beside the flags, and decides about the result
+    optimizer_on_nvme: bool = False
 
     @classmethod
     def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
@@ -52,7 +54,9 @@ class RunIdentity:
         for name in ("model_name_or_path", "vision_tower"):
             flags[name] = folder_digest(Path(getattr(args.model, name)))
         zero_stage = ds_config["zero_optimization"].get("stage", 0)
-        return cls(flags, data, world_size, zero_stage, {key: ds_config.get(key) for key in DECIDING_SECTIONS})
+        deciding = {key: ds_config.get(key) for key in DECIDING_SECTIONS}
+        on_nvme = offload_device(ds_config, "offload_optimizer") == "nvme"
+        return cls(flags, data, world_size, zero_stage, deciding, on_nvme)
 
     def differences(self, saved: dict) -> list[str]:
         """A line for everything that a saved identity (as read from JSON) has differently."""
@@ -118,6 +122,12 @@ def find_resume_point(resume: str, output_dir: Path, identity: RunIdentity) -> t
         problem = commit.problem_with(path) if path.is_dir() else "there is no such folder"
         if problem is not None:
             raise ConfigError(f"--resume {resume} can't be used: {problem}")
+    if identity.optimizer_on_nvme:
+        # DeepSpeed 0.19.8 goes on with a rate of 0, and without the states that never left memory.
+        raise ConfigError(
+            f"{path} can't be gone on from: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
+            '--resume never to start again, or offload_optimizer to "cpu", which a run has to begin with'
+        )
     trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
     differences = identity.differences(trainer["identity"])
     if differences:

@@ -1,6 +1,5 @@
 """A DeepSpeed JSON while it is being filled in: its values, the flags, why each value, and what is wrong."""
 
-import copy
 import json
 from dataclasses import dataclass, field
 
@@ -21,7 +20,8 @@ class Draft:
     args: Arguments
     world_size: int
     hidden_size: int
-    device_type: str = "cpu"
+    device_type: str
+    here: bool  # whether it will be trained on this machine, which then has to have what that needs
     reasons: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     ruled: set[str] = field(default_factory=set)  # keys for whose "auto" there is a rule, followed or not
@@ -116,8 +116,3 @@ def open_keys(config: dict, prefix: str = "") -> list[str]:
         elif value == AUTO or (isinstance(value, list) and AUTO in value):
             found.append(prefix + key)
     return found
-
-
-def draft_of(raw: dict, args: Arguments, world_size: int, hidden_size: int, device_type: str) -> Draft:
-    """A draft that may be changed without changing what was read."""
-    return Draft(copy.deepcopy(raw), args, world_size, hidden_size, device_type)

@@ -2,6 +2,7 @@
 
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config.resolve import ResolvedConfig
+from llava_ds.ds_config.zero import offload_device
 
 
 def check_engine(engine, resolved: ResolvedConfig) -> None:
@@ -17,6 +18,18 @@ def check_engine(engine, resolved: ResolvedConfig) -> None:
         "zero_optimization.stage": (engine.zero_optimization_stage(), resolved.zero_stage),
         "gradient_clipping": (engine.gradient_clipping(), config["gradient_clipping"]),
         "dtype": (engine.get_data_types()[0], resolved.dtype),
+        "torch_autocast.enabled": (
+            engine.torch_autocast_enabled(),
+            config.get("torch_autocast", {}).get("enabled", False),
+        ),
+        "zero_optimization.offload_optimizer.device": (
+            _device(engine.zero_offload_optimizer()),
+            offload_device(config, "offload_optimizer"),
+        ),
+        "zero_optimization.offload_param.device": (
+            _device(engine.zero_offload_param()),
+            offload_device(config, "offload_param"),
+        ),
     }
     wrong = [
         f"{key}: {got} in the engine, {meant} in the resolved JSON"
@@ -25,3 +38,7 @@ def check_engine(engine, resolved: ResolvedConfig) -> None:
     ]
     if wrong:
         raise ConfigError("DeepSpeed understood its configuration differently:\n" + "\n".join(wrong))
+
+
+def _device(offload) -> str:
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))

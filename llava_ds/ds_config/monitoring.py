@@ -10,7 +10,7 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 def resolve_monitoring(draft: Draft) -> None:
     """Fill where DeepSpeed's monitors write; refuse those whose package is missing."""
     for section, package in PACKAGES.items():
-        if draft.get(f"{section}.enabled") and find_spec(package) is None:
+        if draft.here and draft.get(f"{section}.enabled") and find_spec(package) is None:
             draft.refuse(
                 f"{section}.enabled is true in the DeepSpeed JSON, but {package} is not installed: "
                 f"pip install {package}, or write false"

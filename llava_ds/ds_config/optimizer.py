@@ -3,11 +3,11 @@
 import difflib
 import inspect
 import os
-import shutil
 
 import torch
 
 from llava_ds.ds_config.draft import AUTO, Draft, as_json, is_number
+from llava_ds.ds_config.native import compiler, missing_tools
 from llava_ds.ds_config.precision import DTYPES
 from llava_ds.ds_config.scheduler import RATE_KEYS, dry_run_problem
 
@@ -139,7 +139,7 @@ def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
     if name not in ("Adam", "AdamW", "Muon") or "torch_adam" in params or offloads(draft):
         return
     own = set(params) - set(known_params(name, torch_adam=True, offload=False))
-    missing = missing_tools(draft.device_type, "fused_adam")
+    missing = missing_tools(draft.device_type, "fused_adam") if draft.here else []
     if own or (draft.device_type != "cpu" and not missing):
         return
     why = "DeepSpeed would compile an Adam for the CPU" if draft.device_type == "cpu" else f"there is no {missing[0]}"
@@ -273,7 +273,9 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
     if draft.device_type == "cpu" and (name == "Lamb" or (name == "Lion" and not offload)):
         draft.refuse(f"{name} has a kernel for GPUs only, and there is none: use AdamW")
         return
-    if name == "Muon" and os.environ.get("TORCH_COMPILE_DISABLE") != "1" and not _cxx():
+    if not draft.here:
+        return
+    if name == "Muon" and os.environ.get("TORCH_COMPILE_DISABLE") != "1" and not compiler():
         draft.refuse(
             "Muon's update is compiled by torch when training starts, which needs g++: install it, or set "
             "TORCH_COMPILE_DISABLE=1 in the environment"
@@ -290,7 +292,7 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
         op = ops[name]
     else:
         return
-    missing = missing_tools("cpu" if offload else draft.device_type, op)
+    missing = missing_tools(draft.device_type, op)
     if missing:
         instead = 'write "torch_adam": true into optimizer.params' if own_adam else "use AdamW with torch_adam"
         if offload and "optimizer.type" in draft.reasons:
@@ -299,23 +301,6 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
             f"{name} is compiled by DeepSpeed when it starts, which needs {' and '.join(missing)}: install "
             f"{'it' if len(missing) == 1 else 'them'}, or {instead}"
         )
-
-
-def missing_tools(device_type: str, op: str) -> list[str]:
-    """What is not here of what DeepSpeed compiles an op with; nothing where the op came compiled."""
-    from deepspeed.git_version_info import installed_ops
-    from torch.utils import cpp_extension
-
-    if installed_ops.get(op, False):
-        return []
-    tools = {"ninja": shutil.which("ninja"), "g++": _cxx()}
-    if device_type == "cuda":
-        tools["nvcc"] = cpp_extension.CUDA_HOME or shutil.which("nvcc")
-    return [tool for tool, found in reversed(tools.items()) if not found]
-
-
-def _cxx() -> str | None:
-    return shutil.which(os.environ.get("CXX", "c++"))
 
 
 def _try_torch_class(draft: Draft, name: str, params: dict) -> None:

@@ -3,6 +3,7 @@
 DeepSpeed itself does not resolve "auto": some keys fail, others are silently taken as false (0.19).
 """
 
+import copy
 import json
 import re
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.ds_config.activation import resolve_activation_checkpointing
 from llava_ds.ds_config.batch import resolve_batch
 from llava_ds.ds_config.compilation import resolve_compile
-from llava_ds.ds_config.draft import draft_of, open_keys, value_at
+from llava_ds.ds_config.draft import Draft, open_keys, value_at
 from llava_ds.ds_config.monitoring import resolve_monitoring
 from llava_ds.ds_config.optimizer import resolve_optimizer
 from llava_ds.ds_config.precision import resolve_precision
@@ -83,18 +84,20 @@ def resolve_ds_config(
     hidden_size: int,
     device_type: str = "cpu",
     num_steps: int | None = None,
+    here: bool = True,
 ) -> ResolvedConfig:
     """Fill every "auto" of a DeepSpeed JSON by the formulas of Hugging Face's integration.
 
     raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu" or the accelerator's;
     num_steps: optimizer steps of the run. Without them, as before the data is read, everything is checked, and only
-    what depends on them is left open. A value in the JSON that no flag contradicts is taken over into the returned
-    flags. Raises ConfigError, which lists every conflict.
+    what depends on them is left open; here: whether training will be on this machine, which then has to have what it
+    needs. A value in the JSON that no flag contradicts is taken over into the returned flags. Raises ConfigError, which
+    lists every conflict.
     Source: transformers, integrations/deepspeed.py.
     """
     from llava_ds.ds_config.schema import check_keys  # opens DeepSpeed, which takes seconds and speaks up
 
-    draft = draft_of(raw, args, world_size, hidden_size, device_type)
+    draft = Draft(copy.deepcopy(raw), args, world_size, hidden_size, device_type, here)
     check_keys(draft)
     resolve_precision(draft)
     draft.agree("gradient_clipping", "max_grad_norm")

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from llava_ds.ds_config.draft import AUTO, Draft, as_json
+from llava_ds.ds_config.native import missing_tools
 
 # Hugging Face's formulas, h the hidden size of the language model (transformers, integrations/deepspeed.py).
 SIZES = {
@@ -11,6 +12,7 @@ SIZES = {
     "stage3_prefetch_bucket_size": (lambda h: int(0.9 * h * h), "0.9 x hidden size squared"),
     "stage3_param_persistence_threshold": (lambda h: 10 * h, "10 x hidden size"),
 }
+OFFLOADED = ("offload_optimizer", "offload_param")
 NEEDS_GPU = {
     "zero_quantized_weights": "DeepSpeed's quantizer is written for GPUs",
     "zero_quantized_nontrainable_weights": "DeepSpeed's quantizer is written for GPUs",
@@ -44,9 +46,15 @@ def resolve_zero(draft: Draft) -> None:
         draft.fill("zero_optimization.offload_param.device", "none", why)
     _check_stage(draft, stage)
     _check_reduction(draft, stage)
-    for part in ("offload_optimizer", "offload_param"):
+    for part in OFFLOADED:
         if offload_device(draft.config, part) == "nvme":
             _check_nvme(draft, stage, part)
+    if draft.here and not draft.problems and "nvme" in (offload_device(draft.config, part) for part in OFFLOADED):
+        for tool in missing_tools(draft.device_type, "async_io"):
+            draft.refuse(
+                f'offloading to "nvme" reads and writes by an operator that DeepSpeed compiles when it starts, which '
+                f'needs {tool}: install it, or offload to "cpu"'
+            )
 
 
 def offload_device(config: dict, part: str) -> str:
@@ -57,10 +65,7 @@ def offload_device(config: dict, part: str) -> str:
 
 def _asked(draft: Draft, key: str) -> object:
     """The value of a key of ZeRO's section, None where it is what DeepSpeed does anyway."""
-    if key in ("offload_optimizer", "offload_param"):
-        value = offload_device(draft.config, key)
-    else:
-        value = draft.get(f"zero_optimization.{key}")
+    value = offload_device(draft.config, key) if key in OFFLOADED else draft.get(f"zero_optimization.{key}")
     plain = value in (None, False, "none") or (value == 1 and value is not True)  # True == 1
     return None if plain else value
 
@@ -119,6 +124,8 @@ def _check_nvme(draft: Draft, stage: int, part: str) -> None:
         draft.refuse(f"{key}.nvme_path is missing: name a folder on a local NVMe disk")
         return
     place = Path(path).expanduser().absolute()
+    if part == "offload_optimizer":
+        draft.reasons[f"{key}.device"] = "from the JSON; DeepSpeed 0.19 can't resume such a run from its checkpoints"
     while not place.exists():
         place = place.parent
     if not (place.is_dir() and os.access(place, os.W_OK)):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from ds_json import arguments, refused, resolve
 
-from llava_ds.ds_config import optimizer
-from llava_ds.ds_config.draft import draft_of
+from llava_ds.ds_config import native, optimizer
+from llava_ds.ds_config.draft import Draft
 from llava_ds.ds_config.optimizer import resolve_optimizer
 
 UNTESTED = {"zero_allow_untested_optimizer": True}
@@ -23,7 +23,7 @@ def tools(monkeypatch):
         found = {"c++": "g++", "ninja": "ninja", "nvcc": "nvcc"}
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
-        monkeypatch.setattr(optimizer.shutil, "which", lambda tool: found.get(tool) in names or None)
+        monkeypatch.setattr(native.shutil, "which", lambda tool: found.get(tool) in names or None)
 
     return there
 
@@ -31,7 +31,7 @@ def tools(monkeypatch):
 def offloaded(raw: dict, **flags: object):
     """The optimizer's part by itself, with states in CPU memory."""
     raw = raw | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    draft = draft_of(raw, arguments(**flags), world_size=1, hidden_size=48, device_type="cuda")
+    draft = Draft(raw, arguments(**flags), world_size=1, hidden_size=48, device_type="cuda", here=True)
     resolve_optimizer(draft)
     return draft
 
@@ -255,7 +255,7 @@ def test_lamb_wants_a_dynamic_loss_scale(tools):
 
 
 def test_without_a_block_nothing_is_filled_but_under_offload_deepspeeds_cpu_adam(tools):
-    tools("g++", "ninja")
+    tools("g++", "ninja", "nvcc")
     assert "optimizer" not in resolve({}).config
     draft = offloaded({}, learning_rate=3e-4)
     assert draft.config["optimizer"]["type"] == "AdamW" and draft.config["optimizer"]["params"]["lr"] == 3e-4

@@ -339,6 +339,9 @@ def test_what_the_engine_understood_is_compared_with_what_was_meant():
         "zero_optimization_stage": 2,
         "gradient_clipping": 1.0,
         "get_data_types": (torch.bfloat16, torch.float32),
+        "torch_autocast_enabled": False,
+        "zero_offload_optimizer": None,
+        "zero_offload_param": SimpleNamespace(device="none"),
     }
 
     def engine(**changed: object) -> SimpleNamespace:
@@ -346,11 +349,14 @@ def test_what_the_engine_understood_is_compared_with_what_was_meant():
 
     check_engine(engine(), resolved)
     with pytest.raises(ConfigError) as caught:
-        check_engine(engine(gradient_clipping=0.0, get_data_types=(torch.float32, None)), resolved)
+        offloaded = SimpleNamespace(device="cpu")
+        understood_otherwise = {"gradient_clipping": 0.0, "get_data_types": (torch.float32, None)}
+        check_engine(engine(**understood_otherwise, zero_offload_optimizer=offloaded), resolved)
     _, *lines = str(caught.value).splitlines()
     assert lines == [
         "gradient_clipping: 0.0 in the engine, 1.0 in the resolved JSON",
         "dtype: torch.float32 in the engine, torch.bfloat16 in the resolved JSON",
+        "zero_optimization.offload_optimizer.device: cpu in the engine, none in the resolved JSON",
     ]
 
 
