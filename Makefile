@@ -81,7 +81,7 @@ doctor: install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python run/doctor.py $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # What takes too long for every day: more ranks, more layouts.
 test-full: install

@@ -19,7 +19,7 @@ setup(
     package_data={"llava_ds.tiny": ["weights/*/*"]},
     install_requires=[
         "torch>=2.10",
-        "deepspeed>=0.19.8,<0.20",  # distributed.py and model/build.py use two of its private names
+        "deepspeed>=0.19.8,<0.20",  # a few of its private names are used, each with the reason beside it
         "transformers>=5.17,<6",
         "tokenizers",
         "sentencepiece",  # Vicuna and others come with tokenizer.model only
@@ -28,6 +28,9 @@ setup(
         "safetensors",
         "pillow>=11",
         "numpy",
+        "pydantic>=2",  # these three come with deepspeed
+        "hjson",
+        "psutil",
         "pyyaml",
         "tqdm",
         "matplotlib",
@@ -39,6 +42,6 @@ setup(
         "video": ["av>=14"],
         "wandb": ["wandb"],
         "demo": ["gradio"],
-        "dev": ["pytest", "ruff", "av"],  # av: the tests decode a video
+        "dev": ["pytest", "pytest-xdist", "ruff", "av"],  # av: the tests decode a video
     },
 )

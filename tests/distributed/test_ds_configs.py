@@ -53,16 +53,32 @@ def written(folder: Path, name: str, config: dict) -> Path:
     return path
 
 
+# In bf16 one last digit flips others: exact equality needs the same arithmetic. There are two places where a file has
+# another than ZeRO-1, and the same arithmetic elsewhere: DeepSpeed's CPU Adam rounds otherwise than
+# torch's, and ZeRO-3's own linear layer adds the bias in a step of its own.
+OFFLOADED_1 = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+LINEAR_3 = {"zero_optimization": {"stage": 3, "memory_efficient_linear": False}}
+LINEAR_3_OFFLOADED = {"zero_optimization": {**LINEAR_3["zero_optimization"], "offload_optimizer": {"device": "cpu"}}}
+
+
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory) -> dict[str, list[float]]:
-    """Loss curves of all files on two ranks, by name and precision."""
+    """Loss curves on two ranks: of all files in fp32 by name, and in bf16, unclipped, by name and "-bf16"."""
     folder = tmp_path_factory.mktemp("configs")
-    given, todo = inputs(folder), {}
-    for name, path in CONFIGS.items():
-        for precision in ("fp32", "bf16"):
-            if needs(name) is None:
-                run = f"{name}-{precision}"
-                todo[run] = flags_of(given, folder, run, path, bf16=precision == "bf16")
+    given = inputs(folder)
+    files = {name: path for name, path in CONFIGS.items() if needs(name) is None}
+    extra = {"linear": LINEAR_3}
+    if needs("offload") is None:
+        extra |= {"offloaded": OFFLOADED_1, "linear_offloaded": LINEAR_3_OFFLOADED}
+    files |= {name: written(folder, name, config) for name, config in extra.items()}
+    # Once a process has trained with ZeRO-3's linear layer, DeepSpeed leaves it in torch: those come last.
+    last = [name for name in files if name.startswith("zero3")]
+    todo = {}
+    for name in [*(name for name in files if name not in last), *last]:
+        run = f"{name}-bf16"
+        todo[run] = flags_of(given, folder, run, files[name], bf16=True, max_grad_norm=0.0)
+    for name in set(CONFIGS) & set(files):
+        todo[name] = flags_of(given, folder, name, files[name])
     run_many(2, folder / "launch", list(todo.values()), timeout_s=3000)
     return {run: losses(folder / run) for run in todo}
 
@@ -72,8 +88,8 @@ def curves(tmp_path_factory) -> dict[str, list[float]]:
 def test_every_file_trains_the_same_model(curves, name):
     if missing := needs(name):
         pytest.skip(missing)
-    assert len(curves[f"{name}-fp32"]) == STEPS and curves["zero0-fp32"][-1] < curves["zero0-fp32"][0] - 1
-    assert curves[f"{name}-fp32"] == pytest.approx(curves["zero0-fp32"], abs=1e-5)
+    assert len(curves[name]) == STEPS and curves["zero0"][-1] < curves["zero0"][0] - 1
+    assert curves[name] == pytest.approx(curves["zero0"], abs=1e-5)
 
 
 @pytest.mark.full
@@ -81,8 +97,18 @@ def test_every_file_trains_the_same_model(curves, name):
 def test_every_file_trains_the_same_model_in_bf16(curves, name):
     if missing := needs(name):
         pytest.skip(missing)
-    print(name, max(abs(a - b) for a, b in zip(curves[f"{name}-bf16"], curves["zero1-bf16"])))
-    assert curves[f"{name}-bf16"] == pytest.approx(curves["zero1-bf16"], abs=1e-5)
+    assert curves[f"{name}-bf16"] == pytest.approx(curves["zero1-bf16"], abs=0.02)
+    if name in ("zero0", "zero1", "zero2"):
+        assert curves[f"{name}-bf16"] == curves["zero1-bf16"]
+
+
+@pytest.mark.full
+def test_in_bf16_the_difference_is_the_linear_layer_and_the_cpus_adam(curves):
+    assert curves["linear-bf16"] == curves["zero1-bf16"]
+    if missing := needs("offload"):
+        pytest.skip(missing)
+    assert curves["zero2_offload-bf16"] == curves["offloaded-bf16"]
+    assert curves["linear_offloaded-bf16"] == pytest.approx(curves["offloaded-bf16"], abs=0.02)
 
 
 # What else a JSON can ask for on two ranks; none of it may change the loss.

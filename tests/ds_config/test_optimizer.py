@@ -4,7 +4,7 @@ import pytest
 import torch
 from ds_json import arguments, refused, resolve
 
-from llava_ds.ds_config import native, optimizer
+from llava_ds.ds_config import native
 from llava_ds.ds_config.draft import Draft
 from llava_ds.ds_config.optimizer import resolve_optimizer
 
