@@ -3,7 +3,7 @@
 
 Model states are what exists at the boundary of an optimizer step: after the last backward, before the step.
 
-    stage   weights          gradients   fp32 copy     AdamW's moments
+    stage   weights          gradients   fp32 copy     moments (AdamW's two)
     0       wP               wT          4T if w < 4   8T
     1, 2    wP               wT / N      4T / N        8T / N
     3       wP / N           wT / N      4T / N        8T / N
@@ -100,7 +100,8 @@ class ZeroSettings:
 
 @dataclass(frozen=True)
 class Setup:
-    """On what and how it trains. weight_bytes: 2 or 4; gradient_bytes: what gradients are accumulated in."""
+    """On what and how it trains. weight_bytes: 2 or 4; gradient_bytes: what gradients are accumulated in; moments: fp32
+    numbers that the optimizer keeps for a parameter."""
 
     num_gpus: int
     zero: ZeroSettings = field(default_factory=ZeroSettings)
@@ -108,6 +109,7 @@ class Setup:
     weight_bytes: int = 2
     gradient_bytes: int = 2
     accumulates: bool = False
+    moments: int = 2
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def _replicated(shape: ModelShape, placement: Placement, setup: Setup, activatio
     return Estimate(
         weights=w * shape.num_parameters,
         gradients=w * trained,
-        optimizer=(8 if w == 4 else 12) * trained,
+        optimizer=4 * (setup.moments + (w < 4)) * trained,
         activations=activations,
         gathered=0,
         buffers=bucket,
@@ -179,11 +181,11 @@ def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, ac
         buffers += w * largest  # where gradients are put together before they leave the GPU
     elif placement.stage == 1 and setup.accumulates:
         buffers += setup.gradient_bytes * max(0, shape.num_trained - held)
-    in_cpu = (16 + w) * owned + w * largest + (w * held if setup.accumulates else 0)
+    in_cpu = (4 * (setup.moments + 2) + w) * owned + w * largest + (w * held if setup.accumulates else 0)
     return Estimate(
         weights=w * (sum(flat) + sum(shape.frozen)),
         gradients=0 if offloaded else setup.gradient_bytes * held,
-        optimizer=0 if offloaded else 12 * owned,
+        optimizer=0 if offloaded else 4 * (setup.moments + 1) * owned,
         activations=activations,
         gathered=0,
         buffers=buffers,
@@ -206,7 +208,11 @@ def _sharded(shape: ModelShape, placement: Placement, setup: Setup, activations:
         gathered = persisted = 0  # a lone rank's partition is the tensor itself
     largest = max(map(max, shape.groups))
     sub_group = min(max(map(sum, groups)), zero.sub_group_size + math.ceil(largest / ranks))
-    states = {"weights": w * partitions, "gradients": setup.gradient_bytes * owned, "optimizer": 12 * owned}
+    states = {
+        "weights": w * partitions,
+        "gradients": setup.gradient_bytes * owned,
+        "optimizer": 4 * (setup.moments + 1) * owned,
+    }
     step = 4 * sub_group
     cpu = nvme = 0
     if placement.offload != "none":
@@ -216,7 +222,7 @@ def _sharded(shape: ModelShape, placement: Placement, setup: Setup, activations:
         cpu += states["weights"]
         states["weights"] = 0
     if placement.offload == "nvme":
-        nvme = w * partitions + 16 * owned
+        nvme = w * partitions + 4 * (setup.moments + 2) * owned
         swapped = NVME_PARAM_BUFFERS * NVME_PARAM_BUFFER_SIZE * w + NVME_OPTIMIZER_BUFFERS * 4 * sub_group
         cpu = setup.gradient_bytes * owned + swapped
     return Estimate(

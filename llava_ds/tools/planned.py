@@ -1,11 +1,19 @@
 """From the flags and the resolved DeepSpeed JSON of a run to what its memory depends on."""
 
+from llava_ds.ds_config.optimizer import optimizer_name
 from llava_ds.ds_config.resolve import ResolvedConfig
 from llava_ds.tools.activations import MicroBatch
 from llava_ds.tools.fitting import Run
 from llava_ds.tools.memory import Placement, Setup, ZeroSettings
 from llava_ds.tools.shapes import ModelShape
 
+# fp32 numbers that an optimizer keeps for a parameter, at most; Muon keeps one for a matrix, two for what Adam trains.
+MOMENTS = {
+    **dict.fromkeys(("Adam", "AdamW", "Lamb", "Muon", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"), 2),
+    **dict.fromkeys(("Adagrad", "Lion", "ASGD", "RMSprop", "Adafactor"), 1),
+    "SGD": 0,
+}
+MORE_MOMENTS = ("amsgrad", "centered")  # each keeps another
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # by data_types.grad_accum_dtype
 
 
@@ -44,8 +52,18 @@ def planned_run(
         weight_bytes=weight_bytes,
         gradient_bytes=GRADIENT_BYTES.get(accumulated, weight_bytes),
         accumulates=training.gradient_accumulation_steps > 1,
+        moments=_moments(resolved.config.get("optimizer", {"type": "AdamW"})),
     )
     return Run(shape, Placement(resolved.zero_stage, offload_of(zero)), setup, batch, longest_sample)
+
+
+def _moments(block: dict) -> int:
+    """Of the optimizer that a block of the resolved JSON describes."""
+    name, params = optimizer_name(block), block.get("params", {})
+    more = [key for key in MORE_MOMENTS if params.get(key)]
+    if name in ("SGD", "RMSprop") and params.get("momentum"):
+        more.append("momentum")
+    return MOMENTS[name] + len(more)
 
 
 def offload_of(zero: dict) -> str:

@@ -11,7 +11,9 @@ from transformers import CLIPVisionConfig, LlamaConfig, Qwen2Config
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.batch import Batch
 from llava_ds.constants import ConfigError
+from llava_ds.ds_config import optimizer
 from llava_ds.model.assemble import assemble
+from llava_ds.tools import planned
 from llava_ds.tools.activations import MicroBatch, activation_bytes, kept_bytes
 from llava_ds.tools.fitting import MB, Run, advice, fits, smallest_change, table
 from llava_ds.tools.memory import PLACEMENTS, Placement, Setup, ZeroSettings, estimate
@@ -314,3 +316,22 @@ def test_the_table_marks_the_run_and_gives_a_verdict():
     assert lines[0].startswith("MB per GPU") and "[ZeRO-1]" in lines[0]
     assert lines[-1].split()[3:] and "tight" in lines[-1]
     assert len({len(line) for line in lines}) == 1
+
+
+def test_an_optimizer_of_the_json_counts_with_what_it_keeps():
+    every = set(optimizer.DEEPSPEED.values()) | set(optimizer.TORCH)
+    assert set(planned.MOMENTS) == every
+    for block, moments in (
+        ({"type": "adamw"}, 2),
+        ({"type": "Lion"}, 1),
+        ({"type": "SGD"}, 0),
+        ({"type": "SGD", "params": {"momentum": 0.9}}, 1),
+        ({"type": "AdamW", "params": {"amsgrad": True}}, 3),
+    ):
+        assert planned._moments(block) == moments
+
+
+def test_fewer_moments_take_less():
+    shape = shape_named("13e9", BOTH)
+    for stage, per_parameter in ((0, 2 + 2 + 8), (1, 2 + 2 / 8 + 8 / 8), (3, 12 / 8)):
+        assert states(shape, stage, 8, moments=1) == pytest.approx(13e9 * per_parameter, rel=0.01)
