@@ -52,7 +52,8 @@ def resolve_precision(draft: Draft) -> None:
         )
     if autocast == "fp16" and draft.device_type == "cpu":
         draft.refuse("torch_autocast.dtype is float16, but there is no GPU: write bfloat16")
-    gpu = _gpu_without_bf16() if draft.device_type == "cuda" and (bf16 is True or autocast == "bf16") else None
+    on_gpu = draft.here and draft.device_type == "cuda"
+    gpu = _gpu_without_bf16() if on_gpu and (bf16 is True or autocast == "bf16") else None
     if gpu is not None:
         remedy = "use --fp16 True" if bf16 is True else 'write "dtype": "float16"'
         draft.refuse(f"bfloat16 is asked for, but this machine's {gpu} does not compute in it: {remedy}, or fp32")
