@@ -209,7 +209,8 @@ class TrainingArguments:
         default=1, help="With --gradient_checkpointing: recompute every n-th layer only (at least 1)."
     )
     torch_compile: bool = HfArg(
-        default=False, help="Compile the model with torch.compile, by way of the engine (needs a compiler)."
+        default=False,
+        help="Compile the repeated layers of tower and language model with torch.compile (needs a compiler).",
     )
     torch_compile_backend: str | None = HfArg(
         default=None, help="Backend that --torch_compile takes; absent: inductor, as torch has it."

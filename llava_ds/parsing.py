@@ -79,8 +79,9 @@ def build_parser() -> HfArgumentParser:
     )
     parser.add_argument("--recipe", help="YAML file of flags; the command line wins over it.")
     parser.add_argument("--local_rank", type=int, help="Set by the deepspeed launcher; LOCAL_RANK is what counts.")
-    for name, (_, reason) in WITHOUT_EFFECT.items():
-        parser.add_argument(f"--{name}", nargs="?", const="True", help=f"Accepted without effect: {reason}.")
+    for name, (allowed, reason) in WITHOUT_EFFECT.items():
+        accepted = "Accepted without effect" if allowed is None else f"Accepted as {allowed[0]} only"
+        parser.add_argument(f"--{name}", nargs="?", const="True", help=f"{accepted}: {reason}.")
     for name, instead in NOT_YET.items():
         parser.add_argument(f"--{name}", nargs="?", const="True", help=f"Not here yet: {instead}.")
     return parser

@@ -80,7 +80,8 @@ def main(argv: list[str]) -> None:
         hidden_size=plan.hidden_size,
         device_type=ranks.device.type,
     )
-    args = resolve().args  # what the data makes no difference to is refused before it is read
+    known_steps = args.training.max_steps if args.training.max_steps > 0 else None
+    args = resolve(num_steps=known_steps).args  # what the data makes no difference to is refused before it is read
     dataset = _open_data(args, plan, ranks)
     layout = Layout(
         ranks.rank,
@@ -116,7 +117,8 @@ def main(argv: list[str]) -> None:
     choose_trainable(model, args)
     if args.training.gradient_checkpointing:
         block = resolved.config.get("activation_checkpointing") if asks_for(resolved.config) else None
-        recompute_layers(model.language_model, args.training.gradient_checkpointing_every_n_layers, block)
+        count = recompute_layers(model.language_model, args.training.gradient_checkpointing_every_n_layers, block)
+        print_first(f"{count} layers of the language model run again in backward")
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe(model, groups))
     engine = start_engine(model, groups, resolved, num_steps, ranks.device)
@@ -124,7 +126,8 @@ def main(argv: list[str]) -> None:
     if deep_compiles(resolved.config):
         engine.compile()
     elif args.training.torch_compile:
-        compile_layers(model, args.training.torch_compile_backend)
+        count = compile_layers(model, args.training.torch_compile_backend)
+        print_first(f"{count} layers are compiled when they first run")
     if resume.path is not None:
         checkpoint.restore(engine, resume, ranks)
 

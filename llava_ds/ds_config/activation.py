@@ -21,6 +21,9 @@ def resolve_activation_checkpointing(draft: Draft) -> None:
                     f"{needed} too, for DeepSpeed makes one buffer for that many partitioned inputs of layers"
                 )
     if (asked := asks_for(draft.config)) is None:
+        if "gradient_checkpointing_every_n_layers" in args.given and not args.training.gradient_checkpointing:
+            every = args.training.gradient_checkpointing_every_n_layers
+            draft.refuse(f"--gradient_checkpointing_every_n_layers {every} needs --gradient_checkpointing True")
         return
     if "gradient_checkpointing" in args.given and not args.training.gradient_checkpointing:
         draft.refuse(

@@ -41,6 +41,7 @@ def resolve_batch(draft: Draft) -> None:
             return
         if accumulation is None and isinstance(draft.get("train_micro_batch_size_per_gpu"), int):
             accumulation = max(1, share // micro)
+            why = (why[0], "what is left to reach the total")
         elif accumulation is None:
             # per_device_train_batch_size bounds the micro-batch: take the largest divisor of the share within it.
             micro = max(m for m in range(1, min(micro, share) + 1) if share % m == 0)

@@ -128,7 +128,7 @@ def _known_type(draft: Draft, written: str) -> str | None:
         draft.refuse(f"optimizer.type {key} in the DeepSpeed JSON can't train here, for {IMPOSSIBLE[key]}: use AdamW")
         return None
     every = {known.lower(): known for known in (*DEEPSPEED.values(), *TORCH)}
-    nearest = [every[key] for key in difflib.get_close_matches(written.lower(), every, n=2)]
+    nearest = [every[key] for key in difflib.get_close_matches(written.lower().rpartition(".")[2], every, n=2)]
     hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"give one of {', '.join(sorted(every.values()))}"
     draft.refuse(f"optimizer.type {as_json(written)} in the DeepSpeed JSON is unknown: {hint}")
     return None
@@ -271,7 +271,8 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
         draft.refuse("Lamb has no kernel for offloaded states: use AdamW, or remove offload_optimizer")
         return
     if draft.device_type == "cpu" and (name == "Lamb" or (name == "Lion" and not offload)):
-        draft.refuse(f"{name} has a kernel for GPUs only, and there is none: use AdamW")
+        instead = "use AdamW" if name == "Lamb" else "use AdamW, or offload_optimizer, for which it has one for CPUs"
+        draft.refuse(f"{name} has a kernel for GPUs only, and there is none: {instead}")
         return
     if not draft.here:
         return

@@ -43,7 +43,7 @@ def resolve_precision(draft: Draft) -> None:
     if len(on) > 1:
         both = " and ".join(f"{name}.enabled" for name in on)
         draft.refuse(f"{both} are both true: choose one")
-    if fp16 is True and draft.device_type == "cpu":
+    if fp16 is True and bf16 is not True and draft.device_type == "cpu":
         draft.refuse("fp16 is on, but there is no GPU and DeepSpeed trains in float16 on GPUs only: use --bf16 or fp32")
     if fp16 is True and not draft.get("zero_optimization.stage"):
         draft.refuse(

@@ -112,7 +112,7 @@ def resolve_ds_config(
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)
     for key in open_keys(draft.config):
-        if key not in draft.ruled:
+        if key not in draft.ruled | draft.wrong:
             draft.refuse(f'{key} is "auto", for which there is no rule: write a value')
     if draft.problems:
         raise ConfigError("\n".join(draft.problems))

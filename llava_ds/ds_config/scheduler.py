@@ -32,12 +32,11 @@ IMPOSSIBLE = {
     **{name: "it takes a function, which JSON can't hold" for name in ("LambdaLR", "MultiplicativeLR")},
     **{name: "it takes other schedulers, which JSON can't hold" for name in ("SequentialLR", "ChainedScheduler")},
 }
-# The parameter that says the language model's rate: its peak, or where a range test starts.
+# The parameter that says the language model's peak rate.
 RATE_KEYS = {
     "WarmupLR": "warmup_max_lr",
     "WarmupDecayLR": "warmup_max_lr",
     "OneCycle": "cycle_max_lr",
-    "LRRangeTest": "lr_range_test_min_lr",
     "CyclicLR": "max_lr",
     "OneCycleLR": "max_lr",
 }
@@ -186,6 +185,9 @@ def _fill_params(draft: Draft, name: str, params: dict, known: dict[str, object]
         draft.agree(f"scheduler.params.{RATE_KEYS[name]}", "learning_rate")
         if draft.args.training.learning_rate == 0:
             draft.refuse(f"--learning_rate is 0, and {name} scales every group's rate by it: give a rate above 0")
+    if name == "LRRangeTest" and draft.is_open("scheduler.params.lr_range_test_min_lr"):
+        # Where a test starts is not the rate to train with: written, it leaves the flag, and the groups' proportion.
+        draft.fill("scheduler.params.lr_range_test_min_lr", draft.args.training.learning_rate, "--learning_rate")
     if params.get("warmup_min_lr") == AUTO:
         draft.fill("scheduler.params.warmup_min_lr", 0, "as in Hugging Face's integration")
     if "total_num_steps" in known:
@@ -209,16 +211,17 @@ def _fill_total(draft: Draft, num_steps: int | None) -> None:
 def _fill_warmup(draft: Draft, num_steps: int | None) -> None:
     key, training = "scheduler.params.warmup_num_steps", draft.args.training
     draft.ruled.add(key)
-    if num_steps is None:
+    if num_steps is None and training.warmup_steps < 1:
         return
-    wanted = max(1, warmup_steps(training, num_steps))
+    wanted = max(1, warmup_steps(training, num_steps or 0))
     flag = "warmup_steps" if training.warmup_steps else "warmup_ratio"
     if draft.is_open(key):
         draft.fill(key, wanted, f"--{flag}, at least 1")
     elif flag in draft.args.given and draft.get(key) != wanted:
         draft.refuse(
-            f"{key} is {as_json(draft.get(key))} in the DeepSpeed JSON but --{flag} is {getattr(training, flag)}, "
-            f'which is {wanted} of {num_steps} steps: make them equal, or write "auto"'
+            f"{key} is {as_json(draft.get(key))} in the DeepSpeed JSON but --{flag} is {getattr(training, flag):g}"
+            f"{'' if training.warmup_steps >= 1 else f', which is {wanted} of {num_steps} steps'}: make them equal, or "
+            'write "auto"'
         )
 
 

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from llava_ds.ds_config.draft import AUTO, Draft, as_json, value_at
+from llava_ds.ds_config.draft import AUTO, Draft, as_json, open_keys, value_at
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 Whole = Annotated[int, Field(gt=0)]
@@ -247,6 +247,11 @@ def check_keys(draft: Draft) -> None:
 def _problems(config: dict) -> list[tuple[str, str]]:
     """Key and message of every value that the schema refuses."""
     found = {key: _kind_message(config, key, "a whole number") for key in _booleans_for_numbers(config)}
+    sections = {"": DeepSpeedJson, **{key: model for key, model in _sections() if model is not None}}
+    for key in open_keys(config):  # pydantic does not see these
+        parent, _, name = key.rpartition(".")
+        if parent in sections and name not in names_of(sections[parent]):
+            found[key] = _unknown(key)
     try:
         DeepSpeedJson.model_validate(_without(config, AUTO))
     except ValidationError as error:

@@ -118,7 +118,7 @@ def _check_nvme(draft: Draft, stage: int, part: str) -> None:
         draft.refuse(f'{key}.device is "nvme" at stage {stage}: write stage 3, or "cpu"')
     path = draft.get(f"{key}.nvme_path")
     if path == AUTO:
-        path = os.path.abspath(os.path.join(draft.args.training.output_dir, "nvme"))
+        path = os.path.abspath(os.path.join(draft.args.training.output_dir or "output", "nvme"))
         draft.fill(f"{key}.nvme_path", path, "--output_dir; name a folder on a local NVMe disk if that is none")
     if not isinstance(path, str):
         draft.refuse(f"{key}.nvme_path is missing: name a folder on a local NVMe disk")

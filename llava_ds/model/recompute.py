@@ -12,7 +12,9 @@ def recompute_layers(language_model: nn.Module, every: int = 1, block: dict | No
     block: activation_checkpointing of the DeepSpeed JSON, where it asks for something: then DeepSpeed's own function
     does it, which can put the kept inputs into CPU memory or one buffer; number_checkpoints of it is how many layers.
     """
-    language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers 5.23 has given it another name, and warns of the old one.
+    new = getattr(language_model, "activation_checkpointing_enable", None)
+    (new or language_model.gradient_checkpointing_enable)({"use_reentrant": False})
     layers = [module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer)]
     count = (block or {}).get("number_checkpoints")
     chosen = set(range(0, len(layers), every)) if count is None else _spread(min(count, len(layers)), len(layers))

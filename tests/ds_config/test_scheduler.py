@@ -119,7 +119,7 @@ WRONG = [
     (
         block("WarmupLR", warmup_num_steps=5),
         {"warmup_steps": 6},
-        "scheduler.params.warmup_num_steps is 5 in the DeepSpeed JSON but --warmup_steps is 6.0, which is 6 of 100",
+        "scheduler.params.warmup_num_steps is 5 in the DeepSpeed JSON but --warmup_steps is 6: make them equal",
     ),
     (
         block("WarmupDecayLR", warmup_num_steps=50, total_num_steps=20),
@@ -210,6 +210,12 @@ def test_every_schedule_keeps_the_groups_proportion(name):
         assert len({tuple(both) for both in seen}) > 1
     for whole, quarter in seen:
         assert quarter == pytest.approx(whole / 4, rel=1e-9)
+
+
+def test_a_range_test_starts_where_it_says_in_the_groups_proportion():
+    resolved = resolved_of(block("LRRangeTest", lr_range_test_min_lr=1e-5), num_steps=20, learning_rate=1e-3)
+    assert resolved.args.training.learning_rate == 1e-3
+    assert rates(resolved, 1, 1.0, 0.1)[0] == pytest.approx([1e-5, 1e-6])
 
 
 def test_warm_up_by_deepspeed_begins_with_two_steps_at_the_minimum():
