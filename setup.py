@@ -28,8 +28,7 @@ setup(
         "safetensors",
         "pillow>=11",
         "numpy",
-        "pydantic>=2",  # these three come with deepspeed
-        "hjson",
+        "pydantic>=2",  # these two come with deepspeed
         "psutil",
         "pyyaml",
         "tqdm",

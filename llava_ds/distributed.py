@@ -265,6 +265,23 @@ def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
     return answer[0]
 
 
+def together(ranks: Ranks, ask: Callable[[], T]) -> T:
+    """What each rank answers for itself; an error of the user's that one of them meets is raised on all, with the name
+    of its machine. All ranks call it together."""
+    answer, problem = None, None
+    try:
+        answer = ask()
+    except (ConfigError, DataError) as error:
+        problem = error
+    found = gather((socket.gethostname(), problem), ranks)
+    first = next((rank for rank, (_, error) in enumerate(found) if error is not None), None)
+    if first is None:
+        return answer
+    host, error = found[first]
+    everywhere = all(str(other) == str(error) for _, other in found)
+    raise error if everywhere else type(error)(f"rank {first} on {host}: {error}")
+
+
 def gather(value: T, ranks: Ranks) -> list[T]:
     """Every rank's value, in the ranks' order, on all of them. All ranks call it together."""
     if ranks.world_size == 1:

@@ -199,7 +199,7 @@ def data_problems(args: Arguments) -> list[str]:
     for name in ("model_name_or_path", "vision_tower", "image_folder", "video_folder"):
         value = args.as_dict()[name]
         check(value is None or os.path.isdir(value), f"--{name} {value}: there is no such folder")
-    check(_can_be_made(data.cache_dir), f"--cache_dir {data.cache_dir} can't be written to: name another folder")
+    check(can_be_made(data.cache_dir), f"--cache_dir {data.cache_dir} can't be written to: name another folder")
     return problems
 
 
@@ -252,7 +252,7 @@ def training_problems(args: Arguments) -> list[str]:
         value = args.as_dict()[name]
         check(value is None or os.path.isfile(value), f"--{name} {value}: there is no such file")
     check(
-        training.output_dir is None or _can_be_made(training.output_dir),
+        training.output_dir is None or can_be_made(training.output_dir),
         f"--output_dir {training.output_dir} can't be written to: name another folder",
     )
     check(
@@ -282,7 +282,7 @@ def _below(args: Arguments, **least: int) -> list[str]:
     return [f"--{name} is {values[name]}: give {least[name]} or more" for name in wrong]
 
 
-def _can_be_made(folder: str) -> bool:
+def can_be_made(folder: str) -> bool:
     """Whether the folder, or the nearest one above it that exists, is a folder that may be written to."""
     path = Path(folder).expanduser().absolute()
     while not path.exists():

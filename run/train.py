@@ -31,6 +31,7 @@ from llava_ds.distributed import (
     init_ranks,
     print_first,
     quiet_libraries,
+    together,
 )
 from llava_ds.ds_config.activation import asks_for
 from llava_ds.ds_config.compilation import deep_compiles
@@ -81,7 +82,9 @@ def main(argv: list[str]) -> None:
         device_type=ranks.device.type,
     )
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
-    args = resolve(num_steps=known_steps).args  # what the data makes no difference to is refused before it is read
+    args = together(
+        ranks, partial(resolve, num_steps=known_steps)
+    ).args  # what the data makes no difference to is refused before it is read
     dataset = _open_data(args, plan, ranks)
     layout = Layout(
         ranks.rank,
@@ -93,7 +96,7 @@ def main(argv: list[str]) -> None:
     order = _sample_order(args, dataset, layout)
     per_epoch = order.steps_per_epoch
     num_steps = total_steps(args.training, per_epoch)
-    resolved = resolve(num_steps=num_steps)
+    resolved = together(ranks, partial(resolve, num_steps=num_steps))
     identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.config)
     output_dir = Path(args.training.output_dir)
     if args.training.save_strategy != "no" and not args.training.dry_run:

@@ -1,11 +1,13 @@
 """A DeepSpeed JSON while it is being filled in: its values, the flags, why each value, and what is wrong."""
 
 import json
+import sys
 from dataclasses import dataclass, field
 
 from llava_ds.arguments import Arguments
 
 AUTO = "auto"
+LONGEST_VALUE = 80  # characters of a value in a message
 
 
 @dataclass
@@ -88,8 +90,8 @@ class Draft:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number from 0, and no boolean."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+    """Whether it is a number from 0 that a float holds, and no boolean."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def value_at(config: dict, key: str) -> object:
@@ -103,8 +105,9 @@ def value_at(config: dict, key: str) -> object:
 
 
 def as_json(value: object) -> str:
-    """A value as the user writes it."""
-    return json.dumps(value)
+    """A value as the user writes it, or its beginning."""
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
 
 
 def open_keys(config: dict, prefix: str = "") -> list[str]:
@@ -113,6 +116,12 @@ def open_keys(config: dict, prefix: str = "") -> list[str]:
     for key, value in config.items():
         if isinstance(value, dict):
             found += open_keys(value, f"{prefix}{key}.")
-        elif value == AUTO or (isinstance(value, list) and AUTO in value):
+        elif value == AUTO or (isinstance(value, list) and _holds_auto(value)):
             found.append(prefix + key)
     return found
+
+
+def _holds_auto(value: object) -> bool:
+    if isinstance(value, (list, dict)):
+        return any(map(_holds_auto, value.values() if isinstance(value, dict) else value))
+    return value == AUTO

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 from llava_ds.ds_config.draft import Draft
+from llava_ds.parsing import can_be_made
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
@@ -18,5 +19,8 @@ def resolve_monitoring(draft: Draft) -> None:
     for section in ("tensorboard", "csv_monitor"):
         if draft.get(f"{section}.enabled") and not draft.get(f"{section}.output_path"):
             draft.fill(f"{section}.output_path", str(draft.args.training.output_dir), "--output_dir")
+        path = draft.get(f"{section}.output_path")
+        if draft.here and draft.get(f"{section}.enabled") and path and not can_be_made(path):
+            draft.refuse(f"{section}.output_path {path} can't be written to: name another folder")
     if draft.get("dump_state") and draft.get("log_level") is None:
         draft.fill("log_level", "info", "dump_state prints at this level")

@@ -10,6 +10,7 @@ from llava_ds.ds_config.draft import AUTO, Draft, as_json, is_number
 from llava_ds.ds_config.native import compiler, missing_tools
 from llava_ds.ds_config.precision import DTYPES
 from llava_ds.ds_config.scheduler import RATE_KEYS, dry_run_problem
+from llava_ds.ds_config.zero import offload_device
 
 # DeepSpeed's own names: it takes these in any case, and all others as classes of torch.optim in their exact case.
 DEEPSPEED = {
@@ -46,6 +47,7 @@ MUON_PARAMS = {
     **{"betas": (0.9, 0.95), "eps": 1e-10},
 }
 NS_METHODS = ("gram", "standard")
+GRAPHS = ("capturable", "differentiable")
 BELOW_ONE = ("momentum", "rho", "alpha", "initial_accumulator_value")
 
 
@@ -78,7 +80,7 @@ def resolve_optimizer(draft: Draft) -> None:
 
 def offloads(draft: Draft) -> bool:
     """Whether the optimizer's states lie in CPU memory or on NVMe."""
-    return draft.get("zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+    return offload_device(draft.config, "offload_optimizer") != "none"
 
 
 def optimizer_name(block: dict) -> str:
@@ -114,7 +116,8 @@ def _class_of(name: str, torch_adam: bool, offload: bool) -> type:
         "Lamb": FusedLamb,
         "Lion": DeepSpeedCPULion if offload else FusedLion,
     }
-    return getattr(torch.optim, name) if torch_adam or name not in own else own[name]
+    by_torch = name not in own or (torch_adam and name in ("Adam", "AdamW"))
+    return getattr(torch.optim, name) if by_torch else own[name]
 
 
 def _known_type(draft: Draft, written: str) -> str | None:
@@ -171,7 +174,11 @@ def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object
 
 def _wanted(key: str, default: object, value: object) -> str | None:
     """What should stand there instead of the value; None where it may stand."""
+    if key in GRAPHS:
+        return None if value is False else "false, or leave it out: nothing here captures or differentiates a step"
     if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if key in ("foreach", "fused"):
         return None if isinstance(value, bool) else "true or false"
     if key == "ns_method":
         return None if value in NS_METHODS else " or ".join(NS_METHODS)
@@ -194,12 +201,14 @@ FROM_FLAGS = {
 def _fill_params(draft: Draft, params: dict, known: dict[str, object]) -> None:
     """Rates and decay from the flags, for what is absent would be DeepSpeed's or torch's default; Adam's numbers for
     optimizers of its kind, and wherever the JSON says auto."""
-    _one_rate(draft)
+    two_rates = not _one_rate(draft)
     for key, flags in FROM_FLAGS.items():
         if key not in known or not (key in ("lr", "weight_decay") or "betas" in known or key in params):
             continue
         if key == "eps" and not isinstance(known[key], float):
             continue  # Adafactor's is a pair of another meaning
+        if key == "lr" and two_rates:
+            continue
         value = draft.agree(f"optimizer.params.{key}", *flags)
         if key == "betas" and any(is_number(beta) and beta >= 1 for beta in value):
             draft.refuse(f"optimizer.params.betas is {as_json(value)} in the DeepSpeed JSON: give numbers below 1")
@@ -210,19 +219,23 @@ def _fill_params(draft: Draft, params: dict, known: dict[str, object]) -> None:
         )
 
 
-def _one_rate(draft: Draft) -> None:
-    """Take the schedule's rate for the optimizer's where only that is written; refuse two that differ."""
+def _one_rate(draft: Draft) -> bool:
+    """Take the schedule's rate for the optimizer's where only that is written; refuse two that differ.
+
+    Returns whether there is one.
+    """
     key = RATE_KEYS.get(str(draft.get("scheduler.type")))
     rate, peak = draft.get("optimizer.params.lr"), key and draft.get(f"scheduler.params.{key}")
     if not is_number(peak):
-        return
+        return True
     if is_number(rate) and rate != peak:
         draft.refuse(
             f"optimizer.params.lr is {as_json(rate)} in the DeepSpeed JSON but scheduler.params.{key} is "
             f'{as_json(peak)}, which would overwrite it: make them equal, or write "auto" for one'
         )
-    else:
-        draft.agree(f"scheduler.params.{key}", "learning_rate")
+        return False
+    draft.agree(f"scheduler.params.{key}", "learning_rate")
+    return True
 
 
 def _check_stage(draft: Draft, name: str) -> None:
@@ -311,6 +324,11 @@ def _try_torch_class(draft: Draft, name: str, params: dict) -> None:
     values = {key: value for key, value in params.items() if key not in ADAM_EXTRAS}
     if name == "Adam" and params.get("adam_w_mode") is not False:
         name = "AdamW"  # DeepSpeed's Adam decays like AdamW, unless told otherwise
-    weights = [torch.nn.Parameter(torch.zeros(1))]
-    if problem := dry_run_problem(getattr(torch.optim, name), weights, values):
+
+    def run() -> None:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        weight.grad = torch.ones(2)
+        getattr(torch.optim, name)([weight], **values).step()
+
+    if problem := dry_run_problem(run):
         draft.refuse(f"optimizer.params in the DeepSpeed JSON: {name} can't take them ({problem})")

@@ -45,7 +45,7 @@ def resolve_precision(draft: Draft) -> None:
         draft.refuse(f"{both} are both true: choose one")
     if fp16 is True and bf16 is not True and draft.device_type == "cpu":
         draft.refuse("fp16 is on, but there is no GPU and DeepSpeed trains in float16 on GPUs only: use --bf16 or fp32")
-    if fp16 is True and not draft.get("zero_optimization.stage"):
+    elif fp16 is True and not draft.get("zero_optimization.stage"):
         draft.refuse(
             "fp16 is on at ZeRO-0, where DeepSpeed divides gradients by a loss scale that it has not multiplied the "
             "loss by: use ds_configs/zero1.json, or --bf16"

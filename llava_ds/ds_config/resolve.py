@@ -9,7 +9,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import hjson
 import torch
 
 from llava_ds.arguments import Arguments
@@ -23,6 +22,11 @@ from llava_ds.ds_config.optimizer import resolve_optimizer
 from llava_ds.ds_config.precision import resolve_precision
 from llava_ds.ds_config.scheduler import resolve_scheduler
 from llava_ds.ds_config.zero import resolve_zero
+
+DEEPEST = 20  # objects and lists within each other
+COMMENT = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL
+)  # or a text, which may hold such signs
 
 
 @dataclass(frozen=True)
@@ -53,20 +57,22 @@ class ResolvedConfig:
 def read_ds_config(path: str | Path) -> dict:
     """The JSON object in a file; comments may stand in it, as DeepSpeed allows. Raises ConfigError otherwise."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
-    # DeepSpeed reads files as Hjson, which takes a forgotten comma for part of a text: only comments need it.
-    read = hjson.loads if re.search(r"(^|\s)(#|//|/\*)", text) else json.loads
-    try:
-        config = read(text, object_pairs_hook=_each_key_once)
-    except (json.JSONDecodeError, hjson.HjsonDecodeError, RecursionError) as error:
-        raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
+        text = Path(path).read_text(encoding="utf-8-sig")
+        # Not Hjson, as DeepSpeed does, for that takes a forgotten comma for part of a text.
+        config = json.loads(COMMENT.sub(_blanked, text), object_pairs_hook=_each_key_once)
     except ConfigError as error:
         raise ConfigError(f"--deepspeed_config {path}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, a number of 5,000 digits
+        raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"--deepspeed_config {path} holds a {type(config).__name__}: expected a JSON object")
     return config
+
+
+def _blanked(match: re.Match) -> str:
+    """A text as it is; a comment as blanks, so that lines and columns stay where they are."""
+    found = match[0]
+    return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
 
 
 def _each_key_once(pairs: list[tuple[str, object]]) -> dict:
@@ -95,8 +101,10 @@ def resolve_ds_config(
     lists every conflict.
     Source: transformers, integrations/deepspeed.py.
     """
-    from llava_ds.ds_config.schema import check_keys  # opens DeepSpeed, which takes seconds and speaks up
+    from llava_ds.ds_config.keys import check_keys  # opens DeepSpeed, which takes seconds and speaks up
 
+    if _depth(raw) > DEEPEST:
+        raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, which none of its keys are")
     draft = Draft(copy.deepcopy(raw), args, world_size, hidden_size, device_type, here)
     check_keys(draft)
     resolve_precision(draft)
@@ -117,3 +125,17 @@ def resolve_ds_config(
     if draft.problems:
         raise ConfigError("\n".join(draft.problems))
     return ResolvedConfig(draft.config, draft.args, draft.reasons)
+
+
+def _depth(value: object) -> int:
+    """How many objects and lists lie within each other, counted up to one more than are allowed."""
+    level, depth = [value], 0
+    while level and depth <= DEEPEST:
+        level = [
+            item
+            for holder in level
+            if isinstance(holder, (dict, list))
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+        ]
+        depth += 1
+    return depth

@@ -5,6 +5,8 @@ import inspect
 import json
 import logging
 import math
+import warnings
+from collections.abc import Callable
 
 import torch
 from transformers import get_scheduler
@@ -50,6 +52,9 @@ PER_GROUP = {
     "base_lr",
     "max_lr",
 }
+# What classes raise over values that they can't use.
+DISLIKES = (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError, AssertionError)
+TRIED_STEPS = 20_000  # of a schedule, before anything is built: half a second
 NOT_GIVEN = ("self", "optimizer", "last_batch_iteration", "last_epoch")
 WARMUP_TYPES = ("log", "linear")
 
@@ -90,7 +95,7 @@ def resolve_scheduler(draft: Draft, num_steps: int | None) -> None:
     _fill_params(draft, block["type"], params, known, num_steps)
     _check_values(draft, block["type"], params)
     if len(draft.problems) == problems:
-        _try_class(draft, block["type"], params)
+        _try_class(draft, block["type"], params, num_steps)
 
 
 def scheduler_class(name: str) -> type:
@@ -133,20 +138,23 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
         return "--lr_scheduler_type warmup_stable_decay needs --lr_scheduler_kwargs '{\"num_decay_steps\": N}'"
     try:
         get_scheduler(name, optimizer, 0, 1000, kwargs)
-    except (ValueError, TypeError, KeyError) as error:
+    except DISLIKES as error:
         return f"--lr_scheduler_type {name} can't take --lr_scheduler_kwargs {json.dumps(kwargs)} ({error})"
     return None
 
 
-def dry_run_problem(cls: type, argument: object, params: dict) -> str | None:
-    """What a class says against its parameters, on its own; None if nothing. What it only warns of is not said."""
+def dry_run_problem(run: Callable[[], object]) -> str | None:
+    """What a class of DeepSpeed's or torch's says against its parameters; None if nothing. What it only warns of is
+    not said."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        cls(argument, **params)
-    except (ValueError, TypeError, RuntimeError, KeyError, ArithmeticError, AttributeError) as error:
-        return str(error)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run()
+    except DISLIKES as error:
+        return str(error) or type(error).__name__
     finally:
         logger.setLevel(level)
     return None
@@ -275,8 +283,13 @@ CHECKS: dict[str, Check] = {
 
 
 def _check_values(draft: Draft, name: str, params: dict) -> None:
+    for key in sorted(PER_GROUP & set(params) - {RATE_KEYS.get(name)}):  # that one was compared with the flag
+        if params[key] != AUTO and not is_number(params[key]):
+            draft.refuse(
+                f"scheduler.params.{key} is {as_json(params[key])} in the DeepSpeed JSON: write a number from 0"
+            )
     for key, value in params.items():
-        if name in DEEPSPEED and value != AUTO and key in CHECKS and not CHECKS[key][0](value):
+        if key not in PER_GROUP and name in DEEPSPEED and value != AUTO and key in CHECKS and not CHECKS[key][0](value):
             draft.refuse(f"scheduler.params.{key} is {as_json(value)} in the DeepSpeed JSON: write {CHECKS[key][1]}")
     total, warmup = params.get("total_num_steps"), params.get("warmup_num_steps")
     if (
@@ -296,11 +309,32 @@ def _check_values(draft: Draft, name: str, params: dict) -> None:
         )
 
 
-def _try_class(draft: Draft, name: str, params: dict) -> None:
-    """Give the class its values on an optimizer of its own, before a model is built with them."""
+def _try_class(draft: Draft, name: str, params: dict, num_steps: int | None) -> None:
+    """Let the class go through the run's steps on an optimizer of its own, before a model is built with it."""
     values = {key: 1000 if value == AUTO else value for key, value in params.items()}
     if "total_num_steps" in known_params(name):
         values.setdefault("total_num_steps", 1000)
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=draft.args.training.learning_rate)
-    if problem := dry_run_problem(scheduler_class(name), optimizer, values):
+
+    def run() -> None:
+        optimizer = _stand_in(draft)
+        scheduler = scheduler_class(name)(optimizer, **values)
+        for step in range(1, min(num_steps or 1, TRIED_STEPS)):
+            optimizer.step()
+            scheduler.step()
+            rate = optimizer.param_groups[0]["lr"]
+            if not 0 <= rate < math.inf:
+                raise ValueError(f"the rate is {rate:g} after step {step}")
+
+    if problem := dry_run_problem(run):
         draft.refuse(f"scheduler.params in the DeepSpeed JSON: {name} can't take them ({problem})")
+
+
+def _stand_in(draft: Draft) -> torch.optim.Optimizer:
+    """An optimizer like the run's as far as a schedule can see: with betas, with momentum, or with neither."""
+    weights, rate = [torch.nn.Parameter(torch.zeros(1))], draft.args.training.learning_rate
+    kind = draft.get("optimizer.type")
+    if kind in ("SGD", "RMSprop"):
+        return getattr(torch.optim, kind)(weights, lr=rate, momentum=draft.get("optimizer.params.momentum") or 0)
+    if str(kind).lower() in ("adagrad", "adadelta", "adafactor", "asgd", "rprop"):
+        return torch.optim.Adagrad(weights, lr=rate)
+    return torch.optim.AdamW(weights, lr=rate)

@@ -1,10 +1,10 @@
 """ZeRO: the stage, the sizes that follow from the language model's width, and where states lie."""
 
 import os
-from pathlib import Path
 
 from llava_ds.ds_config.draft import AUTO, Draft, as_json
 from llava_ds.ds_config.native import missing_tools
+from llava_ds.parsing import can_be_made
 
 # Hugging Face's formulas, h the hidden size of the language model (transformers, integrations/deepspeed.py).
 SIZES = {
@@ -33,13 +33,7 @@ def resolve_zero(draft: Draft) -> None:
     for key, (formula, words) in SIZES.items():
         if draft.get(f"zero_optimization.{key}") == AUTO:
             draft.fill(f"zero_optimization.{key}", formula(draft.hidden_size), f"{words} ({draft.hidden_size})")
-    draft.ruled.add("zero_optimization.stage")
     stage = draft.get("zero_optimization.stage") or 0
-    if "zero_optimization.stage" in draft.wrong:
-        return
-    if isinstance(stage, bool) or not isinstance(stage, int):
-        draft.refuse(f"zero_optimization.stage is {as_json(stage)} in the DeepSpeed JSON: write 0, 1, 2 or 3")
-        return
     if stage < 3 and _asked(draft, "offload_param") is not None:
         # LLaVA-NeXT's zero2_offload.json has it: DeepSpeed passes over it.
         why = f"at stage {stage} every rank holds all parameters, there is nothing to offload"
@@ -71,7 +65,12 @@ def _asked(draft: Draft, key: str) -> object:
 
 
 def _check_stage(draft: Draft, stage: int) -> None:
+    for key, why in NEEDS_GPU.items():
+        if draft.device_type == "cpu" and (value := _asked(draft, key)) is not None:
+            draft.refuse(f"zero_optimization.{key} is {as_json(value)}, but there is no GPU: remove it, {why}")
     for key in NEEDS_STAGE_3:
+        if draft.device_type == "cpu" and key in NEEDS_GPU:
+            continue
         if stage < 3 and (value := _asked(draft, key)) is not None:
             draft.refuse(
                 f"zero_optimization.{key} is {as_json(value)} at stage {stage}: parameters are sharded at stage 3 "
@@ -82,11 +81,8 @@ def _check_stage(draft: Draft, stage: int) -> None:
             f"zero_optimization.offload_optimizer is {as_json(value)} at stage 0, where there is nothing to offload: "
             "write stage 1, 2 or 3"
         )
-    for key, why in NEEDS_GPU.items():
-        if draft.device_type == "cpu" and (value := _asked(draft, key)) is not None:
-            draft.refuse(f"zero_optimization.{key} is {as_json(value)}, but there is no GPU: remove it, {why}")
     group = draft.get("zero_optimization.zero_hpz_partition_size") or 1
-    if isinstance(group, int) and draft.world_size % group:
+    if stage == 3 and group != AUTO and draft.world_size % group:
         draft.refuse(
             f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {draft.world_size} ranks: "
             "write the number of GPUs of a node"
@@ -103,7 +99,7 @@ def _check_reduction(draft: Draft, stage: int) -> None:
     scatters = stage > 0 and draft.get("zero_optimization.reduce_scatter") is not False
     for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
         value = draft.get(key)
-        if scatters and value not in (None, plain, AUTO) and key not in draft.wrong:
+        if scatters and value not in (None, plain, AUTO):
             draft.refuse(
                 f"{key} is {as_json(value)}, which DeepSpeed's reduce-scatter at stage {stage} does not know: remove "
                 'it, or write "reduce_scatter": false into zero_optimization'
@@ -114,8 +110,11 @@ def _check_reduction(draft: Draft, stage: int) -> None:
 
 def _check_nvme(draft: Draft, stage: int, part: str) -> None:
     key = f"zero_optimization.{part}"
-    if stage in (1, 2):  # stage 0 was refused
-        draft.refuse(f'{key}.device is "nvme" at stage {stage}: write stage 3, or "cpu"')
+    if stage < 3:
+        if stage > 0:  # stage 0 was refused
+            draft.refuse(f'{key}.device is "nvme" at stage {stage}: write stage 3, or "cpu"')
+        draft.ruled.add(f"{key}.nvme_path")
+        return
     path = draft.get(f"{key}.nvme_path")
     if path == AUTO:
         path = os.path.abspath(os.path.join(draft.args.training.output_dir or "output", "nvme"))
@@ -123,10 +122,7 @@ def _check_nvme(draft: Draft, stage: int, part: str) -> None:
     if not isinstance(path, str):
         draft.refuse(f"{key}.nvme_path is missing: name a folder on a local NVMe disk")
         return
-    place = Path(path).expanduser().absolute()
     if part == "offload_optimizer":
         draft.reasons[f"{key}.device"] = "from the JSON; DeepSpeed 0.19 can't resume such a run from its checkpoints"
-    while not place.exists():
-        place = place.parent
-    if not (place.is_dir() and os.access(place, os.W_OK)):
+    if draft.here and not can_be_made(path):
         draft.refuse(f"{key}.nvme_path {path} can't be written to: name a folder on a local NVMe disk")

@@ -6,6 +6,7 @@ from torch import nn
 
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config.resolve import ResolvedConfig
+from llava_ds.ds_config.zero import offload_device
 from llava_ds.train.schedule import scheduler_factory
 from llava_ds.train.trainable import num_elements
 
@@ -22,7 +23,7 @@ def start_engine(
     meant = [_summary(group, group["params"]) for group in groups]
     built: dict[str, object] = {"model_parameters": groups}
     if "optimizer" not in config:
-        offloaded = "offload_optimizer" in config["zero_optimization"]
+        offloaded = offload_device(config, "offload_optimizer") != "none"
         built = {
             "optimizer": torch.optim.AdamW(
                 groups,

@@ -10,8 +10,9 @@ from pydantic import BaseModel
 
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config.draft import open_keys
+from llava_ds.ds_config.keys import NOT_HERE
 from llava_ds.ds_config.resolve import resolve_ds_config
-from llava_ds.ds_config.schema import NOT_HERE, DeepSpeedJson, _options
+from llava_ds.ds_config.schema import DeepSpeedJson, options
 
 WEIRD = [
     None,
@@ -56,7 +57,7 @@ def plausible(rng: random.Random, key: str, annotation: object) -> object:
     """A value of the kind that a key wants."""
     if key in FREE:
         return rng.choice(FREE[key])
-    kind = rng.choice([o for o in _options(annotation) if o is not type(None)])
+    kind = rng.choice([o for o in options(annotation) if o is not type(None)])
     if typing.get_origin(kind) is Annotated:
         kind = typing.get_args(kind)[0]
     if typing.get_origin(kind) is typing.Literal:
@@ -76,7 +77,7 @@ def drawn(rng: random.Random, model: type[BaseModel], wildness: float, prefix: s
             continue
         if key in NOT_HERE and rng.random() > wildness:
             continue
-        below = next((o for o in _options(info.annotation) if isinstance(o, type) and issubclass(o, BaseModel)), None)
+        below = next((o for o in options(info.annotation) if isinstance(o, type) and issubclass(o, BaseModel)), None)
         if rng.random() < wildness:
             section[info.alias or name] = rng.choice(WEIRD)
         elif below is not None:

@@ -8,15 +8,15 @@ import re
 import pytest
 from ds_json import CONFIGS, refused, resolve
 
+from llava_ds.ds_config.keys import REMOVED
 from llava_ds.ds_config.resolve import read_ds_config
 from llava_ds.ds_config.schema import (
-    REMOVED,
     ActivationCheckpointing,
     Aio,
     Checkpoint,
     DeepSpeedJson,
     FlopsProfiler,
-    names_of,
+    fields_of,
 )
 
 
@@ -35,7 +35,7 @@ def constants(module: str) -> dict[str, str]:
 )
 def test_the_sections_written_out_have_deepspeeds_keys(section, module, prefix, not_keys):
     theirs = {v for k, v in constants(module).items() if k.startswith(prefix) and k not in not_keys}
-    assert set(names_of(section)) == theirs
+    assert set(fields_of(section)) == theirs
 
 
 def test_the_top_level_has_every_key_that_deepspeed_reads():
@@ -54,7 +54,7 @@ def test_the_top_level_has_every_key_that_deepspeed_reads():
             key = arguments[0]
             read.add(key.value if isinstance(key, ast.Constant) else names.get(ast.unparse(key)))
     assert len(read) > 20
-    assert read - {None, "loss_scale"} <= set(names_of(DeepSpeedJson))
+    assert read - {None, "loss_scale"} <= set(fields_of(DeepSpeedJson))
 
 
 def test_everything_deepspeed_says_it_removed_is_named():
@@ -76,7 +76,7 @@ def test_checkpoint_keys_are_those_of_deepspeeds_own_example():
     from deepspeed.runtime.model_checkpointing.constants import CHECKPOINT_FORMAT
 
     shown = set(re.findall(r'^  "(\w+)":', CHECKPOINT_FORMAT, re.MULTILINE))
-    assert shown <= set(names_of(Checkpoint))
+    assert shown <= set(fields_of(Checkpoint))
 
 
 def test_nulls_are_keys_that_are_not_there():

@@ -50,7 +50,7 @@ WRONG = [
     (zero(offload_param="cpu"), {}, f'zero_optimization.offload_param is "cpu" {J}: write an object with device, nvme_path, buffer_count, ...'),
     (zero(4), {}, f"zero_optimization.stage is 4 {J}: write 0, 1, 2 or 3"),
     (zero("3"), {}, f'zero_optimization.stage is "3" {J}: write 0, 1, 2 or 3'),
-    (zero(True), {}, f"zero_optimization.stage is true {J}: write a whole number"),
+    (zero(True), {}, f"zero_optimization.stage is true {J}: write 0, 1, 2 or 3"),
     (zero("auto"), {}, f'zero_optimization.stage is "auto" {J}: write 0, 1, 2 or 3'),
     (zero(reduce_bucket_size="5e8"), {}, f'zero_optimization.reduce_bucket_size is "5e8" {J}: write a whole number'),
     (zero(reduce_bucket_size=0), {}, f"zero_optimization.reduce_bucket_size is 0 {J}: write a number above 0"),
