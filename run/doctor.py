@@ -1,7 +1,8 @@
 """Whether training can start on this machine: python run/doctor.py [--deepspeed_config ds_configs/zero3.json]
 
 Looks at versions, devices, compiler, DeepSpeed's operators, network, disks and limits, and has two ranks talk to each
-other. Nothing is compiled or downloaded. With a DeepSpeed JSON, also at what that one needs (offload, NVMe, precision).
+other. Nothing is compiled or downloaded. With a DeepSpeed JSON, also at whether run/train.py would take it on this
+machine, and at what it needs here (operators, NVMe).
 A problem keeps training from starting; with a warning it starts, but may be slow or break later. Each has its remedy.
 
 Exit code: 0 training can start, 1 it can't, 2 the flags can't be used.
@@ -32,7 +33,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no_collective", action="store_true", help="start no ranks, as on a login node")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args(argv)
-    config = None if args.deepspeed_config is None else _read(args.deepspeed_config)
+    config = None if args.deepspeed_config is None else Path(args.deepspeed_config).expanduser()
+    if config is not None and not config.is_file():
+        raise ConfigError(f"--deepspeed_config {config}: there is no such file")
     output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))
     asked = Asked(output_dir, cache_dir, config)
 
@@ -53,17 +56,6 @@ def main(argv: list[str]) -> int:
         counts = f"problems: {levels.count(PROBLEM)}, warnings: {levels.count(WARNING)}"
         print(f"\ntraining {'can' if can_start else 'can not'} start ({counts})")
     return 0 if can_start else 1
-
-
-def _read(path: str) -> dict:
-    """The JSON's object, read without opening torch, which may be what is broken."""
-    try:
-        config = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"--deepspeed_config {path} holds a {type(config).__name__}: expected a JSON object")
-    return config
 
 
 if __name__ == "__main__":

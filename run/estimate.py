@@ -21,6 +21,7 @@ from llava_ds.tools.planned import planned_run
 from llava_ds.tools.shapes import NAMED, ModelShape, shape_named, shape_of_folders
 
 DS_CONFIG = Path(__file__).parents[1] / "ds_configs" / "zero3.json"
+MOST_GPUS = 100_000
 SUPERVISED = 0.25  # of the tokens; LLaVA-1.5's instruction data have about a sixth
 
 
@@ -77,6 +78,7 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
 
     model, training = args.model, args.training
     check(own.num_gpus >= 1, f"--num_gpus is {own.num_gpus}: give 1 or more")
+    check(own.num_gpus <= MOST_GPUS, f"--num_gpus is {own.num_gpus}: give {MOST_GPUS:,} or fewer")
     check(own.gpus_per_node >= 1, f"--gpus_per_node is {own.gpus_per_node}: give 1 or more")
     check(own.gpu_memory is None or own.gpu_memory > 0, f"--gpu_memory is {own.gpu_memory}: give GB above 0, like 80")
     check(

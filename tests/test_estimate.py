@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -89,11 +90,45 @@ def test_the_tiny_model_needs_no_name(figures):
     assert figures()["num_parameters"] == 1_809_792
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
+def test_every_json_of_this_repository_is_estimated_without_an_output_folder(main, figures, capsys, path):
+    flags = ("--model", "qwen2-0.5b", "--deepspeed_config", str(path))
+    main(flags)
+    lines = capsys.readouterr().out.splitlines()
+    header = next(line for line in lines if line.startswith("GB per GPU"))
+    found = figures(*flags)
+    assert f"[{found['chosen']}]" in header and len(found["bytes"]) == 8
+    zero = json.loads(path.read_text())["zero_optimization"]
+    assert ("cpu" in found["chosen"] or "nvme" in found["chosen"]) == ("offload_optimizer" in zero)
+
+
+def test_parameters_offloaded_alone_leave_the_optimizer_on_the_gpu(figures, tmp_path):
+    path = tmp_path / "param.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}))
+    found = figures("--model", "13e9", "--deepspeed_config", str(path), "--bf16", "True")
+    assert found["chosen"] == "3 + cpu param" and len(found["bytes"]) == 9
+    column = found["bytes"]["3 + cpu param"]
+    assert column["optimizer"] == 12 * 13 * 10**9 / 8 and column["gradients"] == 2 * 13 * 10**9 / 8
+    assert column["weights"] == 0 and column["cpu"] == 2 * 13 * 10**9
+
+
+def test_the_largest_that_is_estimated_keeps_its_columns_apart(main, capsys):
+    started = time.monotonic()
+    main(["--model", "1e14", "--num_gpus", "100000", "--gpus_per_node", "100000", "--gpu_memory", "80"])
+    assert time.monotonic() - started < 20  # seconds; looking at every rank took hours
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("GB per GPU")) : -1]
+    assert len({len(line) for line in table}) == 1
+    assert all(len(line[22:].split()) == 8 for line in table if line.startswith(("weights", "= GPU", "CPU")))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--model", "7b"], "--model 7b is unknown: choose from llava-v1.5-7b"),
+        (["--model", "1e30"], "--model 1e30 is more parameters than can be estimated: give 1e+14 or fewer"),
         (["--num_gpus", "0"], "--num_gpus is 0: give 1 or more"),
+        (["--num_gpus", "100000000"], "--num_gpus is 100000000: give 100,000 or fewer"),
         (["--gpus_per_node", "0"], "--gpus_per_node is 0: give 1 or more"),
         (["--gpu_memory", "-1"], "--gpu_memory is -1.0: give GB above 0"),
         (["--gpu_memory", "nan"], "--gpu_memory is nan: give GB above 0"),

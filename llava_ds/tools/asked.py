@@ -1,21 +1,27 @@
 """What a check has to say, and what a run will ask of the machine as far as flags and the DeepSpeed JSON tell."""
 
+import math
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from llava_ds.constants import ConfigError
+
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
-# What DeepSpeed builds for an optimizer in the JSON: where its states stay on the device, and where they are offloaded.
+# What DeepSpeed builds for the optimizer of a resolved JSON: for states on the device, and for offloaded ones.
 OPTIMIZER_OPS = {
-    "adam": ("fused_adam", "cpu_adam"),
-    "adamw": ("fused_adam", "cpu_adam"),
-    "adagrad": (None, "cpu_adagrad"),
-    "lion": ("fused_lion", "cpu_lion"),
-    "lamb": ("fused_lamb", None),
+    "Adam": ("fused_adam", "cpu_adam"),
+    "AdamW": ("fused_adam", "cpu_adam"),
+    "Muon": (None, "cpu_adam"),
+    "Adagrad": (None, "cpu_adagrad"),
+    "Lion": ("fused_lion", "cpu_lion"),
+    "Lamb": ("fused_lamb", None),
 }
+HIDDEN_SIZE = 4096  # of a 7B, for the JSON's sizes that depend on the model: what is wrong does not
 
 
 @dataclass(frozen=True)
@@ -29,54 +35,112 @@ class Finding:
 
 @dataclass(frozen=True)
 class Asked:
-    """Where the run would write, and the DeepSpeed JSON as it is on disk (None: none was named)."""
+    """Where the run would write, and the DeepSpeed JSON (None: none was named).
+
+    What follows from the JSON opens torch and DeepSpeed: only checks that need imports may ask for it.
+    """
 
     output_dir: Path
     cache_dir: Path
-    config: dict | None = None
+    ds_config: Path | None = None
+
+    @property
+    def device_type(self) -> str:
+        """What ranks would train on."""
+        import torch
+
+        return "cuda" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
+
+    @property
+    def config(self) -> dict | None:
+        """The JSON as training would fill it in here; None without one, or where training would refuse it."""
+        return self._resolved[0]
+
+    @property
+    def config_problems(self) -> list[Finding]:
+        """What training would refuse in the JSON."""
+        return self._resolved[1]
 
     @cached_property
     def ops(self) -> dict[str, str]:
-        """The compiled operators of DeepSpeed that the JSON asks for, and by what."""
-        config = self.config or {}
-        optimizer, found = _section(config, "optimizer"), {}
-        offload = self._offload("offload_optimizer")
-        name = str(optimizer.get("type", "adamw" if offload else "")).lower()
-        own_adam = _section(optimizer, "params").get("torch_adam") is True
-        # Without an optimizer in the JSON, offload takes DeepSpeed's Adam unless the JSON says that it need not.
-        if optimizer or config.get("zero_force_ds_cpu_optimizer", True) is not False:
-            op = OPTIMIZER_OPS.get(name, (None, None))[offload is not None]
-            if op is not None and not own_adam:
-                found[op] = "zero_optimization.offload_optimizer" if offload else f"optimizer.type {optimizer['type']}"
-        for key in ("offload_optimizer", "offload_param"):
-            if self._offload(key) == "nvme":
-                found["async_io"] = f"zero_optimization.{key}.device nvme"
+        """The compiled operators of DeepSpeed that training would load, and what in the JSON asks for them."""
+        config = self.config
+        if config is None:
+            return {}
+        from llava_ds.ds_config.optimizer import optimizer_name
+        from llava_ds.ds_config.zero import offload_device
+
+        found, block = {}, config.get("optimizer")
+        if block is not None and block.get("params", {}).get("torch_adam") is not True:
+            offloaded = offload_device(config, "offload_optimizer") != "none"
+            op = OPTIMIZER_OPS.get(optimizer_name(block), (None, None))[offloaded]
+            if op is not None:
+                why = "zero_optimization.offload_optimizer" if offloaded else f"optimizer.type {block['type']}"
+                found[op] = why
+        if self.nvme_paths:
+            found["async_io"] = f"{next(iter(self.nvme_paths.values())).removesuffix('.nvme_path')}.device nvme"
         return found
 
     @cached_property
     def nvme_paths(self) -> dict[str, str]:
         """The folders that are offloaded to, and the JSON's keys that name them."""
-        zero, found = _section(self.config or {}, "zero_optimization"), {}
-        for key in ("offload_optimizer", "offload_param"):
-            if self._offload(key) == "nvme":
-                path = _section(zero, key).get("nvme_path")
-                folder = str(self.output_dir / "nvme") if path == "auto" else str(path)
-                found[folder] = f"zero_optimization.{key}.nvme_path"
-        return found
+        config = self.config
+        if config is None:
+            return {}
+        from llava_ds.ds_config.zero import OFFLOADED, offload_device
 
-    def wants(self, precision: str) -> bool:
-        """Whether the JSON itself turns "bf16" or "fp16" on; "auto" leaves it to the flags."""
-        return _section(self.config or {}, precision).get("enabled") is True
+        return {
+            str(config["zero_optimization"][part]["nvme_path"]): f"zero_optimization.{part}.nvme_path"
+            for part in OFFLOADED
+            if offload_device(config, part) == "nvme"
+        }
 
-    def _offload(self, key: str) -> str | None:
-        device = _section(_section(self.config or {}, "zero_optimization"), key).get("device")
-        return device if device in ("cpu", "nvme") else None
+    @cached_property
+    def _resolved(self) -> tuple[dict | None, list[Finding]]:
+        if self.ds_config is None:
+            return None, []
+        from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
+        from llava_ds.parsing import parse_arguments
+
+        try:
+            raw = read_ds_config(self.ds_config)
+        except ConfigError as error:
+            return None, [Finding(PROBLEM, str(error), "correct the file; those in ds_configs/ are whole")]
+        args, _ = parse_arguments(["--output_dir", str(self.output_dir)], to_train=False)
+        try:
+            resolved = resolve_ds_config(
+                raw,
+                args,
+                world_size=_meant_ranks(raw),
+                hidden_size=HIDDEN_SIZE,
+                device_type=self.device_type,
+                here=True,
+            )
+        except ConfigError as error:
+            return None, [_refused(line) for line in str(error).splitlines()]
+        return resolved.config, []
 
 
-def _section(config: dict, key: str) -> dict:
-    """A section of the JSON; empty where there is none, or no object, which run/train.py refuses."""
-    section = config.get(key)
-    return section if isinstance(section, dict) else {}
+def _meant_ranks(raw: dict) -> int:
+    """A number of ranks that the JSON can train on, as far as it says: how many there will be is not known here."""
+
+    def count(value: object) -> int:
+        return value if type(value) is int and value > 0 else 1
+
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    zero = raw.get("zero_optimization")
+    ranks = count(zero.get("zero_hpz_partition_size")) if isinstance(zero, dict) else 1
+    if all(type(raw.get(key)) is int for key in keys):
+        total, micro, accumulation = (count(raw[key]) for key in keys)
+        share, rest = divmod(total, micro * accumulation)
+        ranks = math.lcm(ranks, share) if share and not rest else ranks
+    return ranks
+
+
+def _refused(line: str) -> Finding:
+    """A line of a ConfigError: what was found, and behind its last colon (no JSON key's) what to do."""
+    found, remedy = re.fullmatch(r'(?:(.*[^"]): )?(.*)', line).groups()
+    return Finding(PROBLEM, found, remedy) if found else Finding(PROBLEM, line, "correct the JSON")
 
 
 def output_of(*command: str, timeout_s: float = 20.0) -> str | None:

@@ -26,6 +26,7 @@ CHECKS = (
     Check("disks", machine.check_disks, needs_imports=False),
     Check("network", machine.check_network, needs_imports=False),
     Check("imports", software.check_imports, needs_imports=False),
+    Check("configuration", software.check_configuration),
     Check("memory", machine.check_memory),
     Check("devices", machine.check_devices),
     Check("attention", software.check_attention),

@@ -12,7 +12,9 @@ from llava_ds.tools.shapes import ModelShape
 GB, MB = 10**9, 10**6
 HEADROOM = 0.1  # of a GPU's memory, left for the CUDA context, NCCL and fragmentation, which no formula here counts
 MOST_DOUBLINGS = 6  # of the GPUs that are proposed
-OFFLOADS = ("none", "optimizer", "all", "nvme")
+DEVICES = ("none", "cpu", "nvme")  # the further, the slower
+OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"))  # optimizer, param: as proposed
+CELL = 13  # the least width of a column
 
 ROWS = {
     "weights": "weights",
@@ -74,14 +76,12 @@ def describe_change(run: Run, other: Run) -> str:
         said.append(f"ZeRO-{other.placement.stage}")
     if run.batch is not None and other.batch.num_tokens != run.batch.num_tokens:
         said.append(f"--tokens_per_micro_batch {other.batch.num_tokens}")
-    if other.placement.offload != run.placement.offload:
-        said.append(
-            {
-                "optimizer": 'offload_optimizer {"device": "cpu"}',
-                "all": 'offload_optimizer and offload_param {"device": "cpu"}',
-                "nvme": 'offload_optimizer and offload_param {"device": "nvme"}',
-            }[other.placement.offload]
-        )
+    moved: dict[str, list[str]] = {}
+    for part in ("optimizer", "param"):
+        device = getattr(other.placement, part)
+        if device != getattr(run.placement, part):
+            moved.setdefault(device, []).append(f"offload_{part}")
+    said += [f'{" and ".join(parts)} {{"device": "{device}"}}' for device, parts in moved.items()]
     return ", ".join(said)
 
 
@@ -100,17 +100,16 @@ def advice(run: Run, gpu_memory: float) -> str:
 
 def table(run: Run, gpu_memory: float | None) -> list[str]:
     """Every stage and offload side by side, in GB (10**9 bytes) or MB; the run's own column is marked."""
-    columns = {name: dataclasses.replace(run, placement=p).estimate() for name, p in PLACEMENTS.items()}
+    placements = _columns(run)
+    columns = {name: dataclasses.replace(run, placement=p).estimate() for name, p in placements.items()}
     unit, size = ("GB", GB) if columns["ZeRO-0"].total >= GB else ("MB", MB)
-    names = [f"[{name}]" if PLACEMENTS[name] == run.placement else name for name in columns]
-    lines = [f"{f'{unit} per GPU':22}" + "".join(f"{name:>13}" for name in names)]
-    for label, field in ROWS.items():
-        values = (getattr(column, field) for column in columns.values())
-        lines.append(f"{label:22}" + "".join(f"{value / size:13.2f}" for value in values))
+    names = [f"[{name}]" if placements[name] == run.placement else name for name in columns]
+    rows = [(f"{unit} per GPU", names)]
+    rows += [(label, [f"{getattr(c, field) / size:.2f}" for c in columns.values()]) for label, field in ROWS.items()]
     if gpu_memory is not None:
-        words = (verdict(column.total, gpu_memory) for column in columns.values())
-        lines.append(f"{f'in {gpu_memory / GB:g} GB':22}" + "".join(f"{word:>13}" for word in words))
-    return lines
+        rows.append((f"in {gpu_memory / GB:g} GB", [verdict(c.total, gpu_memory) for c in columns.values()]))
+    widths = [max(CELL, *(len(cell) + 2 for cell in cells)) for cells in zip(*(cells for _, cells in rows))]
+    return [f"{label:22}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)) for label, cells in rows]
 
 
 def description(run: Run) -> list[str]:
@@ -136,7 +135,8 @@ def description(run: Run) -> list[str]:
 def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
     """The same figures for a program, in bytes."""
     columns = {}
-    for name, placement in PLACEMENTS.items():
+    placements = _columns(run)
+    for name, placement in placements.items():
         one = dataclasses.replace(run, placement=placement).estimate()
         columns[name] = {field: getattr(one, field) for field in ROWS.values()}
         if gpu_memory is not None:
@@ -148,7 +148,7 @@ def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
         "largest_gathered_layer_bytes": run.setup.weight_bytes * largest_unit(run.shape),
         "setup": dataclasses.asdict(run.setup),
         "micro_batch": run.batch and dataclasses.asdict(run.batch),
-        "chosen": next((name for name, placement in PLACEMENTS.items() if placement == run.placement), None),
+        "chosen": _name(run.placement),
         "bytes": columns,
         "advice": None if gpu_memory is None else advice(run, gpu_memory),
     }
@@ -161,15 +161,17 @@ def _changed(run: Run) -> Iterator[Run]:
         recompute += [True] if run.batch.checkpoint_every != 1 else []
         halvings += [h for h in range(1, 32) if run.batch.num_tokens >> h >= run.longest_sample]
     stages = range(run.placement.stage, 4)
-    offloads = range(OFFLOADS.index(run.placement.offload), len(OFFLOADS))
+    own = (run.placement.optimizer, run.placement.param)
+    offloads = [own, *(offload for offload in OFFLOADS if offload != own and _is_further(offload, own))]
 
     def cost(change: tuple) -> tuple:
         doublings, offload, stage, halved, recomputed = change
         return doublings, offload, recomputed + (stage > stages[0]) + (halved > 0), halved, stage
 
-    for change in sorted(itertools.product(range(MOST_DOUBLINGS + 1), offloads, stages, halvings, recompute), key=cost):
+    choices = (range(MOST_DOUBLINGS + 1), range(len(offloads)), stages, halvings, recompute)
+    for change in sorted(itertools.product(*choices), key=cost):
         doublings, offload, stage, halved, recomputed = change
-        placement = Placement(stage, OFFLOADS[offload])
+        placement = Placement(stage, *offloads[offload])
         if placement not in (run.placement, *PLACEMENTS.values()):
             continue
         batch = run.batch and dataclasses.replace(
@@ -183,8 +185,20 @@ def _changed(run: Run) -> Iterator[Run]:
         yield dataclasses.replace(run, placement=placement, setup=setup, batch=batch)
 
 
+def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
+    """Whether both parts lie at least as far from the GPU."""
+    return all(DEVICES.index(device) >= DEVICES.index(than) for device, than in zip(offload, other))
+
+
+def _columns(run: Run) -> dict[str, Placement]:
+    """What is shown side by side: the usual placements, and the run's own where it is none of them."""
+    return PLACEMENTS if run.placement in PLACEMENTS.values() else {**PLACEMENTS, _name(run.placement): run.placement}
+
+
 def _name(placement: Placement) -> str:
-    return next((n for n, p in PLACEMENTS.items() if p == placement), f"ZeRO-{placement.stage} + {placement.offload}")
+    offloaded = {"opt": placement.optimizer, "param": placement.param}
+    words = " + ".join(f"{device} {part}" for part, device in offloaded.items() if device != "none")
+    return next((name for name, p in PLACEMENTS.items() if p == placement), f"{placement.stage} + {words}")
 
 
 def _gpus(setup: Setup) -> str:

@@ -33,11 +33,6 @@ def check_devices(asked: Asked) -> list[Finding]:
             found = f"this machine has GPUs ({driver.splitlines()[0]}), but torch does not see them"
             remedy = f"a driver for CUDA {torch.version.cuda} or newer, and CUDA_VISIBLE_DEVICES unset or naming them"
             findings.append(Finding(WARNING, found, remedy))
-        if asked.wants("fp16"):
-            remedy = "bf16, or neither, in the JSON"
-            findings.append(
-                Finding(PROBLEM, "fp16.enabled is true in the JSON, and DeepSpeed has it on GPUs only", remedy)
-            )
         return findings
     if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         found = f"DS_ACCELERATOR is {os.environ['DS_ACCELERATOR']}: the GPUs are not used"
@@ -51,12 +46,6 @@ def check_devices(asked: Asked) -> list[Finding]:
         bf16 = properties.major >= 8
         found = f"GPU {i}: {properties.name}, {total / GIB:.0f} GiB, compute capability {capability}"
         findings.append(Finding(OK, f"{found}, {'bf16' if bf16 else 'no bf16'}"))
-        if not bf16 and asked.wants("bf16"):
-            findings.append(
-                Finding(
-                    WARNING, f"GPU {i} computes bf16 in software only, and the JSON turns it on", "fp16 in the JSON"
-                )
-            )
         if 1 - free / total > BUSY_PART:
             found = f"GPU {i}: others hold {(total - free) / GIB:.0f} of {total / GIB:.0f} GiB"
             findings.append(Finding(WARNING, found, "nvidia-smi names the processes; choose with CUDA_VISIBLE_DEVICES"))
@@ -86,20 +75,32 @@ def check_memory(asked: Asked) -> list[Finding]:
 
 def check_limits(asked: Asked) -> list[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked = _locked_limit()
     unlimited = resource.RLIM_INFINITY
     findings = [
-        Finding(OK, f"{files} open files, {'any' if locked == unlimited else f'{locked // 1024} KiB of'} locked memory")
+        Finding(OK, f"{files} open files, {'any' if locked is None else f'{locked // 1024} KiB of'} locked memory")
     ]
     if files != unlimited and files < ENOUGH_FILES:
         found = f"{files} open files: every tensor from a loader worker takes one"
         findings.append(Finding(WARNING, found, f"ulimit -n {ENOUGH_FILES if most == unlimited else min(most, 65536)}"))
-    has_rdma = Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
-    if locked != unlimited and (has_rdma or "async_io" in asked.ops):
-        why = "InfiniBand" if has_rdma else asked.ops["async_io"]
-        found = f"{locked // 1024} KiB of locked memory: {why} pins more"
-        findings.append(Finding(WARNING, found, "ulimit -l unlimited (docker run --ulimit memlock=-1)"))
+    if locked is not None and _has_rdma():
+        findings.append(_little_locked(locked, "InfiniBand"))
     return findings
+
+
+def _has_rdma() -> bool:
+    return Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
+
+
+def _locked_limit() -> int | None:
+    """Bytes that a process may pin; None for any."""
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if locked == resource.RLIM_INFINITY else locked
+
+
+def _little_locked(locked: int, why: str) -> Finding:
+    found = f"{locked // 1024} KiB of locked memory: {why} pins more"
+    return Finding(WARNING, found, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
 
 
 def check_shared_memory(asked: Asked, folder: Path = Path("/dev/shm")) -> list[Finding]:
@@ -136,14 +137,12 @@ def check_disks(asked: Asked) -> list[Finding]:
 
 def check_nvme(asked: Asked) -> list[Finding]:
     """The folders that the JSON offloads to: DeepSpeed reads and writes there past the page cache."""
+    if asked.config_problems:
+        return [Finding(WARNING, "not looked at, for the configuration can't be used")]
     findings = []
     for text, key in asked.nvme_paths.items():
         folder = Path(text)
-        if text == "None":
-            findings.append(Finding(PROBLEM, f"{key} is missing in the JSON", "name a folder on a local NVMe disk"))
-        elif not can_be_written(folder):
-            findings.append(Finding(PROBLEM, f"{key} {folder} can't be written to", "name another folder"))
-        elif not _opens_directly(nearest_folder(folder)):
+        if not _opens_directly(nearest_folder(folder)):
             found = f"{key} {folder}: its file system refuses O_DIRECT, which DeepSpeed's reading and writing needs"
             findings.append(Finding(PROBLEM, found, "name a folder on a local disk (ext4, xfs)"))
         else:
@@ -151,6 +150,9 @@ def check_nvme(asked: Asked) -> list[Finding]:
             level = WARNING if free < ENOUGH_DISK_BYTES else OK
             remedy = "" if level == OK else "name a folder on a larger disk"
             findings.append(Finding(level, f"{key} {folder}: {free / GIB:.1f} GiB free", remedy))
+    locked = _locked_limit()
+    if asked.nvme_paths and locked is not None:
+        findings.append(_little_locked(locked, "offload to NVMe"))
     return findings or [Finding(OK, "nothing is offloaded to it")]
 
 

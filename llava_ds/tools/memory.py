@@ -24,13 +24,16 @@ Outside the model states, in columns of their own:
 - optimizer step: the fp32 gradients of the group (stage 3: sub-group) that is being updated. It and the activations
   never exist together, so the larger counts.
 
-With offload, gradients, fp32 copy and moments (and the weights) are in the node's memory, pinned: 4T gradients beside
-the wT that arrive, and at stage 2 a wT copy of the updated weights. On NVMe the buffers between are those of
-DeepSpeed's default settings; that column alone was never compared with a run.
+Offload is of two parts, each on its own device. With offload_optimizer, gradients, fp32 copy and moments are in the
+node's memory, pinned: 4T gradients beside the wT that arrive, and at stage 2 a wT copy of the updated weights. With
+offload_param the weights are, and nothing else leaves the GPU. On NVMe the buffers between are those of DeepSpeed's
+default settings; NVMe alone was never compared with a run.
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 from llava_ds.tools.activations import MicroBatch, activation_bytes
@@ -40,12 +43,16 @@ ALL_REDUCE_BUCKET = 500_000_000  # elements that stage 0 reduces at a time (Deep
 NVME_PARAM_BUFFERS, NVME_PARAM_BUFFER_SIZE, NVME_OPTIMIZER_BUFFERS = 5, 100_000_000, 4  # DeepSpeed's defaults
 
 
+Device = Literal["none", "cpu", "nvme"]
+
+
 @dataclass(frozen=True)
 class Placement:
-    """A ZeRO stage, and what of the model states lies outside the GPU."""
+    """A ZeRO stage, and where offload_optimizer and offload_param put model states; "none" is the GPU."""
 
     stage: int
-    offload: Literal["none", "optimizer", "all", "nvme"] = "none"
+    optimizer: Device = "none"  # gradients, fp32 copy and moments
+    param: Device = "none"  # weights
 
 
 # What is shown side by side.
@@ -54,10 +61,10 @@ PLACEMENTS = {
     "ZeRO-1": Placement(1),
     "ZeRO-2": Placement(2),
     "ZeRO-3": Placement(3),
-    "2 + cpu opt": Placement(2, "optimizer"),
-    "3 + cpu opt": Placement(3, "optimizer"),
-    "3 + cpu all": Placement(3, "all"),
-    "3 + nvme": Placement(3, "nvme"),
+    "2 + cpu opt": Placement(2, "cpu"),
+    "3 + cpu opt": Placement(3, "cpu"),
+    "3 + cpu all": Placement(3, "cpu", "cpu"),
+    "3 + nvme": Placement(3, "nvme", "nvme"),
 }
 
 
@@ -169,14 +176,12 @@ def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, ac
     # Each group is flattened to a multiple of two elements a rank (nccl_start_alignment_factor).
     flat = [_padded(sum(group), 2 * ranks) for group in shape.groups]
     owned = sum(flat) // ranks
-    if setup.gradient_bytes > w:
-        held = owned  # accumulated in another precision, gradients lie in a flat buffer of just the partition
-    else:
-        held = max(sum(_held(group, n // ranks, r) for group, n in zip(shape.groups, flat)) for r in range(ranks))
+    # Accumulated in another precision, gradients lie in a flat buffer of just the partition.
+    held = owned if setup.gradient_bytes > w else _most_held(shape.groups, [n // ranks for n in flat])
     largest = max(map(max, shape.groups))
     buckets = setup.zero.reduce_bucket_size * (2 if setup.zero.overlap_comm else 1)
     buffers = w * (buckets + largest)
-    offloaded = placement.offload != "none"
+    offloaded = placement.optimizer != "none"
     if offloaded:
         buffers += w * largest  # where gradients are put together before they leave the GPU
     elif placement.stage == 1 and setup.accumulates:
@@ -203,32 +208,31 @@ def _sharded(shape: ModelShape, placement: Placement, setup: Setup, activations:
     persisted = sum(size for size in shape.tensors if size <= zero.param_persistence_threshold)
     ahead = max(zero.max_live_parameters, zero.max_reuse_distance)
     gathered = min(shape.num_parameters - persisted, ahead + largest_unit(shape) + zero.prefetch_bucket_size)
-    weights_leave = placement.offload in ("all", "nvme")
-    if ranks == 1 and not weights_leave:
+    if ranks == 1 and placement.param == "none":
         gathered = persisted = 0  # a lone rank's partition is the tensor itself
     largest = max(map(max, shape.groups))
     sub_group = min(max(map(sum, groups)), zero.sub_group_size + math.ceil(largest / ranks))
-    states = {
-        "weights": w * partitions,
-        "gradients": setup.gradient_bytes * owned,
-        "optimizer": 4 * (setup.moments + 1) * owned,
-    }
-    step = 4 * sub_group
+    weights, gradients = w * partitions, setup.gradient_bytes * owned
+    optimizer, step = 4 * (setup.moments + 1) * owned, 4 * sub_group
     cpu = nvme = 0
-    if placement.offload != "none":
-        cpu = states["gradients"] + states["optimizer"] + 4 * owned
-        states["gradients"] = states["optimizer"] = step = 0
-    if weights_leave:
-        cpu += states["weights"]
-        states["weights"] = 0
-    if placement.offload == "nvme":
-        nvme = w * partitions + 4 * (setup.moments + 2) * owned
-        swapped = NVME_PARAM_BUFFERS * NVME_PARAM_BUFFER_SIZE * w + NVME_OPTIMIZER_BUFFERS * 4 * sub_group
-        cpu = setup.gradient_bytes * owned + swapped
+    if placement.optimizer == "cpu":
+        cpu += gradients + optimizer + 4 * owned
+    elif placement.optimizer == "nvme":
+        cpu += gradients + NVME_OPTIMIZER_BUFFERS * 4 * sub_group
+        nvme += optimizer + 4 * owned
+    if placement.optimizer != "none":
+        gradients = optimizer = step = 0
+    if placement.param == "cpu":
+        cpu += weights
+    elif placement.param == "nvme":
+        cpu += NVME_PARAM_BUFFERS * NVME_PARAM_BUFFER_SIZE * w
+        nvme += weights
+    if placement.param != "none":
+        weights = 0
     return Estimate(
-        weights=states["weights"] + w * persisted,
-        gradients=states["gradients"],
-        optimizer=states["optimizer"],
+        weights=weights + w * persisted,
+        gradients=gradients,
+        optimizer=optimizer,
         activations=activations,
         gathered=w * gathered,
         buffers=w * (zero.reduce_bucket_size + max(zero.reduce_bucket_size, largest) + largest),
@@ -238,15 +242,20 @@ def _sharded(shape: ModelShape, placement: Placement, setup: Setup, activations:
     )
 
 
-def _held(group: tuple[int, ...], partition: int, rank: int) -> int:
-    """Elements of the tensors of which a rank's partition of the flattened group has any part."""
-    first, end = partition * rank, partition * (rank + 1)
-    held = start = 0
-    for size in group:
-        if start < end and start + size > first:
-            held += size
-        start += size
-    return held
+def _most_held(groups: tuple[tuple[int, ...], ...], partitions: list[int]) -> int:
+    """The most elements that a rank holds of tensors of which its partitions of the flattened groups have any part.
+
+    What a rank holds changes at the borders of tensors alone, so ranks between are not looked at.
+    """
+    changes: dict[int, int] = defaultdict(int)  # at a rank, against the one before it
+    for group, partition in zip(groups, partitions):
+        start = 0
+        for size in group:
+            if size:
+                changes[start // partition] += size
+                changes[(start + size - 1) // partition + 1] -= size
+            start += size
+    return max(accumulate(changes[rank] for rank in sorted(changes)))
 
 
 def _padded(count: int, multiple: int) -> int:

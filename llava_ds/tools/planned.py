@@ -2,6 +2,7 @@
 
 from llava_ds.ds_config.optimizer import optimizer_name
 from llava_ds.ds_config.resolve import ResolvedConfig
+from llava_ds.ds_config.zero import offload_device
 from llava_ds.tools.activations import MicroBatch
 from llava_ds.tools.fitting import Run
 from llava_ds.tools.memory import Placement, Setup, ZeroSettings
@@ -54,7 +55,7 @@ def planned_run(
         accumulates=training.gradient_accumulation_steps > 1,
         moments=_moments(resolved.config.get("optimizer", {"type": "AdamW"})),
     )
-    return Run(shape, Placement(resolved.zero_stage, offload_of(zero)), setup, batch, longest_sample)
+    return Run(shape, placement_of(resolved.config), setup, batch, longest_sample)
 
 
 def _moments(block: dict) -> int:
@@ -66,13 +67,10 @@ def _moments(block: dict) -> int:
     return MOMENTS[name] + len(more)
 
 
-def offload_of(zero: dict) -> str:
-    """Which Placement.offload a zero_optimization section asks for."""
-    device = {
-        what: (zero.get(f"offload_{what}") or {}).get("device", "none") or "none" for what in ("optimizer", "param")
-    }
-    if "nvme" in device.values():
-        return "nvme"
-    if device["param"] == "cpu":
-        return "all"
-    return "optimizer" if device["optimizer"] == "cpu" else "none"
+def placement_of(config: dict) -> Placement:
+    """Where a resolved JSON puts model states."""
+    return Placement(
+        config["zero_optimization"].get("stage", 0),
+        offload_device(config, "offload_optimizer"),
+        offload_device(config, "offload_param"),
+    )

@@ -15,7 +15,7 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.model.vision import read_vision_config
 from llava_ds.train.trainable import choose_trainable, parameter_groups
 
-LEAST_COUNT = 10**6  # fewer parameters than this are a slip of the pen
+LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # fewer or more parameters than this are a slip of the pen
 TENSORS_OF_A_COUNT = 1000  # that a mere number of parameters is taken to lie in
 
 LLAMA_7B = {
@@ -141,6 +141,8 @@ def shape_named(name: str, args: Arguments) -> ModelShape:
             f"--model {name} is unknown: choose from {', '.join(NAMED)}, give a number of parameters like 13e9, or "
             "name folders by --model_name_or_path and --vision_tower"
         )
+    if count > MOST_COUNT:
+        raise ConfigError(f"--model {name} is more parameters than can be estimated: give {MOST_COUNT:.0e} or fewer")
     return shape_of_count(count)
 
 

@@ -27,6 +27,9 @@ REQUIRED = (
     "safetensors",
     "pillow>=11",
     "numpy",
+    "pydantic>=2",
+    "hjson",
+    "psutil",
     "pyyaml",
     "tqdm",
     "matplotlib",
@@ -87,6 +90,16 @@ def check_imports(asked: Asked) -> list[Finding]:
     return [Finding(OK, ", ".join([*names, "transformers"]))]
 
 
+def check_configuration(asked: Asked) -> list[Finding]:
+    """Whether run/train.py would take the DeepSpeed JSON on this machine; what its other flags say is not known."""
+    if asked.ds_config is None:
+        return [Finding(OK, "no DeepSpeed JSON was named: --deepspeed_config has one looked at")]
+    if asked.config_problems:
+        return asked.config_problems
+    stage = asked.config["zero_optimization"].get("stage", 0)
+    return [Finding(OK, f"{asked.ds_config} can be used: ZeRO-{stage}, on {asked.device_type}")]
+
+
 def check_compiler(asked: Asked) -> list[Finding]:
     """What DeepSpeed's operators are compiled with, when they are first used."""
     import torch
@@ -108,6 +121,7 @@ def check_compiler(asked: Asked) -> list[Finding]:
         else:
             findings.append(Finding(level, f"no {command}: {why}", remedy))
     if torch.version.cuda is not None:
+        level = level if asked.device_type == "cuda" else WARNING  # without a GPU nothing is compiled by it
         text = CUDA_HOME and output_of(f"{CUDA_HOME}/bin/nvcc", "-V")
         match = text and re.search(r"release (\d+)\.(\d+)", text)
         wanted = f"the CUDA toolkit {torch.version.cuda}"

@@ -16,13 +16,14 @@ import pytest
 import torch
 from launching import ROOT
 
+from llava_ds.ds_config.optimizer import DEEPSPEED
 from llava_ds.tools import asked as asked_module
 from llava_ds.tools import collective, doctor, machine, software
-from llava_ds.tools.asked import OK, PROBLEM, WARNING, Asked, Finding
+from llava_ds.tools.asked import OK, OPTIMIZER_OPS, PROBLEM, WARNING, Asked, Finding
 
 DOCTOR = ROOT / "run" / "doctor.py"
-NVME = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere/nvme"}}}
-CPU_OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+NVME = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "auto"}}}
+CPU_OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
 
 @pytest.fixture
@@ -30,8 +31,18 @@ def asked(tmp_path) -> Asked:
     return Asked(tmp_path / "out", tmp_path / "cache")
 
 
-def with_json(config: dict) -> Asked:
-    return Asked(Path("output"), Path("cache"), config)
+@pytest.fixture
+def with_json(tmp_path, monkeypatch):
+    """From a DeepSpeed JSON, or a file's text, to what it asks for; nothing to compile with is missing."""
+    monkeypatch.setattr("llava_ds.ds_config.zero.missing_tools", lambda device_type, op: [])
+    monkeypatch.setattr("llava_ds.ds_config.optimizer.missing_tools", lambda device_type, op: [])
+
+    def make(config: dict | str) -> Asked:
+        path = tmp_path / "ds.json"
+        path.write_text(config if isinstance(config, str) else json.dumps(config))
+        return Asked(tmp_path / "out", tmp_path / "cache", path)
+
+    return make
 
 
 def only(findings: list[Finding], level: str) -> Finding:
@@ -50,19 +61,99 @@ def test_the_packages_are_setup_pys():
     ("config", "ops"),
     [
         ({}, set()),
-        ({"optimizer": {"type": "AdamW"}}, {"fused_adam"}),
-        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, set()),
+        ({"optimizer": {"type": "AdamW"}}, set()),  # filled with torch_adam where there is no GPU
         ({"optimizer": {"type": "SGD"}}, set()),
         (CPU_OFFLOAD, {"cpu_adam"}),
-        ({**CPU_OFFLOAD, "optimizer": {"type": "Lion"}}, {"cpu_lion"}),
+        ({**CPU_OFFLOAD, "optimizer": {"type": "lion"}}, {"cpu_lion"}),
         ({**CPU_OFFLOAD, "zero_force_ds_cpu_optimizer": False}, set()),
         (NVME, {"cpu_adam", "async_io"}),
-        ({"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/x"}}}, {"async_io"}),
-        ({"zero_optimization": "auto", "optimizer": []}, set()),
+        ({"optimizer": {"type": "Lion"}}, set()),  # refused: it has a kernel for GPUs only
     ],
 )
-def test_what_a_json_asks_for(config, ops):
+def test_what_a_json_asks_for_without_a_gpu(with_json, monkeypatch, config, ops):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert set(with_json(config).ops) == ops
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ops"),
+    [
+        ({"type": "AdamW"}, {"fused_adam"}),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, set()),
+        ({"type": "Lion"}, {"fused_lion"}),
+    ],
+)
+def test_what_a_json_asks_for_with_a_gpu(with_json, monkeypatch, optimizer, ops):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    assert set(with_json({"optimizer": optimizer}).ops) == ops
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert set(with_json({"optimizer": optimizer}).ops) == set()
+
+
+def test_every_operator_is_one_of_deepspeeds():
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    ops = {op for pair in OPTIMIZER_OPS.values() for op in pair if op is not None}
+    assert {"fused_adam", "cpu_adam"} <= ops and set(OPTIMIZER_OPS) == set(DEEPSPEED.values())
+    assert all(op in ALL_OPS or op.startswith("fused_") or op.startswith("cpu_") for op in ops)
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "remedy"),
+    [
+        ('{"zero_optimization": {"stage": 9}}', "zero_optimization.stage", ""),
+        ('{"zero_optimisation": {"stage": 2}}', "zero_optimisation", "zero_optimization"),
+        (
+            '{"optimizer": {"type": "AdamWW"}}',
+            'optimizer.type "AdamWW" in the DeepSpeed JSON is unknown',
+            "did you mean",
+        ),
+        ('{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}', "there is no GPU", "use --bf16 or fp32"),
+        ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping stands twice", ""),
+        ('{"zero_optimization": ', "can't be read as JSON", "ds_configs/"),
+        ("[]", "holds a list: expected a JSON object", "ds_configs/"),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}',
+            "offload_param.nvme_path is missing",
+            "name a folder on a local NVMe disk",
+        ),
+    ],
+)
+def test_what_training_refuses_is_a_problem(with_json, monkeypatch, text, found, remedy):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = with_json(text)
+    problem = only(software.check_configuration(asked), PROBLEM)
+    assert found in problem.found and remedy in problem.remedy
+    assert machine.check_nvme(asked)[0].level == WARNING and asked.ops == {}
+
+
+def test_every_line_of_a_refusal_is_a_problem_of_its_own(with_json):
+    findings = software.check_configuration(with_json({"zero_optimization": {"stage": 9}, "optimizer": {"type": "x"}}))
+    assert len(findings) == 2 and all(each.level == PROBLEM and each.remedy for each in findings)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
+def test_the_jsons_of_this_repository_can_be_used(with_json, path):
+    [found] = software.check_configuration(with_json(path.read_text()))
+    assert found.level == OK, found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+        '{ // with a comment\n "zero_optimization": {"stage": 2}}',
+    ],
+)
+def test_a_json_for_more_ranks_or_with_comments_can_be_used(with_json, config):
+    [found] = software.check_configuration(with_json(config))
+    assert found.level == OK, found
+
+
+def test_without_a_json_there_is_nothing_to_refuse(asked):
+    assert [finding.level for finding in software.check_configuration(asked)] == [OK]
 
 
 def test_python_and_packages(asked, monkeypatch):
@@ -87,7 +178,7 @@ def test_a_torchvision_of_another_build(asked, monkeypatch, tmp_path):
     assert levels == [("imports", PROBLEM), ("devices", WARNING)]
 
 
-def test_a_compiler_counts_where_something_is_compiled(asked, monkeypatch):
+def test_a_compiler_counts_where_something_is_compiled(asked, with_json, monkeypatch):
     monkeypatch.setattr(software, "_is_built", lambda op: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no no-such-compiler" in only(software.check_compiler(asked), WARNING).found
@@ -98,17 +189,21 @@ def test_a_compiler_counts_where_something_is_compiled(asked, monkeypatch):
 
 
 @pytest.mark.parametrize(("nvcc", "found"), [(None, "no nvcc"), ("release 11.8, V11", "nvcc is CUDA 11.8, torch was")])
-def test_a_cuda_toolkit_that_does_not_fit(monkeypatch, nvcc, found):
+def test_a_cuda_toolkit_that_does_not_fit(with_json, monkeypatch, nvcc, found):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/cuda")
     monkeypatch.setattr(software, "_is_built", lambda op: False)
     monkeypatch.setattr(software, "output_of", lambda *command: nvcc if "nvcc" in command[0] else "1.0")
     monkeypatch.setattr(shutil, "which", lambda command: f"/bin/{command}")
     problem = only(software.check_compiler(with_json({"optimizer": {"type": "Adam"}})), PROBLEM)
     assert found in problem.found and "CUDA toolkit 12.8" in problem.remedy
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # what is compiled for the CPU needs none
+    assert found in only(software.check_compiler(with_json(CPU_OFFLOAD)), WARNING).found
 
 
-def test_a_lock_on_which_torch_would_wait(asked, monkeypatch, tmp_path):
+def test_a_lock_on_which_torch_would_wait(asked, with_json, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
@@ -122,7 +217,7 @@ def test_a_lock_on_which_torch_would_wait(asked, monkeypatch, tmp_path):
     assert "TORCH_EXTENSIONS_DIR" in only(software.check_built_operators(asked), WARNING).remedy
 
 
-def test_an_operator_that_can_not_be_compiled(asked, monkeypatch):
+def test_an_operator_that_can_not_be_compiled(asked, with_json, monkeypatch):
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     def refuse(verbose):
@@ -153,7 +248,6 @@ def test_a_machine_without_a_gpu(asked, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(machine, "output_of", lambda *command: None)
     assert [finding.level for finding in machine.check_devices(asked)] == [OK]
-    assert "GPUs only" in only(machine.check_devices(with_json({"fp16": {"enabled": True}})), PROBLEM).found
     monkeypatch.setattr(machine, "output_of", lambda *command: "NVIDIA H100, 550.54")
     assert "torch's CUDA build" in only(machine.check_devices(asked), WARNING).remedy
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -169,23 +263,28 @@ def test_gpus(asked, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: ((40 - 30 * i) * 2**30, 40 * 2**30))
     monkeypatch.setattr(machine, "output_of", lambda *command: "A100, 550.54\nV100, 550.54")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    findings = machine.check_devices(with_json({"bf16": {"enabled": True}}))
+    findings = machine.check_devices(asked)
     assert "GPU 0: A100, 40 GiB, compute capability 8.0, bf16" in [finding.found for finding in findings]
     assert findings[-1].found.startswith("driver 550.54")
     warnings = " ".join(finding.found for finding in findings if finding.level == WARNING)
-    for part in ("DS_ACCELERATOR is cpu", "GPU 1 computes bf16 in software", "others hold 30 of 40", "the GPUs differ"):
+    for part in ("DS_ACCELERATOR is cpu", "others hold 30 of 40", "the GPUs differ"):
         assert part in warnings
     assert all(finding.level != PROBLEM for finding in findings)
 
 
-def test_memory_and_its_limits(asked, monkeypatch):
+def test_memory_and_its_limits(asked, with_json, monkeypatch):
     numbers = {"/sys/fs/cgroup/memory.max": 3 * 2**30, "/sys/fs/cgroup/memory.current": 2**30}
     monkeypatch.setattr(machine, "_read_number", numbers.get)
     assert only(machine.check_memory(asked), WARNING).found == "2 of 3 GiB available"
     limits = {resource.RLIMIT_NOFILE: (1024, 1 << 20), resource.RLIMIT_MEMLOCK: (8 << 20, 8 << 20)}
     monkeypatch.setattr(resource, "getrlimit", limits.get)
-    findings = machine.check_limits(with_json(NVME))
+    monkeypatch.setattr(machine, "_has_rdma", lambda: True)
+    findings = machine.check_limits(asked)
     assert [finding.remedy.split(" (")[0] for finding in findings] == ["", "ulimit -n 65536", "ulimit -l unlimited"]
+    monkeypatch.setattr(machine, "_has_rdma", lambda: False)
+    assert len(machine.check_limits(asked)) == 2
+    pinned = machine.check_nvme(with_json(NVME))[-1]
+    assert "offload to NVMe pins more" in pinned.found and "ulimit -l unlimited" in pinned.remedy
 
 
 def test_shared_memory_and_disks(asked, monkeypatch, tmp_path):
@@ -201,17 +300,13 @@ def test_shared_memory_and_disks(asked, monkeypatch, tmp_path):
     assert "can't be written to" in machine.check_disks(asked)[0].found
 
 
-def test_the_folder_that_is_offloaded_to(asked, monkeypatch, tmp_path):
+def test_the_folder_that_is_offloaded_to(asked, with_json, monkeypatch, tmp_path):
     assert [finding.level for finding in machine.check_nvme(asked)] == [OK]
-    nowhere = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/dev/null/nvme"}}}
-    assert "can't be written to" in only(machine.check_nvme(with_json(nowhere)), PROBLEM).found
     section = {"device": "nvme", "nvme_path": str(tmp_path)}
-    here = with_json({"zero_optimization": {"offload_param": section}})
+    here = with_json({"zero_optimization": {"stage": 3, "offload_param": section}})
+    assert f"offload_param.nvme_path {tmp_path}: " in machine.check_nvme(here)[0].found
     monkeypatch.setattr(machine, "_opens_directly", lambda folder: False)
     assert "O_DIRECT" in only(machine.check_nvme(here), PROBLEM).found
-    section.pop("nvme_path")
-    missing = with_json({"zero_optimization": {"offload_param": section}})
-    assert "offload_param.nvme_path is missing" in only(machine.check_nvme(missing), PROBLEM).found
 
 
 def test_the_network(asked, monkeypatch):
@@ -317,16 +412,22 @@ def test_the_exit_code_follows_the_worst_finding(monkeypatch, capsys):
         assert report["can_start"] == (code == 0) and [each["level"] for each in report["findings"]] == levels
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]"])
-def test_a_json_that_can_not_be_used_is_exit_code_2(tmp_path, text):
+def test_flags_that_can_not_be_used_are_exit_code_2(tmp_path):
     path = tmp_path / "ds.json"
-    if text is not None:
-        path.write_text(text)
     done = subprocess.run([sys.executable, str(DOCTOR), "--deepspeed", str(path)], capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith("run/doctor.py: error: --deepspeed_config")
     done = subprocess.run([sys.executable, str(DOCTOR), "--nonsense"], capture_output=True, text=True)
     assert done.returncode == 2
+
+
+def test_a_json_that_training_refuses_is_exit_code_1(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{ // as DeepSpeed allows\n "zero_optimization": {"stage": 9}}')
+    command = [sys.executable, str(DOCTOR), "--no_collective", "--output_dir", str(tmp_path), "--cache_dir"]
+    done = subprocess.run([*command, str(tmp_path), "--deepspeed", str(path)], capture_output=True, text=True)
+    assert done.returncode == 1 and "training can not start (problems: 1" in done.stdout, done.stdout + done.stderr
+    assert "problem  configuration    zero_optimization.stage" in done.stdout
 
 
 def test_this_machine_can_train(tmp_path):

@@ -15,9 +15,9 @@ from llava_ds.ds_config import optimizer
 from llava_ds.model.assemble import assemble
 from llava_ds.tools import planned
 from llava_ds.tools.activations import MicroBatch, activation_bytes, kept_bytes
-from llava_ds.tools.fitting import MB, Run, advice, fits, smallest_change, table
+from llava_ds.tools.fitting import MB, Run, advice, as_json, describe_change, fits, smallest_change, table
 from llava_ds.tools.memory import PLACEMENTS, Placement, Setup, ZeroSettings, estimate
-from llava_ds.tools.planned import offload_of
+from llava_ds.tools.planned import placement_of
 from llava_ds.tools.shapes import NAMED, ModelShape, shape_named, shape_of, shape_of_count
 from llava_ds.train.trainable import choose_trainable
 
@@ -133,7 +133,8 @@ def test_properties_that_hold_for_any_shape(seed):
     for placement in PLACEMENTS.values():
         found = estimate(shape, placement, Setup(ranks, zero))
         assert min(dataclasses.astuple(found)) >= 0 and found.total >= found.model_states
-        assert (found.cpu > 0) == (placement.offload != "none") and (found.nvme > 0) == (placement.offload == "nvme")
+        devices = (placement.optimizer, placement.param)
+        assert (found.cpu > 0) == (devices != ("none", "none")) and (found.nvme > 0) == ("nvme" in devices)
 
 
 def test_a_rank_holds_the_whole_gradient_of_a_tensor_that_it_owns_a_part_of():
@@ -184,17 +185,38 @@ def test_settings_come_from_the_json_with_deepspeeds_defaults():
 
 
 @pytest.mark.parametrize(
-    ("zero", "offload"),
+    ("zero", "devices"),
     [
-        ({}, "none"),
-        ({"offload_optimizer": {"device": "none"}}, "none"),
-        ({"offload_optimizer": {"device": "cpu"}}, "optimizer"),
-        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "all"),
-        ({"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}, "nvme"),
+        ({}, ("none", "none")),
+        ({"offload_optimizer": None, "offload_param": {}}, ("none", "none")),
+        ({"offload_optimizer": {"device": "none"}}, ("none", "none")),
+        ({"offload_optimizer": {"device": "cpu"}}, ("cpu", "none")),
+        ({"offload_param": {"device": "cpu"}}, ("none", "cpu")),
+        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}, ("cpu", "nvme")),
+        ({"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}, ("nvme", "nvme")),
     ],
 )
-def test_offload_is_read_from_the_json(zero, offload):
-    assert offload_of(zero) == offload
+def test_offload_is_read_from_the_json(zero, devices):
+    assert placement_of({"zero_optimization": {"stage": 3, **zero}}) == Placement(3, *devices)
+
+
+@pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("param", ["none", "cpu", "nvme"])
+def test_each_part_that_is_offloaded_leaves_the_gpu_alone(optimizer, param):
+    """Weights with offload_param, the rest with offload_optimizer, each to its own device and counted once."""
+    shape, setup = shape_of_count(10**9), Setup(4, ZeroSettings(param_persistence_threshold=0))
+    here = estimate(shape, Placement(3), setup)
+    found = estimate(shape, Placement(3, optimizer, param), setup)
+    assert found.weights == (here.weights if param == "none" else 0)
+    stays = optimizer == "none"
+    assert (found.gradients, found.optimizer) == ((here.gradients, here.optimizer) if stays else (0, 0))
+    assert found.optimizer_step == (here.optimizer_step if stays else 0)
+    alone = [estimate(shape, Placement(3, *one), setup) for one in ((optimizer, "none"), ("none", param))]
+    assert (found.cpu, found.nvme) == (sum(one.cpu for one in alone), sum(one.nvme for one in alone))
+    per_parameter = {"cpu": 2, "nvme": 0, "none": 0}
+    if optimizer == "none" and param != "nvme":
+        assert found.cpu == per_parameter[param] * 10**9
+    assert found.nvme == ((16 if optimizer == "nvme" else 0) + (2 if param == "nvme" else 0)) * 10**9
 
 
 def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, num_tiles: int) -> int:
@@ -290,7 +312,7 @@ def test_changes_are_tried_from_the_cheapest():
     assert smallest_change(run, need(batch=recomputed)) == replace(run, batch=recomputed)
     # Less than recomputing needs: only fewer tokens help, for activations are most of it here.
     change = smallest_change(run, 0.7 * need(batch=recomputed))
-    assert change.batch.num_tokens < 8192 and change.setup.num_gpus == 4 and change.placement.offload == "none"
+    assert change.batch.num_tokens < 8192 and change.setup.num_gpus == 4 and change.placement.optimizer == "none"
     assert "--tokens_per_micro_batch" in advice(run, 0.7 * need(batch=recomputed))
     assert smallest_change(run, 10**5) is None and "nothing that was tried fits" in advice(run, 10**5)
 
@@ -305,7 +327,7 @@ def test_what_is_advised_fits_and_asks_for_no_more_than_it_must(memory):
     assert change.batch.num_tokens >= run.longest_sample
     if change.setup.num_gpus > 4:
         assert smallest_change(replace(run, setup=replace(run.setup, num_gpus=2)), memory).setup.num_gpus > 4
-    if change.placement.offload != "none":
+    if change.placement.optimizer != "none":
         best = replace(run, placement=Placement(3), batch=replace(run.batch, num_tokens=1024, checkpoint_every=1))
         assert not fits(best.estimate().total, memory)
 
@@ -316,6 +338,53 @@ def test_the_table_marks_the_run_and_gives_a_verdict():
     assert lines[0].startswith("MB per GPU") and "[ZeRO-1]" in lines[0]
     assert lines[-1].split()[3:] and "tight" in lines[-1]
     assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "name"),
+    [
+        (Placement(1, "cpu"), "1 + cpu opt"),
+        (Placement(3, "none", "cpu"), "3 + cpu param"),
+        (Placement(3, "nvme"), "3 + nvme opt"),
+        (Placement(3, "cpu", "nvme"), "3 + cpu opt + nvme param"),
+    ],
+)
+def test_a_placement_that_is_none_of_the_usual_has_a_column_of_its_own(placement, name):
+    run = a_run(placement=placement)
+    lines = table(run, 20 * MB)
+    assert len({len(line) for line in lines}) == 1 and lines[0].endswith(f"  [{name}]")
+    assert f"{run.estimate().total / MB:.2f}" == next(line for line in lines if "at most" in line).split()[-1]
+    found = as_json(run, None)
+    assert found["chosen"] == name and list(found["bytes"]) == [*PLACEMENTS, name]
+    assert advice(run, 1000).startswith(f"{name} on 4 GPUs needs")
+
+
+def test_advice_keeps_what_is_offloaded_already():
+    run = a_run(placement=Placement(3, "none", "cpu"))
+    for memory in (x * MB for x in (1, 2, 3, 5, 8, 13, 20)):
+        change = smallest_change(run, memory)
+        assert change is None or change.placement.param != "none"
+    moved = replace(run, placement=Placement(3, "cpu", "cpu"))
+    assert describe_change(run, moved) == 'offload_optimizer {"device": "cpu"}'
+    far = replace(run, placement=Placement(3, "nvme", "nvme"))
+    assert describe_change(run, far) == 'offload_optimizer and offload_param {"device": "nvme"}'
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_fullest_rank_is_found_without_looking_at_every_one(seed):
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    ranks = rng.choice([1, 2, 7, 1000])
+    partitions = [-(-sum(group) // (2 * ranks)) * 2 for group in shape.groups]
+    held = []
+    for rank in range(ranks):
+        held.append(0)
+        for group, n in zip(shape.groups, partitions):
+            start = 0
+            for size in group:
+                held[-1] += size if start < n * (rank + 1) and start + size > n * rank else 0
+                start += size
+    assert estimate(shape, Placement(2), Setup(ranks)).gradients == 2 * max(held)
 
 
 def test_an_optimizer_of_the_json_counts_with_what_it_keeps():
