@@ -28,7 +28,6 @@ REQUIRED = (
     "pillow>=11",
     "numpy",
     "pydantic>=2",
-    "hjson",
     "psutil",
     "pyyaml",
     "tqdm",
