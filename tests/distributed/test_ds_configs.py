@@ -116,9 +116,11 @@ TWO, THREE = {"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage"
 FEATURES = {
     "plain": TWO,
     "monitors": {**TWO, "csv_monitor": {"enabled": True, "job_name": "csv"}, "tensorboard": {"enabled": True}},
-    "timers": {**TWO, "wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True},
     "profilers": {
         **TWO,
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "dump_state": True,
         "flops_profiler": {"enabled": True, "profile_step": 3, "top_modules": 3},
         "comms_logger": {"enabled": True},
     },
@@ -127,31 +129,46 @@ FEATURES = {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
         "zero_force_ds_cpu_optimizer": False,
     },
+}
+LONG_FEATURES = {
     "within_a_node": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
 }
 FEATURE_STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def features(tmp_path_factory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("features")
+def trained(folder: Path, features: dict, **compiled: object) -> str:
+    """Train with every JSON, and once compiled where that is asked for. Returns what was printed."""
     given, runs = inputs(folder), []
-    for name, config in FEATURES.items():
+    for name, config in features.items():
         if name == "profilers":
             config["flops_profiler"]["output_file"] = str(folder / "flops.txt")
         path = written(folder / "json", name, config)
         runs.append(flags_of(given, folder, name, path, max_steps=FEATURE_STEPS))
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_checkpointing": True}
-    runs.append(
-        flags_of(given, folder, "compiled", folder / "json" / "plain.json", max_steps=FEATURE_STEPS, **compiled)
-    )
-    return folder, run_many(2, folder / "launch", runs)
+    if compiled:
+        runs.append(
+            flags_of(given, folder, "compiled", folder / "json/plain.json", max_steps=FEATURE_STEPS, **compiled)
+        )
+    return run_many(2, folder / "launch", runs)
 
 
-@pytest.mark.parametrize("name", [*FEATURES, "compiled"])
+@pytest.fixture(scope="module")
+def features(tmp_path_factory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("features")
+    return folder, trained(folder, FEATURES)
+
+
+@pytest.mark.parametrize("name", FEATURES)
 def test_nothing_changes_the_loss(features, name):
     folder, _ = features
     assert losses(folder / name) == pytest.approx(losses(folder / "plain"), abs=1e-5)
+
+
+@pytest.mark.full
+def test_neither_compiling_nor_sharding_within_a_node_changes_it(tmp_path):
+    how = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_checkpointing": True}
+    trained(tmp_path, {"plain": FEATURES["plain"], **LONG_FEATURES}, **how)
+    for name in (*LONG_FEATURES, "compiled"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
 
 
 def test_monitors_write_rates_and_losses_into_the_output_folder(features):

@@ -108,9 +108,9 @@ ADAMW = {"type": "AdamW", "params": AUTO}
 WARMUP = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
 
 
-# What is run every day: what DeepSpeed treats apart at every stage, the others at the ends, and every precision.
+# What is run every day: what DeepSpeed treats apart at every stage, the others at stage 3, and every precision.
 APART = ("none", "AdamW", "Adagrad", "Muon", "SGD")
-DAILY = [(name, "fp32", stage) for name in BLOCKS for stage in (STAGES if name in APART else (0, 3))]
+DAILY = [(name, "fp32", stage) for name in BLOCKS for stage in (STAGES if name in APART else (3,))]
 DAILY += [
     ("AdamW", precision, stage)
     for precision, stages in (
