@@ -36,6 +36,8 @@ from llava_ds.distributed import (
 from llava_ds.ds_config.activation import asks_for
 from llava_ds.ds_config.compilation import deep_compiles
 from llava_ds.ds_config.engine import check_engine
+from llava_ds.ds_config.native import compiling_notes
+from llava_ds.ds_config.optimizer import kernels_of
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.geometry import picture_options
 from llava_ds.model.build import ModelPlan, build_model, plan_model
@@ -81,10 +83,9 @@ def main(argv: list[str]) -> None:
         hidden_size=plan.hidden_size,
         device_type=ranks.device.type,
     )
+    # What the data makes no difference to is refused before it is read.
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
-    args = together(
-        ranks, partial(resolve, num_steps=known_steps)
-    ).args  # what the data makes no difference to is refused before it is read
+    args = together(ranks, partial(resolve, num_steps=known_steps)).args
     dataset = _open_data(args, plan, ranks)
     layout = Layout(
         ranks.rank,
@@ -124,6 +125,7 @@ def main(argv: list[str]) -> None:
         print_first(f"{count} layers of the language model run again in backward")
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe(model, groups))
+    print_first(*compiling_notes(list(kernels_of(resolved.config))))
     engine = start_engine(model, groups, resolved, num_steps, ranks.device)
     check_engine(engine, resolved)
     if deep_compiles(resolved.config):

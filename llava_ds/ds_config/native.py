@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import sys
+from pathlib import Path
 
 
 def missing_tools(device_type: str, op: str) -> list[str]:
@@ -33,3 +35,35 @@ def _has_libaio() -> bool:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().is_compatible()
+
+
+def compiling_notes(operators: list[str]) -> list[str]:
+    """What to say before DeepSpeed compiles operators, or waits for another process that does."""
+    from deepspeed.git_version_info import installed_ops
+
+    notes = []
+    for op in operators:
+        folder = extensions_folder() / op
+        if installed_ops.get(op, False) or ((folder / f"{op}.so").exists() and not (folder / "lock").exists()):
+            continue
+        notes.append(f"DeepSpeed compiles its {op} when it starts, which takes minutes, once")
+        if (folder / "lock").exists():
+            notes.append(
+                f"{folder / 'lock'} is there: another process compiles it, or was killed while it did; if none does, "
+                "delete that file, for torch waits for it for ever"
+            )
+    return notes
+
+
+def extensions_folder() -> Path:
+    """Where torch keeps what it compiled for this Python and CUDA. Source: torch, utils/cpp_extension.py."""
+    import torch
+    from torch.utils.cpp_extension import get_default_build_root
+
+    if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(folder)
+    kind = "cpu" if torch.version.cuda is None else "cu" + torch.version.cuda.replace(".", "")
+    if torch.version.hip is not None:
+        kind = "rocm" + torch.version.hip.replace(".", "")
+    python = "py{}{}{}".format(*sys.version_info[:2], getattr(sys, "abiflags", ""))
+    return Path(get_default_build_root()) / f"{python}_{kind}"

@@ -10,7 +10,7 @@ from llava_ds.ds_config.draft import AUTO, Draft, as_json, is_number
 from llava_ds.ds_config.native import compiler, missing_tools
 from llava_ds.ds_config.precision import DTYPES
 from llava_ds.ds_config.scheduler import RATE_KEYS, dry_run_problem
-from llava_ds.ds_config.zero import offload_device
+from llava_ds.ds_config.zero import OFFLOADED, offload_device
 
 # DeepSpeed's own names: it takes these in any case, and all others as classes of torch.optim in their exact case.
 DEEPSPEED = {
@@ -38,6 +38,17 @@ SHARDED = {
     "Lamb": "a layer's norm",
     "Adafactor": "a matrix's rows and columns",
 }
+# The operator that DeepSpeed compiles for each, on the device and for states in CPU memory. Muon's other half is an
+# Adam; without offload it brings one that needs no kernel.
+KERNELS = {
+    "Adam": ("fused_adam", "cpu_adam"),
+    "AdamW": ("fused_adam", "cpu_adam"),
+    "Muon": (None, "cpu_adam"),
+    "Adagrad": (None, "cpu_adagrad"),
+    "Lion": ("fused_lion", "cpu_lion"),
+    "Lamb": ("fused_lamb", None),
+}
+WITH_ADAM = ("Adam", "AdamW", "Muon")
 # Tested by DeepSpeed under ZeRO; all others want zero_allow_untested_optimizer.
 ZERO_TESTED = {"Adam", "AdamW", "Adagrad", "Lion", "Muon"}
 # DeepSpeed reads these itself, before the class sees the rest.
@@ -294,20 +305,9 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
             "Muon's update is compiled by torch when training starts, which needs g++: install it, or set "
             "TORCH_COMPILE_DISABLE=1 in the environment"
         )
-    # Muon's other half is an Adam too; without offload, Muon brings one that needs no kernel.
-    with_adam = ("Adam", "AdamW", "Muon") if offload else ("Adam", "AdamW")
-    own_adam = name in with_adam and params.get("torch_adam") is not True
-    ops = {"Lamb": "fused_lamb", "Lion": "cpu_lion" if offload else "fused_lion"}
-    if own_adam:
-        op = "cpu_adam" if offload else "fused_adam"
-    elif name == "Adagrad" and offload:
-        op = "cpu_adagrad"
-    elif name in ops:
-        op = ops[name]
-    else:
-        return
-    missing = missing_tools(draft.device_type, op)
-    if missing:
+    op = _kernel_of(name, params, offload)
+    if op is not None and (missing := missing_tools(draft.device_type, op)):
+        own_adam = name in WITH_ADAM
         instead = 'write "torch_adam": true into optimizer.params' if own_adam else "use AdamW with torch_adam"
         if offload and "optimizer.type" in draft.reasons:
             instead = 'write "zero_force_ds_cpu_optimizer": false to let torch compute AdamW'
@@ -315,6 +315,24 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
             f"{name} is compiled by DeepSpeed when it starts, which needs {' and '.join(missing)}: install "
             f"{'it' if len(missing) == 1 else 'them'}, or {instead}"
         )
+
+
+def _kernel_of(name: str, params: dict, offload: bool) -> str | None:
+    by_torch = name in WITH_ADAM and params.get("torch_adam") is True
+    return None if by_torch else KERNELS.get(name, (None, None))[offload]
+
+
+def kernels_of(config: dict) -> dict[str, str]:
+    """DeepSpeed's operators that a resolved JSON trains with, and the key that asks for each."""
+    found, block, devices = {}, config.get("optimizer"), {part: offload_device(config, part) for part in OFFLOADED}
+    if block is not None:
+        offload = devices["offload_optimizer"] != "none"
+        if op := _kernel_of(optimizer_name(block), block.get("params", {}), offload):
+            found[op] = "zero_optimization.offload_optimizer" if offload else f"optimizer.type {block['type']}"
+    for part, device in devices.items():
+        if device == "nvme":
+            found["async_io"] = f"zero_optimization.{part}.device nvme"
+    return found
 
 
 def _try_torch_class(draft: Draft, name: str, params: dict) -> None:

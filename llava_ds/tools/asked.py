@@ -12,15 +12,6 @@ from llava_ds.constants import ConfigError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
-# What DeepSpeed builds for the optimizer of a resolved JSON: for states on the device, and for offloaded ones.
-OPTIMIZER_OPS = {
-    "Adam": ("fused_adam", "cpu_adam"),
-    "AdamW": ("fused_adam", "cpu_adam"),
-    "Muon": (None, "cpu_adam"),
-    "Adagrad": (None, "cpu_adagrad"),
-    "Lion": ("fused_lion", "cpu_lion"),
-    "Lamb": ("fused_lamb", None),
-}
 HIDDEN_SIZE = 4096  # of a 7B, for the JSON's sizes that depend on the model: what is wrong does not
 
 
@@ -67,19 +58,9 @@ class Asked:
         config = self.config
         if config is None:
             return {}
-        from llava_ds.ds_config.optimizer import optimizer_name
-        from llava_ds.ds_config.zero import offload_device
+        from llava_ds.ds_config.optimizer import kernels_of
 
-        found, block = {}, config.get("optimizer")
-        if block is not None and block.get("params", {}).get("torch_adam") is not True:
-            offloaded = offload_device(config, "offload_optimizer") != "none"
-            op = OPTIMIZER_OPS.get(optimizer_name(block), (None, None))[offloaded]
-            if op is not None:
-                why = "zero_optimization.offload_optimizer" if offloaded else f"optimizer.type {block['type']}"
-                found[op] = why
-        if self.nvme_paths:
-            found["async_io"] = f"{next(iter(self.nvme_paths.values())).removesuffix('.nvme_path')}.device nvme"
-        return found
+        return kernels_of(config)
 
     @cached_property
     def nvme_paths(self) -> dict[str, str]:

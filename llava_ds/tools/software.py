@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 import time
-from pathlib import Path
 
 from llava_ds.tools.asked import OK, PROBLEM, WARNING, Asked, Finding, can_be_written, output_of
 
@@ -136,7 +135,9 @@ def check_compiler(asked: Asked) -> list[Finding]:
 
 def check_built_operators(asked: Asked) -> list[Finding]:
     """The folder that compiled operators are kept in, and the locks on which torch would wait for ever."""
-    folder = _extensions_folder()
+    from llava_ds.ds_config.native import extensions_folder
+
+    folder = extensions_folder()
     if not can_be_written(folder):
         level = PROBLEM if asked.ops else WARNING
         return [Finding(level, f"{folder} can't be written to", "set TORCH_EXTENSIONS_DIR to a folder of your own")]
@@ -203,21 +204,9 @@ def _is_built(op: str) -> bool:
     """Whether an earlier run left the operator compiled, or DeepSpeed was installed with it."""
     from deepspeed.git_version_info import installed_ops
 
-    return bool(installed_ops.get(op)) or any((_extensions_folder() / op).glob("*.so"))
+    from llava_ds.ds_config.native import extensions_folder
 
-
-def _extensions_folder() -> Path:
-    """Where torch keeps what it compiled for this Python and CUDA. Source: torch, utils/cpp_extension.py."""
-    import torch
-    from torch.utils.cpp_extension import get_default_build_root
-
-    if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(folder)
-    kind = "cpu" if torch.version.cuda is None else "cu" + torch.version.cuda.replace(".", "")
-    if torch.version.hip is not None:
-        kind = "rocm" + torch.version.hip.replace(".", "")
-    python = "py{}{}{}".format(*sys.version_info[:2], getattr(sys, "abiflags", ""))
-    return Path(get_default_build_root()) / f"{python}_{kind}"
+    return bool(installed_ops.get(op)) or any((extensions_folder() / op).glob("*.so"))
 
 
 def _first_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ import pytest
 from deepspeed import git_version_info
 from ds_json import refused, resolve
 
-from llava_ds.ds_config import native
+from llava_ds.ds_config import native, optimizer
 
 NVME = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "auto"}}
 
@@ -50,3 +50,26 @@ def test_an_estimate_for_another_machine_asks_nothing_of_this_one(bare):
     raw = {"zero_optimization": {**NVME, "offload_optimizer": {"device": "nvme", "nvme_path": "auto"}}}
     assert resolve(raw, device_type="cuda", here=False).config["optimizer"]["type"] == "AdamW"
     assert any("needs nvcc" in line for line in refused(raw, device_type="cuda"))
+
+
+def test_compiling_is_said_before_it_begins_and_a_lock_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    [note] = native.compiling_notes(["cpu_adam"])
+    assert note == "DeepSpeed compiles its cpu_adam when it starts, which takes minutes, once"
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    assert native.compiling_notes(["cpu_adam"]) == []
+    (tmp_path / "cpu_adam" / "lock").touch()
+    assert f"{tmp_path}/cpu_adam/lock is there: another process compiles it" in native.compiling_notes(["cpu_adam"])[1]
+
+
+def test_the_operators_of_a_json_are_known():
+    def of(zero: dict, **block: object) -> dict[str, str]:
+        return optimizer.kernels_of({"zero_optimization": zero} | ({"optimizer": block} if block else {}))
+
+    cpu = {"offload_optimizer": {"device": "cpu"}}
+    assert of({}) == {} and of({}, type="SGD") == {}
+    assert of({}, type="adamw") == {"fused_adam": "optimizer.type adamw"}
+    assert of({}, type="AdamW", params={"torch_adam": True}) == {}
+    assert of(cpu, type="Muon") == {"cpu_adam": "zero_optimization.offload_optimizer"}
+    assert list(of({**cpu, "offload_param": {"device": "nvme"}}, type="Lion")) == ["cpu_lion", "async_io"]

@@ -16,10 +16,10 @@ import pytest
 import torch
 from launching import ROOT
 
-from llava_ds.ds_config.optimizer import DEEPSPEED
+from llava_ds.ds_config.optimizer import DEEPSPEED, KERNELS
 from llava_ds.tools import asked as asked_module
 from llava_ds.tools import collective, doctor, machine, software
-from llava_ds.tools.asked import OK, OPTIMIZER_OPS, PROBLEM, WARNING, Asked, Finding
+from llava_ds.tools.asked import OK, PROBLEM, WARNING, Asked, Finding
 
 DOCTOR = ROOT / "run" / "doctor.py"
 NVME = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "auto"}}}
@@ -94,8 +94,8 @@ def test_what_a_json_asks_for_with_a_gpu(with_json, monkeypatch, optimizer, ops)
 def test_every_operator_is_one_of_deepspeeds():
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    ops = {op for pair in OPTIMIZER_OPS.values() for op in pair if op is not None}
-    assert {"fused_adam", "cpu_adam"} <= ops and set(OPTIMIZER_OPS) == set(DEEPSPEED.values())
+    ops = {op for pair in KERNELS.values() for op in pair if op is not None}
+    assert {"fused_adam", "cpu_adam"} <= ops and set(KERNELS) == set(DEEPSPEED.values())
     assert all(op in ALL_OPS or op.startswith("fused_") or op.startswith("cpu_") for op in ops)
 
 
