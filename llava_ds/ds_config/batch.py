@@ -49,7 +49,12 @@ def resolve_batch(draft: Draft) -> None:
             why = (f"largest within --per_device_train_batch_size that divides {share}", "what is left to reach it")
         elif "per_device_train_batch_size" not in fixed and share % accumulation == 0:
             micro = share // accumulation
-        if micro * accumulation * world_size != total:
+        if micro * accumulation * world_size != total and "gradient_accumulation_steps" not in fixed:
+            draft.refuse(
+                f"train_batch_size is {total}, to which micro-batches of {micro} on {world_size} ranks do not add up: "
+                f'give a multiple of {micro * world_size}, or write "auto" for train_micro_batch_size_per_gpu'
+            )
+        elif micro * accumulation * world_size != total:
             draft.refuse(
                 f"train_batch_size is {total}, but {micro} samples per micro-batch x {accumulation} micro-batches x "
                 f"{world_size} ranks are {micro * accumulation * world_size}: leave one of the three out"

@@ -86,6 +86,12 @@ WRONG = [
         {},
         "train_batch_size is 20, but 3 samples per micro-batch x 2 micro-batches x 1 ranks are 6: leave one of the three out",
     ),
+    (
+        {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3},
+        {},
+        "train_batch_size is 8, to which micro-batches of 3 on 1 ranks do not add up: give a multiple of 3, or write "
+        '"auto" for train_micro_batch_size_per_gpu',
+    ),
     # A flag against the JSON
     ({"train_batch_size": 96}, {"train_batch_size": 99}, f"train_batch_size is 96 {J} but --train_batch_size is 99: {EQUAL}"),
     (
