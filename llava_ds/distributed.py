@@ -334,7 +334,7 @@ def printable(text: str, keep: str = "") -> str:
 
 def print_first(*lines: str) -> None:
     """Print from rank 0 only; works before the process group exists. No line can steer the terminal."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if lines and int(os.environ.get("RANK", "0")) == 0:
         print(*(printable(line, keep="\n\t") for line in lines), sep="\n", flush=True)
 
 
