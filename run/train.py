@@ -98,6 +98,9 @@ def main(argv: list[str]) -> None:
     per_epoch = order.steps_per_epoch
     num_steps = total_steps(args.training, per_epoch)
     resolved = together(ranks, partial(resolve, num_steps=num_steps))
+    # A compiler that only some machines have decides which Adam is filled in.
+    same = {"the resolved optimizer": resolved.config.get("optimizer")}
+    check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
     identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.config)
     output_dir = Path(args.training.output_dir)
     if args.training.save_strategy != "no" and not args.training.dry_run:

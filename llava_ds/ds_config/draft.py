@@ -66,8 +66,6 @@ class Draft:
         if self.is_open(key):
             self.fill(key, wanted, named)
             return wanted
-        if key in self.wrong:
-            return wanted
         written = self.get(key)
         if isinstance(wanted, bool):
             fits, kind = isinstance(written, bool), "true or false"

@@ -80,9 +80,8 @@ def _check_values(draft: Draft) -> None:
         del draft.config["data_types"]["keep_in_fp32_modules"]  # DeepSpeed's own word for its default
     for key, (fits, wanted) in COUNTS.items():
         value = draft.get(key)
-        if value not in (None, AUTO) and key not in draft.wrong and not fits(value):
+        if value not in (None, AUTO) and not fits(value):
             draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")
-            draft.wrong.add(key)
 
 
 def _autocast_dtype(draft: Draft) -> str | None:

@@ -228,6 +228,14 @@ def test_what_only_looks_wrong_resolves(raw, call, line):
     resolve(raw, **call)
 
 
+def test_deepcompile_goes_with_a_block_that_asks_for_nothing():
+    raw = {"compile": {"deepcompile": True}, "activation_checkpointing": {"cpu_checkpointing": False}, **zero()}
+    resolve(raw, device_type="cuda")
+    raw["activation_checkpointing"]["cpu_checkpointing"] = True
+    [line] = refused(raw, device_type="cuda")
+    assert line.startswith("compile.deepcompile is true in the DeepSpeed JSON with activation checkpointing")
+
+
 def test_there_are_many():
     assert len({line for _, _, line in WRONG}) > 75
 
