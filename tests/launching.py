@@ -45,6 +45,22 @@ def command_line(flags: dict[str, object]) -> list[str]:
     return [token for name, value in flags.items() for token in (f"--{name}", str(value))]
 
 
+def toy_run(given: dict[str, str], output_dir: Path, config: str | Path, **more: object) -> dict[str, object]:
+    """The flags of a short run on toys; given names model and data, all runs beside each other share their cache."""
+    return {
+        **given,
+        "deepspeed_config": config,
+        "output_dir": output_dir,
+        "cache_dir": output_dir.parent / "cache",
+        "model_max_length": 512,
+        "train_batch_size": 4,
+        "learning_rate": 2e-3,
+        "mm_projector_lr": 1e-3,
+        "save_strategy": "no",
+        **more,
+    }
+
+
 def ds_config(stage: int) -> str:
     return str(ROOT / "ds_configs" / f"zero{stage}.json")
 

@@ -14,6 +14,7 @@ HEADROOM = 0.1  # of a GPU's memory, left for the CUDA context, NCCL and fragmen
 MOST_DOUBLINGS = 6  # of the GPUs that are proposed
 DEVICES = ("none", "cpu", "nvme")  # the further, the slower
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"))  # optimizer, param: as proposed
+RECOMPUTED = {0: "every activation kept", 1: "every layer recomputed"}
 CELL = 13  # the least width of a column
 
 ROWS = {
@@ -127,7 +128,7 @@ def description(run: Run) -> list[str]:
             if batch is None
             else f"{batch.num_tokens:,} tokens a micro-batch at most, {batch.num_supervised:,} supervised, "
             f"{batch.num_tiles} image tiles, "
-            + ("every layer recomputed" if batch.checkpoint_every else "every activation kept")
+            + RECOMPUTED.get(batch.checkpoint_every, f"one layer of {batch.checkpoint_every} recomputed")
         ),
     ]
 

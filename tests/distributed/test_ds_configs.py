@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import toys
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from launching import ROOT, losses, run_many
+from launching import ROOT, losses, run_many, toy_run
 
 STEPS = 20
 CONFIGS = {path.stem: path for path in sorted((ROOT / "ds_configs").glob("*.json"))}
@@ -29,22 +29,14 @@ def inputs(folder: Path) -> dict[str, str]:
 
 
 def flags_of(given: dict, folder: Path, name: str, config: Path, **more: object) -> dict[str, object]:
-    return {
-        **given,
-        "deepspeed_config": config,
-        "output_dir": folder / name,
-        "cache_dir": folder / "cache",
-        "model_max_length": 512,
-        "train_batch_size": 4,
-        "learning_rate": 2e-3,
-        "mm_projector_lr": 1e-3,
+    more = {
         "warmup_ratio": 0.1,
         "weight_decay": 0.1,
         "max_grad_norm": 1.0,
         "max_steps": STEPS,
-        "save_strategy": "no",
         **more,
     }
+    return toy_run(given, folder / name, config, **more)
 
 
 def written(folder: Path, name: str, config: dict) -> Path:

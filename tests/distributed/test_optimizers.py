@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import toys
-from launching import ROOT, command_line, launch, losses, run_many
+from launching import ROOT, command_line, launch, losses, run_many, toy_run
 
 WORKER = ROOT / "tests" / "workers" / "optimizers.py"
 STAGES = (0, 1, 2, 3)
@@ -83,20 +83,7 @@ def ask(folder: Path, cases: list[dict], timeout_s: int = 300) -> dict[str, dict
 def whole_run(base: dict, data: dict, folder: Path, name: str, config: dict, **more: object) -> dict[str, object]:
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
-    return {
-        **base,
-        **data,
-        "deepspeed_config": path,
-        "output_dir": folder / name,
-        "cache_dir": folder / "cache",
-        "model_max_length": 512,
-        "train_batch_size": 4,
-        "learning_rate": 2e-3,
-        "mm_projector_lr": 1e-3,
-        "max_steps": 6,
-        "save_strategy": "no",
-        **more,
-    }
+    return toy_run(base | data, folder / name, path, **{"max_steps": 6, **more})
 
 
 def whole_case(flags: dict[str, object]) -> dict:

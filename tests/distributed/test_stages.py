@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from launching import ds_config, losses, run_many
+from launching import ds_config, losses, run_many, toy_run
 from safetensors.torch import load_file
 
 from llava_ds.arguments import ModelArguments
@@ -21,23 +21,14 @@ BATCH = 4
 
 
 def flags_of(base: dict, data: dict, output_dir: Path, stage: int, **more: object) -> dict[str, object]:
-    return {
-        **base,
-        **data,
-        "deepspeed_config": ds_config(stage),
-        "output_dir": output_dir,
-        "cache_dir": output_dir.parent / "cache",
-        "model_max_length": 512,
-        "train_batch_size": BATCH,
-        "learning_rate": 2e-3,
-        "mm_projector_lr": 1e-3,
+    more = {
         "warmup_ratio": 0.1,
         "weight_decay": 0.1,
         "max_grad_norm": 1.0,
         "max_steps": STEPS,
-        "save_strategy": "no",
         **more,
     }
+    return toy_run(base | data, output_dir, ds_config(stage), train_batch_size=BATCH, **more)
 
 
 def kinds_for(steps: list[str]) -> str:
