@@ -16,18 +16,41 @@ class ModelArguments:
     model_name_or_path: str | None = HfArg(
         default=None, help="Folder of the causal language model; absent: the tiny model that ships with the package."
     )
-    vision_tower: str | None = HfArg(default=None, help="Folder of the CLIP tower; required with --model_name_or_path.")
-    mm_projector_type: Literal["mlp2x_gelu", "linear"] = HfArg(
-        default="mlp2x_gelu", help="Projector from tower features to the language model's width."
+    vision_tower: str | None = HfArg(
+        default=None, help="Folder of the CLIP, SigLIP or SigLIP 2 tower; required with --model_name_or_path."
+    )
+    mm_projector_type: str = HfArg(
+        default="mlp2x_gelu",
+        help="Projector from tower features to the language model's width: linear, mlpNx_gelu, mlpNx_resMx_gelu, "
+        "pooler (one feature of each 2 x 2) or identity.",
     )
     mm_vision_select_layer: int = HfArg(
         default=-2, help="Hidden state of the tower that is projected; -1 is the last layer's. Later layers never run."
+    )
+    mm_vision_select_feature: Literal["patch", "cls_patch"] = HfArg(
+        default="patch", help="Project the tower's patches, or CLIP's class token before them, too."
+    )
+    s2: bool = HfArg(
+        default=False, help="Show the tower every picture at several scales and lay their features beside each other."
+    )
+    s2_scales: str = HfArg(
+        default="336,672,1008", help="With --s2: the scales in pixels, multiples of the tower's size, itself first."
     )
     pretrain_mm_mlp_adapter: str | None = HfArg(
         default=None, help="Projector of stage 1 to start from (mm_projector.bin or .safetensors)."
     )
     tune_mm_mlp_adapter: bool = HfArg(
         default=False, help="Stage 1: train the projector only and leave mm_projector.bin."
+    )
+    freeze_mm_mlp_adapter: bool = HfArg(default=False, help="Leave the projector as it is.")
+    freeze_backbone: bool = HfArg(
+        default=False, help="Leave the language model as it is, but for its output layer (as in LLaVA)."
+    )
+    unfreeze_mm_vision_tower: bool = HfArg(default=False, help="Train the vision tower, too.")
+    mm_tunable_parts: str | None = HfArg(
+        default=None,
+        help="What trains, instead of the four flags before: any of mm_vision_tower, mm_mlp_adapter and "
+        "mm_language_model, with commas (LLaVA-NeXT).",
     )
     version: str = HfArg(
         default="v1",
@@ -167,6 +190,7 @@ class TrainingArguments:
     )
     learning_rate: float = HfArg(default=2e-5, help="Peak learning rate.")
     mm_projector_lr: float | None = HfArg(default=None, help="Peak learning rate of the projector, if another.")
+    mm_vision_tower_lr: float | None = HfArg(default=None, help="Peak learning rate of the vision tower, if another.")
     weight_decay: float = HfArg(default=0.0, help="Weight decay; never on biases and norms.")
     adam_beta1: float = HfArg(default=0.9, help="AdamW beta 1.")
     adam_beta2: float = HfArg(default=0.999, help="AdamW beta 2.")
@@ -231,6 +255,35 @@ class TrainingArguments:
         help="Check everything, print the plan, the first batch and the memory that is needed, and stop before the "
         "model is built; nothing is written to --output_dir.",
     )
+
+
+# The names of --mm_tunable_parts, and the parts of the model.
+TUNABLE_PARTS = {
+    "mm_vision_tower": "vision_tower",
+    "mm_mlp_adapter": "projector",
+    "mm_language_model": "language_model",
+}
+
+
+def trained_parts(model: ModelArguments) -> frozenset[str]:
+    """What trains, of vision_tower, projector, language_model and output_layer (the language model's, by itself).
+
+    Source: LLaVA's and LLaVA-NeXT's train(), whose --freeze_backbone leaves the output layer training.
+    """
+    if model.mm_tunable_parts is not None:
+        named = {name.strip() for name in model.mm_tunable_parts.split(",")}
+        return frozenset(part for name, part in TUNABLE_PARTS.items() if name in named)
+    parts = {"vision_tower"} if model.unfreeze_mm_vision_tower else set()
+    if not model.freeze_mm_mlp_adapter:
+        parts.add("projector")
+    if not model.tune_mm_mlp_adapter:
+        parts.add("output_layer" if model.freeze_backbone else "language_model")
+    return frozenset(parts)
+
+
+def trains_projector_only(model: ModelArguments) -> bool:
+    """Whether this is stage 1, which leaves a projector and no whole model."""
+    return trained_parts(model) == {"projector"}
 
 
 @dataclass(frozen=True)

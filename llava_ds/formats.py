@@ -1,6 +1,6 @@
 """Names of the same tensors in this package, in LLaVA's files and in llava-hf folders: mapped here and nowhere else.
 
-Here:      vision_tower.clip.*   projector.layers.{0,2}.*   language_model.*
+Here:      vision_tower.tower.*   projector.layers.{0,2}.*   language_model.*
 LLaVA:                           model.mm_projector.{0,2}.*, or model.mm_projector.* for a linear projector
 llava-hf:  vision_tower.vision_model.*   multi_modal_projector.linear_{1,2}.*   language_model.*
 
@@ -28,7 +28,7 @@ def projector_from_llava(name: str) -> str | None:
 
     Accepts what LLaVA accepts: anything before "mm_projector.", as LoRA runs and whole checkpoints write it.
     """
-    found = re.search(r"(?:^|\.)mm_projector\.(\d+\.)?(weight|bias)$", name)
+    found = re.search(r"(?:^|\.)mm_projector\.((?:(?:\d+|pre_norm|proj|conv_pool)\.)*)(weight|bias)$", name)
     return None if found is None else f"layers.{found[1] or '0.'}{found[2]}"
 
 
@@ -42,24 +42,27 @@ def language_model_from_disk(name: str) -> str | None:
     return None if name.endswith("rotary_emb.inv_freq") else name
 
 
-def clip_from_disk(name: str, num_layers: int) -> str | None:
-    """A name in a CLIP folder (vision model alone, or with its text model) to one in the truncated tower ("clip.*").
+def tower_from_disk(name: str) -> str | None:
+    """A name in a tower's folder (vision model alone, or with its text model) to one in the tower ("tower.*").
 
-    None for what the tower does not have: text model, projections, layers from num_layers on, position buffers.
+    None for the text model, projections and position buffers.
     """
-    if name.startswith(("text_model.", "visual_projection.", "text_projection.", "logit_scale")):
+    if name.startswith(("text_model.", "visual_projection.", "text_projection.", "logit_scale", "logit_bias")):
         return None
     name = name.removeprefix("vision_model.")
-    layer = re.match(r"encoder\.layers\.(\d+)\.", name)
-    if (layer and int(layer[1]) >= num_layers) or name == "embeddings.position_ids":
-        return None
-    return f"clip.{name}"
+    return None if name == "embeddings.position_ids" else f"tower.{name}"
+
+
+def runs_in_tower(name: str, num_layers: int) -> bool:
+    """Whether a tower that stops behind so many layers has a parameter: no later layer, final norm or pooling head."""
+    layer = re.match(r"tower\.encoder\.layers\.(\d+)\.", name)
+    return not name.startswith(("tower.post_layernorm.", "tower.head.")) and not (layer and int(layer[1]) >= num_layers)
 
 
 def to_hf(name: str) -> str:
     """A parameter's name here to its name on disk in a llava-hf folder (the spelling that every version reads)."""
-    if name.startswith("vision_tower.clip."):
-        return "vision_tower.vision_model." + name.removeprefix("vision_tower.clip.")
+    if name.startswith("vision_tower.tower."):
+        return "vision_tower.vision_model." + name.removeprefix("vision_tower.tower.")
     if name.startswith(PROJECTOR):
         layer, _, rest = name.removeprefix(PROJECTOR).partition(".")
         return f"multi_modal_projector.linear_{ {'0': 1, '2': 2}[layer] }.{rest}"

@@ -26,8 +26,10 @@ _MAX_LAYOUTS, _MAX_ROWS = 4096, 64
 class PictureOptions:
     """All that the pixels of a picture or video, and the order of its features, depend on.
 
-    size: side of the tower's square in pixels; mean: per channel, in [0, 1]; pinpoints: sizes that an anyres picture
-    may take, (width, height) in pixels, () for LLaVA-NeXT's five; the rest are the flags of like names.
+    size: side of the tower's square in pixels; patch_size: side of what one feature stands for; mean: per channel, in
+    [0, 1]; pinpoints: sizes that an anyres picture may take, (width, height) in pixels, () for LLaVA-NeXT's five;
+    stretch: whether the tower's own processor stretches a picture to the square, rather than cutting its middle out;
+    class_token: whether a tile's first feature is of the whole tile; the rest are the flags of like names.
     """
 
     size: int
@@ -44,6 +46,8 @@ class PictureOptions:
     pool_mode: Literal["average", "bilinear"] = "bilinear"
     newline_position: Literal["grid", "frame", "one_token", "no_token"] = "grid"
     force_sample: bool = False
+    stretch: bool = False
+    class_token: bool = False
 
     @property
     def side(self) -> int:
@@ -52,8 +56,8 @@ class PictureOptions:
 
     @property
     def tokens_per_tile(self) -> int:
-        """P, the class token dropped."""
-        return num_image_tokens(self.size, self.patch_size)
+        """P, features of a tile."""
+        return self.side**2 + self.class_token
 
     @property
     def has_newline(self) -> bool:
@@ -78,10 +82,22 @@ class PictureOptions:
 
 
 def picture_options(
-    model: ModelArguments, data: DataArguments, size: int, patch_size: int, mean: tuple[float, ...]
+    model: ModelArguments,
+    data: DataArguments,
+    size: int,
+    patch_size: int,
+    mean: tuple[float, ...],
+    *,
+    stretch: bool = False,
+    class_token: bool = False,
 ) -> PictureOptions:
     """The options that checked flags and the tower say. Raises ConfigError for what does not fit the tower."""
     ratio, stride = data.image_aspect_ratio, data.mm_spatial_pool_stride
+    if class_token and model.mm_patch_merge_type != "flat":
+        raise ConfigError(
+            "--mm_vision_select_feature cls_patch gives every tile a feature that has no place in a grid: give "
+            f"--mm_patch_merge_type flat, which is {model.mm_patch_merge_type}"
+        )
     if not 1 <= stride <= size // patch_size:
         raise ConfigError(
             f"--mm_spatial_pool_stride is {stride}: give a value from 1 to {size // patch_size}, the features in a row"
@@ -101,6 +117,8 @@ def picture_options(
         pool_mode=data.mm_spatial_pool_mode,
         newline_position=data.mm_newline_position,
         force_sample=data.force_sample,
+        stretch=stretch,
+        class_token=class_token,
     )
 
 
@@ -133,11 +151,6 @@ def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
             f"pixels, like [({size},{2 * size}),({2 * size},{size})], or a range of grids like (1x1),...,(3x3)"
         )
     return tuple(found)
-
-
-def num_image_tokens(image_size: int, patch_size: int) -> int:
-    """Features that one tile gives: one per patch of the square, the class token dropped."""
-    return (image_size // patch_size) ** 2
 
 
 def resized_size(width: int, height: int, short_side: int) -> Size:
@@ -245,6 +258,7 @@ class MediaLayout:
     pooled: tuple[int, int] | None  # width and height that each block's features are pooled to; None: they stay
     pool_stride: int | None  # of average pooling; None: bilinear
     newline: Literal["none", "end", "block", "row"]  # what the newline comes behind
+    class_token: bool  # whether a tile's first feature is no part of its grid
     sizes: tuple[Size, ...] = dataclasses.field(compare=False)  # what it was made for; another size may give the same
 
     @property
@@ -272,30 +286,37 @@ def media_layout(
 
     A picture that is not alone is not cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
     """
-    side, newline = options.side, options.has_newline
+    side, newline, class_token = options.side, options.has_newline, options.class_token
     whole = (0, 0, side, side)
     if kind != "image":
         n, stride = len(sizes), options.pool_stride
+        if class_token and stride > 1:
+            raise ConfigError(
+                "--mm_vision_select_feature cls_patch gives every frame a feature that can't be pooled: give "
+                f"--mm_spatial_pool_stride 1, which is {stride}"
+            )
         average = options.pool_mode == "average"
         short = side // stride if average else math.ceil(side / stride)
         pooled = (short, short) if stride > 1 else None
         behind = {"grid": "row", "frame": "block", "one_token": "end", "no_token": "none"}[options.newline_position]
         behind = behind if newline else "none"
-        tokens = n * short * short + {"row": n * short, "block": n, "end": 1, "none": 0}[behind]
-        return MediaLayout(n, tokens, side, None, whole, pooled, stride if average else None, behind, sizes)
+        tokens = n * (short * short + class_token) + {"row": n * short, "block": n, "end": 1, "none": 0}[behind]
+        stride = stride if average else None
+        return MediaLayout(n, tokens, side, None, whole, pooled, stride, behind, class_token, sizes)
     if not options.is_anyres or num_media > 1:
-        return MediaLayout(1, side * side + newline, side, None, whole, None, None, "end" if newline else "none", sizes)
+        tokens, behind = options.tokens_per_tile + newline, "end" if newline else "none"
+        return MediaLayout(1, tokens, side, None, whole, None, None, behind, class_token, sizes)
     grid = tuple(length // options.size for length in best_pinpoint(sizes[0], options.anyres_sizes))
     n = 1 + grid[0] * grid[1]
     if options.merge_type == "flat":
-        return MediaLayout(n, n * side * side, side, None, whole, None, None, "none", sizes)
+        return MediaLayout(n, n * options.tokens_per_tile, side, None, whole, None, None, "none", class_token, sizes)
     across, down = grid[0] * side, grid[1] * side
     box = unpadded_box(sizes[0], across, down) if newline else (0, 0, across, down)
     width, height = box[2] - box[0], box[3] - box[1]
     pooled = _scaled_down(width, height, options.max_tiles, side) if newline else None
     width, height = pooled or (width, height)
     tokens = side * side + height * (width + newline)
-    return MediaLayout(n, tokens, side, grid, box, pooled, None, "row" if newline else "none", sizes)
+    return MediaLayout(n, tokens, side, grid, box, pooled, None, "row" if newline else "none", class_token, sizes)
 
 
 def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:
@@ -312,6 +333,8 @@ def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> t
 def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """rows, pool_index, pool_weight."""
     n, side = layout.num_tiles, layout.side
+    if layout.class_token:  # every feature in its order, for nothing here is laid out by rows
+        return np.arange(layout.num_tokens), np.zeros((0, 1), np.int64), np.zeros((0, 1), np.float32)
     features = np.arange(n * side * side).reshape(n, side, side)
     overview = features[:0].reshape(-1)
     if layout.grid is not None:

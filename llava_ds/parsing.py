@@ -10,7 +10,14 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
-from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.arguments import (
+    TUNABLE_PARTS,
+    Arguments,
+    DataArguments,
+    ModelArguments,
+    TrainingArguments,
+    trained_parts,
+)
 from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
 
 NO = ("False", "false", "0")
@@ -19,7 +26,6 @@ NO = ("False", "false", "0")
 # (None: any), and why no code reads them. They are named once at the start of a run.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "mm_use_im_patch_token": (NO, "there is no patch token"),
-    "mm_vision_select_feature": (("patch",), "the tower's patches are projected, without its class token"),
     "mm_resampler_type": (("None", "none", ""), "there is no resampler between tower and projector"),
     "image_crop_resolution": (None, "it goes with ways of cutting pictures that are not here"),
     "image_split_resolution": (None, "it goes with ways of cutting pictures that are not here"),
@@ -41,13 +47,6 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "report_to": (None, "metrics.jsonl and loss.png are always written"),
     "run_name": (None, "a run is called by its --output_dir"),
     "verbose_logging": (None, "what a run says does not depend on it"),
-}
-
-# Flags of these scripts that no value of would be met, and what can be had.
-NOT_YET = {
-    "mm_tunable_parts": "the tower stays frozen; the projector alone trains with --tune_mm_mlp_adapter True, projector "
-    "and language model without it",
-    "mm_vision_tower_lr": "the tower stays frozen",
 }
 
 PATHS = (
@@ -82,8 +81,6 @@ def build_parser() -> HfArgumentParser:
     for name, (allowed, reason) in WITHOUT_EFFECT.items():
         accepted = "Accepted without effect" if allowed is None else f"Accepted as {allowed[0]} only"
         parser.add_argument(f"--{name}", nargs="?", const="True", help=f"{accepted}: {reason}.")
-    for name, instead in NOT_YET.items():
-        parser.add_argument(f"--{name}", nargs="?", const="True", help=f"Not here yet: {instead}.")
     return parser
 
 
@@ -139,9 +136,6 @@ def parse_arguments(
             problems.append(f"--{name} {value} is not supported ({reason}): leave it out or give {allowed[0]}")
         else:
             notes.append(f"--{name} {value} has no effect: {reason}")
-    for name, instead in NOT_YET.items():
-        if getattr(rest, name) is not None:
-            problems.append(f"--{name} is not here yet: leave it out ({instead})")
     problems += data_problems(args) + (training_problems(args) if to_train else [])
     if problems:
         raise ConfigError("\n".join(problems))
@@ -222,7 +216,14 @@ def training_problems(args: Arguments) -> list[str]:
         if not ok:
             problems.append(message)
 
-    for name in ("learning_rate", "mm_projector_lr", "weight_decay", "max_grad_norm", "adam_epsilon"):
+    for name in (
+        "learning_rate",
+        "mm_projector_lr",
+        "mm_vision_tower_lr",
+        "weight_decay",
+        "max_grad_norm",
+        "adam_epsilon",
+    ):
         value = args.as_dict()[name]
         check(value is None or (math.isfinite(value) and value >= 0), f"--{name} is {value}: give 0 or more")
     for name in ("adam_beta1", "adam_beta2"):
@@ -264,14 +265,36 @@ def training_problems(args: Arguments) -> list[str]:
         "--data_path is missing: the generated scenes go with the tiny model only; name your records",
     )
     check(
-        model.version != "plain" or model.tune_mm_mlp_adapter,
+        model.version != "plain" or "language_model" not in trained_parts(model),
         "--version plain is the template of stage 1: give --tune_mm_mlp_adapter True with it, or --version v1",
     )
-    check(
-        model.mm_projector_type == "mlp2x_gelu" or model.tune_mm_mlp_adapter,
-        f"--mm_projector_type {model.mm_projector_type} can't be exported as a whole model, for transformers' Llava "
-        "has a two-layer projector: give mlp2x_gelu, or --tune_mm_mlp_adapter True",
-    )
+    return problems + _what_trains_problems(args)
+
+
+def _what_trains_problems(args: Arguments) -> list[str]:
+    """Flags that say of the same part that it trains and that it does not, a line each."""
+    model, parts = args.model, trained_parts(args.model)
+    problems = []
+    four = ("tune_mm_mlp_adapter", "freeze_mm_mlp_adapter", "freeze_backbone", "unfreeze_mm_vision_tower")
+    if model.mm_tunable_parts is not None:
+        named = [name.strip() for name in model.mm_tunable_parts.split(",")]
+        problems += [
+            f"--mm_tunable_parts names {name!r}, which is no part: give some of {', '.join(TUNABLE_PARTS)}"
+            for name in named
+            if name not in TUNABLE_PARTS
+        ]
+        problems += [
+            f"--{name} True and --mm_tunable_parts both say what trains: give one of them"
+            for name in four
+            if getattr(model, name)
+        ]
+    elif not parts:
+        problems.append(
+            "--tune_mm_mlp_adapter True trains the projector only, --freeze_mm_mlp_adapter True does not: choose one"
+        )
+    for name, part in (("mm_projector_lr", "projector"), ("mm_vision_tower_lr", "vision_tower")):
+        if getattr(args.training, name) is not None and parts and part not in parts:
+            problems.append(f"--{name} is a rate for the {part.replace('_', ' ')}, which does not train: leave it out")
     return problems
 
 

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from llava_ds.arguments import Arguments
+from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import exit_for_bad_input, quiet_libraries
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
@@ -126,7 +126,7 @@ def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> Reso
     """The DeepSpeed JSON as training would fill it on these GPUs."""
     raw = read_ds_config(args.training.deepspeed_config or DS_CONFIG)
     if args.training.deepspeed_config is None:
-        default_stage = 2 if args.model.tune_mm_mlp_adapter else 3
+        default_stage = 2 if trains_projector_only(args.model) else 3
         raw["zero_optimization"]["stage"] = default_stage if own.zero_stage is None else own.zero_stage
         if not {"bf16", "fp16"} & args.given:
             args = args.replaced(bf16=True)

@@ -19,9 +19,8 @@ from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encode import add_missing_marks, refuse_unfit_tokenizer
 from llava_ds.data.preflight import media_from_text
 from llava_ds.distributed import exit_for_bad_input, print_first, progress_bar, quiet_libraries
-from llava_ds.geometry import picture_options
 from llava_ds.model.language import length_problem, read_text_config
-from llava_ds.model.vision import read_image_spec
+from llava_ds.model.vision import read_tower
 from llava_ds.parsing import parse_arguments
 from llava_ds.report.data_page import in_terminal, page, supervised_text
 from llava_ds.tiny import CLIP_PATH
@@ -60,8 +59,7 @@ def main(argv: list[str]) -> None:
     refuse_unfit_tokenizer(args.model, tokenizer)
     if note := _length_note(args):
         print_first(note)
-    spec = read_image_spec(args.model.vision_tower)
-    pictures = picture_options(args.model, args.data, spec.size, spec.patch_size, spec.mean)
+    pictures = read_tower(args.model.vision_tower, args.model).pictures(args)
     dataset = open_data(args, tokenizer, pictures, refuse_bad=False)
     print_first(*dataset.summary())
     for i in range(min(own.num_samples, len(dataset))):

@@ -11,7 +11,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from llava_ds.arguments import Arguments
+from llava_ds.arguments import Arguments, trained_parts, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
 from llava_ds.constants import ConfigError, DataError
@@ -39,7 +39,6 @@ from llava_ds.ds_config.engine import check_engine
 from llava_ds.ds_config.native import compiling_notes
 from llava_ds.ds_config.optimizer import kernels_of
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
-from llava_ds.geometry import picture_options
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
 from llava_ds.model.recompute import recompute_layers
@@ -65,7 +64,7 @@ def main(argv: list[str]) -> None:
     quiet_libraries()
     ranks = init_ranks()
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
-    if not args.model.tune_mm_mlp_adapter and args.model.pretrain_mm_mlp_adapter is None:
+    if not trains_projector_only(args.model) and args.model.pretrain_mm_mlp_adapter is None:
         notes.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
     print_first(*notes)
 
@@ -124,8 +123,12 @@ def main(argv: list[str]) -> None:
     choose_trainable(model, args)
     if args.training.gradient_checkpointing:
         block = resolved.config.get("activation_checkpointing") if asks_for(resolved.config) else None
-        count = recompute_layers(model.language_model, args.training.gradient_checkpointing_every_n_layers, block)
+        every = args.training.gradient_checkpointing_every_n_layers
+        count = recompute_layers(model.language_model, every, block)
         print_first(f"{count} layers of the language model run again in backward")
+        if "vision_tower" in trained_parts(args.model):
+            count = recompute_layers(model.vision_tower.tower, every)
+            print_first(f"{count} layers of the vision tower run again in backward")
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe(model, groups))
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
@@ -180,7 +183,7 @@ def main(argv: list[str]) -> None:
         deepspeed.comm.log_summary()
 
     # What it leaves.
-    if args.model.tune_mm_mlp_adapter:
+    if trains_projector_only(args.model):
         paths = export_projector(model, plan, args.model, dataset.pictures, output_dir, ranks)
         print_first(f"projector: {', '.join(map(str, paths))}")
     else:
@@ -210,8 +213,7 @@ def _same_everywhere(args: Arguments, raw_config: dict) -> dict[str, object]:
 
 
 def _open_data(args: Arguments, plan: ModelPlan, ranks: Ranks) -> EncodedDataset:
-    spec = plan.images
-    pictures = picture_options(args.model, args.data, spec.size, spec.patch_size, spec.mean)
+    pictures = plan.tower.pictures(args)
     with first_rank_first(ranks):  # and only it looks whether what was missing is there now
         dataset = open_data(args, plan.tokenizer, pictures, retry=ranks.is_first)
     check_same_data(dataset.fingerprint, ranks)

@@ -44,7 +44,7 @@ def test_all_stages_stand_side_by_side_with_a_verdict_and_advice(main, capsys):
     main(["--model", "llava-v1.5-7b", "--num_gpus", "4", "--gpu_memory", "40"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(
-        "7,050,306,560 parameters, 6,759,395,328 of them trained (vision_tower 290,911,232 frozen"
+        "7,050,304,512 parameters, 6,759,395,328 of them trained (vision_tower 290,909,184 frozen"
     )
     header = next(line for line in lines if line.startswith("GB per GPU"))
     assert all(name in header for name in ("ZeRO-0", "ZeRO-1", "ZeRO-2", "[ZeRO-3]", "3 + cpu all", "3 + nvme"))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from llava_ds.arguments import ModelArguments, trained_parts, trains_projector_only
 from llava_ds.constants import ConfigError
 from llava_ds.parsing import WITHOUT_EFFECT, parse_arguments
 
@@ -137,14 +138,30 @@ def test_llava_nexts_scripts_parse_and_name_what_has_no_effect(next_script):
     assert len(named) > 15
 
 
-def test_what_llava_nexts_scripts_ask_for_and_is_not_here_is_said(next_script):
+def test_what_llava_nexts_scripts_train_is_known(next_script):
     more = ["--mm_tunable_parts=mm_vision_tower,mm_mlp_adapter,mm_language_model", "--mm_vision_tower_lr=2e-6"]
-    first, *others = refused(*next_script, *more, "--bits", "8").splitlines()
-    assert first.startswith("--bits 8 is not supported (training a quantized model is not here yet): leave it out")
-    assert [line.split(":")[0] for line in others] == [
-        "--mm_tunable_parts is not here yet",
-        "--mm_vision_tower_lr is not here yet",
-    ]
+    args, _ = parse_arguments([*next_script, *more])
+    assert trained_parts(args.model) == {"vision_tower", "projector", "language_model"}
+    assert args.training.mm_vision_tower_lr == 2e-6
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({}, {"projector", "language_model"}),
+        ({"tune_mm_mlp_adapter": True}, {"projector"}),
+        ({"freeze_mm_mlp_adapter": True}, {"language_model"}),
+        ({"freeze_backbone": True}, {"projector", "output_layer"}),
+        ({"freeze_backbone": True, "freeze_mm_mlp_adapter": True}, {"output_layer"}),
+        ({"unfreeze_mm_vision_tower": True}, {"vision_tower", "projector", "language_model"}),
+        ({"unfreeze_mm_vision_tower": True, "tune_mm_mlp_adapter": True}, {"vision_tower", "projector"}),
+        ({"mm_tunable_parts": "mm_mlp_adapter"}, {"projector"}),
+        ({"mm_tunable_parts": "mm_vision_tower, mm_language_model"}, {"vision_tower", "language_model"}),
+    ],
+)
+def test_what_trains(flags, parts):
+    assert trained_parts(ModelArguments(**flags)) == parts
+    assert trains_projector_only(ModelArguments(**flags)) == (parts == {"projector"})
 
 
 def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
@@ -176,7 +193,6 @@ def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
         ("mm_use_im_patch_token", "True", "False"),
         ("evaluation_strategy", "steps", "no"),
         ("eval_strategy", "epoch", "no"),
-        ("mm_vision_select_feature", "cls_patch", "patch"),
         ("mm_resampler_type", "perceiver", "None"),
         ("early_mix_text", "True", "False"),
         ("add_time_instruction", "True", "False"),
@@ -243,7 +259,17 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
         (["--model_name_or_path", ".", "--vision_tower", "."], "--data_path is missing"),
         (["--force_sample", "True", "--frames_upbound", "0"], "--force_sample takes --frames_upbound frames"),
         (["--version", "plain"], "--version plain is the template of stage 1"),
-        (["--mm_projector_type", "linear"], "--mm_projector_type linear can't be exported as a whole model"),
+        (
+            ["--tune_mm_mlp_adapter", "--freeze_mm_mlp_adapter"],
+            "True trains the projector only, --freeze_mm_mlp_adapter",
+        ),
+        (
+            ["--tune_mm_mlp_adapter", "--mm_tunable_parts", "mm_mlp_adapter"],
+            "True and --mm_tunable_parts both say what",
+        ),
+        (["--mm_tunable_parts", "mm_adapter"], "names 'mm_adapter', which is no part: give some of mm_vision_tower,"),
+        (["--freeze_mm_mlp_adapter", "--mm_projector_lr", "1e-3"], "rate for the projector, which does not train"),
+        (["--mm_vision_tower_lr", "1e-3"], "--mm_vision_tower_lr is a rate for the vision tower, which does not train"),
         (
             ["--group_by_length", "True", "--group_by_modality_length", "True"],
             "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",

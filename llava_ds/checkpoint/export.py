@@ -5,7 +5,6 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from transformers import (
 )
 
 from llava_ds import formats
-from llava_ds.arguments import Arguments, ModelArguments
+from llava_ds.arguments import Arguments, ModelArguments, trains_projector_only
 from llava_ds.batch import Batch
 from llava_ds.checkpoint.gather import gathered
 from llava_ds.constants import IMAGE_TOKEN
@@ -37,7 +36,6 @@ from llava_ds.geometry import MediaLayout, PictureOptions
 from llava_ds.model.build import ModelPlan
 from llava_ds.model.hf import HF_CLASSES, merged_embeds
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.weights import WeightFiles
 
 MAX_SHARD_BYTES = 5 * 1000**3
 
@@ -52,7 +50,7 @@ def export_problems(args: Arguments) -> list[str]:
     The projector of stage 1 can always be written.
     """
     ratio, merge = args.data.image_aspect_ratio, args.model.mm_patch_merge_type
-    if args.model.tune_mm_mlp_adapter:
+    if trains_projector_only(args.model):
         return []
     why = None
     if ratio.startswith("anyres_max_"):
@@ -87,10 +85,10 @@ def export_projector(
             "model_type": "llava_llama",
             "architectures": ["LlavaLlamaForCausalLM"],
             "mm_vision_tower": args.vision_tower,
-            "mm_hidden_size": plan.vision_config.hidden_size,
+            "mm_hidden_size": plan.tower.width,
             "mm_projector_type": args.mm_projector_type,
             "mm_vision_select_layer": args.mm_vision_select_layer,
-            "mm_vision_select_feature": "patch",
+            "mm_vision_select_feature": args.mm_vision_select_feature,
             "mm_use_im_start_end": args.mm_use_im_start_end,
             "mm_use_im_patch_token": False,
             "mm_patch_merge_type": pictures.merge_type,
@@ -160,8 +158,7 @@ def _complete(
             tensor = torch.cat([tensor, mean.expand(rows - len(tensor), -1)])  # (V, D)
         seen.add(name)
         yield name, tensor
-    whole = partial(formats.clip_from_disk, num_layers=plan.vision_config.num_hidden_layers)
-    for name, read in WeightFiles(args.vision_tower, whole).tensors():
+    for name, read in plan.sources.vision_tower.open().tensors():
         hf_name = formats.to_hf(f"vision_tower.{name}")
         if hf_name not in seen:
             yield hf_name, read().to(dtype)
@@ -207,7 +204,7 @@ def _write_config(
     dtype: torch.dtype,
     output_dir: Path,
 ) -> None:
-    text_config, vision_config = (_without_path(part.to_dict()) for part in (plan.text_config, plan.vision_config))
+    text_config, vision_config = (_without_path(part.to_dict()) for part in (plan.text_config, plan.tower.config))
     text_config["vocab_size"] = rows
     for part in (text_config, vision_config):
         part["dtype"] = str(dtype).removeprefix("torch.")
@@ -269,7 +266,7 @@ def _write_processor(plan: ModelPlan, args: ModelArguments, pictures: PictureOpt
     (LlavaNextProcessor if pictures.is_anyres else LlavaProcessor)(
         image_processor=image_processor,
         tokenizer=plan.tokenizer,
-        patch_size=spec.patch_size,
+        patch_size=plan.tower.config.patch_size,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,  # the class token, which "default" takes away again
         chat_template=chat_template(resolve_template(args.version), plan.tokenizer, args.mm_use_im_start_end),

@@ -69,7 +69,7 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     size, mean, bound = options.size, options.mean, options.max_pixels
     if media.kind == "video":
         frames = video.frames(media.refs[0], sizes, options)
-        return torch.stack([to_pixels(frame, size, "square", mean, bound) for frame in frames])
+        return torch.stack([to_pixels(frame, size, _aspect_ratio(media, options), mean, bound) for frame in frames])
     tiles = []
     aspect_ratio = _aspect_ratio(media, options)
     tiled = media.kind == "image" and layout.num_tiles > 1
@@ -125,13 +125,16 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def to_pixels(
     image: Image.Image, size: int, aspect_ratio: str, mean: tuple[float, ...], max_pixels: int = MAX_IMAGE_PIXELS
 ) -> torch.Tensor:
-    """(3, size, size) uint8. "pad" keeps everything on the mean colour, "square" and "original" crop the centre.
+    """(3, size, size) uint8. "pad" keeps everything on the mean colour, "square" and "original" crop the centre,
+    "stretch" changes the proportions.
 
     Raises DataError for a picture so narrow that its resized form would have more than max_pixels.
     Source: LLaVA's process_images and transformers' CLIPImageProcessor (PIL), up to rescaling and normalisation.
     """
     if aspect_ratio == "pad":
         return _tensor(_padded(image, size, tuple(int(value * 255) for value in mean)))
+    if aspect_ratio == "stretch":
+        return _tensor(image.resize((size, size), Image.Resampling.BICUBIC))
     width, height = geometry.resized_size(*image.size, size)
     if width * height > max_pixels:
         raise DataError(_too_narrow(image.size, (width, height)))
@@ -241,9 +244,9 @@ def _taken(media: Media, options: PictureOptions) -> list[FileRef]:
 
 def _aspect_ratio(media: Media, options: PictureOptions) -> str:
     """How a picture becomes one square. Frames go to the tower's processor as they are, as in LLaVA-NeXT."""
-    if media.kind != "image":
-        return "square"
-    return "pad" if options.is_anyres else options.aspect_ratio
+    if media.kind == "image" and (options.is_anyres or options.aspect_ratio == "pad"):
+        return "pad"
+    return "stretch" if options.stretch else "square"
 
 
 def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: PictureOptions) -> None:
@@ -254,7 +257,7 @@ def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: Picture
             raise DataError(f"{ref.path}: a picture of {size[0]} x {size[1]} is too narrow to be padded: leave it out")
         return
     resized = geometry.resized_size(*size, options.size)
-    if resized[0] * resized[1] > options.max_pixels:
+    if aspect_ratio != "stretch" and resized[0] * resized[1] > options.max_pixels:
         raise DataError(f"{ref.path}: {_too_narrow(size, resized)}")
 
 
@@ -273,6 +276,8 @@ def _least_size(size: Size, aspect_ratio: str, pinpoint: Size | None, options: P
         needed = max(fitted[0], side), max(fitted[1], side)
     elif aspect_ratio == "pad":
         needed = geometry.fitted_size(size, (side, side))
+    elif aspect_ratio == "stretch":
+        needed = side, side
     else:
         needed = geometry.resized_size(*size, side)
     return DRAFT_MARGIN * needed[0], DRAFT_MARGIN * needed[1]

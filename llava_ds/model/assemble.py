@@ -2,18 +2,18 @@
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, CLIPVisionConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.model import attention
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.vision import VisionTower
+from llava_ds.model.vision import TowerPlan, VisionTower
 
 
 def assemble(
     text_config: PreTrainedConfig,
-    vision_config: CLIPVisionConfig,
+    tower: TowerPlan,
     args: ModelArguments,
     mean: torch.Tensor,
     std: torch.Tensor,
@@ -23,10 +23,9 @@ def assemble(
         text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
     )
     language_model.tie_weights()  # from_config leaves it to the initialisation that its callers switch off
-    tower = VisionTower(vision_config, args.mm_vision_select_layer, mean, std)
-    projector = build_projector(args.mm_projector_type, vision_config.hidden_size, text_config.hidden_size)
+    projector = build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)
     newline = Newline(text_config.hidden_size) if args.mm_patch_merge_type == "spatial_unpad" else None
-    return LlavaModel(tower, projector, language_model, newline)
+    return LlavaModel(VisionTower(tower, mean, std), projector, language_model, newline)
 
 
 def layer_classes(model: nn.Module) -> list[type[nn.Module]]:

@@ -1,13 +1,13 @@
 """Building a LLaVA from folders: configurations first, then the model (under ZeRO-3 partitioned), then the weights."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import deepspeed
 import torch
-from transformers import CLIPVisionConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
@@ -19,9 +19,40 @@ from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.language import length_problem, read_text_config
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.vision import ImageSpec, read_image_spec, read_vision_config, truncated
+from llava_ds.model.vision import ImageSpec, TowerPlan, read_tower
 from llava_ds.model.weights import TensorSource, WeightFiles, load_weights
 from llava_ds.tokenizer import open_tokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights of a part lie: the flag that named it, a folder or file, and what its tensors are called there.
+
+    rename: a name on disk to the part's, None for what is not the part's.
+    """
+
+    flag: str
+    path: str
+    rename: Callable[[str], str | None]
+
+    def open(self, wanted: Callable[[str], bool] = lambda name: True) -> WeightFiles:
+        """The part's tensors, but for those whose names are not wanted."""
+
+        def rename(on_disk: str) -> str | None:
+            name = self.rename(on_disk)
+            return name if name is not None and wanted(name) else None
+
+        return WeightFiles(self.path, rename)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the weights of each part lie; None for a part that starts fresh."""
+
+    language_model: Source
+    vision_tower: Source
+    projector: Source | None = None
+    newline: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -29,9 +60,14 @@ class ModelPlan:
     """What can be known of the model before anything is built."""
 
     text_config: PreTrainedConfig
-    vision_config: CLIPVisionConfig
-    images: ImageSpec
+    tower: TowerPlan
     tokenizer: PreTrainedTokenizerBase
+    sources: Sources
+
+    @property
+    def images(self) -> ImageSpec:
+        """What pictures are made to, and how many features they give."""
+        return self.tower.images
 
     @property
     def hidden_size(self) -> int:
@@ -45,9 +81,18 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
     tokenizer = open_tokenizer(args.model_name_or_path)
-    vision_config = read_vision_config(args.vision_tower)
-    truncated(vision_config, args.mm_vision_select_layer)  # raises for a layer that the tower does not have
-    return ModelPlan(text_config, vision_config, read_image_spec(args.vision_tower), tokenizer)
+    tower = read_tower(args.vision_tower, args)
+    with torch.device("meta"):
+        build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)  # raises for what does not fit
+    sources = Sources(
+        language_model=Source("--model_name_or_path", args.model_name_or_path, formats.language_model_from_disk),
+        vision_tower=Source("--vision_tower", args.vision_tower, formats.tower_from_disk),
+        projector=args.pretrain_mm_mlp_adapter
+        and Source("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter, formats.projector_from_llava),
+        newline=args.pretrain_mm_mlp_adapter
+        and Source("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter, formats.newline_from_llava),
+    )
+    return ModelPlan(text_config, tower, tokenizer, sources)
 
 
 def build_model(
@@ -57,7 +102,7 @@ def build_model(
     zero3 = ds_config["zero_optimization"].get("stage") == 3
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
     with _construction(ds_config, dtype, ranks.device, zero3):
-        model = assemble(plan.text_config, plan.vision_config, args, mean, std)
+        model = assemble(plan.text_config, plan.tower, args, mean, std)
     assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
     assert not unpartitioned, f"built outside zero.Init: {unpartitioned[:3]}"
@@ -65,44 +110,29 @@ def build_model(
         # One gather per layer instead of one per matrix: fewer hooks and collectives, the same arithmetic.
         deepspeed.utils.set_z3_leaf_modules(model, layer_classes(model))
 
-    tower = model.vision_tower
-    load_weights(
-        model.language_model,
-        WeightFiles(args.model_name_or_path, formats.language_model_from_disk),
-        ranks,
-        "--model_name_or_path",
-    )
-    num_layers = tower.clip.config.num_hidden_layers
-    tower_files = WeightFiles(args.vision_tower, partial(formats.clip_from_disk, num_layers=num_layers))
-    load_weights(tower, tower_files, ranks, "--vision_tower")
-    adapter = (model.projector, getattr(model, "newline", None))
-    for part, source in zip(adapter, _adapter_sources(plan, args, seed)):
-        if part is not None:
-            load_weights(part, source, ranks, "--pretrain_mm_mlp_adapter")
+    for name, part in model.named_children():
+        source, what = _source_of(name, plan, args, seed)
+        load_weights(part, source, ranks, what)
     return model
 
 
-def _adapter_sources(
-    plan: ModelPlan, args: ModelArguments, seed: int
-) -> tuple[WeightFiles | TensorSource, WeightFiles | TensorSource]:
-    """Projector and newline of stage 1, or fresh ones, the same whatever the stage, precision and ranks.
+def _source_of(part: str, plan: ModelPlan, args: ModelArguments, seed: int) -> tuple[WeightFiles | TensorSource, str]:
+    """Where a part's weights come from, and the flag that says so.
 
-    Files of LLaVA-1.5's stage 1 hold no newline: it is fresh then, and a line says so.
+    A projector and a newline that nobody brought are fresh, the same whatever the stage, precision and ranks. Files of
+    LLaVA-1.5's stage 1 hold no newline: a line says so.
     """
+    source: Source | None = getattr(plan.sources, part)
+    if source is not None:
+        files = source.open(partial(formats.runs_in_tower, num_layers=plan.tower.num_layers))
+        if files.shapes or part != "newline":
+            return files, source.flag
+        print_first(f"{source.path} holds no {formats.LLAVA_NEWLINE}: the newline starts from random numbers")
     with torch.random.fork_rng(devices=[]):  # drawn on the CPU
         torch.manual_seed(seed)
-        projector = build_projector(args.mm_projector_type, plan.vision_config.hidden_size, plan.hidden_size)
-        newline = Newline(plan.hidden_size)
-    sources = [TensorSource(part.state_dict(), "(fresh)") for part in (projector, newline)]
-    path = args.pretrain_mm_mlp_adapter
-    if path is not None:
-        sources[0] = WeightFiles(path, formats.projector_from_llava)
-        stored = WeightFiles(path, formats.newline_from_llava)
-        if stored.shapes:
-            sources[1] = stored
-        elif args.mm_patch_merge_type == "spatial_unpad":
-            print_first(f"{path} holds no {formats.LLAVA_NEWLINE}: the newline starts from random numbers")
-    return tuple(sources)
+        projector = build_projector(args.mm_projector_type, plan.tower.width, plan.hidden_size)
+        fresh = projector if part == "projector" else Newline(plan.hidden_size)
+    return TensorSource(fresh.state_dict(), "(fresh)"), "--pretrain_mm_mlp_adapter"
 
 
 @contextlib.contextmanager

@@ -59,8 +59,9 @@ class LlavaModel(nn.Module):
         return merged(embeds, features, batch, getattr(self, "newline", None))
 
     def image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(N, 3, H, W) uint8 to (N, P, D). The frozen tower keeps nothing for backward."""
-        with torch.no_grad():
+        """(N, 3, H, W) uint8 to (N, P, D). A frozen tower keeps nothing for backward."""
+        trained = any(p.requires_grad for p in self.vision_tower.parameters())
+        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
             features = self.vision_tower(pixel_values)  # (N, P, C)
         return self.projector(features)
 

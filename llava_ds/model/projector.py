@@ -2,6 +2,9 @@
 # F features that are placed
 """The projector from the tower's features to the language model's embedding space, and what stands between its rows."""
 
+import math
+import re
+
 import torch
 from torch import nn
 
@@ -9,12 +12,13 @@ from llava_ds.constants import ConfigError
 
 
 class Projector(nn.Module):
-    """A stack of layers whose names are LLaVA's: "0" and "2" are linear, "1" is the GELU between them.
+    """What its kind says, as layers whose names are LLaVA's behind "mm_projector.".
 
-    (N, P, C) to (N, P, D). Source: LLaVA's build_vision_projector.
+    (N, P, C) to (N, P, D); "pooler" makes one feature of each 2 x 2, a quarter of P.
+    Source: LLaVA-NeXT's build_vision_projector.
     """
 
-    def __init__(self, layers: nn.Sequential) -> None:
+    def __init__(self, layers: nn.Module) -> None:
         super().__init__()
         self.layers = layers
 
@@ -42,19 +46,64 @@ def with_newlines(embedding: torch.Tensor, features: torch.Tensor, length: int) 
     return torch.cat([features, embedding.to(features.dtype).expand(length - len(features), -1)])
 
 
-def _linear(tower_width: int, width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(tower_width, width))
+class ResBlock(nn.Module):
+    """LLaVA's SimpleResBlock, (..., D) to (..., D): what is added to is normalised, too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.pre_norm = nn.LayerNorm(width)
+        self.proj = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        features = self.pre_norm(features)
+        return features + self.proj(features)
 
 
-def _mlp2x_gelu(tower_width: int, width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(tower_width, width), nn.GELU(), nn.Linear(width, width))
+class Pooler(nn.Module):
+    """LLaVA-NeXT's PoolerProjector: a convolution makes one feature of each square of four, (N, P, C) to (N, P/4, D).
 
+    A last row and column that fill no square are left out.
+    """
 
-PROJECTORS = {"linear": _linear, "mlp2x_gelu": _mlp2x_gelu}
+    def __init__(self, tower_width: int, width: int) -> None:
+        super().__init__()
+        self.conv_pool = nn.Conv2d(tower_width, width, kernel_size=POOLER_STRIDE, stride=POOLER_STRIDE)
+        self.proj = nn.Sequential(nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        side = math.isqrt(features.shape[1])
+        grid = features.transpose(1, 2).unflatten(2, (side, side))  # (N, C, side, side)
+        return self.proj(self.conv_pool(grid).flatten(2).transpose(1, 2))
 
 
 def build_projector(kind: str, tower_width: int, width: int) -> Projector:
-    """A projector with torch's default initialisation. Raises ConfigError for an unknown kind."""
-    if kind not in PROJECTORS:
-        raise ConfigError(f"--mm_projector_type {kind!r} is unknown: choose from {', '.join(PROJECTORS)}")
-    return Projector(PROJECTORS[kind](tower_width, width))
+    """A projector with torch's default initialisation. Raises ConfigError for one that can't be."""
+    if kind == "identity" and tower_width != width:
+        raise ConfigError(
+            f"--mm_projector_type identity needs a tower as wide as the language model: they have {tower_width} and "
+            f"{width}, give mlp2x_gelu"
+        )
+    if kind in SIMPLE:
+        return Projector(SIMPLE[kind](tower_width, width))
+    found = re.fullmatch(r"mlp([1-9]\d?)x(?:_res([1-9]\d?)x)?_gelu", kind)
+    if found is None:
+        raise ConfigError(f"--mm_projector_type {kind} is unknown: give {PROJECTOR_KINDS}")
+    layers: list[nn.Module] = [nn.Linear(tower_width, width)]
+    for _ in range(1, int(found[1])):
+        layers += [nn.GELU(), nn.Linear(width, width)]
+    layers += [ResBlock(width) for _ in range(int(found[2] or 0))]
+    return Projector(nn.Sequential(*layers))
+
+
+def pooled_patch_size(kind: str, patch_size: int) -> int:
+    """Side in pixels of what one projected feature stands for, of what one of the tower's does."""
+    return patch_size * POOLER_STRIDE if kind == "pooler" else patch_size
+
+
+POOLER_STRIDE = 2
+SIMPLE = {
+    "linear": lambda tower_width, width: nn.Sequential(nn.Linear(tower_width, width)),
+    "identity": lambda tower_width, width: nn.Identity(),
+    "pooler": Pooler,
+}
+PROJECTOR_KINDS = "linear, mlpNx_gelu, mlpNx_resMx_gelu, pooler or identity, with numbers for N and M"

@@ -1,95 +1,259 @@
-# N pictures, C tower width, P patches per picture
-"""The vision tower: a frozen CLIP that stops at the selected layer and takes uint8 pictures."""
+# N pictures, S side of their square, C tower width, P features per picture
+"""The vision tower: CLIP, SigLIP or SigLIP 2 up to the selected layer, shown uint8 pictures."""
 
 import copy
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from transformers import CLIPVisionConfig, CLIPVisionModel
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedConfig,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
 
-from llava_ds import geometry
+from llava_ds.arguments import Arguments, ModelArguments
 from llava_ds.constants import ConfigError
+from llava_ds.geometry import PictureOptions, picture_options
+from llava_ds.model.projector import pooled_patch_size
+
+# By model_type of a vision model's own configuration.
+TOWERS = {
+    "clip_vision_model": (CLIPVisionConfig, CLIPVisionModel),
+    "siglip_vision_model": (SiglipVisionConfig, SiglipVisionModel),
+    "siglip2_vision_model": (Siglip2VisionConfig, Siglip2VisionModel),
+}
+# Models of pictures and texts, whose vision half is taken.
+PAIRS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "siglip2": "siglip2_vision_model"}
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """What a tower wants to be shown: side of the square in pixels, and mean and deviation per channel in [0, 1]."""
+    """What a tower wants to be shown, and how many features it gives.
+
+    size: side of the square in pixels; patch_size: side of what one projected feature stands for; mean, std: per
+    channel, in [0, 1]; stretch: whether its own processor makes a picture square by stretching it, rather than cutting
+    its middle out; class_token: whether a feature of the whole picture comes before those of its patches.
+    """
 
     size: int
     patch_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    stretch: bool = False
+    class_token: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Features per picture."""
-        return geometry.num_image_tokens(self.size, self.patch_size)
+        return (self.size // self.patch_size) ** 2 + self.class_token
 
 
-def read_vision_config(path: str | Path) -> CLIPVisionConfig:
-    """The configuration of a CLIP tower. Raises ConfigError when the folder holds another kind of model."""
-    file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"--vision_tower {path}: config.json can't be read ({error})") from error
-    kind = config.get("model_type")
-    if kind not in ("clip", "clip_vision_model"):
-        raise ConfigError(f"--vision_tower {path}: model_type is {kind!r}, expected 'clip' or 'clip_vision_model'")
-    return CLIPVisionConfig.from_dict(config["vision_config"] if kind == "clip" else config)
+@dataclass(frozen=True)
+class TowerPlan:
+    """A tower before it is built. config: of all its layers; scales: sides in pixels of S2's, rising, () without."""
 
+    config: PreTrainedConfig
+    images: ImageSpec
+    select_layer: int
+    scales: tuple[int, ...] = ()
 
-def read_image_spec(path: str | Path) -> ImageSpec:
-    """How pictures are prepared for the tower in a folder, from its preprocessor_config.json and config.json."""
-    vision = read_vision_config(path)
-    file = Path(path) / "preprocessor_config.json"
-    try:
-        processor = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"--vision_tower {path}: preprocessor_config.json can't be read ({error})") from error
-    crop = processor.get("crop_size", vision.image_size)
-    size = crop["height"] if isinstance(crop, dict) else crop
-    if size != vision.image_size:
-        raise ConfigError(
-            f"--vision_tower {path}: preprocessor_config.json crops to {size} pixels, "
-            f"but the tower takes {vision.image_size}"
+    def pictures(self, args: Arguments) -> PictureOptions:
+        """How pictures are made to what the tower wants, as the flags say. Raises ConfigError for what does not fit."""
+        spec = self.images
+        return picture_options(
+            args.model,
+            args.data,
+            spec.size,
+            spec.patch_size,
+            spec.mean,
+            stretch=spec.stretch,
+            class_token=spec.class_token,
         )
-    return ImageSpec(size, vision.patch_size, tuple(processor["image_mean"]), tuple(processor["image_std"]))
+
+    @property
+    def width(self) -> int:
+        """C, numbers in a feature."""
+        return self.config.hidden_size * max(1, len(self.scales))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that run."""
+        return kept_layers(self.config.num_hidden_layers, self.select_layer)
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether the tower computes a class token, used or not."""
+        return self.config.model_type == "clip_vision_model"
+
+
+def read_tower(path: str | Path, args: ModelArguments) -> TowerPlan:
+    """The plan of the tower in a folder of its own. Raises ConfigError when the folder holds none."""
+    where = f"--vision_tower {path}"
+    return plan_tower(read_vision_config(path), read_processor(path, where), where, args)
+
+
+def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: ModelArguments) -> TowerPlan:
+    """The plan of a tower from its configuration and its image processor's. Raises ConfigError that names where."""
+    layers, select_layer = config.num_hidden_layers, args.mm_vision_select_layer
+    if not 0 < kept_layers(layers, select_layer) <= layers:
+        raise ConfigError(
+            f"--mm_vision_select_layer {select_layer}: the tower has {layers} layers, give -{layers} to {layers}"
+        )
+    size, patch_size = _image_size(config, where), config.patch_size
+    stretch = not processor.get("do_center_crop", config.model_type == "clip_vision_model")
+    shown = processor.get("size" if stretch else "crop_size")
+    shown = shown.get("height") if isinstance(shown, dict) else shown
+    if shown is not None and shown != size and config.model_type != "siglip2_vision_model":
+        raise ConfigError(f"{where}: its image processor makes pictures of {shown} pixels, but the tower takes {size}")
+    class_token = args.mm_vision_select_feature == "cls_patch" and config.model_type == "clip_vision_model"
+    if class_token and args.mm_projector_type == "pooler":
+        raise ConfigError("--mm_projector_type pooler needs --mm_vision_select_feature patch: it pools a grid")
+    scales = _scales(args)
+    if scales:
+        if scales[0] != size or any(scale % size for scale in scales):
+            raise ConfigError(
+                f"--s2_scales {','.join(map(str, scales))}: give multiples of the tower's {size} pixels, itself first"
+            )
+        if class_token:
+            raise ConfigError("--s2 True needs --mm_vision_select_feature patch: there is one class token per tile")
+        if args.mm_patch_merge_type != "flat":
+            raise ConfigError("--s2 True needs --mm_patch_merge_type flat: it makes tiles of its own")
+        size, patch_size = scales[-1], patch_size * (scales[-1] // scales[0])
+    mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
+    patch_size = pooled_patch_size(args.mm_projector_type, patch_size)
+    images = ImageSpec(size, patch_size, mean, std, stretch, class_token)
+    return TowerPlan(config, images, select_layer, scales)
+
+
+def _scales(args: ModelArguments) -> tuple[int, ...]:
+    if not args.s2:
+        return ()
+    try:
+        return tuple(sorted(int(scale) for scale in args.s2_scales.split(",")))
+    except ValueError:
+        raise ConfigError(f"--s2_scales {args.s2_scales}: give sizes in pixels, like 336,672,1008") from None
+
+
+def read_vision_config(path: str | Path) -> PreTrainedConfig:
+    """The configuration of a tower. Raises ConfigError when the folder holds another kind of model."""
+    config = _read_json(Path(path) / "config.json", f"--vision_tower {path}")
+    return vision_config(config, f"--vision_tower {path}")
+
+
+def vision_config(config: dict, where: str) -> PreTrainedConfig:
+    """The same from what config.json says, of a tower or of a model of pictures and texts."""
+    kind = config.get("model_type")
+    if kind in PAIRS:
+        kind, config = PAIRS[kind], config["vision_config"]
+    if kind not in TOWERS:
+        known = ", ".join([*PAIRS, *TOWERS])
+        raise ConfigError(f"{where}: model_type is {kind!r}, expected one of {known}")
+    return TOWERS[kind][0].from_dict({**config, "model_type": kind})
+
+
+def read_processor(path: str | Path, where: str) -> dict:
+    """The settings of a folder's image processor, wherever transformers wrote them."""
+    whole = Path(path) / "processor_config.json"  # transformers 5
+    if not (Path(path) / "preprocessor_config.json").is_file() and whole.is_file():
+        return _read_json(whole, where).get("image_processor", {})
+    return _read_json(Path(path) / "preprocessor_config.json", where)
+
+
+def _read_json(file: Path, where: str) -> dict:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{where}: {file.name} can't be read ({error})") from error
+
+
+def _image_size(config: PreTrainedConfig, where: str) -> int:
+    """Side of the square in pixels. A SigLIP 2 of any shape is shown the square that it was trained on."""
+    if config.model_type != "siglip2_vision_model":
+        return config.image_size
+    side = math.isqrt(config.num_patches)
+    if side**2 != config.num_patches:
+        raise ConfigError(f"{where}: {config.num_patches} patches are no square, which is what pictures are made to")
+    return side * config.patch_size
+
+
+def kept_layers(layers: int, select_layer: int) -> int:
+    """Layers that have to run for hidden_states[select_layer] of a tower of so many."""
+    return select_layer + layers + 1 if select_layer < 0 else select_layer
 
 
 class VisionTower(nn.Module):
-    """CLIP up to the selected layer. Features are its hidden state there, without the class token.
+    """A tower up to the selected layer. Features are its hidden state there.
 
-    The layers behind the selected one are not built: they would never run, and a frozen layer that is not there costs
-    nothing. Export takes their weights from the tower's own folder.
+    The layers behind the selected one, the final norm and the pooling head are not built: they would never run, and
+    what is not there costs nothing. Export takes their weights from where the tower came from.
+    Source: LLaVA's CLIPVisionTower and CLIPVisionTowerS2, LLaVA-NeXT's SigLipVisionTower.
     """
 
-    def __init__(self, config: CLIPVisionConfig, select_layer: int, mean: torch.Tensor, std: torch.Tensor) -> None:
+    def __init__(self, plan: TowerPlan, mean: torch.Tensor, std: torch.Tensor) -> None:
         """mean and std: (3,) float32, made outside zero.Init, which would round them to the training dtype."""
         super().__init__()
-        self.clip = CLIPVisionModel(truncated(config, select_layer))
+        self.plan = plan
+        config = copy.deepcopy(plan.config)
+        config.num_hidden_layers = plan.num_layers
+        config.vision_use_head = False
+        self.tower = TOWERS[config.model_type][1](config)
+        self.tower.post_layernorm = nn.Identity()  # so that the last hidden state is the selected one
         self.register_buffer("mean", mean.view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(N, 3, H, W) uint8 to (N, P, C)."""
+        """(N, 3, S, S) uint8 to (N, P, C)."""
         pixels = (pixel_values.float() / 255 - self.mean) / self.std
-        dtype = self.clip.embeddings.patch_embedding.weight.dtype
-        # The last hidden state before the tower's final norm: CLIP's last_hidden_state.
-        return self.clip(pixels.to(dtype)).last_hidden_state[:, 1:]
+        pixels = pixels.to(self.tower.embeddings.patch_embedding.weight.dtype)
+        return multiscale(self._features, pixels, self.plan.scales) if self.plan.scales else self._features(pixels)
+
+    def _features(self, pixels: torch.Tensor) -> torch.Tensor:
+        if self.plan.config.model_type == "siglip2_vision_model":
+            patches, shapes = _patches(pixels, self.plan.config.patch_size)
+            return self.tower(patches, pixel_attention_mask=None, spatial_shapes=shapes).last_hidden_state
+        features = self.tower(pixels).last_hidden_state
+        drop_class_token = self.plan.has_class_token and not self.plan.images.class_token
+        return features[:, 1:] if drop_class_token else features
 
 
-def truncated(config: CLIPVisionConfig, select_layer: int) -> CLIPVisionConfig:
-    """The configuration of a tower whose last layer gives hidden_states[select_layer] of the whole tower."""
-    layers = config.num_hidden_layers
-    kept = select_layer + layers + 1 if select_layer < 0 else select_layer
-    if not 0 < kept <= layers:
-        raise ConfigError(
-            f"--mm_vision_select_layer {select_layer}: the tower has {layers} layers, give -{layers} to {layers}"
-        )
-    short = copy.deepcopy(config)
-    short.num_hidden_layers = kept
-    return short
+def _patches(pixels: torch.Tensor, patch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N, 3, S, S) to (N, P, 3 * patch_size**2), and (N, 2): patches down and across. Source: Siglip2ImageProcessor."""
+    n, channels, height, width = pixels.shape
+    down, across = height // patch_size, width // patch_size
+    cut = pixels.reshape(n, channels, down, patch_size, across, patch_size).permute(0, 2, 4, 3, 5, 1)
+    # On the CPU, where the model reads it: no device is waited for.
+    return cut.reshape(n, down * across, -1), torch.tensor([[down, across]] * n)
+
+
+def multiscale(features_of, pixels: torch.Tensor, scales: tuple[int, ...]) -> torch.Tensor:
+    """S2: the picture at every scale, cut into tiles of the first one's size, its features averaged down to the first
+    scale's grid and laid beside each other.
+
+    features_of: (N, 3, S, S) to (N, P, C) at the first scale; pixels (N, 3, L, L) at the last.
+    Returns (N, P, C * scales). Source: S2 (arXiv 2403.13043), s2wrapper's forward as LLaVA calls it.
+    """
+    n, base = len(pixels), scales[0]
+    beside = []
+    for scale in scales:
+        times = scale // base
+        shown = pixels
+        if scale != pixels.shape[-1]:
+            shown = F.interpolate(pixels.float(), size=(scale, scale), mode="bicubic").to(pixels.dtype)
+        tiles = shown.reshape(n, 3, times, base, times, base).permute(2, 4, 0, 1, 3, 5).reshape(-1, 3, base, base)
+        features = features_of(tiles)  # (times * times * N, P, C)
+        side = math.isqrt(features.shape[1])
+        grid = features.reshape(times, times, n, side, side, -1).permute(2, 5, 0, 3, 1, 4)
+        grid = grid.reshape(n, -1, times * side, times * side)  # (N, C, rows, columns)
+        if times > 1:
+            grid = F.interpolate(grid.float(), size=(side, side), mode="area").to(features.dtype)
+        beside.append(grid)
+    return torch.cat(beside, dim=1).flatten(2).transpose(1, 2)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llava_ds.arguments import Arguments
+from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 from llava_ds.tiny.dataset import write_dataset
 
@@ -19,7 +19,7 @@ def fill_in(args: Arguments) -> Arguments:
         return args
     folder = scenes_folder(args.data.cache_dir)
     write_dataset(folder)
-    split = "pretrain" if args.model.tune_mm_mlp_adapter else "finetune"
+    split = "pretrain" if trains_projector_only(args.model) else "finetune"
     return args.replaced(data_path=str(folder / f"{split}.json"), image_folder=str(folder))
 
 

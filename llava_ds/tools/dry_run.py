@@ -66,7 +66,7 @@ def memory(resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, r
     """The table of run/estimate.py for this run and its data; with a GPU, whether it fits."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
     run = planned_run(
-        shape_of(plan.text_config, plan.vision_config, resolved.args),
+        shape_of(plan.text_config, plan.tower, resolved.args),
         resolved,
         num_gpus=ranks.world_size,
         gpus_per_node=local,

@@ -7,12 +7,12 @@ from torch import nn
 from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from llava_ds.arguments import Arguments
+from llava_ds.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.language import read_text_config
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.vision import read_vision_config
+from llava_ds.model.vision import TowerPlan, plan_tower, read_tower
 from llava_ds.train.trainable import choose_trainable, parameter_groups
 
 LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # fewer or more parameters than this are a slip of the pen
@@ -124,14 +124,14 @@ class ModelShape:
 def shape_of_folders(args: Arguments) -> ModelShape:
     """The model that --model_name_or_path and --vision_tower name. Raises ConfigError as training does."""
     model = args.model
-    return shape_of(read_text_config(model.model_name_or_path), read_vision_config(model.vision_tower), args)
+    return shape_of(read_text_config(model.model_name_or_path), read_tower(model.vision_tower, model), args)
 
 
 def shape_named(name: str, args: Arguments) -> ModelShape:
     """A known size, or a mere number of parameters like 13e9, all trained. Raises ConfigError with the names."""
     if name in NAMED:
         text = AutoConfig.for_model(**NAMED[name])
-        return shape_of(text, CLIPVisionConfig(**CLIP_L_336), args)
+        return shape_of(text, plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "--model", args.model), args)
     try:
         count = int(float(name))
     except (ValueError, OverflowError):
@@ -153,13 +153,13 @@ def shape_of_count(count: int) -> ModelShape:
     return ModelShape((Part("model", count, count),), (tensors,), (), tuple((size,) for size in tensors))
 
 
-def shape_of(text: PreTrainedConfig, vision: CLIPVisionConfig, args: Arguments) -> ModelShape:
-    """Any causal language model with a CLIP tower, as the flags of a run compose and train them.
+def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> ModelShape:
+    """Any causal language model with any tower, as the flags of a run compose and train them.
 
     The composition is built without memory, so every tensor is counted as it would be trained, tied ones once.
     """
     with no_init_weights(), torch.device("meta"):
-        model = assemble(text, vision, args.model, torch.zeros(3), torch.zeros(3))
+        model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
     hidden = text.hidden_size
@@ -181,14 +181,14 @@ def shape_of(text: PreTrainedConfig, vision: CLIPVisionConfig, args: Arguments) 
             key=(getattr(text, "num_key_value_heads", None) or num_heads) * head,
             num_heads=num_heads,
             vocab=model.language_model.get_output_embeddings().weight.shape[0],
-            trained=not args.model.tune_mm_mlp_adapter,
+            trained="language_model" in trained_parts(args.model),
         ),
         tower=TowerShape(
-            hidden=vision.hidden_size,
-            intermediate=vision.intermediate_size,
-            num_patches=(vision.image_size // vision.patch_size) ** 2,
-            image_size=vision.image_size,
-            projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.layers),
+            hidden=tower.config.hidden_size,
+            intermediate=tower.config.intermediate_size,
+            num_patches=tower.images.num_tokens,
+            image_size=tower.images.size,
+            projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
         ),
     )
 

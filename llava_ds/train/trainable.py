@@ -2,54 +2,80 @@
 
 from torch import nn
 
-from llava_ds.arguments import Arguments
+from llava_ds.arguments import Arguments, TrainingArguments, trained_parts
+from llava_ds.constants import ConfigError
 from llava_ds.ds_config.optimizer import optimizer_name
 from llava_ds.model.llava import LlavaModel
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
-    """Freeze what the stage leaves alone: the tower always, the language model in stage 1.
+    """Freeze what the flags leave alone (see trained_parts).
 
-    The newline trains with the projector: in LLaVA's own stage 1 it stays as it was drawn.
+    The newline trains with the projector or the language model: in LLaVA's own stage 1 it stays as it was drawn.
+    Raises ConfigError when nothing is left that could train.
     """
-    model.vision_tower.requires_grad_(False)
-    model.language_model.requires_grad_(not args.model.tune_mm_mlp_adapter)
-    model.projector.requires_grad_(True)
+    parts = trained_parts(args.model)
+    model.vision_tower.requires_grad_("vision_tower" in parts)
+    model.projector.requires_grad_("projector" in parts)
+    if hasattr(model, "newline"):
+        model.newline.requires_grad_(bool(parts & {"projector", "language_model", "output_layer"}))
+    model.language_model.requires_grad_("language_model" in parts)
+    if "output_layer" in parts:
+        inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
+        outputs.requires_grad_(outputs.weight is not inputs.weight)  # LLaVA freezes a tied one with the embeddings
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(
+            "nothing is left to train: of what the flags leave to train "
+            f"({', '.join(sorted(parts))}) this model has no parameters of its own: let another part train"
+        )
 
 
 def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None = None) -> list[dict]:
-    """The optimizer's groups: language model, then projector and newline at --mm_projector_lr, each with and without
-    decay.
+    """The optimizer's groups: language model and newline, then projector, then tower, each at its own rate, with and
+    without decay.
 
-    Biases and norms (every parameter of one dimension) do not decay. Empty groups are left out.
+    Biases and norms do not decay. Empty groups are left out.
     optimizer: the block of the resolved JSON; Muon's has more groups.
     Source: LLaVA's LLaVATrainer.create_optimizer.
     """
     training = args.training
-    projector_lr = training.learning_rate if training.mm_projector_lr is None else training.mm_projector_lr
     groups = []
     for name, parts, lr in (
-        ("language_model", ["language_model"], training.learning_rate),
-        ("projector", ["projector", "newline"], projector_lr),
+        ("language_model", ["language_model", "newline"], None),
+        ("projector", ["projector"], training.mm_projector_lr),
+        ("vision_tower", ["vision_tower"], training.mm_vision_tower_lr),
     ):
-        named = [part for child, part in model.named_children() if child in parts]
-        trained = [p for part in named for p in part.parameters() if p.requires_grad]
+        named = [item for child, part in model.named_children() if child in parts for item in part.named_parameters()]
+        trained = [(key, p) for key, p in named if p.requires_grad]
         for suffix, decay, params in (
-            ("", training.weight_decay, [p for p in trained if _ndim(p) > 1]),
-            ("_no_decay", 0.0, [p for p in trained if _ndim(p) <= 1]),
+            ("", training.weight_decay, [p for key, p in trained if _decays(key, p)]),
+            ("_no_decay", 0.0, [p for key, p in trained if not _decays(key, p)]),
         ):
             if params:
-                groups.append({"name": name + suffix, "params": params, "lr": lr, "weight_decay": decay})
+                rate = training.learning_rate if lr is None else lr
+                groups.append({"name": name + suffix, "params": params, "lr": rate, "weight_decay": decay})
     if optimizer is not None and optimizer_name(optimizer) == "Muon":
-        return _muon_groups(model, groups, optimizer["params"], keep_projector=training.mm_projector_lr is not None)
+        return _muon_groups(model, groups, optimizer["params"], _own_rates(training))
     return groups
 
 
-def _muon_groups(model: LlavaModel, groups: list[dict], params: dict, keep_projector: bool) -> list[dict]:
+def _own_rates(training: TrainingArguments) -> tuple[str, ...]:
+    """Beginnings of the names of groups whose rate the user gave."""
+    given = {"projector": training.mm_projector_lr, "vision_tower": training.mm_vision_tower_lr}
+    return tuple(name for name, rate in given.items() if rate is not None)
+
+
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies. Of vectors only to those that are neither a bias nor a norm's: in LLaVA the newline
+    and CLIP's class token decay."""
+    return _ndim(parameter) > 1 or name.endswith("embedding")
+
+
+def _muon_groups(model: LlavaModel, groups: list[dict], params: dict, own_rates: tuple[str, ...]) -> list[dict]:
     """Each group's hidden matrices, for Muon at muon_lr, then its other parameters, for Adam at adam_lr.
 
     DeepSpeed tells the two apart by itself and would do the same, but lets the rate of a group win over both.
-    keep_projector: --mm_projector_lr was given, and wins.
+    own_rates: groups with a rate of their own, which wins.
     Source: Muon (Jordan 2024): embeddings, output layer, norms and biases stay with Adam.
     """
     llm = model.language_model
@@ -57,7 +83,7 @@ def _muon_groups(model: LlavaModel, groups: list[dict], params: dict, keep_proje
     adams = {id(p) for end in ends for p in end.parameters()}
     split = []
     for group in groups:
-        own_rate = keep_projector and group["name"].startswith("projector")
+        own_rate = group["name"].startswith(own_rates)
         for key, of_muon in (("muon_lr", True), ("adam_lr", False)):
             half = [p for p in group["params"] if (_ndim(p) > 1 and id(p) not in adams) == of_muon]
             if half:

@@ -134,16 +134,15 @@ def test_the_newline_goes_with_the_projector_and_comes_back(anyres, tmp_path, ca
     paths = export_projector(model, plan, args, pictures, tmp_path, RANKS)
     written = torch.load(paths[0])
     assert torch.equal(written["model.image_newline"], model.newline.embedding) and len(written) == 5
-    again = build_model(
-        plan, dataclasses.replace(args, pretrain_mm_mlp_adapter=str(paths[0])), STAGE_0, torch.float32, 1, RANKS
-    )
+    args = dataclasses.replace(args, pretrain_mm_mlp_adapter=str(paths[0]))
+    again = build_model(plan_model(args, 512), args, STAGE_0, torch.float32, 1, RANKS)
     assert torch.equal(again.newline.embedding, model.newline.embedding)
     assert "image_newline" not in capsys.readouterr().out
 
     del written["model.image_newline"]
     torch.save(written, tmp_path / "old.bin")
     args = dataclasses.replace(args, pretrain_mm_mlp_adapter=str(tmp_path / "old.bin"))
-    fresh = build_model(plan, args, STAGE_0, torch.float32, 1, RANKS)
+    fresh = build_model(plan_model(args, 512), args, STAGE_0, torch.float32, 1, RANKS)
     assert not torch.equal(fresh.newline.embedding, model.newline.embedding)
     assert torch.equal(fresh.projector.layers[0].weight, model.projector.layers[0].weight)
     assert "old.bin holds no model.image_newline: the newline starts from random numbers" in capsys.readouterr().out

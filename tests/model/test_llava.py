@@ -98,7 +98,7 @@ def test_logits_equal_those_of_transformers_llava(model, plan, dataset):
     spec = plan.images
     reference = LlavaForConditionalGeneration(
         LlavaConfig(
-            vision_config=plan.vision_config.to_dict(),
+            vision_config=plan.tower.config.to_dict(),
             text_config=plan.text_config.to_dict(),
             image_token_index=3,
             vision_feature_layer=-2,
@@ -179,8 +179,8 @@ def test_the_newline_has_a_zero_gradient_where_it_is_not_shown_and_an_exact_one_
 
 
 def test_the_tower_has_no_layer_behind_the_selected_one(model, plan):
-    assert plan.vision_config.num_hidden_layers == 3
-    assert len(model.vision_tower.clip.encoder.layers) == 2
+    assert plan.tower.config.num_hidden_layers == 3
+    assert len(model.vision_tower.tower.encoder.layers) == 2
 
 
 def test_rotary_tables_stay_float32_in_bfloat16(plan, tmp_path_factory):

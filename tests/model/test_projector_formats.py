@@ -14,10 +14,11 @@ from transformers import (
 )
 
 from llava_ds import formats
+from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
+from llava_ds.model.build import Source
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.vision import VisionTower, read_vision_config
-from llava_ds.model.weights import WeightFiles
+from llava_ds.model.vision import VisionTower, plan_tower, read_vision_config
 
 LLAVA_KEYS = {
     "mlp2x_gelu": [
@@ -27,6 +28,15 @@ LLAVA_KEYS = {
         "model.mm_projector.2.bias",
     ],
     "linear": ["model.mm_projector.weight", "model.mm_projector.bias"],
+    "mlp3x_gelu": [f"model.mm_projector.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")],
+    "mlp2x_res1x_gelu": [
+        f"model.mm_projector.{layer}.{kind}"
+        for layer in ("0", "2", "3.pre_norm", "3.proj.0", "3.proj.2")
+        for kind in ("weight", "bias")
+    ],
+    "pooler": [
+        f"model.mm_projector.{layer}.{kind}" for layer in ("conv_pool", "proj.1") for kind in ("weight", "bias")
+    ],
 }
 KINDS = list(LLAVA_KEYS)
 
@@ -76,7 +86,7 @@ def test_the_newline_under_its_three_names():
         assert formats.newline_from_llava(other) is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["linear", "mlp2x_gelu"])
 def test_the_projector_computes_what_llavas_does(kind):
     torch.manual_seed(0)
     projector = build_projector(kind, 5, 7)
@@ -90,18 +100,51 @@ def test_the_projector_computes_what_llavas_does(kind):
     torch.testing.assert_close(projector(features), expected)
 
 
-def test_an_unknown_projector_names_the_known_ones():
-    with pytest.raises(ConfigError, match=r"--mm_projector_type 'mlp9' is unknown: choose from linear, mlp2x_gelu"):
-        build_projector("mlp9", 5, 7)
+def test_a_pooler_makes_one_feature_of_each_square_of_four():
+    torch.manual_seed(0)
+    projector = build_projector("pooler", 5, 7)
+    features = torch.randn(2, 25, 5)  # 5 x 5: the last row and column are left out
+    pool, linear = projector.layers.conv_pool, projector.layers.proj[1]
+    grid = features.view(2, 5, 5, 5)[:, :4, :4]
+    squares = grid.reshape(2, 2, 2, 2, 2, 5).permute(0, 1, 3, 5, 2, 4).reshape(2, 4, -1)  # (N, squares, C * 4)
+    pooled = squares @ pool.weight.reshape(7, -1).T + pool.bias
+    torch.testing.assert_close(projector(features), linear(torch.nn.functional.gelu(pooled)))
+
+
+def test_a_residual_block_adds_to_what_it_has_normalised():
+    torch.manual_seed(0)
+    projector = build_projector("mlp1x_res1x_gelu", 5, 7)
+    features = torch.randn(2, 3, 5)
+    first, block = projector.layers
+    normalised = block.pre_norm(first(features))
+    inner = block.proj[2](torch.nn.functional.gelu(block.proj[0](normalised)))
+    torch.testing.assert_close(projector(features), normalised + inner)  # as LLaVA's; not first(features)
+
+
+def test_identity_needs_equal_widths():
+    assert torch.equal(build_projector("identity", 5, 5)(torch.ones(1, 2, 5)), torch.ones(1, 2, 5))
+    with pytest.raises(ConfigError, match="needs a tower as wide as the language model: they have 5 and 7"):
+        build_projector("identity", 5, 7)
+
+
+@pytest.mark.parametrize("kind", ["mlp9", "mlp0x_gelu", "mlp2x_res0x_gelu", "mlp2x_gelu ", "mlp2x_relu", ""])
+def test_an_unknown_projector_names_the_known_ones(kind):
+    with pytest.raises(ConfigError, match=r"is unknown: give linear, mlpNx_gelu, mlpNx_resMx_gelu, pooler or identity"):
+        build_projector(kind, 5, 7)
+
+
+def tower(config, select_layer: int = -2) -> VisionTower:
+    args = ModelArguments(mm_vision_select_layer=select_layer)
+    return VisionTower(plan_tower(config, {}, "here", args), torch.zeros(3), torch.ones(3))
 
 
 def test_a_clip_folder_fills_the_truncated_tower_exactly(toy_base):
     path = toy_base["vision_tower"]
     config = read_vision_config(path)
     for select_layer, layers in ((-2, 2), (-1, 3), (1, 1)):
-        tower = VisionTower(config, select_layer, torch.zeros(3), torch.ones(3))
-        files = WeightFiles(path, lambda name, layers=layers: formats.clip_from_disk(name, layers))
-        assert files.shapes == {name: tuple(p.shape) for name, p in tower.named_parameters()}
+        source = Source("--vision_tower", path, formats.tower_from_disk)
+        files = source.open(lambda name, layers=layers: formats.runs_in_tower(name, layers))
+        assert files.shapes == {name: tuple(p.shape) for name, p in tower(config, select_layer).named_parameters()}
 
 
 def test_clip_names_are_read_with_and_without_prefix_and_beside_a_text_model():
@@ -110,22 +153,21 @@ def test_clip_names_are_read_with_and_without_prefix_and_beside_a_text_model():
     )
     text = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
     both = CLIPModel(CLIPConfig(text_config=text, vision_config=vision.to_dict(), projection_dim=4))
-    tower = VisionTower(vision, -2, torch.zeros(3), torch.ones(3))
-    expected = {name for name, _ in tower.named_parameters()}
-    names = {formats.clip_from_disk(name, 2) for name in both.state_dict()} - {None}
-    assert names == expected
-    bare = {name.removeprefix("clip.") for name in expected}
+    expected = {name for name, _ in tower(vision).named_parameters()}
+    names = {formats.tower_from_disk(name) for name in both.state_dict()} - {None}
+    assert {name for name in names if formats.runs_in_tower(name, 2)} == expected
+    assert {name for name in names - expected} >= {"tower.post_layernorm.weight", "tower.encoder.layers.2.mlp.fc1.bias"}
+    bare = {name.removeprefix("tower.") for name in expected}
     for prefix in ("", "vision_model."):
-        assert {formats.clip_from_disk(prefix + name, 2) for name in bare} == expected
-        assert formats.clip_from_disk(f"{prefix}encoder.layers.2.mlp.fc1.weight", 2) is None
-        assert formats.clip_from_disk(f"{prefix}encoder.layers.10.mlp.fc1.weight", 2) is None
-        assert formats.clip_from_disk(f"{prefix}embeddings.position_ids", 2) is None
+        assert {formats.tower_from_disk(prefix + name) for name in bare} == expected
+        assert formats.tower_from_disk(f"{prefix}embeddings.position_ids") is None
+    assert not formats.runs_in_tower("tower.encoder.layers.10.mlp.fc1.weight", 2)
 
 
 def test_hugging_faces_names():
     assert formats.to_hf("projector.layers.0.weight") == "multi_modal_projector.linear_1.weight"
     assert formats.to_hf("projector.layers.2.bias") == "multi_modal_projector.linear_2.bias"
-    assert formats.to_hf("vision_tower.clip.pre_layrnorm.bias") == "vision_tower.vision_model.pre_layrnorm.bias"
+    assert formats.to_hf("vision_tower.tower.pre_layrnorm.bias") == "vision_tower.vision_model.pre_layrnorm.bias"
     assert formats.to_hf("language_model.model.norm.weight") == "language_model.model.norm.weight"
     assert formats.to_hf("language_model.lm_head.weight") == "language_model.lm_head.weight"
 
@@ -134,7 +176,7 @@ def test_what_is_written_under_hugging_faces_names_opens_with_nothing_missing_or
     text = AutoConfig.from_pretrained(toy_base["model_name_or_path"])
     vision = read_vision_config(toy_base["vision_tower"])
     parts = {
-        "vision_tower": VisionTower(vision, -1, torch.zeros(3), torch.ones(3)),
+        "vision_tower": tower(vision, -1),
         "projector": build_projector("mlp2x_gelu", vision.hidden_size, text.hidden_size),
         "language_model": LlamaForCausalLM(text),
     }
@@ -147,4 +189,5 @@ def test_what_is_written_under_hugging_faces_names_opens_with_nothing_missing_or
     config = LlavaConfig(vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_index=3)
     config.save_pretrained(tmp_path)
     _, report = LlavaForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    final_norm = {f"model.vision_tower.post_layernorm.{kind}" for kind in ("weight", "bias")}  # runs in no tower here
+    assert set(report["missing_keys"]) == final_norm and not report["unexpected_keys"] and not report["mismatched_keys"]

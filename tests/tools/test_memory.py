@@ -13,6 +13,7 @@ from llava_ds.batch import Batch
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config import optimizer
 from llava_ds.model.assemble import assemble
+from llava_ds.model.vision import plan_tower
 from llava_ds.tools import planned
 from llava_ds.tools.activations import MicroBatch, activation_bytes, kept_bytes
 from llava_ds.tools.fitting import MB, Run, advice, as_json, describe_change, fits, smallest_change, table
@@ -29,9 +30,10 @@ TEXT = LlamaConfig(
     num_key_value_heads=2,
     vocab_size=300,
 )
-VISION = CLIPVisionConfig(
+CLIP = CLIPVisionConfig(
     hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, image_size=24, patch_size=8
 )
+VISION = plan_tower(CLIP, {}, "here", ModelArguments())
 BOTH, PROJECTOR = (
     Arguments(ModelArguments(tune_mm_mlp_adapter=tune), DataArguments(), TrainingArguments(), frozenset())
     for tune in (False, True)
