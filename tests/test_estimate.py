@@ -87,7 +87,7 @@ def test_the_deepspeed_json_says_stage_precision_and_sizes(figures, toy_base, tm
 
 
 def test_the_tiny_model_needs_no_name(figures):
-    assert figures()["num_parameters"] == 1_809_792
+    assert figures()["num_parameters"] == 1_809_536
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)

@@ -1,0 +1,173 @@
+"""Towers give the hidden state that transformers' own class gives, and S2 what s2wrapper's definition says."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Siglip2Config,
+    Siglip2Model,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipImageProcessorPil,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from llava_ds import formats
+from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import ConfigError
+from llava_ds.model.build import Source
+from llava_ds.model.vision import VisionTower, read_tower
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+SQUARE = {"size": {"height": 24, "width": 24}}
+CROP = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
+
+
+def write_tower(folder, kind: str) -> None:
+    """A random tower of 3 x 3 patches, as its makers would publish it."""
+    torch.manual_seed(0)
+    if kind == "clip":
+        CLIPVisionModel(CLIPVisionConfig(image_size=24, patch_size=8, **SIZES)).save_pretrained(folder)
+        CLIPImageProcessorPil(**CROP).save_pretrained(folder)
+    elif kind == "siglip":
+        SiglipVisionModel(SiglipVisionConfig(image_size=24, patch_size=8, **SIZES)).save_pretrained(folder)
+        SiglipImageProcessorPil(**SQUARE).save_pretrained(folder)
+    else:
+        Siglip2VisionModel(Siglip2VisionConfig(num_patches=9, patch_size=8, **SIZES)).save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+
+
+def built(folder, **flags: object) -> VisionTower:
+    plan = read_tower(folder, ModelArguments(vision_tower=str(folder), **flags))
+    tower = VisionTower(plan, torch.tensor(plan.images.mean), torch.tensor(plan.images.std)).eval()
+    files = Source("--vision_tower", str(folder), formats.tower_from_disk).open(
+        lambda name: formats.runs_in_tower(name, plan.num_layers)
+    )
+    tower.load_state_dict({name: read() for name, read in files.tensors()})
+    return tower
+
+
+def hidden_states(folder, kind: str, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """All hidden states of transformers' own class; pixels (N, 3, 24, 24), normalised."""
+    if kind == "siglip2":
+        patches = F.unfold(pixels, 8, stride=8).transpose(1, 2).unflatten(2, (3, 64)).transpose(2, 3).flatten(2)
+        shapes, seen = torch.tensor([[3, 3]] * len(pixels)), torch.ones(len(pixels), 9, dtype=torch.int64)
+        inputs = {"pixel_values": patches, "pixel_attention_mask": seen, "spatial_shapes": shapes}
+        model = Siglip2VisionModel.from_pretrained(folder)
+    else:
+        inputs = {"pixel_values": pixels}
+        model = (CLIPVisionModel if kind == "clip" else SiglipVisionModel).from_pretrained(folder)
+    with torch.no_grad():
+        return model.eval()(**inputs, output_hidden_states=True).hidden_states
+
+
+def shown(tower: VisionTower) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random pictures (N, 3, S, S) uint8, and the same normalised."""
+    torch.manual_seed(1)
+    pixels = torch.randint(0, 256, (2, 3, tower.plan.images.size, tower.plan.images.size), dtype=torch.uint8)
+    return pixels, (pixels / 255 - tower.mean) / tower.std
+
+
+@pytest.mark.parametrize("layer", [-1, -2, 1])
+@pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
+def test_features_are_the_selected_hidden_state(kind, layer, tmp_path):
+    write_tower(tmp_path, kind)
+    tower = built(tmp_path, mm_vision_select_layer=layer)
+    assert len(tower.tower.encoder.layers) == tower.plan.num_layers == {-1: 3, -2: 2, 1: 1}[layer]
+    pixels, normalised = shown(tower)
+    expected = hidden_states(tmp_path, kind, normalised)[layer]
+    with torch.no_grad():
+        torch.testing.assert_close(tower(pixels), expected[:, 1:] if kind == "clip" else expected)
+    assert tower.plan.images.num_tokens == 9 and tower.plan.images.stretch == (kind != "clip")
+
+
+def test_the_class_token_comes_first_where_there_is_one(tmp_path):
+    for kind, tokens in (("clip", 10), ("siglip", 9)):
+        write_tower(tmp_path / kind, kind)
+        tower = built(tmp_path / kind, mm_vision_select_feature="cls_patch")
+        pixels, normalised = shown(tower)
+        with torch.no_grad():
+            torch.testing.assert_close(tower(pixels), hidden_states(tmp_path / kind, kind, normalised)[-2])
+        assert tower.plan.images.num_tokens == tokens
+
+
+def test_s2_lays_the_features_of_every_scale_beside_each_other(tmp_path):
+    write_tower(tmp_path, "clip")
+    tower = built(tmp_path, s2=True, s2_scales="48,24")
+    plain = built(tmp_path)
+    assert (tower.plan.images.size, tower.plan.images.num_tokens, tower.plan.width) == (48, 9, 32)
+    pixels, normalised = shown(tower)
+    with torch.no_grad():
+        found = tower(pixels)
+        small = plain._features(F.interpolate(normalised, size=(24, 24), mode="bicubic"))
+        quarters = [plain._features(normalised[:, :, y : y + 24, x : x + 24]) for y in (0, 24) for x in (0, 24)]
+    torch.testing.assert_close(found[..., :16], small)
+    grid = torch.zeros(2, 6, 6, 16)
+    for i, quarter in enumerate(quarters):
+        y, x = 3 * (i // 2), 3 * (i % 2)
+        grid[:, y : y + 3, x : x + 3] = quarter.view(2, 3, 3, 16)
+    averaged = grid.view(2, 3, 2, 3, 2, 16).mean((2, 4)).view(2, 9, 16)
+    torch.testing.assert_close(found[..., 16:], averaged)
+
+
+def test_a_model_of_pictures_and_texts_gives_its_vision_half(tmp_path):
+    text = {**SIZES, "vocab_size": 9, "projection_size": 16}
+    config = Siglip2Config(text_config=text, vision_config={"num_patches": 9, "patch_size": 8, **SIZES})
+    Siglip2Model(config).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    plan = read_tower(tmp_path, ModelArguments())
+    files = Source("--vision_tower", str(tmp_path), formats.tower_from_disk).open(
+        lambda name: formats.runs_in_tower(name, 2)
+    )
+    tower = VisionTower(plan, torch.zeros(3), torch.ones(3))
+    assert set(files.shapes) == {name for name, _ in tower.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "message"),
+    [
+        ("clip", {"mm_vision_select_layer": 4}, "--mm_vision_select_layer 4: the tower has 3 layers, give -3 to 3"),
+        ("clip", {"mm_vision_select_layer": -4}, "--mm_vision_select_layer -4: the tower has 3 layers, give -3 to 3"),
+        ("clip", {"s2": True}, "--s2_scales 336,672,1008: give multiples of the tower's 24 pixels, itself first"),
+        ("clip", {"s2": True, "s2_scales": "24;48"}, "--s2_scales 24;48: give sizes in pixels"),
+        (
+            "clip",
+            {"s2": True, "s2_scales": "24,48", "mm_vision_select_feature": "cls_patch"},
+            "--s2 True needs --mm_vision_select_feature patch",
+        ),
+        (
+            "clip",
+            {"s2": True, "s2_scales": "24,48", "mm_patch_merge_type": "spatial_unpad"},
+            "--s2 True needs --mm_patch_merge_type flat",
+        ),
+        (
+            "clip",
+            {"mm_projector_type": "pooler", "mm_vision_select_feature": "cls_patch"},
+            "--mm_projector_type pooler needs --mm_vision_select_feature patch",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit_the_tower_are_refused(kind, flags, message, tmp_path):
+    write_tower(tmp_path, kind)
+    with pytest.raises(ConfigError, match=f"^{message.split('(')[0]}"):
+        read_tower(tmp_path, ModelArguments(**flags))
+
+
+def test_other_models_are_no_towers(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(ConfigError, match="model_type is 'vit', expected one of clip, siglip, siglip2, clip_vision"):
+        read_tower(tmp_path, ModelArguments())
+
+
+def test_a_class_token_has_no_place_in_a_grid(tmp_path):
+    write_tower(tmp_path, "clip")
+    model = ModelArguments(mm_vision_select_feature="cls_patch", mm_patch_merge_type="spatial")
+    args = Arguments(model, DataArguments(), TrainingArguments(), frozenset())
+    with pytest.raises(ConfigError, match="give --mm_patch_merge_type flat, which is spatial"):
+        read_tower(tmp_path, model).pictures(args)
