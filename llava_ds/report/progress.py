@@ -74,7 +74,7 @@ class Progress:
 
     def _row(self, result, skipped_steps: int) -> dict:
         samples, tokens, targets, _ = map(int, result.counts)
-        return {
+        row = {
             "step": result.step,
             "epoch": result.step / self.steps_per_epoch,
             "loss": float(result.loss),
@@ -90,6 +90,7 @@ class Progress:
             "skipped_steps": skipped_steps,
             "broken_samples": result.num_planned - samples,
         }
+        return row if result.means is None else {**row, "micro_batch_losses": result.means.tolist()}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -24,7 +24,8 @@ class StepResult:
     """What one optimizer step was. loss and counts are on the device: reading them waits for the step.
 
     counts: samples, tokens, supervised tokens and micro-batches of all ranks (see Window.counts), without broken
-    samples; num_planned: samples with them; broken: those of this rank. No batch is kept alive by it.
+    samples; num_planned: samples with them; broken: those of this rank; means: (ranks, micro-batches), each one's mean
+    loss, where those are what is averaged. No batch is kept alive by it.
     """
 
     step: int
@@ -36,6 +37,7 @@ class StepResult:
     broken: list[BrokenSample]
     data_wait_s: float
     step_time_s: float
+    means: torch.Tensor | None = None
 
 
 def train(
@@ -61,12 +63,14 @@ def train(
         counts = all_sum(torch.tensor(window.counts, dtype=torch.float64, device=ranks.device))
         scales = loss_scales(window, loss_reduction, counts, ranks.world_size)
         loss = torch.zeros((), device=ranks.device)
+        means = torch.zeros(ranks.world_size, len(scales), device=ranks.device)
         for i, (batch, scale) in enumerate(zip(window.batches, scales)):
             loss_sum = engine(batch)  # over this micro-batch's supervised tokens
             engine.set_gradient_accumulation_boundary(i == len(scales) - 1)
             engine.backward(loss_sum * scale, scale_wrt_gas=False)
             engine.step()
             loss += loss_sum.detach() * (scale / ranks.world_size)
+            means[ranks.rank, i] = loss_sum.detach() / max(1, window.micro_batches[i].num_targets)
         state.step += 1
         finished = time.perf_counter()
         grad_norm = engine.get_global_grad_norm()
@@ -80,5 +84,6 @@ def train(
             broken=window.broken,
             data_wait_s=window.data_wait_s,
             step_time_s=finished - started,
+            means=all_sum(means) if loss_reduction == "micro_batch" else None,
         )
         started = finished + after_step(result)

@@ -15,6 +15,7 @@ from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks
 from llava_ds.geometry import PictureOptions
 from llava_ds.model.build import build_model, plan_model
+from llava_ds.report.metrics import read_metrics
 
 STEPS = 20
 BATCH = 4
@@ -152,6 +153,10 @@ def test_training_is_what_a_plain_torch_loop_computes(runs, plain_torch):
 def test_micro_batch_reduction_is_the_mean_of_the_micro_batches_means(runs, plain_torch, ranks):
     assert largest_difference(plain_torch["micro_batch"], plain_torch["token"]) > 1e-3
     assert largest_difference(plain_torch["micro_batch"], losses(runs["micro_batch", 2, ranks])) < 1e-5
+    for row in read_metrics(runs["micro_batch", 2, ranks] / "metrics.jsonl"):
+        means = row["micro_batch_losses"]  # by rank, in order
+        assert [len(own) for own in means] == [2 // ranks] * ranks
+        assert abs(sum(map(sum, means)) / 2 - row["loss"]) < 1e-6
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
