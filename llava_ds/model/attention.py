@@ -89,7 +89,8 @@ def _per_segment(query, key, value, cu_seqlens, rule: Rule) -> torch.Tensor:
     """
     lengths = cu_seqlens.diff().tolist()
     samples = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))
-    return torch.cat([_sample(q, k, v, rule) for q, k, v in samples], 2).transpose(1, 2)  # (1, T, H, E)
+    # Some models take a view of it, so it has to be contiguous.
+    return torch.cat([_sample(q, k, v, rule).transpose(1, 2) for q, k, v in samples], 1)  # (1, T, H, E)
 
 
 def _sample(query, key, value, rule: Rule) -> torch.Tensor:

@@ -18,6 +18,7 @@ from llava_ds.distributed import Ranks, print_first
 from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.language import length_problem, read_text_config
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.probe import refuse_unfit_language_model
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.vision import ImageSpec, TowerPlan, read_tower
 from llava_ds.model.weights import TensorSource, WeightFiles, load_weights
@@ -78,6 +79,7 @@ class ModelPlan:
 def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     """Read configurations and tokenizer, no weights. Raises ConfigError for folders that can't be used."""
     text_config = read_text_config(args.model_name_or_path)
+    refuse_unfit_language_model(args.model_name_or_path, text_config)
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
     tokenizer = open_tokenizer(args.model_name_or_path)

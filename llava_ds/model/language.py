@@ -1,10 +1,14 @@
-"""The configuration of the language model, and what it allows."""
+"""The configuration of the language model: what it allows, and what families call differently in it."""
 
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from llava_ds.constants import ConfigError
+
+# What families call the width of their MLPs.
+MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 
 
 def read_text_config(path: str | Path) -> PreTrainedConfig:
@@ -21,8 +25,31 @@ def read_text_config(path: str | Path) -> PreTrainedConfig:
 def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
     """Why samples of max_length tokens are too long for the model; None if they are not."""
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is None or max_length <= longest:
-        return None
-    return (
-        f"--model_max_length is {max_length}, but the language model knows {longest} positions: give {longest} or less"
-    )
+    if longest is not None and max_length > longest:
+        return (
+            f"--model_max_length is {max_length}, but the language model knows {longest} positions: "
+            f"give {longest} or less"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        switch = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        if max_length > switch:
+            return (
+                f"--model_max_length is {max_length}, but from {switch} tokens on the language model turns to other "
+                f"rotary angles, for all samples that lie beside a long one, too: give {switch} or less"
+            )
+    return None
+
+
+def mlp_width(config: PreTrainedConfig) -> int:
+    """The width of its MLPs; four times the model's if the configuration says none."""
+    return next((getattr(config, name) for name in MLP_WIDTHS if getattr(config, name, None)), 4 * config.hidden_size)
+
+
+def final_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """What the output layer gives, as the language model ends: under Gemma 2's final soft cap, where there is one.
+
+    transformers' Llava leaves it out. It changes no order of the logits, and so no greedy answer.
+    """
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)

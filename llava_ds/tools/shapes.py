@@ -10,8 +10,9 @@ from transformers.initialization import no_init_weights
 from llava_ds.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.model.assemble import assemble, layer_classes
-from llava_ds.model.language import read_text_config
+from llava_ds.model.language import mlp_width, read_text_config
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.probe import refuse_unfit_language_model
 from llava_ds.model.vision import TowerPlan, plan_tower, read_tower
 from llava_ds.train.trainable import choose_trainable, parameter_groups
 
@@ -124,7 +125,9 @@ class ModelShape:
 def shape_of_folders(args: Arguments) -> ModelShape:
     """The model that --model_name_or_path and --vision_tower name. Raises ConfigError as training does."""
     model = args.model
-    return shape_of(read_text_config(model.model_name_or_path), read_tower(model.vision_tower, model), args)
+    text = read_text_config(model.model_name_or_path)
+    refuse_unfit_language_model(model.model_name_or_path, text)
+    return shape_of(text, read_tower(model.vision_tower, model), args)
 
 
 def shape_named(name: str, args: Arguments) -> ModelShape:
@@ -175,7 +178,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         units=_units(model),
         text=TextShape(
             hidden=hidden,
-            intermediate=getattr(text, "intermediate_size", None) or 4 * hidden,
+            intermediate=mlp_width(text),
             num_layers=text.num_hidden_layers,
             query=num_heads * head,
             key=(getattr(text, "num_key_value_heads", None) or num_heads) * head,

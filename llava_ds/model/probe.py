@@ -1,0 +1,163 @@
+# T tokens of all samples laid end to end, D width of the language model, V vocabulary
+"""Whether a language model can be trained here, found out on a small random copy of it before the large one is built.
+
+No list of names says it: families differ in what they do with position_ids, with attention's keyword arguments and
+with a mask that is not there, and what they leave out changes the maths without a word.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from llava_ds.constants import ConfigError
+from llava_ds.model import attention
+from llava_ds.model.language import MLP_WIDTHS, final_logits
+
+EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+LENGTHS = (3, 11, 7)  # of the samples
+WINDOW, CAP = 4, 2.0  # sliding windows and soft caps of the copy: so small that they matter
+WIDTH, VOCABULARY = 64, 48  # of its MLPs, and its tokens
+NO_INTERFACE = "its attention or its positions don't follow transformers' interface"
+TOLERANCE = 1e-3  # of the largest logit; in fp32 the same maths differ by 1e-6, others by far more
+
+
+def refuse_unfit_language_model(path: str, config: PreTrainedConfig) -> None:
+    """Raise ConfigError for a language model that would not be trained as it is meant to be."""
+    if problem := language_model_problem(config):
+        raise ConfigError(
+            f"--model_name_or_path {path} is of the kind {config.model_type}, which can't be trained here: {problem}"
+        )
+
+
+def language_model_problem(config: PreTrainedConfig) -> str | None:
+    """Why the language model can't be trained here; None if it can.
+
+    A small copy with random weights has to give the same logits for samples laid end to end, with this package's
+    attention, as for each of them by itself, with transformers' own. And its logits have to be what the output layer
+    makes of the last hidden states, for there is nothing else at the end of transformers' Llava.
+    """
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None or config.is_encoder_decoder:
+        return "it is no language model of one causal stack"
+    if config.get_text_config() is not config:
+        return "it has other parts than a language model"
+    if getattr(config, "layerdrop", 0.0):
+        return f"it leaves out layers at random (layerdrop {config.layerdrop}), other ones on every rank: set it to 0"
+    if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
+        return (
+            f"its embeddings are {config.word_embed_proj_dim} wide and its layers {config.hidden_size}, "
+            "but a picture's features are as wide as both"
+        )
+    if not getattr(kind, "_supports_attention_backend", False):
+        return NO_INTERFACE
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            small = _small(config)
+            model, reference = _build(small, attention.register()), _build(small, "eager")
+        except Exception as error:  # whatever a family's configuration or constructor does not like
+            return f"no small copy of it can be built to try its attention ({_said(error)})"
+        for parameter in model.parameters():
+            _draw(parameter)
+        reference.load_state_dict(model.state_dict())
+        return _end_problem(model) or _difference(model, reference)
+
+
+def _small(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration with few heads, of their own width, and with one layer of each kind, two at least."""
+    small = copy.deepcopy(config)
+    heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    own_width = getattr(config, "head_dim", None)
+    num_heads = 4 if heads > 1 else 1
+    changes = {
+        "num_attention_heads": num_heads,
+        "hidden_size": num_heads * (own_width or config.hidden_size // heads),
+        "vocab_size": VOCABULARY,
+        "sliding_window": WINDOW,
+        "attention_chunk_size": WINDOW,
+        "attn_logit_softcapping": CAP,
+        "final_logit_softcapping": CAP,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **dict.fromkeys((*MLP_WIDTHS, *EXPERT_WIDTHS), WIDTH),
+    }
+    if key_heads is not None:
+        changes["num_key_value_heads"] = max(1, num_heads * key_heads // heads)
+    changes["word_embed_proj_dim"] = changes["hidden_size"]
+    for name, value in changes.items():
+        if getattr(config, name, None) is not None:
+            setattr(small, name, value)
+
+    depth = config.num_hidden_layers
+    per_layer = {name: v for name, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == depth}
+    kinds = list(zip(*per_layer.values())) if per_layer else [()] * depth
+    chosen = sorted({kinds.index(kind) for kind in kinds})
+    if len(chosen) < 2:
+        chosen = list(range(min(2, depth)))
+    small.num_hidden_layers = len(chosen)
+    for name, values in per_layer.items():
+        setattr(small, name, [values[i] for i in chosen])
+    return small
+
+
+def _build(config: PreTrainedConfig, attention_name: str) -> nn.Module:
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation=attention_name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+def _draw(parameter: nn.Parameter) -> None:
+    """Random numbers so large that every part of a layer has a say in the logits."""
+    if parameter.ndim > 1:
+        parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    else:
+        parameter.add_(torch.randn_like(parameter) / 4)
+
+
+def _end_problem(model: nn.Module) -> str | None:
+    """What of the model, outside its layers, has no place in transformers' Llava."""
+    if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
+        return "transformers' Llava would build another model from its configuration"
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None or head.in_features != model.config.hidden_size:
+        return "its output layer is not the mere matrix that transformers' Llava has there"
+    return None
+
+
+def _difference(model: nn.Module, reference: nn.Module) -> str | None:
+    ids = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)))
+    embeds = model.get_input_embeddings()(ids)  # (1, T, D)
+    offsets = torch.tensor((0, *LENGTHS)).cumsum(0)
+    kept = torch.arange(0, sum(LENGTHS), 2)  # every other token
+    inputs = {
+        "inputs_embeds": embeds,
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        "cu_seqlens": offsets.int(),
+        "max_seqlen": max(LENGTHS),
+        "use_cache": False,
+    }
+    try:
+        logits = model(**inputs, logits_to_keep=kept).logits[0]  # (T / 2, V)
+        hidden = model.base_model(**inputs)[0]  # (1, T, D)
+        alone = [reference(inputs_embeds=e, use_cache=False).logits[0] for e in embeds.split(LENGTHS, 1)]
+    except Exception as error:  # a family may have no such argument, or pass none of them on to its attention
+        return f"it does not run on samples laid end to end ({_said(error)})"
+    expected = torch.cat(alone)[kept]
+    if logits.shape != expected.shape or _distance(logits, expected) > TOLERANCE:
+        return f"its logits for samples laid end to end are not those of each by itself: {NO_INTERFACE}"
+    if _distance(final_logits(model.get_output_embeddings()(hidden[0, kept]), model.config), logits) > TOLERANCE:
+        return "its logits are changed behind the output layer in a way that transformers' Llava does not know"
+    return None
+
+
+def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = (logits - expected).abs().max() / expected.abs().max()
+    return difference.item() if difference.isfinite() else float("inf")
+
+
+def _said(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
