@@ -6,7 +6,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedConfig,
+)
 
 from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
 
@@ -19,18 +26,41 @@ TEXTS = [
 ANSWERS = ["yes", "It is a red cat.", "two", "There is no dog, but a cat."]
 
 
-def write_base(
-    folder: Path, *, seed: int = 0, clip: dict[str, object] | None = None, **llama: object
-) -> dict[str, str]:
-    """Write a random language model (grouped-query attention) and a random CLIP tower; llama, clip: other options.
+# What a random language model of each family has of its own. Windows are shorter than most samples of write_data.
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    # Sliding windows in the upper layers only.
+    "qwen2_5": {
+        "model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 17,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"head_dim": 16},  # wider together than the model
+    "mistral": {"sliding_window": 17},
+    "phi3": {
+        "sliding_window": 33, "max_position_embeddings": 2048, "original_max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
+            "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [2.0, 3.0, 5.0, 7.0],
+            "original_max_position_embeddings": 512,
+        },
+    },
+    # Windows in every second layer, soft caps that matter, embeddings scaled and tied.
+    "gemma2": {
+        "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 17, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    # Learned positions, biases, embeddings tied.
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.2, "pad_token_id": 1},
+}  # fmt: skip
 
-    Returns the flags that name them.
-    """
-    torch.manual_seed(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(TEXTS, max_vocab_size=400)
+
+def language_model_config(family: str = "llama", *, vocab_size: int = 400, **changed: object) -> PreTrainedConfig:
+    """The configuration of a tiny language model with grouped-query attention, where its family has that."""
     options = {
-        "vocab_size": tokenizer.get_vocab_size(),
+        "model_type": family,
+        "vocab_size": vocab_size,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -41,16 +71,35 @@ def write_base(
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    config = LlamaConfig(**{**options, **llama})
-    LlamaForCausalLM(config).save_pretrained(folder / "llama")
-    save_tokenizer(tokenizer, folder / "llama")
+    return AutoConfig.for_model(**{**options, **FAMILIES[family], **changed})
+
+
+def write_language_model(folder: Path, family: str = "llama", **changed: object) -> dict[str, str]:
+    """Write a random language model with a Llama-like tokenizer; returns the flag that names it."""
+    tokenizer = train_tokenizer(TEXTS, max_vocab_size=400)
+    config = language_model_config(family, **{"vocab_size": tokenizer.get_vocab_size(), **changed})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    return {"model_name_or_path": str(folder)}
+
+
+def write_base(
+    folder: Path, *, seed: int = 0, family: str = "llama", clip: dict[str, object] | None = None, **changed: object
+) -> dict[str, str]:
+    """Write a random language model and a random CLIP tower; changed, clip: other options of the two.
+
+    Returns the flags that name them.
+    """
+    torch.manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_language_model(folder / family, family, **changed)
     options = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     vision = CLIPVisionConfig(image_size=IMAGE_SIZE, patch_size=PATCH_SIZE, **{**options, **(clip or {})})
     CLIPVisionModel(vision).save_pretrained(folder / "clip")
     CLIPImageProcessorPil(
         size={"shortest_edge": IMAGE_SIZE}, crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     ).save_pretrained(folder / "clip")
-    return {"model_name_or_path": str(folder / "llama"), "vision_tower": str(folder / "clip")}
+    return {"model_name_or_path": str(folder / family), "vision_tower": str(folder / "clip")}
 
 
 def add_tokens(folder: Path, *tokens: str) -> None:

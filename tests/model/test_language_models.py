@@ -1,0 +1,182 @@
+"""Every family of language models computes, on samples laid end to end, what transformers computes sample by sample."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import toys
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    BloomConfig,
+    CohereConfig,
+    FalconConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlavaConfig,
+    MambaConfig,
+    MptConfig,
+    OPTConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    T5Config,
+)
+
+from llava_ds.constants import ConfigError
+from llava_ds.model import attention
+from llava_ds.model.language import final_logits, length_problem, mlp_width
+from llava_ds.model.probe import language_model_problem, refuse_unfit_language_model
+
+LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows
+
+
+def built(config: PreTrainedConfig, implementation: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation).train()
+
+
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+
+def differs(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("family", toys.FAMILIES)
+def test_logits_loss_and_gradients_are_those_of_each_sample_by_itself(family, monkeypatch):
+    """transformers' own attention with its own masks, in every implementation that the family has."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    torch.manual_seed(0)
+    config = toys.language_model_config(family)
+    model = built(config, attention.register())
+    ids = torch.randint(0, config.vocab_size, (sum(LENGTHS),))
+    targets = torch.randint(0, config.vocab_size, (sum(LENGTHS),))
+    offsets = torch.tensor((0, *LENGTHS)).cumsum(0)
+    supervised = torch.arange(0, len(ids), 3)
+    logits = model(
+        inputs_embeds=model.get_input_embeddings()(ids)[None],
+        position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        cu_seqlens=offsets.int(),
+        max_seqlen=max(LENGTHS),
+        logits_to_keep=supervised,
+        use_cache=False,
+    ).logits[0]
+    loss = summed_loss(logits, targets[supervised])
+    loss.backward()
+
+    compared = 0
+    for implementation in ("eager", "sdpa"):
+        if implementation == "sdpa" and family == "gemma2":
+            continue  # it would leave the soft caps out
+        reference = built(config, implementation)
+        reference.load_state_dict(model.state_dict())
+        alone = [reference(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(LENGTHS)]
+        expected = torch.cat(alone)[supervised]
+        expected_loss = summed_loss(expected, targets[supervised])
+        expected_loss.backward()
+        assert differs(logits, expected) < 1e-5
+        assert abs(loss - expected_loss) / expected_loss < 1e-5
+        gradients = dict(reference.named_parameters())
+        for name, parameter in model.named_parameters():
+            wanted = gradients[name].grad
+            if wanted.abs().max() > 1e-3:  # softmax takes a key's bias back: its gradient is rounding alone
+                assert differs(parameter.grad, wanted) < 1e-5, name
+        compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("family", toys.FAMILIES)
+def test_every_family_passes_the_probe(family):
+    config = toys.language_model_config(family)
+    before = config.to_dict()
+    state = torch.get_rng_state()
+    assert language_model_problem(config) is None
+    assert config.to_dict() == before and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("wrong", ["sliding_window", "softcap", "cu_seqlens"])
+def test_the_probe_notices_what_an_attention_leaves_out(monkeypatch, wrong):
+    def careless(*args, **kwargs):
+        if wrong == "cu_seqlens":
+            kwargs["cu_seqlens"] = kwargs["cu_seqlens"][[0, -1]]
+        else:
+            kwargs[wrong] = None
+        return attention.varlen_attention(*args, **kwargs)
+
+    def registered():
+        AttentionInterface.register("careless", careless)
+        return "careless"
+
+    monkeypatch.setattr(attention, "register", registered)
+    problem = language_model_problem(toys.language_model_config("gemma2"))
+    assert problem == f"its logits for samples laid end to end are not those of each by itself: {INTERFACE}"
+
+
+SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+INTERFACE = "its attention or its positions don't follow transformers' interface"
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4), INTERFACE),
+        (MptConfig(vocab_size=99, d_model=32, n_layers=2, n_heads=4), INTERFACE),
+        (FalconConfig(**SMALL, alibi=True), INTERFACE),
+        (MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2), INTERFACE),
+        (
+            GptOssConfig(**SMALL, intermediate_size=48, num_key_value_heads=2, num_local_experts=2),
+            "it does not run on samples laid end to end (the language model has attention sinks, which no body here "
+            "computes: choose another model)",
+        ),
+        (T5Config(vocab_size=99, d_model=32, num_layers=2), "it is no language model of one causal stack"),
+        (LlavaConfig(), "it is no language model of one causal stack"),
+        (
+            OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=16),
+            "its embeddings are 16 wide and its layers 32, but a picture's features are as wide as both",
+        ),
+        (
+            OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.1),
+            "it leaves out layers at random (layerdrop 0.1), other ones on every rank: set it to 0",
+        ),
+        (
+            PhiConfig(**SMALL, intermediate_size=48),
+            "its output layer is not the mere matrix that transformers' Llava has there",
+        ),
+        (
+            GraniteConfig(**SMALL, intermediate_size=48, num_key_value_heads=2, logits_scaling=8.0),
+            "its logits are changed behind the output layer in a way that transformers' Llava does not know",
+        ),
+        (
+            CohereConfig(**SMALL, intermediate_size=48, num_key_value_heads=2),
+            "its logits are changed behind the output layer in a way that transformers' Llava does not know",
+        ),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else None,
+)
+def test_what_is_refused_and_why(config, problem):
+    with pytest.raises(ConfigError) as refused:
+        refuse_unfit_language_model("/models/x", config)
+    assert str(refused.value) == (
+        f"--model_name_or_path /models/x is of the kind {config.model_type}, which can't be trained here: {problem}"
+    )
+
+
+def test_longrope_is_for_samples_within_the_first_context():
+    config = toys.language_model_config("phi3")
+    assert length_problem(config, 512) is None
+    assert length_problem(config, 513) == (
+        "--model_max_length is 513, but from 512 tokens on the language model turns to other rotary angles, for all "
+        "samples that lie beside a long one, too: give 512 or less"
+    )
+    assert "knows 2048 positions: give 2048 or less" in length_problem(config, 4096)
+    assert length_problem(toys.language_model_config("opt"), 513) is not None
+
+
+def test_widths_and_ends_that_families_call_differently():
+    widths = {family: mlp_width(toys.language_model_config(family)) for family in toys.FAMILIES}
+    assert set(widths.values()) == {48}
+    logits = torch.tensor([0.0, 4.0, 400.0])
+    assert torch.equal(final_logits(logits, toys.language_model_config("llama")), logits)
+    capped = final_logits(logits, toys.language_model_config("gemma2"))
+    assert capped.tolist() == pytest.approx([0, 8 * 0.46211715, 8.0])
