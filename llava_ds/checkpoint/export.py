@@ -35,6 +35,7 @@ from llava_ds.distributed import Ranks
 from llava_ds.geometry import MediaLayout, PictureOptions
 from llava_ds.model.build import ModelPlan
 from llava_ds.model.hf import HF_CLASSES, merged_embeds
+from llava_ds.model.language import HF_HEAD, embedding_name, final_logits, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
 
 MAX_SHARD_BYTES = 5 * 1000**3
@@ -125,13 +126,19 @@ def export_hf(
     rows = max(rows, image_token_id + 1)
 
     # Ranks beside the first only take part in the gathers.
-    tensors = ((formats.to_hf(name), tensor) for name, tensor in gathered(model.named_parameters(), ranks))
+    own_names = {f"language_model.{name}": places for name, places in names_in_hf(model.language_model).items()}
+    tensors = (
+        (place, tensor if i == 0 else tensor.clone())
+        for name, tensor in gathered(model.named_parameters(), ranks)
+        for i, place in enumerate(own_names.get(name) or (formats.to_hf(name),))
+    )
     if not ranks.is_first:
         for _ in tensors:
             pass
         return
     dtype = next(model.parameters()).dtype
-    _write_shards(_complete(tensors, plan, args, rows, dtype), output_dir)
+    by_token = {*own_names[f"language_model.{embedding_name(model.language_model)}"], HF_HEAD}
+    _write_shards(_complete(tensors, plan, by_token, rows, dtype), output_dir)
     _write_config(model, plan, args, pictures, image_token_id, rows, dtype, output_dir)
     _write_processor(plan, args, pictures, output_dir)
 
@@ -148,12 +155,12 @@ def _keep_space_behind_image(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _complete(
-    tensors: Iterator[tuple[str, torch.Tensor]], plan: ModelPlan, args: ModelArguments, rows: int, dtype: torch.dtype
+    tensors: Iterator[tuple[str, torch.Tensor]], plan: ModelPlan, by_token: set[str], rows: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's tensors, the embeddings grown to rows, and the tower's layers that training never built."""
+    """The model's tensors, those by_token grown to rows, and the tower's layers that training never built."""
     seen = set()
     for name, tensor in tensors:
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(tensor) < rows:
+        if name in by_token and len(tensor) < rows:
             mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
             tensor = torch.cat([tensor, mean.expand(rows - len(tensor), -1)])  # (V, D)
         seen.add(name)
@@ -206,6 +213,7 @@ def _write_config(
 ) -> None:
     text_config, vision_config = (_without_path(part.to_dict()) for part in (plan.text_config, plan.tower.config))
     text_config["vocab_size"] = rows
+    text_config["tie_word_embeddings"] = is_tied_in_hf(model.language_model)
     for part in (text_config, vision_config):
         part["dtype"] = str(dtype).removeprefix("torch.")
     tokenizer = plan.tokenizer
@@ -224,7 +232,7 @@ def _write_config(
         vision_feature_layer=args.mm_vision_select_layer,
         image_seq_length=plan.images.num_tokens,
         multimodal_projector_bias=True,
-        tie_word_embeddings=model.language_model.config.tie_word_embeddings,
+        tie_word_embeddings=text_config["tie_word_embeddings"],
         dtype=str(dtype).removeprefix("torch."),
         # What transformers' classes don't know, for infer/load.py: prompts and pictures as in training.
         llava_ds_version=args.version,
@@ -308,7 +316,7 @@ def compare_reloaded(
     else:
         inputs = {"inputs_embeds": merged_embeds(reloaded, batch, pixels)}
     # The row of <image> is the export's own.
-    again = reloaded(**inputs).logits[0, :, : logits.shape[1]]  # (T, V)
+    again = final_logits(reloaded(**inputs).logits[0, :, : logits.shape[1]], reloaded.config.text_config)  # (T, V)
     logits = logits.cpu().float()
     difference = ((again.float() - logits).abs().max() / logits.abs().max()).item()
     limit = TOLERANCE[again.dtype]

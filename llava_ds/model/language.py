@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from llava_ds.constants import ConfigError
 
 # What families call the width of their MLPs.
 MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+HF_HEAD = "language_model.lm_head.weight"  # the output layer in a llava-hf folder
 
 
 def read_text_config(path: str | Path) -> PreTrainedConfig:
@@ -53,3 +54,35 @@ def final_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor
     """
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def names_in_hf(language_model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """Where each parameter goes in a llava-hf folder, by the name that its family gives it: one place, or two.
+
+    There, the trunk is called model and the output layer lm_head. transformers' Llava ties that to an embedding called
+    embed_tokens alone: one that is tied under another name goes to both places.
+    """
+    trunk = f"{language_model.base_model_prefix}."
+    names = {}
+    for name, _ in language_model.named_parameters():  # a tied one comes once
+        inside = name.startswith(trunk)
+        names[name] = (f"language_model.model.{name.removeprefix(trunk)}" if inside else HF_HEAD,)
+    if _is_tied(language_model) and not is_tied_in_hf(language_model):
+        names[embedding_name(language_model)] += (HF_HEAD,)
+    return names
+
+
+def is_tied_in_hf(language_model: PreTrainedModel) -> bool:
+    """Whether transformers' Llava shares one matrix between both ends, as the language model does."""
+    trunk = f"{language_model.base_model_prefix}."
+    return _is_tied(language_model) and embedding_name(language_model) == f"{trunk}embed_tokens.weight"
+
+
+def embedding_name(language_model: PreTrainedModel) -> str:
+    """What the family calls the matrix of token embeddings."""
+    embedding = language_model.get_input_embeddings().weight
+    return next(name for name, parameter in language_model.named_parameters() if parameter is embedding)
+
+
+def _is_tied(language_model: PreTrainedModel) -> bool:
+    return language_model.get_input_embeddings().weight is language_model.get_output_embeddings().weight
