@@ -19,7 +19,7 @@ from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encode import add_missing_marks, refuse_unfit_tokenizer
 from llava_ds.data.preflight import media_from_text
 from llava_ds.distributed import exit_for_bad_input, print_first, progress_bar, quiet_libraries
-from llava_ds.model.language import length_problem, read_text_config
+from llava_ds.model.language import length_note, length_problem, read_text_config
 from llava_ds.model.vision import read_tower
 from llava_ds.parsing import parse_arguments
 from llava_ds.report.data_page import in_terminal, page, supervised_text
@@ -86,15 +86,16 @@ def _cannot_be_written(name: str, path: str | None) -> str | None:
 
 
 def _length_note(args: Arguments) -> str | None:
-    """Why training would refuse the model's configuration or --model_max_length; None where there is nothing to say."""
+    """What training would refuse or say of the model's configuration and --model_max_length; None for nothing."""
     folder = args.model.model_name_or_path
     if not (Path(folder) / "config.json").is_file():
         return None
     try:
-        problem = length_problem(read_text_config(folder), args.data.model_max_length)
+        config = read_text_config(folder)
+        problem = length_problem(config, args.data.model_max_length)
     except ConfigError as error:
         problem = str(error)
-    return None if problem is None else f"training would end here: {problem}"
+    return length_note(config, args.data.model_max_length) if problem is None else f"training would end here: {problem}"
 
 
 def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, object]]:

@@ -41,6 +41,7 @@ from llava_ds.ds_config.optimizer import kernels_of
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
+from llava_ds.model.language import length_note
 from llava_ds.model.recompute import recompute_layers
 from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.progress import Progress
@@ -73,6 +74,8 @@ def main(argv: list[str]) -> None:
         args = tiny.fill_in(args)
     args = args.replaced(version=resolve_template(args.model.version))
     plan = plan_model(args.model, args.data.model_max_length)
+    if note := length_note(plan.text_config, args.data.model_max_length):
+        print_first(note)
     refuse_unfit_tokenizer(args.model, plan.tokenizer)
     resolve = partial(
         resolve_ds_config,

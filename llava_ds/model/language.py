@@ -25,13 +25,12 @@ def read_text_config(path: str | Path) -> PreTrainedConfig:
 
 def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
     """Why samples of max_length tokens are too long for the model; None if they are not."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and max_length > longest:
+    longest, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if longest is not None and max_length > longest and not rope:  # a learned table has no row for more
         return (
             f"--model_max_length is {max_length}, but the language model knows {longest} positions: "
             f"give {longest} or less"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         switch = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         if max_length > switch:
@@ -40,6 +39,17 @@ def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
                 f"rotary angles, for all samples that lie beside a long one, too: give {switch} or less"
             )
     return None
+
+
+def length_note(config: PreTrainedConfig, max_length: int) -> str | None:
+    """What to say of samples longer than those that a rotary model was made for, which LLaVA's scripts allow, too."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None or max_length <= longest:
+        return None
+    return (
+        f"--model_max_length is {max_length}, but the language model was made for {longest} positions: "
+        "longer samples train at positions that it has never seen"
+    )
 
 
 def mlp_width(config: PreTrainedConfig) -> int:

@@ -25,7 +25,7 @@ from transformers import (
 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention
-from llava_ds.model.language import final_logits, length_problem, mlp_width
+from llava_ds.model.language import final_logits, length_note, length_problem, mlp_width
 from llava_ds.model.probe import language_model_problem, refuse_unfit_language_model
 
 LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows
@@ -169,8 +169,15 @@ def test_longrope_is_for_samples_within_the_first_context():
         "--model_max_length is 513, but from 512 tokens on the language model turns to other rotary angles, for all "
         "samples that lie beside a long one, too: give 512 or less"
     )
-    assert "knows 2048 positions: give 2048 or less" in length_problem(config, 4096)
-    assert length_problem(toys.language_model_config("opt"), 513) is not None
+
+
+def test_only_learned_positions_end_where_the_table_ends():
+    opt, llama = toys.language_model_config("opt"), toys.language_model_config("llama")
+    assert length_problem(opt, 512) is None is length_note(opt, 512)
+    assert "knows 512 positions: give 512 or less" in length_problem(opt, 513)
+    longest = llama.max_position_embeddings
+    assert length_problem(llama, longest + 1) is None is length_note(llama, longest)
+    assert f"was made for {longest} positions: longer samples train at" in length_note(llama, longest + 1)
 
 
 def test_widths_and_ends_that_families_call_differently():
