@@ -13,11 +13,17 @@ from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
     PreTrainedConfig,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipImageProcessorPil,
+    SiglipVisionConfig,
+    SiglipVisionModel,
 )
 
 from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
 
 IMAGE_SIZE, PATCH_SIZE = 24, 8
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
 TEXTS = [
     "USER: What is it? ASSISTANT: It is a red cat.",
     "A chat between a curious user and an assistant.",
@@ -83,6 +89,25 @@ def write_language_model(folder: Path, family: str = "llama", **changed: object)
     return {"model_name_or_path": str(folder)}
 
 
+def write_tower(folder: Path, kind: str = "clip", **changed: object) -> dict[str, str]:
+    """Write a random tower with its image processor, as its makers would publish it; returns the flag that names it.
+
+    kind: clip, siglip or siglip2; all give 3 x 3 patches.
+    """
+    square, options = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}, {**TOWER, "patch_size": PATCH_SIZE, **changed}
+    if kind == "clip":
+        CLIPVisionModel(CLIPVisionConfig(image_size=IMAGE_SIZE, **options)).save_pretrained(folder)
+        CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=square).save_pretrained(folder)
+    elif kind == "siglip":
+        SiglipVisionModel(SiglipVisionConfig(image_size=IMAGE_SIZE, **options)).save_pretrained(folder)
+        SiglipImageProcessorPil(size=square).save_pretrained(folder)
+    else:
+        Siglip2VisionModel(Siglip2VisionConfig(num_patches=9, **options)).save_pretrained(folder)
+        means = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        (folder / "preprocessor_config.json").write_text(json.dumps(means))
+    return {"vision_tower": str(folder)}
+
+
 def write_base(
     folder: Path, *, seed: int = 0, family: str = "llama", clip: dict[str, object] | None = None, **changed: object
 ) -> dict[str, str]:
@@ -93,12 +118,7 @@ def write_base(
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
     write_language_model(folder / family, family, **changed)
-    options = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    vision = CLIPVisionConfig(image_size=IMAGE_SIZE, patch_size=PATCH_SIZE, **{**options, **(clip or {})})
-    CLIPVisionModel(vision).save_pretrained(folder / "clip")
-    CLIPImageProcessorPil(
-        size={"shortest_edge": IMAGE_SIZE}, crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    ).save_pretrained(folder / "clip")
+    write_tower(folder / "clip", **(clip or {}))
     return {"model_name_or_path": str(folder / family), "vision_tower": str(folder / "clip")}
 
 

@@ -5,16 +5,12 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+import toys
 from transformers import (
-    CLIPImageProcessorPil,
-    CLIPVisionConfig,
     CLIPVisionModel,
     Siglip2Config,
     Siglip2Model,
-    Siglip2VisionConfig,
     Siglip2VisionModel,
-    SiglipImageProcessorPil,
-    SiglipVisionConfig,
     SiglipVisionModel,
 )
 
@@ -24,23 +20,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.model.build import Source
 from llava_ds.model.vision import VisionTower, read_tower
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
-SQUARE = {"size": {"height": 24, "width": 24}}
-CROP = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
-
-
-def write_tower(folder, kind: str) -> None:
-    """A random tower of 3 x 3 patches, as its makers would publish it."""
-    torch.manual_seed(0)
-    if kind == "clip":
-        CLIPVisionModel(CLIPVisionConfig(image_size=24, patch_size=8, **SIZES)).save_pretrained(folder)
-        CLIPImageProcessorPil(**CROP).save_pretrained(folder)
-    elif kind == "siglip":
-        SiglipVisionModel(SiglipVisionConfig(image_size=24, patch_size=8, **SIZES)).save_pretrained(folder)
-        SiglipImageProcessorPil(**SQUARE).save_pretrained(folder)
-    else:
-        Siglip2VisionModel(Siglip2VisionConfig(num_patches=9, patch_size=8, **SIZES)).save_pretrained(folder)
-        (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+SIZES = toys.TOWER
 
 
 def built(folder, **flags: object) -> VisionTower:
@@ -77,7 +57,7 @@ def shown(tower: VisionTower) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("layer", [-1, -2, 1])
 @pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
 def test_features_are_the_selected_hidden_state(kind, layer, tmp_path):
-    write_tower(tmp_path, kind)
+    toys.write_tower(tmp_path, kind)
     tower = built(tmp_path, mm_vision_select_layer=layer)
     assert len(tower.tower.encoder.layers) == tower.plan.num_layers == {-1: 3, -2: 2, 1: 1}[layer]
     pixels, normalised = shown(tower)
@@ -89,7 +69,7 @@ def test_features_are_the_selected_hidden_state(kind, layer, tmp_path):
 
 def test_the_class_token_comes_first_where_there_is_one(tmp_path):
     for kind, tokens in (("clip", 10), ("siglip", 9)):
-        write_tower(tmp_path / kind, kind)
+        toys.write_tower(tmp_path / kind, kind)
         tower = built(tmp_path / kind, mm_vision_select_feature="cls_patch")
         pixels, normalised = shown(tower)
         with torch.no_grad():
@@ -98,7 +78,7 @@ def test_the_class_token_comes_first_where_there_is_one(tmp_path):
 
 
 def test_s2_lays_the_features_of_every_scale_beside_each_other(tmp_path):
-    write_tower(tmp_path, "clip")
+    toys.write_tower(tmp_path, "clip")
     tower = built(tmp_path, s2=True, s2_scales="48,24")
     plain = built(tmp_path)
     assert (tower.plan.images.size, tower.plan.images.num_tokens, tower.plan.width) == (48, 9, 32)
@@ -154,7 +134,7 @@ def test_a_model_of_pictures_and_texts_gives_its_vision_half(tmp_path):
     ],
 )
 def test_flags_that_do_not_fit_the_tower_are_refused(kind, flags, message, tmp_path):
-    write_tower(tmp_path, kind)
+    toys.write_tower(tmp_path, kind)
     with pytest.raises(ConfigError, match=f"^{message.split('(')[0]}"):
         read_tower(tmp_path, ModelArguments(**flags))
 
@@ -166,7 +146,7 @@ def test_other_models_are_no_towers(tmp_path):
 
 
 def test_a_class_token_has_no_place_in_a_grid(tmp_path):
-    write_tower(tmp_path, "clip")
+    toys.write_tower(tmp_path, "clip")
     model = ModelArguments(mm_vision_select_feature="cls_patch", mm_patch_merge_type="spatial")
     args = Arguments(model, DataArguments(), TrainingArguments(), frozenset())
     with pytest.raises(ConfigError, match="give --mm_patch_merge_type flat, which is spatial"):
