@@ -15,6 +15,8 @@ class SampleOrder:
     """The order of all samples, epoch by epoch, cut into optimizer steps.
 
     Every epoch is drawn from the seed and its number alone: no state needs saving, and any step can be started from.
+    "random", "modality" and "length" give, for a seed, the order of LLaVA's Trainer in one process, on any number of
+    ranks; on several, LLaVA's own draws do not depend on the seed alone.
     how: "random"; "file", as the files have it; "modality" and "length", as LLaVA's sampler has it; "bucket", every
     step from samples of like length. lengths: what "length" and "bucket" go by, above 0; for "modality" those of
     samples without pictures are negative. micro_batch_size: LLaVA spreads a step's lengths over micro-batches.
@@ -43,15 +45,26 @@ class SampleOrder:
 
     def epoch(self, epoch: int) -> list[int]:
         """The samples' order in one epoch."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
         if self.how == "file":
             return list(range(self.num_samples))
-        if self.how == "random":
-            return torch.randperm(self.num_samples, generator=generator).tolist()
         if self.how == "bucket":
-            return by_length_bucket(self.lengths, self.batch_size, generator)
-        group = by_modality_length if self.how == "modality" else by_length
-        return group(self.lengths, self.micro_batch_size, math.ceil(self.batch_size / self.micro_batch_size), generator)
+            return by_length_bucket(self.lengths, self.batch_size, torch.Generator().manual_seed(self.seed + epoch))
+        # One generator goes on from epoch to epoch, and gives the data loader a number before each.
+        # Source: transformers' Trainer (4.37) and torch's DataLoader and RandomSampler.
+        generator = torch.Generator().manual_seed(self.seed)
+        num_chunks = math.ceil(self.batch_size / self.micro_batch_size)
+        for _ in range(epoch + 1):
+            _number(generator)
+            if self.how == "random":
+                own = torch.Generator().manual_seed(_number(generator))
+            else:
+                group = by_modality_length if self.how == "modality" else by_length
+                order = group(self.lengths, self.micro_batch_size, num_chunks, generator)
+        return torch.randperm(self.num_samples, generator=own).tolist() if self.how == "random" else order
+
+
+def _number(generator: torch.Generator) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 def by_modality_length(

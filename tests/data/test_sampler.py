@@ -90,3 +90,22 @@ def test_a_steps_samples_do_not_depend_on_how_it_is_laid_out(how):
     """More ranks with fewer micro-batches or smaller ones: the same samples in every step."""
     laid_out = [[sorted(step) for step in take(order_of(50, 8, how, micro=micro), 14)] for micro in (8, 4, 2, 1)]
     assert all(steps == laid_out[0] for steps in laid_out)
+
+
+@pytest.mark.parametrize("how", ["random", "modality", "length"])
+def test_a_seed_gives_the_order_of_torchs_loader_in_one_process(how):
+    """As LLaVA's Trainer has it: torch's global generator seeded once, a DataLoader, a new pass over it every epoch."""
+    order = order_of(50, 8, how, seed=42, micro=4)
+
+    class Grouped(torch.utils.data.Sampler):
+        def __iter__(self):
+            group = by_modality_length if how == "modality" else by_length
+            return iter(group(order.lengths, 4, 2, torch.default_generator))
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(42)
+        samples = range(50)
+        sampler = torch.utils.data.RandomSampler(samples) if how == "random" else Grouped()
+        loader = torch.utils.data.DataLoader(samples, batch_size=None, sampler=sampler)
+        theirs = [list(loader) for _ in range(3)]
+    assert [order.epoch(epoch) for epoch in range(3)] == theirs
