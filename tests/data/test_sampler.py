@@ -106,6 +106,6 @@ def test_a_seed_gives_the_order_of_torchs_loader_in_one_process(how):
         torch.manual_seed(42)
         samples = range(50)
         sampler = torch.utils.data.RandomSampler(samples) if how == "random" else Grouped()
-        loader = torch.utils.data.DataLoader(samples, batch_size=None, sampler=sampler)
-        theirs = [list(loader) for _ in range(3)]
+        loader = torch.utils.data.DataLoader(samples, batch_size=4, sampler=sampler)
+        theirs = [torch.cat(list(loader)).tolist() for _ in range(3)]
     assert [order.epoch(epoch) for epoch in range(3)] == theirs

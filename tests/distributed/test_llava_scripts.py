@@ -33,7 +33,8 @@ WHOLE_NEXT = (
     OF_NEXT
     + """
     --mm_tunable_parts=mm_vision_tower,mm_mlp_adapter,mm_language_model --mm_vision_tower_lr=2e-6 --data_path={data}
-    --image_folder {images} --group_by_modality_length True --mm_patch_merge_type spatial_unpad --model_max_length 32768 --learning_rate 1e-5
+    --image_folder {images} --group_by_modality_length True --mm_patch_merge_type spatial_unpad --model_max_length 32768
+    --learning_rate 1e-5
     --save_strategy steps --save_total_limit 1 --torch_compile True --torch_compile_backend {backend}
     --dataloader_drop_last True"""
 )
