@@ -7,9 +7,9 @@ from functools import partial
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
-from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
 from llava_ds import formats
 from llava_ds.arguments import ModelArguments
@@ -141,13 +141,13 @@ def _source_of(part: str, plan: ModelPlan, args: ModelArguments, seed: int) -> t
 def _construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool) -> Iterator[None]:
     """Where modules are born: in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3.
 
-    Rotary tables are computed in float32 whatever the dtype: zero.Init would make them bfloat16 (transformers 5).
+    Rotary tables are computed in float32 whatever the dtype, wherever their modules ask for it.
     """
     before = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_init_weights())
         if zero3:
-            stack.enter_context(prevent_arange_dtype_change())
+            stack.enter_context(_dtypes_as_asked())
             # Not dtype=: on CPU, DeepSpeed 0.19.8 takes bfloat16 whatever is given there; from the config it is right.
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
         else:
@@ -157,3 +157,27 @@ def _construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zer
             yield
         finally:
             torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _dtypes_as_asked() -> Iterator[None]:
+    """Let zero.Init choose where tensors are made and not of which dtype; to be entered before it.
+
+    DeepSpeed 0.19.8 rounds every floating-point tensor that a module makes, with the factors of Phi-3's rotary angles
+    among them. transformers' own remedy (prevent_arange_dtype_change) knows torch.arange only.
+    """
+
+    def constructor(function, target_fp_dtype, target_device):
+        def made(*args, **kwargs):
+            if kwargs.get("device") is None and target_device is not None:
+                kwargs["device"] = target_device
+            return function(*args, **kwargs)
+
+        return made
+
+    before = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+    partition_parameters.zero_wrapper_for_fp_tensor_constructor = constructor
+    try:
+        yield
+    finally:
+        partition_parameters.zero_wrapper_for_fp_tensor_constructor = before

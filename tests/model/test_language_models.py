@@ -2,6 +2,7 @@
 
 import copy
 
+import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from llava_ds.constants import ConfigError
-from llava_ds.model import attention
+from llava_ds.model import attention, build
 from llava_ds.model.language import final_logits, length_note, length_problem, mlp_width
 from llava_ds.model.probe import language_model_problem, refuse_unfit_language_model
 
@@ -84,6 +85,33 @@ def test_logits_loss_and_gradients_are_those_of_each_sample_by_itself(family, mo
                 assert differs(parameter.grad, wanted) < 1e-5, name
         compared += 1
     assert compared
+
+
+@pytest.fixture
+def one_rank(monkeypatch, tmp_path):
+    """A group of one, for zero.Init."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(name, str(value))
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    deepspeed.init_distributed(verbose=False)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_tables_are_the_same_whether_the_model_is_built_whole_or_partitioned(one_rank):
+    """In bfloat16, where zero.Init would round what they are computed from."""
+    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 1}
+    for family in toys.FAMILIES:
+        tables = []
+        for zero3 in (False, True):
+            with build._construction(config, torch.bfloat16, torch.device("cpu"), zero3):
+                model = built(toys.language_model_config(family), attention.register())
+            assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+            tables.append(dict(model.named_buffers()))
+        for name, whole in tables[0].items():
+            assert whole.dtype == tables[1][name].dtype and torch.equal(whole, tables[1][name]), (family, name)
+            assert "inv_freq" not in name or whole.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", toys.FAMILIES)
