@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from safetensors import safe_open
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -16,6 +17,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlavaConfig,
+    LlavaForConditionalGeneration,
     MambaConfig,
     MptConfig,
     OPTConfig,
@@ -26,7 +28,16 @@ from transformers import (
 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention, build
-from llava_ds.model.language import final_logits, length_note, length_problem, mlp_width
+from llava_ds.model.hf import attention_options
+from llava_ds.model.language import (
+    embedding_name,
+    final_logits,
+    is_tied_in_hf,
+    length_note,
+    length_problem,
+    mlp_width,
+    names_in_hf,
+)
 from llava_ds.model.probe import language_model_problem, refuse_unfit_language_model
 
 LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows
@@ -206,6 +217,42 @@ def test_only_learned_positions_end_where_the_table_ends():
     longest = llama.max_position_embeddings
     assert length_problem(llama, longest + 1) is None is length_note(llama, longest)
     assert f"was made for {longest} positions: longer samples train at" in length_note(llama, longest + 1)
+
+
+def test_dynamic_angles_are_for_samples_within_the_context():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = toys.language_model_config("llama", rope_parameters=rope)
+    longest = config.max_position_embeddings
+    assert length_problem(config, longest) is None
+    assert f"from {longest} tokens on the language model turns to other rotary angles" in length_problem(
+        config, longest + 1
+    )
+
+
+@pytest.mark.parametrize("family", toys.FAMILIES)
+def test_names_in_a_llava_hf_folder_are_those_that_transformers_writes(family, tmp_path):
+    torch.manual_seed(0)
+    config = toys.language_model_config(family)
+    model = built(config, "eager")
+    names = names_in_hf(model)
+    text = {**config.to_dict(), "tie_word_embeddings": is_tied_in_hf(model)}
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    llava_config = LlavaConfig(vision_config=vision, text_config=text, tie_word_embeddings=text["tie_word_embeddings"])
+    LlavaForConditionalGeneration(llava_config).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as written:
+        theirs = {name for name in written.keys() if name.startswith("language_model.")}
+    assert sorted(place for places in names.values() for place in places) == sorted(theirs)
+    assert config.tie_word_embeddings == (is_tied_in_hf(model) or max(map(len, names.values())) == 2)
+    assert len(names[embedding_name(model)]) == (2 if family in ("gpt2", "opt") else 1)
+    assert attention_options(llava_config) == (
+        {"attn_implementation": {"text_config": "eager"}} if family == "gemma2" else {}
+    )
 
 
 def test_widths_and_ends_that_families_call_differently():
