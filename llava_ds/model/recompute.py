@@ -42,5 +42,8 @@ def _spread(count: int, total: int) -> set[int]:
     return {index * total // count for index in range(count)}
 
 
-def _by_deepspeed(layer, hidden_states: torch.Tensor) -> torch.Tensor:
-    return deepspeed.checkpointing.checkpoint(layer, hidden_states)
+def _by_deepspeed(layer, hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
+    # DeepSpeed 0.19 empties what it keeps elsewhere; a view, as OPT's layers return, would lose its gradient by that.
+    if hidden_states._is_view():
+        hidden_states = hidden_states.clone()
+    return deepspeed.checkpointing.checkpoint(lambda hidden: layer(hidden, *others), hidden_states)

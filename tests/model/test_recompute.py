@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import toys
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from llava_ds.model import attention
 from llava_ds.model.recompute import recompute_layers
 
 LAYERS = 5
@@ -85,3 +87,31 @@ def test_loss_and_gradients_are_the_same_and_layers_run_again(how, recomputed):
     assert again == loss
     for grad, other in zip(grads, grads_again):
         torch.testing.assert_close(other, grad, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"block": {"cpu_checkpointing": True}}, {"block": {"number_checkpoints": 1}}], ids=str
+)
+@pytest.mark.parametrize("family", toys.FAMILIES)
+def test_gradients_of_every_family_are_the_same(family, how):
+    """Layers return views in some, and take more than hidden states in others."""
+    gradients = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            toys.language_model_config(family), attn_implementation=attention.register()
+        ).train()
+        if recomputed:
+            recompute_layers(model, **how)
+        ids = torch.randint(0, 400, (1, 60))
+        logits = model(
+            inputs_embeds=model.get_input_embeddings()(ids) * 1.0,  # as after the merge, no leaf
+            position_ids=torch.cat([torch.arange(20), torch.arange(40)])[None],
+            cu_seqlens=torch.tensor([0, 20, 60], dtype=torch.int32),
+            max_seqlen=40,
+            use_cache=False,
+        ).logits[0]
+        torch.nn.functional.cross_entropy(logits, ids[0]).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-8)
