@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
@@ -19,6 +20,10 @@ from llava_ds.train.trainable import choose_trainable, parameter_groups
 LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # fewer or more parameters than this are a slip of the pen
 TENSORS_OF_A_COUNT = 1000  # that a mere number of parameters is taken to lie in
 
+LLAMAS_LAYER = {
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
+}  # fmt: skip
 LLAMA_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
@@ -69,7 +74,10 @@ class Part:
 
 @dataclass(frozen=True)
 class TextShape:
-    """Widths of the language model: query and key of all heads together. trained: whether the stage trains it."""
+    """Widths of the language model: query and key of all heads together. trained: whether the stage trains it.
+
+    is_llamas: whether its layers have Llama's tensors, and no others.
+    """
 
     hidden: int
     intermediate: int
@@ -79,6 +87,7 @@ class TextShape:
     num_heads: int
     vocab: int
     trained: bool
+    is_llamas: bool
 
 
 @dataclass(frozen=True)
@@ -185,6 +194,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             num_heads=num_heads,
             vocab=model.language_model.get_output_embeddings().weight.shape[0],
             trained="language_model" in trained_parts(args.model),
+            is_llamas=_has_llamas_layers(model.language_model),
         ),
         tower=TowerShape(
             hidden=tower.config.hidden_size,
@@ -194,6 +204,12 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
         ),
     )
+
+
+def _has_llamas_layers(language_model: nn.Module) -> bool:
+    layers = (module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer))
+    names = {name.rpartition(".")[0] for layer in layers for name, _ in layer.named_parameters()}
+    return names == LLAMAS_LAYER
 
 
 def _units(model: LlavaModel) -> tuple[tuple[int, ...], ...]:
