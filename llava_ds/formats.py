@@ -37,9 +37,15 @@ def newline_from_llava(name: str) -> str | None:
     return "embedding" if re.search(r"(?:^|\.)image_newline$", name) else None
 
 
-def language_model_from_disk(name: str) -> str | None:
-    """A name in a causal language model's folder to one in the model; None for tables that old files carry along."""
-    return None if name.endswith("rotary_emb.inv_freq") else name
+def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
+    """A name in a causal language model's folder to one in the model; None for tables that old files carry along.
+
+    trunk: what the model calls all but its output layer. OPT's and GPT-2's published files hold the trunk alone, and
+    leave its name out.
+    """
+    if name.endswith("rotary_emb.inv_freq") or re.search(r"(?:^|\.)h\.\d+\.attn\.(?:masked_)?bias$", name):
+        return None
+    return name if name.startswith((f"{trunk}.", "lm_head.")) else f"{trunk}.{name}"
 
 
 def tower_from_disk(name: str) -> str | None:

@@ -16,7 +16,7 @@ from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, print_first
 from llava_ds.model.assemble import assemble, layer_classes
-from llava_ds.model.language import length_problem, read_text_config
+from llava_ds.model.language import length_problem, read_text_config, trunk_name
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.probe import refuse_unfit_language_model
 from llava_ds.model.projector import Newline, build_projector
@@ -86,8 +86,9 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     tower = read_tower(args.vision_tower, args)
     with torch.device("meta"):
         build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)  # raises for what does not fit
+    from_disk = partial(formats.language_model_from_disk, trunk=trunk_name(text_config))
     sources = Sources(
-        language_model=Source("--model_name_or_path", args.model_name_or_path, formats.language_model_from_disk),
+        language_model=Source("--model_name_or_path", args.model_name_or_path, from_disk),
         vision_tower=Source("--vision_tower", args.vision_tower, formats.tower_from_disk),
         projector=args.pretrain_mm_mlp_adapter
         and Source("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter, formats.projector_from_llava),

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from llava_ds.constants import ConfigError
 
@@ -51,6 +51,11 @@ def length_note(config: PreTrainedConfig, max_length: int) -> str | None:
         f"--model_max_length is {max_length}, but the language model was made for {longest} positions: "
         "longer samples train at positions that it has never seen"
     )
+
+
+def trunk_name(config: PreTrainedConfig) -> str:
+    """What the family calls all of the model but its output layer."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix
 
 
 def mlp_width(config: PreTrainedConfig) -> int:

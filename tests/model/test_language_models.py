@@ -1,6 +1,7 @@
 """Every family of language models computes, on samples laid end to end, what transformers computes sample by sample."""
 
 import copy
+from functools import partial
 
 import deepspeed
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import toys
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -27,6 +29,8 @@ from transformers import (
 )
 
 from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks
+from llava_ds.formats import language_model_from_disk
 from llava_ds.model import attention, build
 from llava_ds.model.hf import attention_options
 from llava_ds.model.language import (
@@ -37,8 +41,10 @@ from llava_ds.model.language import (
     length_problem,
     mlp_width,
     names_in_hf,
+    trunk_name,
 )
 from llava_ds.model.probe import language_model_problem, refuse_unfit_language_model
+from llava_ds.model.weights import WeightFiles, load_weights
 
 LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows
 
@@ -262,3 +268,18 @@ def test_widths_and_ends_that_families_call_differently():
     assert torch.equal(final_logits(logits, toys.language_model_config("llama")), logits)
     capped = final_logits(logits, toys.language_model_config("gemma2"))
     assert capped.tolist() == pytest.approx([0, 8 * 0.46211715, 8.0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_files_of_the_trunk_alone_are_read_as_of_the_whole(family, tmp_path):
+    """As OPT and GPT-2 are published, whose output layer is the embedding."""
+    torch.manual_seed(0)
+    model = built(toys.language_model_config(family, tie_word_embeddings=True), "eager")
+    tensors = {name: tensor.contiguous() for name, tensor in model.base_model.state_dict().items()}
+    if family == "gpt2":
+        tensors |= {f"h.0.attn.{name}": torch.ones(1) for name in ("bias", "masked_bias")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    again = built(model.config, "eager")
+    source = WeightFiles(tmp_path, partial(language_model_from_disk, trunk=trunk_name(model.config)))
+    load_weights(again, source, Ranks(0, 0, 1, torch.device("cpu")), "--model_name_or_path")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
