@@ -15,6 +15,7 @@ from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, print_first
+from llava_ds.model import lora, quantize
 from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.language import length_problem, read_text_config
 from llava_ds.model.llava import LlavaModel
@@ -77,7 +78,9 @@ class ModelPlan:
 
 
 def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
-    """Read configurations and tokenizer, no weights. Raises ConfigError for folders that can't be used."""
+    """Read configurations and tokenizer, no weights. Raises ConfigError for folders that can't be used, and for
+    packages that are missing."""
+    lora.check_lora(args)
     text_config = read_text_config(args.model_name_or_path)
     refuse_unfit_language_model(args.model_name_or_path, text_config)
     if problem := length_problem(text_config, max_length):
@@ -100,10 +103,13 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
 def build_model(
     plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, seed: int, ranks: Ranks
 ) -> LlavaModel:
-    """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start."""
+    """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start,
+    but LoRA's, which become one in deepspeed.initialize."""
     zero3 = ds_config["zero_optimization"].get("stage") == 3
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
-    with _construction(ds_config, dtype, ranks.device, zero3):
+    # Weights that will be packed are never touched as they are born: on the CPU they then take no memory.
+    birthplace = ranks.device if args.bits == 16 else torch.device("cpu")
+    with _construction(ds_config, dtype, birthplace, zero3):
         model = assemble(plan.text_config, plan.tower, args, mean, std)
     assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
@@ -112,9 +118,17 @@ def build_model(
         # One gather per layer instead of one per matrix: fewer hooks and collectives, the same arithmetic.
         deepspeed.utils.set_z3_leaf_modules(model, layer_classes(model))
 
+    if args.bits < 16:
+        names = lora.linear_names(model.language_model)
+        quantize.quantize_layers(model.language_model, names, args, dtype)
+        quantize.move_the_rest(model, ranks.device)
     for name, part in model.named_children():
         source, what = _source_of(name, plan, args, seed)
         load_weights(part, source, ranks, what)
+    if args.lora_enable:
+        lora.add_lora(model.language_model, args, seed)
+    if args.lora_weight_path is not None:
+        lora.load_adapter(model.language_model, args, ranks)
     return model
 
 
