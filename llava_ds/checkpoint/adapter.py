@@ -2,6 +2,7 @@
 """What a LoRA run leaves: a folder that peft and LLaVA open. And the weights with LoRA merged into them."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,7 +114,10 @@ def compare_reloaded_adapter(
         local_files_only=True,
         quantization_config=_bits_and_bytes(args, logits.dtype),
     )
-    reloaded = PeftModel.from_pretrained(base, output_dir).eval()
+    with warnings.catch_warnings():
+        # peft 0.21 asks a model for is_gradient_checkpointing, which transformers 5.23 calls by another name.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        reloaded = PeftModel.from_pretrained(base, output_dir).eval()
     with quantize.exact_products(reloaded):
         again = reloaded(inputs_embeds=embeds.cpu()).logits[0]  # (T, V)
     logits = logits.cpu().float()

@@ -43,4 +43,9 @@ def _spread(count: int, total: int) -> set[int]:
 
 
 def _by_deepspeed(layer, hidden_states: torch.Tensor) -> torch.Tensor:
+    if hidden_states.grad_fn is None:
+        # Nothing in front of the first layer trains, as it may be with LoRA. DeepSpeed 0.19's function is an autograd
+        # function of its inputs, without whose gradients those within get none; and it empties what it is given,
+        # which a leaf does not survive, but a view of one does.
+        hidden_states = hidden_states.requires_grad_().view_as(hidden_states)
     return deepspeed.checkpointing.checkpoint(layer, hidden_states)
