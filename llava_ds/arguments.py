@@ -300,7 +300,8 @@ def trained_parts(model: ModelArguments) -> frozenset[str]:
     if not model.freeze_mm_mlp_adapter:
         parts.add("projector")
     if not model.tune_mm_mlp_adapter:
-        parts.add("output_layer" if model.freeze_backbone else "language_model")
+        # LoRA freezes all of the language model, so that --freeze_backbone says nothing beside it.
+        parts.add("output_layer" if model.freeze_backbone and not model.lora_enable else "language_model")
     return frozenset(parts)
 
 

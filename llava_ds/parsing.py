@@ -330,8 +330,10 @@ def lora_problems(args: Arguments) -> list[str]:
 
     check(0 <= model.lora_dropout < 1, f"--lora_dropout is {model.lora_dropout}: give a value from 0 to below 1")
     check(
-        not (model.lora_enable and model.tune_mm_mlp_adapter),
-        "--lora_enable trains the language model's adapters, --tune_mm_mlp_adapter the projector only: choose one",
+        not model.lora_enable or "language_model" in trained_parts(model),
+        "--lora_enable trains adapters of the language model, which "
+        + ("--tune_mm_mlp_adapter" if model.tune_mm_mlp_adapter else "--mm_tunable_parts")
+        + " leaves alone: choose one",
     )
     check(
         model.lora_enable or model.bits == 16,

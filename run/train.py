@@ -43,7 +43,7 @@ from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_d
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
 from llava_ds.model.language import length_note
-from llava_ds.model.lora import projector_file
+from llava_ds.model.lora import trained_with_it
 from llava_ds.model.quantize import exact_products
 from llava_ds.model.recompute import recompute_layers
 from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
@@ -68,7 +68,9 @@ def main(argv: list[str]) -> None:
     quiet_libraries()
     ranks = init_ranks()
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
-    if not trains_projector_only(args.model) and projector_file(args.model) is None:
+    if not trains_projector_only(args.model) and not (
+        args.model.pretrain_mm_mlp_adapter or trained_with_it(args.model)
+    ):
         notes.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
     print_first(*notes)
 

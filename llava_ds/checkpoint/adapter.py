@@ -67,18 +67,19 @@ def export_adapter(
     """Write what LLaVA's LoRA runs leave, in a folder that peft opens over the language model too.
 
     adapter_config.json and adapter_model.safetensors: LoRA, and the biases that trained with it;
-    non_lora_trainables.bin: projector and newline with LLaVA's keys; config.json with LLaVA's fields. Every rank takes
-    part, only rank 0 writes. Returns the paths.
+    non_lora_trainables.bin: projector, newline, and the tower if it trained, with LLaVA's keys; config.json with
+    LLaVA's fields. Every rank takes part, only rank 0 writes. Returns the paths.
     Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
     """
     named = dict(model.named_parameters())
     adapters = {n: p for n, p in named.items() if n.startswith(LANGUAGE_MODEL) and p.requires_grad}
+    towers = {n: p for n, p in named.items() if n.startswith(formats.TOWER) and p.requires_grad}
     others = {n: p for n, p in named.items() if n.startswith((formats.PROJECTOR, formats.NEWLINE))}
     tensors = {lora.to_peft(n.removeprefix(LANGUAGE_MODEL)): t for n, t in gathered(adapters.items(), ranks)}
     rest = {
-        lora.PEFT_PREFIX + formats.projector_to_llava(name, args.mm_projector_type): tensor
+        formats.projector_to_llava(name, args.mm_projector_type): tensor
         for name, tensor in gathered(others.items(), ranks)
-    }
+    } | {formats.tower_to_llava(name): tensor for name, tensor in gathered(towers.items(), ranks)}
     names = (lora.ADAPTER_CONFIG, lora.ADAPTER_FILES[0], lora.NON_LORA, "config.json")
     paths = [output_dir / name for name in names]
     if ranks.is_first:
@@ -90,7 +91,7 @@ def export_adapter(
         written["target_modules"] = layers  # peft has them in the order of a set, another in every process
         paths[0].write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, paths[1], metadata={"format": "pt"})
-        torch.save(rest, paths[2])
+        torch.save({lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}, paths[2])
         fields = llava_config(plan, args, pictures)
         paths[3].write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return paths

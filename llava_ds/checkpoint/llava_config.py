@@ -1,6 +1,6 @@
 """The config.json that LLaVA's own code reads beside a projector or an adapter."""
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.arguments import ModelArguments, trained_parts
 from llava_ds.geometry import PictureOptions
 from llava_ds.model.build import ModelPlan
 
@@ -14,10 +14,10 @@ def llava_config(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions
         "model_type": "llava_llama",
         "architectures": ["LlavaLlamaForCausalLM"],
         "mm_vision_tower": args.vision_tower,
-        "mm_hidden_size": plan.vision_config.hidden_size,
+        "mm_hidden_size": plan.tower.width,
         "mm_projector_type": args.mm_projector_type,
         "mm_vision_select_layer": args.mm_vision_select_layer,
-        "mm_vision_select_feature": "patch",
+        "mm_vision_select_feature": args.mm_vision_select_feature,
         "mm_use_im_start_end": args.mm_use_im_start_end,
         "mm_use_im_patch_token": False,
         "mm_patch_merge_type": pictures.merge_type,
@@ -28,4 +28,5 @@ def llava_config(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions
         "image_grid_pinpoints": [list(size) for size in pictures.pinpoints] or None,
         "use_mm_proj": True,
         "tune_mm_mlp_adapter": args.tune_mm_mlp_adapter,
+        "unfreeze_mm_vision_tower": "vision_tower" in trained_parts(args),
     }

@@ -89,15 +89,23 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     tower = read_tower(args.vision_tower, args)
     with torch.device("meta"):
         build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)  # raises for what does not fit
-    sources = Sources(
+    return ModelPlan(text_config, tower, tokenizer, _sources(args))
+
+
+def _sources(args: ModelArguments) -> Sources:
+    """What was trained beside the adapter of --lora_weight_path wins over what that training began with."""
+    flag, path = "--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter
+    tower = Source("--vision_tower", args.vision_tower, formats.tower_from_disk)
+    if (others := lora.trained_with_it(args)) is not None:
+        flag, path = "--lora_weight_path", others
+        trained = Source(flag, path, formats.tower_from_llava)
+        tower = trained if trained.open().shapes else tower
+    return Sources(
         language_model=Source("--model_name_or_path", args.model_name_or_path, formats.language_model_from_disk),
-        vision_tower=Source("--vision_tower", args.vision_tower, formats.tower_from_disk),
-        projector=args.pretrain_mm_mlp_adapter
-        and Source("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter, formats.projector_from_llava),
-        newline=args.pretrain_mm_mlp_adapter
-        and Source("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter, formats.newline_from_llava),
+        vision_tower=tower,
+        projector=path and Source(flag, path, formats.projector_from_llava),
+        newline=path and Source(flag, path, formats.newline_from_llava),
     )
-    return ModelPlan(text_config, tower, tokenizer, sources)
 
 
 def build_model(

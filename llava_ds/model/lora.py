@@ -153,12 +153,10 @@ def adapter_file(folder: str | Path) -> Path | None:
     return next((path for name in ADAPTER_FILES if (path := Path(folder) / name).is_file()), None)
 
 
-def projector_file(args: ModelArguments) -> str | None:
-    """Where projector and newline come from: --lora_weight_path's non_lora_trainables.bin, if it has one, which was
-    trained with the adapter; else --pretrain_mm_mlp_adapter."""
-    if args.lora_weight_path is not None and (file := Path(args.lora_weight_path) / NON_LORA).is_file():
-        return str(file)
-    return args.pretrain_mm_mlp_adapter
+def trained_with_it(args: ModelArguments) -> str | None:
+    """--lora_weight_path's file of what was trained beside the adapter: projector, perhaps newline and tower."""
+    file = Path(args.lora_weight_path or "") / NON_LORA
+    return str(file) if args.lora_weight_path is not None and file.is_file() else None
 
 
 def adapter_problems(args: ModelArguments) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -288,10 +289,23 @@ def test_without_a_projector_of_its_own_an_adapter_starts_with_stage_1s(base, ad
     folder = tmp_path / "adapter"
     shutil.copytree(adapter[0], folder)
     (folder / "non_lora_trainables.bin").unlink()
-    args = lora_args(**base, lora_weight_path=str(folder), pretrain_mm_mlp_adapter="mm_projector.bin")
-    assert lora.projector_file(args) == "mm_projector.bin"
-    args = lora_args(**base, lora_weight_path=str(adapter[0]), pretrain_mm_mlp_adapter="mm_projector.bin")
-    assert lora.projector_file(args) == str(adapter[0] / "non_lora_trainables.bin")
+    args = lora_args(**{**base, "lora_bias": "all"}, pretrain_mm_mlp_adapter="mm_projector.bin")
+    with_own, without = (
+        plan_model(replace(args, lora_weight_path=str(path)), 512).sources.projector for path in (adapter[0], folder)
+    )
+    assert without.path == "mm_projector.bin" and with_own.path == str(adapter[0] / "non_lora_trainables.bin")
+
+
+def test_a_tower_that_trained_beside_an_adapter_is_left_with_it_and_started_from(base, batch, tmp_path):
+    model, plan, args = built(base, unfreeze_mm_vision_tower=True)
+    model.vision_tower.requires_grad_(True)
+    train_a_little(model)
+    folder = written(model, plan, args, tmp_path / "out")
+    others = torch.load(folder / "non_lora_trainables.bin", weights_only=True)
+    name = "base_model.model.model.vision_tower.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(others[name], model.vision_tower.tower.encoder.layers[0].self_attn.q_proj.weight)
+    again, *_ = built(base, unfreeze_mm_vision_tower=True, lora_weight_path=str(folder))
+    assert torch.equal(logits_of(again, batch), logits_of(model, batch))
 
 
 @pytest.mark.parametrize(
