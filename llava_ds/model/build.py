@@ -136,7 +136,9 @@ def build_model(
     if args.lora_enable:
         lora.add_lora(model.language_model, args, seed)
     if args.lora_weight_path is not None:
-        lora.load_adapter(model.language_model, args, ranks)
+        llm, file = model.language_model, lora.adapter_file(args.lora_weight_path)
+        trained = {name: p for name, p in llm.named_parameters() if p.requires_grad}
+        load_weights(trained, WeightFiles(file, lora.names_from_peft(llm)), ranks, "--lora_weight_path")
     return model
 
 

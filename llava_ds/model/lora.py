@@ -7,7 +7,7 @@ The layers are put into the language model in place, so it stays transformers' o
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,8 +15,6 @@ from torch import nn
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks
-from llava_ds.model.weights import WeightFiles, load_weights
 
 ADAPTER = "default"  # peft's name for the only adapter there is
 ADAPTER_CONFIG, NON_LORA = "adapter_config.json", "non_lora_trainables.bin"
@@ -184,17 +182,17 @@ def adapter_problems(args: ModelArguments) -> list[str]:
     ]
 
 
-def load_adapter(language_model: nn.Module, args: ModelArguments, ranks: Ranks) -> None:
-    """Fill LoRA's matrices (and the biases that train) from --lora_weight_path, proven by checksum.
+def names_from_peft(language_model: nn.Module) -> Callable[[str], str]:
+    """From a name in peft's files to the one of a parameter that trains in a language model with LoRA.
 
-    Raises DataError when the adapter has other layers than this language model.
+    peft wrote the bias of a layer under its plain name before it had base_layer: such names are found, too.
     """
-    trained = {name: p for name, p in language_model.named_parameters() if p.requires_grad}
-    # peft wrote the bias of a layer under its plain name before it had base_layer.
-    folded = {name.replace(".base_layer.", "."): name for name in trained}
+    folded = {
+        name.replace(".base_layer.", "."): name for name, p in language_model.named_parameters() if p.requires_grad
+    }
 
     def rename(name: str) -> str:
         found = from_peft(name)
         return folded.get(found, found)
 
-    load_weights(trained, WeightFiles(adapter_file(args.lora_weight_path), rename), ranks, "--lora_weight_path")
+    return rename

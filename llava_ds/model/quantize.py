@@ -52,6 +52,14 @@ def quantize_layers(language_model: nn.Module, names: list[str], args: ModelArgu
         setattr(language_model.get_submodule(parent), child, layer)
 
 
+def scale_bits(args: ModelArguments) -> float:
+    """Bits of scales for a weight of --bits, with double quantization 8 for a block and 32 for 256 of them; those of 8
+    bits, one for a row, don't count."""
+    if args.bits != 4:
+        return 0
+    return (8 + 32 / 256) / BLOCK if args.double_quant else 32 / BLOCK
+
+
 def move_the_rest(model: nn.Module, device: torch.device) -> None:
     """Bring all but the weights that are still to come to the device."""
     for tensor in (*model.parameters(), *model.buffers()):
