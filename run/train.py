@@ -295,7 +295,7 @@ def _export_adapter_and_check(
         embeds = engine.module.embed(batch)
     export_adapter(engine.module, plan, args.model, dataset.pictures, output_dir, ranks)
     if ranks.is_first:
-        difference = compare_reloaded_adapter(output_dir, args.model, embeds, logits)
+        difference = compare_reloaded_adapter(output_dir, plan, args.model, embeds, logits)
         print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
 
 

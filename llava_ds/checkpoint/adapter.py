@@ -3,14 +3,17 @@
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import deepspeed
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from llava_ds import formats
 from llava_ds.arguments import ModelArguments
@@ -22,17 +25,26 @@ from llava_ds.geometry import PictureOptions
 from llava_ds.model import lora, quantize
 from llava_ds.model.build import ModelPlan
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.weights import load_weights
 
 LANGUAGE_MODEL = "language_model."
 
 
-def merged_tensors(model: nn.Module, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on CPU) on rank 0, nothing elsewhere, as gathered(model.named_parameters(), ranks) gives them, but
-    with LoRA merged: every name is the one without LoRA, every weight W + scale * B A, added in float32 and rounded
-    once to the precision that is trained in.
+class Merged(NamedTuple):
+    """A parameter as it is without LoRA: its name, its shape, and read(), which all ranks call together and in the same
+    order, and which gives the tensor on rank 0's CPU and None elsewhere."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor | None]
+
+
+def merged_parameters(model: nn.Module, ranks: Ranks) -> Iterator[Merged]:
+    """The parameters of a model, partitioned or not, with LoRA merged: every name is the one without LoRA, every weight
+    W + scale * B A, added in float32 and rounded once to the precision that is trained in.
 
     Packed weights (--bits) are what the run computed with, not what they were packed from. A model without LoRA gives
-    its parameters as they are. Every rank has to run through it; one layer is whole at a time.
+    its parameters as they are. One layer is whole at a time.
     """
     with_lora = dict(lora.lora_layers(model))
     for name, parameter in model.named_parameters():
@@ -41,17 +53,28 @@ def merged_tensors(model: nn.Module, ranks: Ranks) -> Iterator[tuple[str, torch.
             continue
         owner, is_base, _ = name.rpartition(".base_layer.weight")
         if is_base and owner in with_lora:
-            tensor = _merged_weight(with_lora[owner], ranks)
-            if ranks.is_first:
-                yield plain, tensor
+            base = with_lora[owner].base_layer
+            shape = (base.out_features, base.in_features)
+            yield Merged(plain, shape, partial(_merged_weight, with_lora[owner], ranks))
         else:
-            for _, tensor in gathered([(name, parameter)], ranks):
-                yield plain, tensor
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            yield Merged(plain, shape, partial(_whole, parameter, ranks))
+
+
+def merged_tensors(model: nn.Module, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor on CPU) of merged_parameters on rank 0, nothing elsewhere; every rank has to run through it."""
+    for name, _, read in merged_parameters(model, ranks):
+        tensor = read()
+        if ranks.is_first:
+            yield name, tensor
+
+
+def _whole(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
+    return next((tensor for _, tensor in gathered([("", parameter)], ranks)), None)
 
 
 @torch.no_grad()
 def _merged_weight(layer: nn.Module, ranks: Ranks) -> torch.Tensor | None:
-    """On rank 0, on the CPU."""
     adapter = [layer.lora_A[lora.ADAPTER].weight, layer.lora_B[lora.ADAPTER].weight]
     whole = [p for p in (layer.base_layer.weight, *adapter) if hasattr(p, "ds_id")]
     with deepspeed.zero.GatheredParameters(whole, enabled=bool(whole)):
@@ -99,26 +122,21 @@ def export_adapter(
 
 @torch.no_grad()
 def compare_reloaded_adapter(
-    output_dir: Path, args: ModelArguments, embeds: torch.Tensor, logits: torch.Tensor
+    output_dir: Path, plan: ModelPlan, args: ModelArguments, embeds: torch.Tensor, logits: torch.Tensor
 ) -> float:
-    """Open the adapter with peft over the language model's own folder, and compare its logits with the trained model's.
+    """Open the adapter with peft over a fresh language model, and compare its logits with the trained model's.
 
     embeds (1, T, D): a single sample with its pictures' features in their places; logits (T, V) of the trained model,
-    within quantize.exact_products. With --bits the base is packed in the same way. Returns the largest difference
-    relative to the largest magnitude. Raises RuntimeError when it is above TOLERANCE.
+    within quantize.exact_products. With --bits the fresh model is packed in the same way. Returns the largest
+    difference relative to the largest magnitude. Raises RuntimeError when it is above TOLERANCE.
     """
     from peft import PeftModel
 
-    base = AutoModelForCausalLM.from_pretrained(
-        args.model_name_or_path,
-        dtype=logits.dtype,
-        local_files_only=True,
-        quantization_config=_bits_and_bytes(args, logits.dtype),
-    )
+    reloaded = _fresh_language_model(plan, args, logits.dtype)
     with warnings.catch_warnings():
         # peft 0.21 asks a model for is_gradient_checkpointing, which transformers 5.23 calls by another name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        reloaded = PeftModel.from_pretrained(base, output_dir).eval()
+        reloaded = PeftModel.from_pretrained(reloaded, output_dir).eval()
     with quantize.exact_products(reloaded):
         again = reloaded(inputs_embeds=embeds.cpu()).logits[0]  # (T, V)
     logits = logits.cpu().float()
@@ -132,14 +150,14 @@ def compare_reloaded_adapter(
     return difference
 
 
-def _bits_and_bytes(args: ModelArguments, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    if args.bits == 16:
-        return None
-    return BitsAndBytesConfig(
-        load_in_4bit=args.bits == 4,
-        load_in_8bit=args.bits == 8,
-        bnb_4bit_quant_type=args.quant_type,
-        bnb_4bit_use_double_quant=args.double_quant,
-        bnb_4bit_compute_dtype=dtype,
-        llm_int8_threshold=quantize.OUTLIERS,
-    )
+def _fresh_language_model(plan: ModelPlan, args: ModelArguments, dtype: torch.dtype) -> nn.Module:
+    """The language model that the run began with, on the CPU, as transformers computes it."""
+    config = type(plan.text_config).from_dict(plan.text_config.to_dict())  # without the attention that training chose
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    if args.bits < 16:
+        quantize.quantize_layers(model, lora.linear_names(model), args, dtype)
+    source, alone = plan.sources.language_model, Ranks(0, 0, 1, torch.device("cpu"))
+    load_weights(model, source.open(), alone, source.flag)
+    return model

@@ -13,8 +13,8 @@ from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.language import mlp_width, read_text_config
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
-from llava_ds.model.quantize import scale_bits
 from llava_ds.model.probe import refuse_unfit_language_model
+from llava_ds.model.quantize import scale_bits
 from llava_ds.model.vision import TowerPlan, plan_tower, read_tower
 from llava_ds.train.trainable import choose_trainable, parameter_groups
 

@@ -11,10 +11,17 @@ import torch
 import toys
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaConfig,
+)
 
 from llava_ds.arguments import ModelArguments
-from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter, merged_tensors
+from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter, merged_parameters, merged_tensors
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
 from llava_ds.distributed import Ranks
@@ -166,12 +173,36 @@ def test_peft_opens_what_is_left_and_computes_the_same(base, batch, tmp_path, bi
     folder = written(model, plan, args, tmp_path / "out")
     with torch.no_grad():
         embeds = model.embed(batch)
-    assert compare_reloaded_adapter(folder, args, embeds, logits) < 1e-5
+    assert compare_reloaded_adapter(folder, plan, args, embeds, logits) < 1e-5
     tensors = load_file(folder / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] *= 1.01
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(RuntimeError, match="peft computes other logits"):
-        compare_reloaded_adapter(folder, args, embeds, logits)
+        compare_reloaded_adapter(folder, plan, args, embeds, logits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_transformers_packs_the_base_to_the_same_weights(base, batch, tmp_path, bits):
+    """What somebody does who opens the adapter over a quantized base: BitsAndBytesConfig and PeftModel."""
+    pytest.importorskip("bitsandbytes")
+    model, plan, args = built(base, bits=bits)
+    train_a_little(model)
+    folder = written(model, plan, args, tmp_path / "out")
+    config = BitsAndBytesConfig(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(
+        args.model_name_or_path, dtype=torch.float32, quantization_config=config
+    )
+    theirs = peft.PeftModel.from_pretrained(theirs, folder).eval()
+    with torch.no_grad(), quantize.exact_products(theirs):
+        again = theirs(inputs_embeds=model.embed(batch)).logits[0]
+    logits = logits_of(model, batch)
+    assert (again - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
 def test_what_is_left_has_llavas_names(base, tmp_path):
@@ -223,7 +254,8 @@ def test_merged_weights_compute_what_lora_beside_them_did(base, batch, bits):
     train_a_little(model)
     merged = dict(merged_tensors(model, RANKS))
     plain = build_model(plan, ModelArguments(**base), {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
-    assert merged.keys() == dict(plain.named_parameters()).keys()
+    assert {name: p.shape for name, p in plain.named_parameters()} == {n: t.shape for n, t in merged.items()}
+    assert all(merged[name].shape == shape for name, shape, _ in merged_parameters(model, RANKS))
     unmerged = logits_of(plain, batch)
     plain.load_state_dict(merged, strict=False)
     logits = logits_of(model, batch)
