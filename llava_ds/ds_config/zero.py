@@ -28,7 +28,11 @@ NEEDS_STAGE_3 = (
 )
 
 # Of parameters that are gathered.
-CHANGE_BYTES = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "use_all_reduce_for_fetch_params")
+CHANGE_BYTES = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "stage3_use_all_reduce_for_fetch_params",
+)
 
 
 def resolve_zero(draft: Draft) -> None:

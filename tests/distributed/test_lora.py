@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from launching import ROOT, ds_config, losses, run_many, toy_run
+from launching import ROOT, command_line, ds_config, launch, losses, run_many, toy_run
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.checkpoint.commit import newest_whole
 from llava_ds.distributed import Ranks
 from llava_ds.model import lora
 from llava_ds.model.build import build_model, plan_model
-
-pytest.importorskip("peft")
-pytest.importorskip("bitsandbytes")
 
 STEPS, SAVED = 8, 4
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 16, "lora_dropout": 0.0}
@@ -67,7 +66,11 @@ def runs(tmp_path_factory) -> Path:
         t.run("resumed", ds_config(3), bits=4, **saves, resume=t.folder / "whole" / f"checkpoint-{SAVED}"),
         {**script, "cache_dir": t.folder / "cache"},
     ]
-    (t.folder / "output.txt").write_text(run_many(2, t.folder / "launch", todo))
+    listed = t.folder / "runs.json"
+    listed.write_text(json.dumps([command_line(flags) for flags in todo]))
+    done = launch(2, ROOT / "tests" / "workers" / "lora_runs.py", str(listed))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (t.folder / "output.txt").write_text(done.stdout)
     return t.folder
 
 
@@ -142,6 +145,29 @@ def test_a_broken_off_run_goes_on_to_the_same_weights_with_packed_weights_and_dr
         read = load_file if name == ADAPTER else torch.load
         one, other = read(runs / "whole" / name), read(runs / "resumed" / name)
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_partitioned_weights_are_merged_as_peft_merges_them(runs):
+    base = AutoModelForCausalLM.from_pretrained(runs / "base" / "llama")
+    theirs = PeftModel.from_pretrained(base, runs / "lora-3").merge_and_unload().state_dict()
+    for name in ("lora-0", "lora-3"):
+        ours = torch.load(runs / name / "merged.pt", weights_only=True)
+        for key, tensor in theirs.items():
+            assert (ours[f"language_model.{key}"] - tensor).abs().max() < 2e-5, (name, key)
+    others = torch.load(runs / "lora-3" / "non_lora_trainables.bin", weights_only=True)
+    assert torch.equal(ours["projector.layers.0.weight"], others[f"{PREFIX}.0.weight"])
+
+
+def test_packed_and_partitioned_weights_are_merged_from_what_they_stand_for(runs):
+    ours = torch.load(runs / "whole" / "merged.pt", weights_only=True)
+    whole = load_file(runs / "base" / "llama" / "model.safetensors")
+    assert {key: ours[f"language_model.{key}"].shape for key in whole} == {key: t.shape for key, t in whole.items()}
+    adapter = load_file(runs / "whole" / ADAPTER)
+    for name in json.loads((runs / "whole" / "adapter_config.json").read_text())["target_modules"]:
+        a, b = (adapter[f"base_model.model.{name}.lora_{m}.weight"] for m in "AB")
+        packed = ours[f"language_model.{name}.weight"] - 4 * b @ a  # alpha / r is 4
+        weight = whole[f"{name}.weight"]
+        assert 0.02 < (packed - weight).norm() / weight.norm() < 0.12  # 4 bits
 
 
 @pytest.mark.parametrize("step", [SAVED, STEPS])
