@@ -6,6 +6,7 @@ it is read, so the whole model never exists in its own precision; under ZeRO-3 i
 """
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import torch
@@ -50,6 +51,7 @@ def quantize_layers(language_model: nn.Module, names: list[str], args: ModelArgu
         layer.bias = linear.bias
         layer.register_state_dict_post_hook(_without_statistics)
         setattr(language_model.get_submodule(parent), child, layer)
+    gc.collect()  # zero.Init's weights refer to themselves: their partitions would stay
 
 
 def scale_bits(args: ModelArguments) -> float:
