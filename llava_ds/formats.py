@@ -12,6 +12,8 @@ import re
 PROJECTOR = "projector.layers."
 LLAVA_PROJECTOR = "model.mm_projector."
 NEWLINE = "newline.embedding"
+TOWER = "vision_tower.tower."
+LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
 LLAVA_NEWLINE = "model.image_newline"
 
 
@@ -46,6 +48,17 @@ def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
     if name.endswith("rotary_emb.inv_freq") or re.search(r"(?:^|\.)h\.\d+\.attn\.(?:masked_)?bias$", name):
         return None
     return name if name.startswith((f"{trunk}.", "lm_head.")) else f"{trunk}.{name}"
+
+
+def tower_to_llava(name: str) -> str:
+    """ "vision_tower.tower.x" as LLaVA spells it in whole models and beside adapters."""
+    return LLAVA_TOWER + name.removeprefix(TOWER)
+
+
+def tower_from_llava(name: str) -> str | None:
+    """A name in LLaVA's spelling, with anything before it, to one in the tower ("tower.x"); None for other tensors."""
+    _, found, rest = name.partition(LLAVA_TOWER)
+    return f"tower.{rest}" if found else None
 
 
 def tower_from_disk(name: str) -> str | None:

@@ -13,6 +13,7 @@ import torch
 
 from llava_ds.arguments import Arguments, trained_parts, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
+from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
@@ -42,6 +43,8 @@ from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_d
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
 from llava_ds.model.language import length_note
+from llava_ds.model.lora import trained_with_it
+from llava_ds.model.quantize import exact_products
 from llava_ds.model.recompute import recompute_layers
 from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.progress import Progress
@@ -59,13 +62,15 @@ RECIPES = Path(__file__).parent / "recipes"
 
 def main(argv: list[str]) -> None:
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
-    if problems := export_problems(args):
+    if not args.model.lora_enable and (problems := export_problems(args)):
         raise ConfigError("\n".join(problems))
     raw_config = read_ds_config(args.training.deepspeed_config)
     quiet_libraries()
     ranks = init_ranks()
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
-    if not trains_projector_only(args.model) and args.model.pretrain_mm_mlp_adapter is None:
+    if not trains_projector_only(args.model) and not (
+        args.model.pretrain_mm_mlp_adapter or trained_with_it(args.model)
+    ):
         notes.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
     print_first(*notes)
 
@@ -189,6 +194,8 @@ def main(argv: list[str]) -> None:
     if trains_projector_only(args.model):
         paths = export_projector(model, plan, args.model, dataset.pictures, output_dir, ranks)
         print_first(f"projector: {', '.join(map(str, paths))}")
+    elif args.model.lora_enable:
+        _export_adapter_and_check(engine, plan, args, dataset, output_dir, ranks)
     else:
         _export_and_check(engine, plan, args, dataset, output_dir, ranks)
 
@@ -275,6 +282,21 @@ def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_
         layouts = [layout for _, layout in sample.media]
         difference = compare_reloaded(output_dir, batch, layouts, tower.mean, tower.std, logits)
         print(f"model: {output_dir} (reloaded with transformers, logits differ by {difference:.1e} of the largest)")
+
+
+def _export_adapter_and_check(
+    engine, plan: ModelPlan, args: Arguments, dataset, output_dir: Path, ranks: Ranks
+) -> None:
+    """The folder of LLaVA and peft, proven on one sample: peft has to compute the same logits from it."""
+    batch = collate([dataset.example()], dataset.pictures).to(ranks.device)
+    engine.eval()
+    with torch.no_grad(), exact_products(engine.module):
+        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
+        embeds = engine.module.embed(batch)
+    export_adapter(engine.module, plan, args.model, dataset.pictures, output_dir, ranks)
+    if ranks.is_first:
+        difference = compare_reloaded_adapter(output_dir, plan, args.model, embeds, logits)
+        print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
 
 
 if __name__ == "__main__":

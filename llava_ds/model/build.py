@@ -15,6 +15,7 @@ from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, print_first
+from llava_ds.model import lora, quantize
 from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.language import length_problem, read_text_config, trunk_name
 from llava_ds.model.llava import LlavaModel
@@ -77,7 +78,9 @@ class ModelPlan:
 
 
 def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
-    """Read configurations and tokenizer, no weights. Raises ConfigError for folders that can't be used."""
+    """Read configurations and tokenizer, no weights. Raises ConfigError for folders that can't be used, and for
+    packages that are missing."""
+    lora.check_lora(args)
     text_config = read_text_config(args.model_name_or_path)
     refuse_unfit_language_model(args.model_name_or_path, text_config)
     if problem := length_problem(text_config, max_length):
@@ -86,25 +89,36 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     tower = read_tower(args.vision_tower, args)
     with torch.device("meta"):
         build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)  # raises for what does not fit
+    return ModelPlan(text_config, tower, tokenizer, _sources(args, text_config))
+
+
+def _sources(args: ModelArguments, text_config: PreTrainedConfig) -> Sources:
+    """What was trained beside the adapter of --lora_weight_path wins over what that training began with."""
     from_disk = partial(formats.language_model_from_disk, trunk=trunk_name(text_config))
-    sources = Sources(
+    flag, path = "--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter
+    tower = Source("--vision_tower", args.vision_tower, formats.tower_from_disk)
+    if (others := lora.trained_with_it(args)) is not None:
+        flag, path = "--lora_weight_path", others
+        trained = Source(flag, path, formats.tower_from_llava)
+        tower = trained if trained.open().shapes else tower
+    return Sources(
         language_model=Source("--model_name_or_path", args.model_name_or_path, from_disk),
-        vision_tower=Source("--vision_tower", args.vision_tower, formats.tower_from_disk),
-        projector=args.pretrain_mm_mlp_adapter
-        and Source("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter, formats.projector_from_llava),
-        newline=args.pretrain_mm_mlp_adapter
-        and Source("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter, formats.newline_from_llava),
+        vision_tower=tower,
+        projector=path and Source(flag, path, formats.projector_from_llava),
+        newline=path and Source(flag, path, formats.newline_from_llava),
     )
-    return ModelPlan(text_config, tower, tokenizer, sources)
 
 
 def build_model(
     plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, seed: int, ranks: Ranks
 ) -> LlavaModel:
-    """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start."""
+    """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start,
+    but LoRA's, which become one in deepspeed.initialize."""
     zero3 = ds_config["zero_optimization"].get("stage") == 3
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
-    with _construction(ds_config, dtype, ranks.device, zero3):
+    # Weights that will be packed are never touched as they are born: on the CPU they then take no memory.
+    birthplace = ranks.device if args.bits == 16 else torch.device("cpu")
+    with _construction(ds_config, dtype, birthplace, zero3):
         model = assemble(plan.text_config, plan.tower, args, mean, std)
     assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
@@ -113,9 +127,19 @@ def build_model(
         # One gather per layer instead of one per matrix: fewer hooks and collectives, the same arithmetic.
         deepspeed.utils.set_z3_leaf_modules(model, layer_classes(model))
 
+    if args.bits < 16:
+        names = lora.linear_names(model.language_model)
+        quantize.quantize_layers(model.language_model, names, args, dtype)
+        quantize.move_the_rest(model, ranks.device)
     for name, part in model.named_children():
         source, what = _source_of(name, plan, args, seed)
         load_weights(part, source, ranks, what)
+    if args.lora_enable:
+        lora.add_lora(model.language_model, args, seed)
+    if args.lora_weight_path is not None:
+        llm, file = model.language_model, lora.adapter_file(args.lora_weight_path)
+        trained = {name: p for name, p in llm.named_parameters() if p.requires_grad}
+        load_weights(trained, WeightFiles(file, lora.names_from_peft(llm)), ranks, "--lora_weight_path")
     return model
 
 

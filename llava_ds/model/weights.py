@@ -11,6 +11,7 @@ from torch import nn
 
 from llava_ds.constants import DataError
 from llava_ds.distributed import Ranks, all_sum
+from llava_ds.model import quantize
 
 MAX_SHOWN = 4  # problems named in one message
 
@@ -97,21 +98,35 @@ class TensorSource:
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, source: WeightFiles | TensorSource, ranks: Ranks, what: str) -> None:
+def load_weights(
+    module: nn.Module | dict[str, nn.Parameter], source: WeightFiles | TensorSource, ranks: Ranks, what: str
+) -> None:
     """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
 
-    Raises DataError when a tensor is missing, has another shape or is not the module's, and RuntimeError when what the
-    ranks hold differs from what was read (weights put into partitioned parameters can vanish silently).
+    module: or some of its parameters by name. Weights of quantized layers are packed as they come, and it is the packed
+    ones that are summed. Raises DataError when a tensor is missing, has another shape or is not the module's, and
+    RuntimeError when what the ranks hold differs from what was read (weights put into partitioned parameters can vanish
+    silently).
     """
-    parameters = dict(module.named_parameters())  # a tied weight appears once
-    aliases = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
+    parameters, aliases = module, set()
+    if isinstance(module, nn.Module):
+        parameters = dict(module.named_parameters())  # a tied weight appears once
+        aliases = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
     _check_fit(parameters, aliases, source, what)
     sums = torch.zeros(len(parameters), dtype=torch.int64)
     order = {name: i for i, name in enumerate(parameters)}
+    partitioned_one = next((p for p in parameters.values() if hasattr(p, "ds_id")), None)
     for name, read in source.tensors():
         if name not in parameters:
             continue
         parameter = parameters[name]
+        if quantize.is_packed(parameter):
+            packed = quantize.pack(module, name, read(), ranks.device)
+            sums[order[name]] = _bit_sum(packed.data)
+            if partitioned_one is not None:
+                partitioned_one.convert_to_zero_parameters(param_list=[packed])
+            parameters[name] = packed
+            continue
         partitioned = hasattr(parameter, "ds_id")
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
             if ranks.is_first or not partitioned:
@@ -140,7 +155,7 @@ def _check_fit(parameters: dict[str, nn.Parameter], aliases: set[str], source, w
 
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bit patterns: exact, in any order, and additive over partitions."""
-    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(width).sum(dtype=torch.int64).cpu()
 
 

@@ -123,6 +123,7 @@ def description(run: Run) -> list[str]:
         f"{run.shape.num_parameters:,} parameters, {run.shape.num_trained:,} of them trained ({parts}); "
         f"the largest gathered layer has {largest_unit(run.shape):,}",
         f"{_gpus(setup)}, {setup.weight_bytes} bytes a weight, "
+        + (f"{run.shape.packed_bits} bits in {sum(run.shape.packed):,} of them, " if run.shape.packed else "")
         + (
             "no activations: only the number of parameters is known"
             if batch is None

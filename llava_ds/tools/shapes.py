@@ -13,7 +13,9 @@ from llava_ds.constants import ConfigError
 from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.language import mlp_width, read_text_config
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
 from llava_ds.model.probe import refuse_unfit_language_model
+from llava_ds.model.quantize import scale_bits
 from llava_ds.model.vision import TowerPlan, plan_tower, read_tower
 from llava_ds.train.trainable import choose_trainable, parameter_groups
 
@@ -74,9 +76,10 @@ class Part:
 
 @dataclass(frozen=True)
 class TextShape:
-    """Widths of the language model: query and key of all heads together. trained: whether the stage trains it.
+    """Widths of the language model: query and key of all heads together. trained: whether the stage trains its weights.
 
-    is_llamas: whether its layers have Llama's tensors, and no others.
+    is_llamas: whether its layers have Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together,
+    lora_dropped: the widths of the inputs that it drops parts of.
     """
 
     hidden: int
@@ -88,6 +91,8 @@ class TextShape:
     vocab: int
     trained: bool
     is_llamas: bool
+    lora_rank: int = 0
+    lora_dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,10 @@ class TowerShape:
 class ModelShape:
     """All that memory depends on. Sizes are in elements.
 
-    groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others;
+    groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others but the packed;
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
-    the number of parameters is known.
+    the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
+    that no stage shares out.
     """
 
     parts: tuple[Part, ...]
@@ -116,6 +122,9 @@ class ModelShape:
     units: tuple[tuple[int, ...], ...]
     text: TextShape | None = None
     tower: TowerShape | None = None
+    packed: tuple[int, ...] = ()
+    packed_bits: int = 16
+    scale_bits: float = 0
 
     @property
     def num_parameters(self) -> int:
@@ -127,7 +136,7 @@ class ModelShape:
 
     @property
     def tensors(self) -> tuple[int, ...]:
-        """Every tensor, trained or not."""
+        """Every tensor that is not packed, trained or not."""
         return (*(size for group in self.groups for size in group), *self.frozen)
 
 
@@ -172,8 +181,15 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     """
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
+        if args.model.lora_enable:
+            check_lora(args.model)
+            names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
+            add_lora(model.language_model, args.model, seed=0)
+    packed = names if args.model.bits < 16 else set()
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
+    layers = [layer for _, layer in lora_layers(model.language_model)]
+    inputs = sum(layer.base_layer.in_features for layer in layers)
     hidden = text.hidden_size
     num_heads = getattr(text, "num_attention_heads", 1)
     head = getattr(text, "head_dim", None) or hidden // num_heads
@@ -183,7 +199,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             for name, part in model.named_children()
         ),
         groups=tuple(tuple(p.numel() for p in group["params"]) for group in groups),
-        frozen=tuple(p.numel() for p in model.parameters() if not p.requires_grad),
+        frozen=tuple(p.numel() for n, p in model.named_parameters() if not p.requires_grad and n not in packed),
         units=_units(model),
         text=TextShape(
             hidden=hidden,
@@ -193,8 +209,10 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             key=(getattr(text, "num_key_value_heads", None) or num_heads) * head,
             num_heads=num_heads,
             vocab=model.language_model.get_output_embeddings().weight.shape[0],
-            trained="language_model" in trained_parts(args.model),
+            trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
             is_llamas=_has_llamas_layers(model.language_model),
+            lora_rank=args.model.lora_r * len(layers) // text.num_hidden_layers,
+            lora_dropped=inputs // text.num_hidden_layers if args.model.lora_dropout else 0,
         ),
         tower=TowerShape(
             hidden=tower.config.hidden_size,
@@ -203,6 +221,9 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             image_size=tower.images.size,
             projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
         ),
+        packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
+        packed_bits=args.model.bits,
+        scale_bits=scale_bits(args.model),
     )
 
 
