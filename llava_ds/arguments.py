@@ -211,6 +211,12 @@ class TrainingArguments:
         help="Lay the samples of an optimizer step on ranks and micro-batches of at most this many tokens, balanced, "
         "instead of by count. Changes the layout only: loss and gradient stay those of the step.",
     )
+    steps_across_epochs: bool = HfArg(
+        default=False,
+        help="Where the samples don't divide into steps, go on into the next epoch instead of ending with a smaller "
+        "step, fill ranks up from the epoch's first samples and leave out what remains at the end: as LLaVA's trainer, "
+        "for its curves.",
+    )
     learning_rate: float = HfArg(default=2e-5, help="Peak learning rate.")
     mm_projector_lr: float | None = HfArg(default=None, help="Peak learning rate of the projector, if another.")
     mm_vision_tower_lr: float | None = HfArg(default=None, help="Peak learning rate of the vision tower, if another.")

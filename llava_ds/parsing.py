@@ -244,6 +244,11 @@ def training_problems(args: Arguments) -> list[str]:
         "--loss_reduction micro_batch depends on the layout, which --tokens_per_micro_batch changes: give one of them",
     )
     check(
+        not training.steps_across_epochs or training.tokens_per_micro_batch is None,
+        "--steps_across_epochs True counts in micro-batches of --per_device_train_batch_size samples, "
+        "--tokens_per_micro_batch makes others: give one of them",
+    )
+    check(
         training.deepspeed_config is not None,
         "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json",
     )

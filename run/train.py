@@ -100,9 +100,10 @@ def main(argv: list[str]) -> None:
         args.training.per_device_train_batch_size,
         args.training.gradient_accumulation_steps,
         args.training.tokens_per_micro_batch,
+        args.training.steps_across_epochs,
     )
     order = _sample_order(args, dataset, layout)
-    per_epoch = order.steps_per_epoch
+    per_epoch = layout.steps_per_epoch(order)
     num_steps = total_steps(args.training, per_epoch)
     resolved = together(ranks, partial(resolve, num_steps=num_steps))
     # A compiler that only some machines have decides which Adam is filled in.

@@ -274,6 +274,10 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
             "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",
         ),
         (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket makes another"),
+        (
+            ["--steps_across_epochs", "True", "--tokens_per_micro_batch", "900"],
+            "--steps_across_epochs True counts in micro-batches of --per_device_train_batch_size samples",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(argv, expected):
