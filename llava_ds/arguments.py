@@ -211,11 +211,11 @@ class TrainingArguments:
         help="Lay the samples of an optimizer step on ranks and micro-batches of at most this many tokens, balanced, "
         "instead of by count. Changes the layout only: loss and gradient stay those of the step.",
     )
-    steps_across_epochs: bool = HfArg(
-        default=False,
+    steps_across_epochs: bool | None = HfArg(
+        default=None,
         help="Where the samples don't divide into steps, go on into the next epoch instead of ending with a smaller "
-        "step, fill ranks up from the epoch's first samples and leave out what remains at the end: as LLaVA's trainer, "
-        "for its curves.",
+        "step, fill ranks up from the epoch's first samples and leave out what remains at the end: as LLaVA's trainer. "
+        "Absent: with --loss_reduction micro_batch, which is for its curves, too.",
     )
     learning_rate: float = HfArg(default=2e-5, help="Peak learning rate.")
     mm_projector_lr: float | None = HfArg(default=None, help="Peak learning rate of the projector, if another.")
@@ -250,7 +250,8 @@ class TrainingArguments:
     )
     loss_reduction: Literal["token", "micro_batch"] = HfArg(
         default="token",
-        help="token: mean over all supervised tokens of the step; micro_batch: LLaVA's mean of micro-batch means.",
+        help="token: mean over all supervised tokens of the step; micro_batch: LLaVA's mean of micro-batch means, over "
+        "its trainer's steps (--steps_across_epochs).",
     )
     bf16: bool = HfArg(default=False, help="Train in bfloat16 with fp32 master weights.")
     fp16: bool = HfArg(default=False, help="Train in float16 with loss scaling (needs a GPU).")
@@ -283,6 +284,15 @@ class TrainingArguments:
         default=False,
         help="Check everything, print the plan, the first batch and the memory that is needed, and stop before the "
         "model is built; nothing is written to --output_dir.",
+    )
+
+
+def steps_go_across_epochs(training: TrainingArguments) -> bool:
+    """Whether steps are cut as LLaVA's trainer cuts them (see --steps_across_epochs)."""
+    return (
+        training.loss_reduction == "micro_batch"
+        if training.steps_across_epochs is None
+        else training.steps_across_epochs
     )
 
 

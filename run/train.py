@@ -11,7 +11,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from llava_ds.arguments import Arguments, trained_parts, trains_projector_only
+from llava_ds.arguments import Arguments, steps_go_across_epochs, trained_parts, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
         args.training.per_device_train_batch_size,
         args.training.gradient_accumulation_steps,
         args.training.tokens_per_micro_batch,
-        args.training.steps_across_epochs,
+        steps_go_across_epochs(args.training),
     )
     order = _sample_order(args, dataset, layout)
     per_epoch = layout.steps_per_epoch(order)
