@@ -106,7 +106,7 @@ def test_marks_that_the_tokenizer_lacks_are_added_to_show_the_ids(inspect_data, 
     ids = json.loads(out.read_text())["input_ids"]
     first = ids.index(IMAGE_TOKEN_INDEX)
     assert [ids[first - 1], ids[first + 9]] == [len(tokenizer), len(tokenizer) + 1]
-    assert "<im_start>, <im_end>; training refuses" in capsys.readouterr().out
+    assert "added to the tokenizer: <im_start>, <im_end>" in capsys.readouterr().out
 
 
 def test_a_file_that_can_not_be_written_is_refused_before_the_work(inspect_data, tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import (
@@ -286,16 +286,6 @@ def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizer
     problems = check_tokenizer(resolve_template(model.version), tokenizer, model.mm_use_im_start_end)
     if problems:
         raise ConfigError("\n".join(f"--model_name_or_path {model.model_name_or_path}: {p}" for p in problems))
-
-
-def add_missing_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Add the tokens around pictures that the tokenizer does not know, as its last ones; returns which.
-
-    Source: LLaVA's initialize_vision_tokenizer, which gives the model new rows for them.
-    """
-    missing = [token for token in (IM_START_TOKEN, IM_END_TOKEN) if _single_id(tokenizer, token) is None]
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
-    return missing
 
 
 def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

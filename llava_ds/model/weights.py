@@ -1,12 +1,17 @@
 """Weights from files into a model, tensor by tensor: no rank ever holds a whole model beside its own share."""
 
 import json
+import pickle
+import re
+import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import deepspeed
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from llava_ds.constants import DataError
@@ -15,77 +20,144 @@ from llava_ds.distributed import Ranks, all_sum
 MAX_SHOWN = 4  # problems named in one message
 
 
+class Weights(Protocol):
+    """Tensors by name, read one at a time. path: for messages; shapes: of every tensor, known before it is read."""
+
+    path: str | Path
+    shapes: dict[str, tuple[int, ...]]
+    notes: tuple[str, ...]  # what a run's beginning says of them
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Every tensor's name and a function that reads it, which holds until the next one is asked for."""
+
+
 class WeightFiles:
     """The tensors of a folder or a single file, by name, read one at a time.
 
     Understands model.safetensors and pytorch_model.bin, whole or sharded with an index. Pickles are opened with
-    weights_only=True. rename maps a name on disk to the model's, or to None to leave it out.
+    weights_only=True. rename: maps a name on disk to the model's, or to None to leave it out. Raises DataError for
+    files that can't be read as tensors.
     """
+
+    notes = ()
 
     def __init__(self, path: str | Path, rename: Callable[[str], str | None] = lambda name: name) -> None:
         self.path = Path(path)
         self._places: dict[str, tuple[Path, str]] = {}  # model's name -> file, name on disk
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in self._files():
+        self.unused: list[str] = []  # names on disk
+        for file in weight_files(self.path):
             for name, shape in _shapes(file).items():
                 new = rename(name)
-                if new is not None:
+                if new is None:
+                    self.unused.append(name)
+                else:
                     self._places[new] = (file, name)
                     self.shapes[new] = shape
 
-    def _files(self) -> list[Path]:
-        if self.path.is_file():
-            return [self.path]
-        for single in ("model.safetensors", "pytorch_model.bin"):
-            index = self.path / f"{single}.index.json"
-            if index.is_file():
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                files = sorted({self.path / name for name in weight_map.values()})
-                missing = [file.name for file in files if not file.is_file()]
-                if missing:
-                    raise DataError(
-                        f"{self.path}: {index.name} names {', '.join(missing)}, which is not there: copy it again"
-                    )
-                return files
-            if (self.path / single).is_file():
-                return [self.path / single]
-        raise DataError(
-            f"{self.path} holds no weights: expected model.safetensors or pytorch_model.bin, or their index"
-        )
+    @property
+    def used(self) -> set[str]:
+        """Names on disk of what is taken."""
+        return {name for _, name in self._places.values()}
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Every tensor's name and a function that reads it, file by file, so that one file is open at a time."""
+        """Every tensor's name and a function that reads it, file by file; a file is closed before the next one opens.
+
+        Files are mapped, so pages that were read count as this process's memory until then.
+        """
         for file in sorted({file for file, _ in self._places.values()}):
-            read = _reader(file)
+            opened = OpenedFile(file)
             for name, (where, on_disk) in self._places.items():
                 if where == file:
-                    yield name, lambda on_disk=on_disk, read=read: read(on_disk)
+                    yield name, partial(opened.read, on_disk)
+            opened.close()
+
+
+class OpenedFile:
+    """A file of tensors; what it gave lives on when it is closed."""
+
+    def __init__(self, file: Path) -> None:
+        self._tensors = safe_open(file, framework="pt") if file.suffix == ".safetensors" else _load_pickle(file)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name] if isinstance(self._tensors, dict) else self._tensors.get_tensor(name)
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+def weight_files(path: str | Path) -> list[Path]:
+    """The files that hold a folder's weights, or the file that the path is. Raises DataError when there are none."""
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{single}.index.json"
+        if index.is_file():
+            names = sorted({str(name) for name in _weight_map(index).values()})
+            if outside := [name for name in names if Path(name).name != name]:
+                raise DataError(f"{index} names {outside[0]}, which is no file beside it: copy the folder again")
+            missing = [name for name in names if not (path / name).is_file()]
+            if missing:
+                raise DataError(f"{path}: {index.name} names {', '.join(missing)}, which is not there: copy it again")
+            return [path / name for name in names]
+        if (path / single).is_file():
+            return [path / single]
+    raise DataError(f"{path} holds no weights: expected model.safetensors or pytorch_model.bin, or their index")
+
+
+def tensor_names(path: str | Path) -> set[str]:
+    """Names on disk of all tensors of a folder or file. Raises DataError for what can't be read."""
+    return {name for file in weight_files(path) for name in _shapes(file)}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{index} can't be read as an index of weights ({error!r}): copy it again") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"{index} can't be read as an index of weights (its weight_map names none): copy it again")
+    return weight_map
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    if file.suffix == ".safetensors":
+    if file.suffix != ".safetensors":
+        return {name: tuple(tensor.shape) for name, tensor in _load_pickle(file).items()}
+    try:
         with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-    return {name: tuple(tensor.shape) for name, tensor in _load_pickle(file).items()}
-
-
-def _reader(file: Path) -> Callable[[str], torch.Tensor]:
-    if file.suffix == ".safetensors":
-        opened = safe_open(file, framework="pt")
-        return opened.get_tensor
-    return _load_pickle(file).__getitem__
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{file} can't be read as weights ({error}): copy it again") from error
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .bin file, mapped where its format allows it (all since torch 1.6)."""
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises several types for damaged or hostile pickles
-        raise DataError(f"{file} can't be read as weights: {error}") from error
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is None:
+            raise DataError(f"{file} can't be read as weights (it is no whole file): copy it again") from error
+        raise DataError(
+            f"{file} is refused: beside tensors it holds {named[1]}, and code in weight files is not run; "
+            "bring the tensors alone, best as safetensors"
+        ) from error
+    except Exception as error:  # torch raises several types for damaged files
+        raise DataError(f"{file} can't be read as weights ({_first_line(error)}): copy it again") from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        raise DataError(f"{file} can't be read as weights: expected tensors by name and nothing else")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 class TensorSource:
-    """Tensors that are in memory already, with WeightFiles' face."""
+    """Tensors that are in memory already."""
+
+    notes = ()
 
     def __init__(self, tensors: dict[str, torch.Tensor], path: str) -> None:
         self.path, self._tensors = path, tensors
@@ -97,15 +169,14 @@ class TensorSource:
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, source: WeightFiles | TensorSource, ranks: Ranks, what: str) -> None:
+def load_weights(module: nn.Module, source: Weights, ranks: Ranks, what: str) -> None:
     """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
 
     Raises DataError when a tensor is missing, has another shape or is not the module's, and RuntimeError when what the
     ranks hold differs from what was read (weights put into partitioned parameters can vanish silently).
     """
+    check_fit(module, source, what)
     parameters = dict(module.named_parameters())  # a tied weight appears once
-    aliases = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
-    _check_fit(parameters, aliases, source, what)
     sums = torch.zeros(len(parameters), dtype=torch.int64)
     order = {name: i for i, name in enumerate(parameters)}
     for name, read in source.tensors():
@@ -118,11 +189,17 @@ def load_weights(module: nn.Module, source: WeightFiles | TensorSource, ranks: R
                 tensor = read().to(parameter.dtype)
                 sums[order[name]] = _bit_sum(tensor)
                 parameter.data.copy_(tensor)
+                del tensor  # of a mapped file: held, it would keep the whole file in memory
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 
 
-def _check_fit(parameters: dict[str, nn.Parameter], aliases: set[str], source, what: str) -> None:
-    """Compare names and shapes before anything is read; every rank finds the same, so none waits for another."""
+def check_fit(module: nn.Module, source: Weights, what: str) -> None:
+    """Compare names and shapes before anything is read; every rank finds the same, so none waits for another.
+
+    Raises DataError when a tensor is missing, has another shape or is not the module's.
+    """
+    parameters = dict(module.named_parameters())  # a tied weight appears once
+    aliases = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
     problems = []
     for names, problem in (
         (sorted(set(parameters) - set(source.shapes)), "missing"),
