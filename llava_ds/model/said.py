@@ -68,7 +68,7 @@ def said_by_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[st
     }
     ours = getattr(config, "llava_ds_pictures", None)
     if ours is not None:
-        values |= {flag: ours[name] for name, flag in OUR_PICTURES.items() if ours.get(name) not in ([], ())}
+        values |= {flag: ours[name] for name, flag in OUR_PICTURES.items() if ours.get(name)}
     elif config.model_type == "llava":
         values |= {"mm_patch_merge_type": "flat", "image_aspect_ratio": "pad" if processor.get("do_pad") else "square"}
     else:

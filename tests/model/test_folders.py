@@ -97,13 +97,13 @@ def test_every_parameter_arrives_whatever_the_format(kind, base, llava, tmp_path
 
 
 def batch_for(plan, pictures: PictureOptions, ids: list[int], size: tuple[int, int] = (30, 22)):
-    """A sample with one picture, and its layout."""
+    """A sample with one picture."""
     layout = media_layout("image", (size,), 1, pictures)
     generator = torch.Generator().manual_seed(3)
     side = plan.images.size
     pixels = torch.randint(0, 256, (layout.num_tiles, 3, side, side), dtype=torch.uint8, generator=generator)
     ids = torch.tensor([1, *ids, *[-200] * layout.num_tokens, 9, 8])
-    return collate([LoadedSample(ids, ids, [(pixels, layout)])], pictures), layout
+    return collate([LoadedSample(ids, ids, [(pixels, layout)])], pictures)
 
 
 def test_the_same_batch_gives_the_same_logits_whatever_the_format(base, llava, tmp_path):
@@ -112,7 +112,7 @@ def test_the_same_batch_gives_the_same_logits_whatever_the_format(base, llava, t
     for given in flags:
         model, plan, _ = opened(given)
         pictures = PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
-        batch, _ = batch_for(plan, pictures, [5, 6])
+        batch = batch_for(plan, pictures, [5, 6])
         with torch.no_grad():
             logits.append(model(batch, logits_at=torch.arange(batch.input_ids.shape[1])))
     assert all(torch.equal(logits[0], other) for other in logits[1:])
@@ -166,7 +166,7 @@ def test_models_of_tiles_say_how_they_are_shown_pictures(kind, tower, base, tmp_
     assert args.model.mm_vision_select_layer == (-2 if tower == "clip" else -1)
     pictures = plan.tower.pictures(args)
     size = (45, 46)
-    batch, layout = batch_for(plan, pictures, [5, 6], size)
+    batch = batch_for(plan, pictures, [5, 6], size)
     pixels = (batch.pixel_values.float() / 255 - model.vision_tower.mean) / model.vision_tower.std
     with torch.no_grad():
         logits = model(batch, logits_at=torch.arange(batch.input_ids.shape[1]))
@@ -214,7 +214,7 @@ def test_a_flag_that_contradicts_the_projector_is_refused_unless_another_project
     torch.save(
         {"model.mm_projector.weight": torch.ones(32, 16), "model.mm_projector.bias": torch.ones(32)}, tmp_path / "p.bin"
     )
-    model, _, args = opened({**flags, "pretrain_mm_mlp_adapter": str(tmp_path / "p.bin")})
+    model, _, _ = opened({**flags, "pretrain_mm_mlp_adapter": str(tmp_path / "p.bin")})
     assert torch.equal(model.projector.layers[0].weight, torch.ones(32, 16))
     assert torch.equal(model.language_model.model.norm.weight, llava.model.language_model.norm.weight)
 
@@ -249,10 +249,10 @@ def test_a_trained_tower_in_the_models_folder_wins_over_the_towers(base, llava, 
 def test_a_tower_of_another_width_or_shape_is_refused(base, llava, tmp_path):
     other = toys.write_base(tmp_path / "other", clip={"hidden_size": 32})["vision_tower"]
     flags = llavas.write_llava(tmp_path / "llava", base, llava)
-    with pytest.raises(ConfigError, match="gives features 32 wide, .*, 16 wide: give that one"):
+    with pytest.raises(ConfigError, match=r"gives features 32 wide, .*, 16 wide: give that one"):
         opened({**flags, "vision_tower": other})
     flags = llavas.write_hf(tmp_path / "hf", base, llava)
-    with pytest.raises(ConfigError, match="another tower than the one in .*: hidden_size 32 for 16: leave it out"):
+    with pytest.raises(ConfigError, match=r"another tower than the one in .*: hidden_size 32 for 16: leave it out"):
         opened({**flags, "vision_tower": other})
     _, lines = take_from_model(arguments({**flags, "vision_tower": base["vision_tower"]}))
     assert lines[-1] == f"--vision_tower {base['vision_tower']} is not read: the model brings its own weights"
