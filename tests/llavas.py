@@ -20,6 +20,13 @@ from transformers import (
     SiglipVisionModel,
 )
 
+from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.distributed import Ranks
+from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.folders import take_from_model
+
+RANKS = Ranks(0, 0, 1, torch.device("cpu"))
+STAGE_0 = {"zero_optimization": {"stage": 0}}
 SIGLIP = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
 NEXT_PINPOINTS = [[24, 48], [48, 24], [48, 48]]  # height first
 
@@ -187,3 +194,16 @@ def write_llava(
     (folder / "config.json").write_text(json.dumps(config or llava_config(base)))
     write_tensors(folder, llava_names(tensors_of(model), with_tower), **weights)
     return {"model_name_or_path": str(folder), "vision_tower": base["vision_tower"]}
+
+
+def arguments(given: dict[str, object]) -> Arguments:
+    """Flags as a command line gives them."""
+    args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset(given))
+    return args.replaced(**given)
+
+
+def opened(given: dict[str, object]):
+    """(model, plan, flags) of what a command line names."""
+    args, _ = take_from_model(arguments(given))
+    plan = plan_model(args.model, 512)
+    return build_model(plan, args.model, STAGE_0, torch.float32, 0, RANKS), plan, args

@@ -7,31 +7,14 @@ import llavas
 import pytest
 import torch
 import toys
+from llavas import arguments, opened
 from transformers import LlavaConfig
 
-from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import LoadedSample, collate
-from llava_ds.distributed import Ranks
 from llava_ds.geometry import PictureOptions, media_layout
-from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.build import plan_model
 from llava_ds.model.folders import read_folder, take_from_model
-
-RANKS = Ranks(0, 0, 1, torch.device("cpu"))
-STAGE_0 = {"zero_optimization": {"stage": 0}}
-
-
-def arguments(given: dict[str, object]) -> Arguments:
-    """Flags as a command line gives them."""
-    args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset(given))
-    return args.replaced(**given)
-
-
-def opened(given: dict[str, object]):
-    """(model, plan, flags) of what a command line names."""
-    args, _ = take_from_model(arguments(given))
-    plan = plan_model(args.model, 512)
-    return build_model(plan, args.model, STAGE_0, torch.float32, 0, RANKS), plan, args
 
 
 def expected(model) -> dict[str, torch.Tensor]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from llavas import opened
 from safetensors.torch import load_file
-from test_folders import opened
 
 from llava_ds.constants import DataError
 from llava_ds.data.encode import Encoder, EncodingOptions
