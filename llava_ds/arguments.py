@@ -301,6 +301,14 @@ def trains_projector_only(model: ModelArguments) -> bool:
     return trained_parts(model) == {"projector"}
 
 
+def trains_new_rows(model: ModelArguments) -> bool:
+    """Whether stage 1 trains the input embeddings beside the projector, for the tokens around pictures.
+
+    Source: LLaVA's initialize_vision_tokenizer.
+    """
+    return model.tune_mm_mlp_adapter and model.mm_use_im_start_end
+
+
 @dataclass(frozen=True)
 class Arguments:
     """All sections, and the names of the flags that the user wrote (command line or recipe)."""

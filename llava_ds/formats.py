@@ -15,6 +15,7 @@ import re
 PROJECTOR = "projector.layers."
 LLAVA_PROJECTOR = "model.mm_projector."
 NEWLINE = "newline.embedding"
+LANGUAGE_MODEL = "language_model."
 LLAVA_NEWLINE = "model.image_newline"
 
 
@@ -22,6 +23,8 @@ def projector_to_llava(name: str, kind: str) -> str:
     """ "projector.layers.0.weight" as LLaVA's mm_projector.bin spells it, for a kind of projector; the newline too."""
     if name == NEWLINE:
         return LLAVA_NEWLINE
+    if name.startswith(LANGUAGE_MODEL):  # embeddings that trained with the projector
+        return name.removeprefix(LANGUAGE_MODEL)
     rest = name.removeprefix(PROJECTOR)
     return LLAVA_PROJECTOR + (rest.removeprefix("0.") if kind == "linear" else rest)
 

@@ -14,8 +14,8 @@ from transformers.initialization import no_init_weights
 from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import DataError
-from llava_ds.model.sources import Sources
-from llava_ds.model.weights import WeightFiles, Weights
+from llava_ds.model.sources import Source, Sources
+from llava_ds.model.weights import Weights
 
 NUM_MARKS = 2  # <im_start> and <im_end>
 
@@ -75,6 +75,8 @@ class Resized:
                 )
         each = {rows.inputs, *rows.outputs} & set(below.shapes)
         added = f", the last for {', '.join(rows.new)}, as the mean of the others" if rows.new else ""
+        if self._learned is not None:
+            added += f", but {NUM_MARKS} in the embedding from {learned.path}"
         self.notes = (*below.notes, f"{rows.total:,} rows of vocabulary{added}")
         self.shapes = {
             name: (rows.total, *shape[1:]) if name in each else shape for name, shape in below.shapes.items()
@@ -110,14 +112,15 @@ def with_rows(
     """Configuration and sources of a language model with the rows of a tokenizer that was given new tokens."""
     rows = plan_rows(config, tokenizer, new)
     given = args.pretrain_mm_mlp_adapter if args.mm_use_im_start_end else None
-    learned = given and learned_rows(given, rows.inputs)
+    new_rows = given and Source("--pretrain_mm_mlp_adapter", given, partial(_embedding, inputs=rows.inputs))
+    learned = new_rows and new_rows.open()
     config = copy.deepcopy(config)
     config.vocab_size = rows.total
     source = sources.language_model
     source = dataclasses.replace(source, changes=(*source.changes, partial(Resized, rows=rows, learned=learned)))
-    return config, dataclasses.replace(sources, language_model=source)
+    return config, dataclasses.replace(sources, language_model=source, new_rows=new_rows)
 
 
-def learned_rows(path: str, inputs: str) -> WeightFiles:
-    """The embedding that a projector's file of LLaVA's holds beside it, if any."""
-    return WeightFiles(path, lambda name: inputs if formats.plain_name(name) == inputs else None)
+def _embedding(name: str, inputs: str) -> str | None:
+    """The embedding's name, if it is that of a tensor which a projector's file holds beside the projector."""
+    return inputs if formats.plain_name(name) == inputs else None

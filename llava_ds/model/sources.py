@@ -48,7 +48,7 @@ class Sources:
     """Where the weights of each part lie; None for a part that starts fresh.
 
     rest_of_tower: the folder of a tower whose weights come with the model, which holds what the model leaves out, for
-    export.
+    export. new_rows: a projector's file that brings rows for new tokens.
     """
 
     language_model: Source
@@ -56,6 +56,7 @@ class Sources:
     projector: Source | None = None
     newline: Source | None = None
     rest_of_tower: Source | None = None
+    new_rows: Source | None = None
 
     def whole_tower(self) -> Weights:
         """All of the tower that is on disk, also what never runs and is not built."""
@@ -81,7 +82,7 @@ class Overlaid:
 
 def left_out(sources: Sources) -> list[str]:
     """Lines that say what lies in the files and is in no part of the model, grouped."""
-    parts = (sources.language_model, sources.vision_tower, sources.projector, sources.newline)
+    parts = (sources.language_model, sources.vision_tower, sources.projector, sources.newline, sources.new_rows)
     by_path: dict[str, list[Source]] = {}
     for source in parts:
         if source is not None:

@@ -1,6 +1,8 @@
 """Weights from files into a model, tensor by tensor: no rank ever holds a whole model beside its own share."""
 
+import ctypes
 import json
+import math
 import pickle
 import re
 import zipfile
@@ -18,6 +20,8 @@ from llava_ds.constants import DataError
 from llava_ds.distributed import Ranks, all_sum
 
 MAX_SHOWN = 4  # problems named in one message
+TRIM_BYTES = 16 * 2**20  # streamed before freed memory is given back
+SUM_NUMBERS = 2**20
 
 
 class Weights(Protocol):
@@ -179,6 +183,7 @@ def load_weights(module: nn.Module, source: Weights, ranks: Ranks, what: str) ->
     parameters = dict(module.named_parameters())  # a tied weight appears once
     sums = torch.zeros(len(parameters), dtype=torch.int64)
     order = {name: i for i, name in enumerate(parameters)}
+    streamed = 0
     for name, read in source.tensors():
         if name not in parameters:
             continue
@@ -190,6 +195,11 @@ def load_weights(module: nn.Module, source: Weights, ranks: Ranks, what: str) ->
                 sums[order[name]] = _bit_sum(tensor)
                 parameter.data.copy_(tensor)
                 del tensor  # of a mapped file: held, it would keep the whole file in memory
+        streamed += math.prod(source.shapes[name]) * parameter.element_size()
+        if streamed > TRIM_BYTES:
+            streamed = 0
+            _give_back()
+    _give_back()
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 
 
@@ -215,10 +225,21 @@ def check_fit(module: nn.Module, source: Weights, what: str) -> None:
         raise DataError(f"{what} {source.path} does not fit the model: " + "; ".join(problems[:MAX_SHOWN]))
 
 
+def _give_back() -> None:
+    """Return what was freed to the system, where the C library can: glibc keeps tensors' memory in its heap, which
+    grows by more than the whole model while it streams through.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bit patterns: exact, in any order, and additive over partitions."""
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.contiguous().view(width).sum(dtype=torch.int64).cpu()
+    bits = tensor.contiguous().view(width).flatten()
+    # In pieces, for the sum makes 64-bit numbers of all that it is given first.
+    return sum((piece.sum(dtype=torch.int64) for piece in bits.split(SUM_NUMBERS)), torch.tensor(0)).cpu()
 
 
 def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, ranks: Ranks, what: str) -> None:
