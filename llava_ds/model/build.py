@@ -24,7 +24,7 @@ from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.rows import with_rows
 from llava_ds.model.sources import Source, Sources, left_out
 from llava_ds.model.vision import ImageSpec, TowerPlan
-from llava_ds.model.weights import TensorSource, WeightFiles, Weights, check_fit, load_weights
+from llava_ds.model.weights import TensorSource, WeightFiles, Weights, check_fit, freed_memory_returns, load_weights
 from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
 
 
@@ -84,6 +84,17 @@ def build_model(
     plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, seed: int, ranks: Ranks
 ) -> LlavaModel:
     """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start."""
+    with freed_memory_returns():
+        model = _construct(plan, args, ds_config, dtype, ranks)
+        for name, part in model.named_children():
+            _fill(name, part, plan, args, seed, ranks)
+    if ranks.is_first:
+        print_first(*left_out(plan.sources))
+    return model
+
+
+def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, ranks: Ranks) -> LlavaModel:
+    """The model before its weights."""
     zero3 = ds_config["zero_optimization"].get("stage") == 3
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
     with _construction(ds_config, dtype, ranks.device, zero3):
@@ -95,18 +106,19 @@ def build_model(
         # One gather per layer instead of one per matrix: fewer hooks and collectives, the same arithmetic.
         deepspeed.utils.set_z3_leaf_modules(model, layer_classes(model))
 
-    for name, part in model.named_children():
-        opened = _open(name, plan)
-        if opened is None:
-            print_first(plan.why_fresh(name))
-            fresh = TensorSource(_fresh(name, plan, args, seed).state_dict(), "(fresh)")
-            load_weights(part, fresh, ranks, "--pretrain_mm_mlp_adapter")
-        else:
-            load_weights(part, opened.weights, ranks, opened.what)
-            print_first(*opened.report())
-    if ranks.is_first:
-        print_first(*left_out(plan.sources))
     return model
+
+
+def _fill(name: str, part: torch.nn.Module, plan: ModelPlan, args: ModelArguments, seed: int, ranks: Ranks) -> None:
+    """Load a part's weights, or draw what nobody brings, and say which."""
+    opened = _open(name, plan)
+    if opened is None:
+        print_first(plan.why_fresh(name))
+        fresh = TensorSource(_fresh(name, plan, args, seed).state_dict(), "(fresh)")
+        load_weights(part, fresh, ranks, "--pretrain_mm_mlp_adapter")
+    else:
+        load_weights(part, opened.weights, ranks, opened.what)
+        print_first(*opened.report())
 
 
 @dataclass(frozen=True)

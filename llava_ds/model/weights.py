@@ -1,8 +1,8 @@
 """Weights from files into a model, tensor by tensor: no rank ever holds a whole model beside its own share."""
 
+import contextlib
 import ctypes
 import json
-import math
 import pickle
 import re
 import zipfile
@@ -20,8 +20,9 @@ from llava_ds.constants import DataError
 from llava_ds.distributed import Ranks, all_sum
 
 MAX_SHOWN = 4  # problems named in one message
-TRIM_BYTES = 16 * 2**20  # streamed before freed memory is given back
+MAPPED_BYTES = 32 * 2**20  # read of a file before it is mapped anew
 SUM_NUMBERS = 2**20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 class Weights(Protocol):
@@ -78,13 +79,26 @@ class WeightFiles:
 
 
 class OpenedFile:
-    """A file of tensors; what it gave lives on when it is closed."""
+    """A file of tensors; what it gave lives on when it is closed.
+
+    It is mapped, and opened anew now and then: pages that were read count as this process's until the map is gone.
+    """
 
     def __init__(self, file: Path) -> None:
-        self._tensors = safe_open(file, framework="pt") if file.suffix == ".safetensors" else _load_pickle(file)
+        self._file, self._bytes_read = file, 0
+        self._open()
+
+    def _open(self) -> None:
+        is_pickle = self._file.suffix != ".safetensors"
+        self._tensors = _load_pickle(self._file) if is_pickle else safe_open(self._file, framework="pt")
 
     def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name] if isinstance(self._tensors, dict) else self._tensors.get_tensor(name)
+        if self._bytes_read > MAPPED_BYTES:
+            self._bytes_read = 0
+            self._open()
+        tensor = self._tensors[name] if isinstance(self._tensors, dict) else self._tensors.get_tensor(name)
+        self._bytes_read += tensor.nbytes
+        return tensor
 
     def close(self) -> None:
         self._tensors = {}
@@ -183,7 +197,6 @@ def load_weights(module: nn.Module, source: Weights, ranks: Ranks, what: str) ->
     parameters = dict(module.named_parameters())  # a tied weight appears once
     sums = torch.zeros(len(parameters), dtype=torch.int64)
     order = {name: i for i, name in enumerate(parameters)}
-    streamed = 0
     for name, read in source.tensors():
         if name not in parameters:
             continue
@@ -195,11 +208,6 @@ def load_weights(module: nn.Module, source: Weights, ranks: Ranks, what: str) ->
                 sums[order[name]] = _bit_sum(tensor)
                 parameter.data.copy_(tensor)
                 del tensor  # of a mapped file: held, it would keep the whole file in memory
-        streamed += math.prod(source.shapes[name]) * parameter.element_size()
-        if streamed > TRIM_BYTES:
-            streamed = 0
-            _give_back()
-    _give_back()
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 
 
@@ -225,13 +233,22 @@ def check_fit(module: nn.Module, source: Weights, what: str) -> None:
         raise DataError(f"{what} {source.path} does not fit the model: " + "; ".join(problems[:MAX_SHOWN]))
 
 
-def _give_back() -> None:
-    """Return what was freed to the system, where the C library can: glibc keeps tensors' memory in its heap, which
-    grows by more than the whole model while it streams through.
+@contextlib.contextmanager
+def freed_memory_returns() -> Iterator[None]:
+    """While it lasts, a tensor's memory goes back to the system when it is freed, where the C library is glibc.
+
+    glibc keeps blocks below 32 MB in its heap, which grows by more than the whole model while it streams through.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(M_MMAP_THRESHOLD, 2**20)
+    try:
+        yield
+    finally:  # where glibc's own adjustment ends, for training wants its blocks kept
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
+        mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
 
 
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
