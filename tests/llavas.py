@@ -207,3 +207,17 @@ def opened(given: dict[str, object]):
     args, _ = take_from_model(arguments(given))
     plan = plan_model(args.model, 512)
     return build_model(plan, args.model, STAGE_0, torch.float32, 0, RANKS), plan, args
+
+
+def write_idle_adapter(folder: Path, base: dict[str, str], projector: dict[str, torch.Tensor]) -> dict[str, object]:
+    """LoRA that changes nothing, in the files that LLaVA's runs leave; returns the flags that name it and its base."""
+    folder.mkdir(parents=True)
+    layer = "base_model.model.model.layers.1.self_attn.q_proj"
+    adapter = {f"{layer}.lora_A.weight": torch.ones(2, 32), f"{layer}.lora_B.weight": torch.zeros(32, 2)}
+    save_file(adapter, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": base["model_name_or_path"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(llava_config(base)))
+    beside = {f"base_model.model.{name}": tensor for name, tensor in projector.items()}
+    torch.save(beside, folder / "non_lora_trainables.bin")
+    return {"model_name_or_path": str(folder), "vision_tower": base["vision_tower"]}
