@@ -13,7 +13,7 @@ import torch
 
 from llava_ds import formats
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.model.weights import OpenedFile, WeightFiles, Weights
+from llava_ds.model.weight_files import OpenedFile, WeightFiles, Weights
 
 CONFIG = "adapter_config.json"
 FILES = ("adapter_model.safetensors", "adapter_model.bin")

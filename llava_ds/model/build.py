@@ -24,7 +24,8 @@ from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.rows import with_rows
 from llava_ds.model.sources import Source, Sources, left_out
 from llava_ds.model.vision import ImageSpec, TowerPlan
-from llava_ds.model.weights import TensorSource, WeightFiles, Weights, check_fit, freed_memory_returns, load_weights
+from llava_ds.model.weight_files import TensorSource, WeightFiles, Weights
+from llava_ds.model.weights import check_fit, freed_memory_returns, load_weights
 from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
 
 

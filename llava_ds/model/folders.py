@@ -19,7 +19,7 @@ from llava_ds.model.language import read_text_config
 from llava_ds.model.said import said_by_hf, said_by_llava, taken
 from llava_ds.model.sources import Overlaid, Source, Sources
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, vision_config
-from llava_ds.model.weights import WeightFiles, tensor_names
+from llava_ds.model.weight_files import WeightFiles, tensor_names
 from llava_ds.parsing import data_problems
 
 FLAG = "--model_name_or_path"

@@ -15,7 +15,7 @@ from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import DataError
 from llava_ds.model.sources import Source, Sources
-from llava_ds.model.weights import Weights
+from llava_ds.model.weight_files import Weights
 
 NUM_MARKS = 2  # <im_start> and <im_end>
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from llava_ds import formats
-from llava_ds.model.weights import WeightFiles, Weights
+from llava_ds.model.weight_files import WeightFiles, Weights
 
 
 @dataclass(frozen=True)

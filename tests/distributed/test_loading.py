@@ -36,6 +36,7 @@ def measured(tmp_path_factory) -> tuple[int, dict[str, list[dict[str, int]]]]:
     return size, {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in cases}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "rows"])
 def test_no_rank_holds_more_than_a_shard_beside_its_share(measured, kind):
     size, ranks = measured[0], measured[1][kind]
@@ -77,6 +78,9 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     outputs["marks"], outputs["marks, stage 2"] = folder / "marks", folder / "marks-2"
     todo.append(toy_run(marked, outputs["marks"], ds_config(3), tune_mm_mlp_adapter=True, **common))
     brought = {"pretrain_mm_mlp_adapter": outputs["marks"] / "mm_projector.bin"}
+    # A whole model from transformers' folder, which is exported to one again, and compared with it.
+    outputs["whole"] = folder / "whole"
+    todo.append(toy_run({**data, **starts["hf"]}, outputs["whole"], ds_config(3), max_steps=1))
     todo.append(toy_run(marked, outputs["marks, stage 2"], ds_config(3), **brought, **{**common, "learning_rate": 0}))
     said = run_many(2, folder / "launch", todo)
     (folder / "said").write_text(said)
@@ -84,7 +88,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_every_kind_of_model_trains_alike(runs):
-    curves = {name: losses(output) for name, output in runs.items() if not name.startswith("marks")}
+    curves = {name: losses(output) for name, output in runs.items() if not name.startswith(("marks", "whole"))}
     assert len(curves) == 6 and all(len(curve) == 2 for curve in curves.values())
     assert all(curve == curves["language model"] for curve in curves.values()), curves
 
