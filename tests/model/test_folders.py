@@ -15,6 +15,7 @@ from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.geometry import PictureOptions, media_layout
 from llava_ds.model.build import plan_model
 from llava_ds.model.folders import read_folder, take_from_model
+from llava_ds.tools.shapes import shape_of_folders
 
 
 def expected(model) -> dict[str, torch.Tensor]:
@@ -337,3 +338,9 @@ def test_values_that_are_not_here_ask_for_the_flag(llava, base, tmp_path):
     flags = llavas.write_llava(tmp_path, base, llava, llavas.llava_config(base, mm_resampler_type="perceiver"))
     with pytest.raises(ConfigError, match="has a perceiver resampler between tower and projector"):
         take_from_model(arguments(flags))
+
+
+def test_an_estimate_of_a_llava_is_that_of_its_parts(base, llava, tmp_path):
+    folders = [WRITERS["hf"](tmp_path / "hf", base, llava), WRITERS["llava"](tmp_path / "llava", base, llava)]
+    parts = shape_of_folders(arguments(base))
+    assert all(shape_of_folders(arguments(flags)).parts == parts.parts for flags in folders)
