@@ -14,10 +14,20 @@ class ModelArguments:
     """Which model, and which part of it trains."""
 
     model_name_or_path: str | None = HfArg(
-        default=None, help="Folder of the causal language model; absent: the tiny model that ships with the package."
+        default=None,
+        help="Folder of a causal language model, or of a LLaVA to go on from: in LLaVA's format, in transformers' "
+        "(Llava, LlavaNext, LlavaOnevision), or a LoRA adapter; what a LLaVA says of itself is taken for flags that "
+        "are not given. Absent: the tiny model that ships with the package.",
+    )
+    model_base: str | None = HfArg(
+        default=None,
+        help="Folder of the model that a LoRA adapter in --model_name_or_path belongs to; absent: the one that its "
+        "adapter_config.json names.",
     )
     vision_tower: str | None = HfArg(
-        default=None, help="Folder of the CLIP, SigLIP or SigLIP 2 tower; required with --model_name_or_path."
+        default=None,
+        help="Folder of the CLIP, SigLIP or SigLIP 2 tower; may be left out for a LLaVA that brings its own, whose "
+        "weights win in any case.",
     )
     mm_projector_type: str = HfArg(
         default="mlp2x_gelu",
@@ -58,7 +68,12 @@ class ModelArguments:
         "llama_3, gemma, phi, or chat_template: the tokenizer's own. LLaVA's names for them are known too.",
     )
     mm_use_im_start_end: bool = HfArg(
-        default=False, help="Put <im_start> and <im_end> around every picture; the model has to know these tokens."
+        default=False,
+        help="Put <im_start> and <im_end> around every picture; a tokenizer without them gets them, with rows that "
+        "start as the mean of the others. With --tune_mm_mlp_adapter the input embeddings train, too (as in LLaVA).",
+    )
+    mm_use_im_patch_token: bool = HfArg(
+        default=False, help="Give the tokenizer <im_patch>, too, which stands in no text (as in LLaVA)."
     )
     mm_patch_merge_type: Literal["flat", "spatial", "spatial_unpad"] = HfArg(
         default="flat",
@@ -324,6 +339,14 @@ def trained_parts(model: ModelArguments) -> frozenset[str]:
 def trains_projector_only(model: ModelArguments) -> bool:
     """Whether this is stage 1, which leaves a projector and no whole model."""
     return trained_parts(model) == {"projector"}
+
+
+def trains_new_rows(model: ModelArguments) -> bool:
+    """Whether stage 1 trains the input embeddings beside the projector, for the tokens around pictures.
+
+    Source: LLaVA's initialize_vision_tokenizer.
+    """
+    return model.tune_mm_mlp_adapter and model.mm_use_im_start_end
 
 
 @dataclass(frozen=True)

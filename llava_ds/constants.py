@@ -3,6 +3,7 @@
 IGNORE_INDEX = -100  # label of a position that is not supervised (torch's cross-entropy default)
 IMAGE_TOKEN_INDEX = -200  # id of one image-feature position in encoded ids, before the collator replaces it (LLaVA)
 IMAGE_TOKEN = "<image>"
+IM_PATCH_TOKEN = "<im_patch>"  # never in a text, with --mm_use_im_patch_token (LLaVA)
 IM_START_TOKEN, IM_END_TOKEN = "<im_start>", "<im_end>"  # around every picture, with --mm_use_im_start_end
 
 MAX_IMAGE_PIXELS = 50_000_000  # of a picture, before decoding and after resizing, unless a flag says otherwise

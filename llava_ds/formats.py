@@ -1,8 +1,11 @@
 """Names of the same tensors in this package, in LLaVA's files and in llava-hf folders: mapped here and nowhere else.
 
 Here:      vision_tower.tower.*   projector.layers.{0,2}.*   language_model.*
-LLaVA:                           model.mm_projector.{0,2}.*, or model.mm_projector.* for a linear projector
+LLaVA:     model.vision_tower.vision_tower.vision_model.*   model.mm_projector.{0,2}.*, or model.mm_projector.* for a
+           linear projector   the language model's own names
 llava-hf:  vision_tower.vision_model.*   multi_modal_projector.linear_{1,2}.*   language_model.*
+transformers 5 instead: model.vision_tower.*   model.multi_modal_projector.linear_{1,2}.*   model.language_model.* and
+           lm_head.*, the language model's own names without its model in between
 
 The learned newline is newline.embedding here, model.image_newline in LLaVA's files and image_newline in llava-hf's.
 """
@@ -14,6 +17,7 @@ LLAVA_PROJECTOR = "model.mm_projector."
 NEWLINE = "newline.embedding"
 TOWER = "vision_tower.tower."
 LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
+LANGUAGE_MODEL = "language_model."
 LLAVA_NEWLINE = "model.image_newline"
 
 
@@ -21,6 +25,8 @@ def projector_to_llava(name: str, kind: str) -> str:
     """ "projector.layers.0.weight" as LLaVA's mm_projector.bin spells it, for a kind of projector; the newline too."""
     if name == NEWLINE:
         return LLAVA_NEWLINE
+    if name.startswith(LANGUAGE_MODEL):  # embeddings that trained with the projector
+        return name.removeprefix(LANGUAGE_MODEL)
     rest = name.removeprefix(PROJECTOR)
     return LLAVA_PROJECTOR + (rest.removeprefix("0.") if kind == "linear" else rest)
 
@@ -39,6 +45,13 @@ def newline_from_llava(name: str) -> str | None:
     return "embedding" if re.search(r"(?:^|\.)image_newline$", name) else None
 
 
+def plain_name(name: str) -> str:
+    """A name in the files that LLaVA's LoRA runs leave, or peft, to the one that the model itself has for it."""
+    if name.startswith(("base_model.model.", "model.model.")):
+        name = name.removeprefix("base_model.").removeprefix("model.")
+    return name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
+
+
 def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
     """A name in a causal language model's folder to one in the model; None for tables that old files carry along.
 
@@ -55,10 +68,43 @@ def tower_to_llava(name: str) -> str:
     return LLAVA_TOWER + name.removeprefix(TOWER)
 
 
+def language_model_from_llava(name: str) -> str | None:
+    """A name in LLaVA's format to the language model's; None for what LLaVA puts beside it."""
+    beside = name.startswith(("model.mm_", "model.vision_", "model.image_"))
+    return None if beside else language_model_from_disk(name)
+
+
 def tower_from_llava(name: str) -> str | None:
-    """A name in LLaVA's spelling, with anything before it, to one in the tower ("tower.x"); None for other tensors."""
-    _, found, rest = name.partition(LLAVA_TOWER)
-    return f"tower.{rest}" if found else None
+    """A name in LLaVA's format to one in the tower ("tower.*"); None for other tensors."""
+    prefix = "model.vision_tower.vision_tower."
+    return tower_from_disk(name.removeprefix(prefix)) if name.startswith(prefix) else None
+
+
+def language_model_from_hf(name: str, inner: str) -> str | None:
+    """A name in a folder of transformers' Llava, in either spelling, to the language model's; None for other tensors.
+
+    inner: what the causal language model calls the model under its output layer.
+    """
+    for trunk in ("model.language_model.", "language_model.model."):
+        if name.startswith(trunk):
+            return language_model_from_disk(f"{inner}.{name.removeprefix(trunk)}", inner)
+    if name.startswith("language_model."):
+        name = name.removeprefix("language_model.")
+    elif name.startswith(("model.", "vision_tower.", "multi_modal_projector.", "image_newline")):
+        return None
+    return language_model_from_disk(name, inner)
+
+
+def tower_from_hf(name: str) -> str | None:
+    """A name in a folder of transformers' Llava to one in the tower ("tower.*"); None for other tensors."""
+    name = name.removeprefix("model.")
+    return tower_from_disk(name.removeprefix("vision_tower.")) if name.startswith("vision_tower.") else None
+
+
+def projector_from_hf(name: str) -> str | None:
+    """A name in a folder of transformers' Llava to one in the projector ("layers.0.weight"); None for others."""
+    found = re.fullmatch(r"(?:model\.)?multi_modal_projector\.linear_([12])\.(weight|bias)", name)
+    return None if found is None else f"layers.{ {'1': '0', '2': '2'}[found[1]] }.{found[2]}"
 
 
 def tower_from_disk(name: str) -> str | None:
@@ -76,6 +122,15 @@ def runs_in_tower(name: str, num_layers: int) -> bool:
     """Whether a tower that stops behind so many layers has a parameter: no later layer, final norm or pooling head."""
     layer = re.match(r"tower\.encoder\.layers\.(\d+)\.", name)
     return not name.startswith(("tower.post_layernorm.", "tower.head.")) and not (layer and int(layer[1]) >= num_layers)
+
+
+def left_out(name: str) -> str:
+    """What a tensor is that no part of the model takes, as a run's beginning tells it."""
+    if name.endswith("rotary_emb.inv_freq") or name.endswith("embeddings.position_ids"):
+        return "tables that are computed"
+    if name.startswith(("text_model.", "visual_projection.", "text_projection.", "logit_scale", "logit_bias")):
+        return "the text model that the tower was trained with"
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0] or name)
 
 
 def to_hf(name: str) -> str:

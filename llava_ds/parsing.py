@@ -25,7 +25,6 @@ NO = ("False", "false", "0")
 # Flags of LLaVA's and LLaVA-NeXT's scripts whose wish is met, or does not arise, here: the values that may be given
 # (None: any), and why no code reads them. They are named once at the start of a run.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
-    "mm_use_im_patch_token": (NO, "there is no patch token"),
     "mm_resampler_type": (("None", "none", ""), "there is no resampler between tower and projector"),
     "image_crop_resolution": (None, "it goes with ways of cutting pictures that are not here"),
     "image_split_resolution": (None, "it goes with ways of cutting pictures that are not here"),
@@ -45,6 +44,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
 
 PATHS = (
     "model_name_or_path",
+    "model_base",
     "vision_tower",
     "pretrain_mm_mlp_adapter",
     "lora_weight_path",
@@ -56,6 +56,10 @@ PATHS = (
     "output_dir",
     "resume",
 )
+
+MODELS = ("model_name_or_path", "model_base", "vision_tower")
+_HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
+_HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
 
 # Flags that ask for an order of the samples, and what data/sampler.py calls it.
 GROUPINGS = {"group_by_modality_length": "modality", "group_by_length": "length", "group_by_length_bucket": "bucket"}
@@ -188,9 +192,10 @@ def data_problems(args: Arguments) -> list[str]:
         data.data_path is None or os.path.exists(data.data_path) or any(mark in data.data_path for mark in "*?[{"),
         f"--data_path {data.data_path}: there is no such file or folder",
     )
-    for name in ("model_name_or_path", "vision_tower", "image_folder", "video_folder"):
+    for name in ("model_name_or_path", "model_base", "vision_tower", "image_folder", "video_folder"):
         value = args.as_dict()[name]
-        check(value is None or os.path.isdir(value), f"--{name} {value}: there is no such folder")
+        hint = _HUB_HINT if name in MODELS and value is not None and _HUB_NAME.fullmatch(value) else ""
+        check(value is None or os.path.isdir(value), f"--{name} {value}: there is no such folder{hint}")
     check(can_be_made(data.cache_dir), f"--cache_dir {data.cache_dir} can't be written to: name another folder")
     return problems
 
@@ -260,8 +265,8 @@ def training_problems(args: Arguments) -> list[str]:
         f"--output_dir {training.output_dir} can't be written to: name another folder",
     )
     check(
-        (model.model_name_or_path is None) == (model.vision_tower is None),
-        "--model_name_or_path and --vision_tower go together: give both, or neither for the tiny model",
+        model.model_name_or_path is not None or model.vision_tower is None,
+        "--vision_tower goes with --model_name_or_path: give both, or neither for the tiny model",
     )
     check(
         model.model_name_or_path is None or data.data_path is not None,

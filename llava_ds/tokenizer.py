@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.convert_slow_tokenizer import import_protobuf
 
-from llava_ds.constants import ConfigError
+from llava_ds.arguments import ModelArguments
+from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, ConfigError
 
 SPACE = "▁"  # what sentencepiece writes for a space
 
@@ -72,6 +73,20 @@ def as_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     elif backend.post_processor is None:
         backend.post_processor = _framing(backend, None, None)
     return _wrapped(tokenizer, backend, first_space_only)
+
+
+def add_picture_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> list[str]:
+    """Add the tokens of --mm_use_im_patch_token and --mm_use_im_start_end that the tokenizer does not know, as its last
+    ones, and return which.
+
+    Source: LLaVA's initialize_vision_tokenizer.
+    """
+    wanted = [IM_PATCH_TOKEN] if args.mm_use_im_patch_token else []
+    wanted += [IM_START_TOKEN, IM_END_TOKEN] if args.mm_use_im_start_end else []
+    known = tokenizer.get_vocab()
+    missing = [token for token in wanted if token not in known]
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+    return missing
 
 
 def first_space_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None:

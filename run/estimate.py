@@ -90,8 +90,8 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
         "--model names a size, --model_name_or_path and --vision_tower folders: give one of them",
     )
     check(
-        (model.model_name_or_path is None) == (model.vision_tower is None),
-        "--model_name_or_path and --vision_tower go together: give both, or --model with a size",
+        model.model_name_or_path is not None or model.vision_tower is None,
+        "--vision_tower goes with --model_name_or_path: give both, or --model with a size",
     )
     check(
         own.zero_stage is None or training.deepspeed_config is None,

@@ -16,16 +16,18 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
 from llava_ds.data.dataset import EncodedDataset, open_data
-from llava_ds.data.encode import add_missing_marks, refuse_unfit_tokenizer
+from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.preflight import media_from_text
 from llava_ds.distributed import exit_for_bad_input, print_first, progress_bar, quiet_libraries
-from llava_ds.model.language import length_note, length_problem, read_text_config
-from llava_ds.model.vision import read_tower
+from llava_ds.model.adapters import is_adapter
+from llava_ds.model.folders import read_parts, take_from_model
+from llava_ds.model.language import length_note, length_problem
+from llava_ds.model.vision import TowerPlan, read_tower
 from llava_ds.parsing import parse_arguments
 from llava_ds.report.data_page import in_terminal, page, supervised_text
 from llava_ds.tiny import CLIP_PATH
 from llava_ds.tiny import default as tiny
-from llava_ds.tokenizer import open_tokenizer
+from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
 from llava_ds.tools.samples import shown_sample
 
 
@@ -47,19 +49,12 @@ def main(argv: list[str]) -> None:
     args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
 
     quiet_libraries()
-    if args.model.model_name_or_path is not None and args.model.vision_tower is None:
-        print("no --vision_tower: pictures are prepared and counted as for the tiny model's")
-        args = args.replaced(vision_tower=str(CLIP_PATH))
     args = tiny.fill_in(args)
     if args.data.data_path is None:
         raise ConfigError("--data_path is missing: name your records")
-    tokenizer = open_tokenizer(args.model.model_name_or_path)
-    if args.model.mm_use_im_start_end and (added := add_missing_marks(tokenizer)):
-        print(f"added to the tokenizer, to show the ids: {', '.join(added)}; training refuses a model without them")
+    args, tokenizer, tower = _model(args)
     refuse_unfit_tokenizer(args.model, tokenizer)
-    if note := _length_note(args):
-        print_first(note)
-    pictures = read_tower(args.model.vision_tower, args.model).pictures(args)
+    pictures = tower.pictures(args)
     dataset = open_data(args, tokenizer, pictures, refuse_bad=False)
     print_first(*dataset.summary())
     for i in range(min(own.num_samples, len(dataset))):
@@ -85,17 +80,39 @@ def _cannot_be_written(name: str, path: str | None) -> str | None:
     return None
 
 
-def _length_note(args: Arguments) -> str | None:
-    """What training would refuse or say of the model's configuration and --model_max_length; None for nothing."""
-    folder = args.model.model_name_or_path
-    if not (Path(folder) / "config.json").is_file():
-        return None
-    try:
-        config = read_text_config(folder)
-        problem = length_problem(config, args.data.model_max_length)
-    except ConfigError as error:
-        problem = str(error)
-    return length_note(config, args.data.model_max_length) if problem is None else f"training would end here: {problem}"
+def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPlan]:
+    """The flags with what the model says of itself, its tokenizer and its tower.
+
+    A folder with a tokenizer alone is enough: pictures are then prepared as for the tiny model. What training would
+    refuse the model or its length for is said.
+    """
+    folder = Path(args.model.model_name_or_path)
+    tokenizer_path, tower = str(folder), None
+    if (folder / "config.json").is_file() or is_adapter(folder):
+        try:
+            args, notes = take_from_model(args)
+            parts = read_parts(args.model)
+            tower, tokenizer_path = parts.tower, parts.folder.tokenizer
+            print_first(*notes)
+            problem = length_problem(parts.text_config, args.data.model_max_length)
+            note = length_note(parts.text_config, args.data.model_max_length)
+        except ConfigError as error:
+            if args.model.vision_tower is not None:
+                raise
+            problem, note = str(error), None
+        if problem is not None:
+            note = f"training would end here: {problem}"
+        if note is not None:
+            print_first(note)
+    if tower is None:
+        if args.model.vision_tower is None:
+            print("no --vision_tower: pictures are prepared and counted as for the tiny model's")
+            args = args.replaced(vision_tower=str(CLIP_PATH))
+        tower = read_tower(args.model.vision_tower, args.model)
+    tokenizer = open_tokenizer(tokenizer_path)
+    if added := add_picture_tokens(tokenizer, args.model):
+        print(f"added to the tokenizer: {', '.join(added)}")
+    return args, tokenizer, tower
 
 
 def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, object]]:

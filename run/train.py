@@ -42,8 +42,8 @@ from llava_ds.ds_config.optimizer import kernels_of
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
+from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
-from llava_ds.model.lora import trained_with_it
 from llava_ds.model.quantize import exact_products
 from llava_ds.model.recompute import recompute_layers
 from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
@@ -61,18 +61,15 @@ RECIPES = Path(__file__).parent / "recipes"
 
 
 def main(argv: list[str]) -> None:
+    quiet_libraries()
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
+    args, more_notes = take_from_model(args)
     if not args.model.lora_enable and (problems := export_problems(args)):
         raise ConfigError("\n".join(problems))
     raw_config = read_ds_config(args.training.deepspeed_config)
-    quiet_libraries()
     ranks = init_ranks()
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
-    if not trains_projector_only(args.model) and not (
-        args.model.pretrain_mm_mlp_adapter or trained_with_it(args.model)
-    ):
-        notes.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
-    print_first(*notes)
+    print_first(*notes, *more_notes)
 
     # What will be trained on what: all of it is read and checked before a model is built.
     with first_rank_first(ranks):

@@ -138,7 +138,7 @@ def test_the_largest_that_is_estimated_keeps_its_columns_apart(main, capsys):
         (["--gpu_memory", "nan"], "--gpu_memory is nan: give GB above 0"),
         (["--supervised_fraction", "2"], "--supervised_fraction is 2.0: give a value from 0 to 1"),
         (["--model", "13e9", "--vision_tower", str(ROOT)], "--model names a size, --model_name_or_path"),
-        (["--vision_tower", str(ROOT)], "--model_name_or_path and --vision_tower go together"),
+        (["--vision_tower", str(ROOT)], "--vision_tower goes with --model_name_or_path"),
         (["--zero_stage", "2", "--deepspeed_config", ds_config(2)], "--zero_stage and --deepspeed_config both name"),
         (["--tokens_per_micro_batch", "0"], "--tokens_per_micro_batch is 0: give 1 or more"),
         (["--train_batch_size", "9"], "train_batch_size is 9, which 8 ranks can't share evenly"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llavas
 import pytest
 import toys
 from launching import ROOT
@@ -106,7 +107,17 @@ def test_marks_that_the_tokenizer_lacks_are_added_to_show_the_ids(inspect_data, 
     ids = json.loads(out.read_text())["input_ids"]
     first = ids.index(IMAGE_TOKEN_INDEX)
     assert [ids[first - 1], ids[first + 9]] == [len(tokenizer), len(tokenizer) + 1]
-    assert "<im_start>, <im_end>; training refuses" in capsys.readouterr().out
+    assert "added to the tokenizer: <im_start>, <im_end>" in capsys.readouterr().out
+
+
+def test_a_llava_shows_its_pictures_as_it_was_trained(inspect_data, tmp_path, toy_base, capsys, tokenizer):
+    flags = llavas.write_hf(tmp_path / "hf", toy_base, llavas.hf_model(toy_base, "llava_next"))
+    out = tmp_path / "out.jsonl"
+    data = toys.write_data(tmp_path / "d", "i")
+    run(inspect_data, tmp_path, {**flags, **data}, "--jsonl", str(out))
+    said = capsys.readouterr().out
+    assert "is a LLaVA in transformers' format (llava_next); taken from it: --mm_projector_type" in said
+    assert json.loads(out.read_text())["num_image_tokens"] > 9  # tiles of an anyres picture
 
 
 def test_a_file_that_can_not_be_written_is_refused_before_the_work(inspect_data, tmp_path):

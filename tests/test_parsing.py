@@ -191,7 +191,6 @@ def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flag", "value", "instead"),
     [
-        ("mm_use_im_patch_token", "True", "False"),
         ("evaluation_strategy", "steps", "no"),
         ("eval_strategy", "epoch", "no"),
         ("mm_resampler_type", "perceiver", "None"),
@@ -253,8 +252,8 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
     ("argv", "expected"),
     [
         (["--bf16", "True", "--fp16", "True"], "--bf16 and --fp16 are both set: choose one"),
-        (["--model_name_or_path", "."], "--model_name_or_path and --vision_tower go together"),
-        (["--vision_tower", "."], "--model_name_or_path and --vision_tower go together"),
+        (["--model_name_or_path", "lmsys/vicuna-7b"], "no such folder; if it is a name on the hub, download it"),
+        (["--vision_tower", "."], "--vision_tower goes with --model_name_or_path"),
         (["--model_name_or_path", ".", "--vision_tower", "."], "--data_path is missing"),
         (["--force_sample", "True", "--frames_upbound", "0"], "--force_sample takes --frames_upbound frames"),
         (["--version", "plain"], "--version plain is the template of stage 1"),

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from llava_ds import formats
-from llava_ds.arguments import Arguments, ModelArguments, trains_projector_only
+from llava_ds.arguments import Arguments, ModelArguments, trains_new_rows, trains_projector_only
 from llava_ds.batch import Batch
 from llava_ds.checkpoint.gather import gathered
 from llava_ds.constants import IMAGE_TOKEN
@@ -72,9 +72,15 @@ def export_projector(
 ) -> list[Path]:
     """Write mm_projector.bin with LLaVA's keys, the same as .safetensors, and config.json with LLaVA's fields.
 
-    The newline goes with it, as model.image_newline.
+    The newline goes with it, as model.image_newline; with tokens around pictures the input embeddings, too.
     """
-    named = [item for item in model.named_parameters() if item[0].startswith((formats.PROJECTOR, formats.NEWLINE))]
+    embeddings = model.language_model.get_input_embeddings() if trains_new_rows(args) else None
+    named = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if name.startswith((formats.PROJECTOR, formats.NEWLINE))
+        or (embeddings is not None and parameter is embeddings.weight)
+    ]
     tensors = {
         formats.projector_to_llava(name, args.mm_projector_type): tensor for name, tensor in gathered(named, ranks)
     }
@@ -92,7 +98,7 @@ def export_projector(
             "mm_vision_select_layer": args.mm_vision_select_layer,
             "mm_vision_select_feature": args.mm_vision_select_feature,
             "mm_use_im_start_end": args.mm_use_im_start_end,
-            "mm_use_im_patch_token": False,
+            "mm_use_im_patch_token": args.mm_use_im_patch_token,
             "mm_patch_merge_type": pictures.merge_type,
             "mm_newline_position": pictures.newline_position,
             "mm_spatial_pool_stride": pictures.pool_stride,
@@ -166,7 +172,7 @@ def _complete(
             tensor = torch.cat([tensor, mean.expand(rows - len(tensor), -1)])  # (V, D)
         seen.add(name)
         yield name, tensor
-    for name, read in plan.sources.vision_tower.open().tensors():
+    for name, read in plan.sources.whole_tower().tensors():
         hf_name = formats.to_hf(f"vision_tower.{name}")
         if hf_name not in seen:
             yield hf_name, read().to(dtype)
@@ -282,7 +288,7 @@ def _write_processor(plan: ModelPlan, args: ModelArguments, pictures: PictureOpt
     ).save_pretrained(output_dir)
     # transformers 5 keeps all of it in processor_config.json; earlier versions and other programs look here.
     image_processor.save_pretrained(output_dir)
-    sentencepiece = Path(args.model_name_or_path) / "tokenizer.model"
+    sentencepiece = Path(plan.tokenizer.name_or_path) / "tokenizer.model"
     if sentencepiece.is_file():
         shutil.copy(sentencepiece, output_dir)
 

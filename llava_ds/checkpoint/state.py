@@ -23,12 +23,13 @@ TRAINER = "trainer.json"
 # Flags that say where a run lies or how it is watched: another value gives the same model.
 FREE_FLAGS = {
     "output_dir", "resume", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "cache_dir",
-    "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "vision_tower",
-    "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
-    "preprocessing_num_workers",
-    "on_bad_sample", "max_bad_fraction", "dry_run",
+    "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "model_base",
+    "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
+    "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run",
 }  # fmt: skip
 
+
+SETTINGS = ("config.json", "adapter_config.json")  # of a model's folder, which has at least one
 
 # Sections of the DeepSpeed JSON that change what is trained; the others change how fast, or where things lie.
 DECIDING_SECTIONS = (
@@ -53,8 +54,9 @@ class RunIdentity:
         # What lies behind a path counts, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
         flags["pretrain_mm_mlp_adapter"] = projector and commit.sha256(Path(projector))
-        for name in ("model_name_or_path", "vision_tower"):
-            flags[name] = folder_digest(Path(getattr(args.model, name)))
+        for name in ("model_name_or_path", "model_base", "vision_tower"):
+            folder = getattr(args.model, name)
+            flags[name] = folder and folder_digest(Path(folder))
         if args.model.lora_weight_path is not None:
             flags["lora_weight_path"] = adapter_digest(Path(args.model.lora_weight_path))
         zero_stage = ds_config["zero_optimization"].get("stage", 0)
@@ -83,10 +85,11 @@ class RunIdentity:
 
 
 def folder_digest(folder: Path) -> str:
-    """A hash of a model folder's config.json and of its weight files' names and sizes (not of gigabytes of weights)."""
+    """A hash of a model folder's settings and of its weight files' names and sizes (not of gigabytes of weights)."""
     weights = [path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)]
     listed = sorted((path.name, path.stat().st_size) for path in weights)
-    return hashlib.sha256(repr(((folder / "config.json").read_bytes(), listed)).encode()).hexdigest()
+    settings = [file.read_bytes() for name in SETTINGS if (file := folder / name).is_file()]
+    return hashlib.sha256(repr((*settings, listed)).encode()).hexdigest()
 
 
 def adapter_digest(folder: Path) -> str:

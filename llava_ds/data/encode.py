@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import (
     IGNORE_INDEX,
-    IM_END_TOKEN,
-    IM_START_TOKEN,
     IMAGE_TOKEN,
     IMAGE_TOKEN_INDEX,
     ConfigError,
@@ -256,7 +254,7 @@ class Encoder:
         return None
 
 
-def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> list[str]:
+def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What is wrong with training in a template (a key of TEMPLATES) with this tokenizer, a line each."""
     problems = []
     if template == "chat_template" and tokenizer.chat_template is None:
@@ -272,30 +270,14 @@ def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im
                 f"{tokenizer.eos_token!r}), so the model would never learn to stop: give the --version that the "
                 "language model was trained with, or chat_template"
             )
-    for token in (IM_START_TOKEN, IM_END_TOKEN) if mm_use_im_start_end else ():
-        if _single_id(tokenizer, token) is None:
-            problems.append(
-                f"--mm_use_im_start_end needs the token {token}, which this tokenizer does not know: leave the flag "
-                "out, or give a model that has it"
-            )
     return problems
 
 
 def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError with all that check_tokenizer finds for these flags."""
-    problems = check_tokenizer(resolve_template(model.version), tokenizer, model.mm_use_im_start_end)
+    problems = check_tokenizer(resolve_template(model.version), tokenizer)
     if problems:
         raise ConfigError("\n".join(f"--model_name_or_path {model.model_name_or_path}: {p}" for p in problems))
-
-
-def add_missing_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Add the tokens around pictures that the tokenizer does not know, as its last ones; returns which.
-
-    Source: LLaVA's initialize_vision_tokenizer, which gives the model new rows for them.
-    """
-    missing = [token for token in (IM_START_TOKEN, IM_END_TOKEN) if _single_id(tokenizer, token) is None]
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
-    return missing
 
 
 def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

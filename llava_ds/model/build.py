@@ -1,7 +1,7 @@
 """Building a LLaVA from folders: configurations first, then the model (under ZeRO-3 partitioned), then the weights."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,44 +17,17 @@ from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, print_first
 from llava_ds.model import lora, quantize
 from llava_ds.model.assemble import assemble, layer_classes
-from llava_ds.model.language import length_problem, read_text_config, trunk_name
+from llava_ds.model.folders import read_parts
+from llava_ds.model.language import length_problem
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.probe import refuse_unfit_language_model
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.vision import ImageSpec, TowerPlan, read_tower
-from llava_ds.model.weights import TensorSource, WeightFiles, load_weights
-from llava_ds.tokenizer import open_tokenizer
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the weights of a part lie: the flag that named it, a folder or file, and what its tensors are called there.
-
-    rename: a name on disk to the part's, None for what is not the part's.
-    """
-
-    flag: str
-    path: str
-    rename: Callable[[str], str | None]
-
-    def open(self, wanted: Callable[[str], bool] = lambda name: True) -> WeightFiles:
-        """The part's tensors, but for those whose names are not wanted."""
-
-        def rename(on_disk: str) -> str | None:
-            name = self.rename(on_disk)
-            return name if name is not None and wanted(name) else None
-
-        return WeightFiles(self.path, rename)
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Where the weights of each part lie; None for a part that starts fresh."""
-
-    language_model: Source
-    vision_tower: Source
-    projector: Source | None = None
-    newline: Source | None = None
+from llava_ds.model.rows import with_rows
+from llava_ds.model.sources import Source, Sources, left_out
+from llava_ds.model.vision import ImageSpec, TowerPlan
+from llava_ds.model.weight_files import TensorSource, WeightFiles, Weights
+from llava_ds.model.weights import check_fit, freed_memory_returns, load_weights
+from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -65,6 +38,12 @@ class ModelPlan:
     tower: TowerPlan
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
+
+    def why_fresh(self, part: str) -> str:
+        """A line about a part that nobody brings."""
+        source: Source | None = getattr(self.sources, part)
+        lacks = "" if source is None else f"{source.path} holds no {formats.LLAVA_NEWLINE}: "
+        return f"{lacks}the {part} starts from random numbers"
 
     @property
     def images(self) -> ImageSpec:
@@ -78,35 +57,31 @@ class ModelPlan:
 
 
 def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
-    """Read configurations and tokenizer, no weights. Raises ConfigError for folders that can't be used, and for
-    packages that are missing."""
+    """Read configurations, tokenizer, and the names and shapes of all weights, which are compared with the model's.
+
+    Raises ConfigError for folders that can't be used and packages that are missing, and DataError for weights that
+    don't fit.
+    """
     lora.check_lora(args)
-    text_config = read_text_config(args.model_name_or_path)
+    parts = read_parts(args)
+    text_config, sources = parts.text_config, parts.sources
     refuse_unfit_language_model(args.model_name_or_path, text_config)
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
-    tokenizer = open_tokenizer(args.model_name_or_path)
-    tower = read_tower(args.vision_tower, args)
+    tokenizer = open_tokenizer(parts.folder.tokenizer)
+    added = add_picture_tokens(tokenizer, args)
+    if args.mm_use_im_patch_token or args.mm_use_im_start_end:
+        text_config, sources = with_rows(text_config, sources, tokenizer, added, args)
     with torch.device("meta"):
-        build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)  # raises for what does not fit
-    return ModelPlan(text_config, tower, tokenizer, _sources(args, text_config))
-
-
-def _sources(args: ModelArguments, text_config: PreTrainedConfig) -> Sources:
-    """What was trained beside the adapter of --lora_weight_path wins over what that training began with."""
-    from_disk = partial(formats.language_model_from_disk, trunk=trunk_name(text_config))
-    flag, path = "--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter
-    tower = Source("--vision_tower", args.vision_tower, formats.tower_from_disk)
-    if (others := lora.trained_with_it(args)) is not None:
-        flag, path = "--lora_weight_path", others
-        trained = Source(flag, path, formats.tower_from_llava)
-        tower = trained if trained.open().shapes else tower
-    return Sources(
-        language_model=Source("--model_name_or_path", args.model_name_or_path, from_disk),
-        vision_tower=tower,
-        projector=path and Source(flag, path, formats.projector_from_llava),
-        newline=path and Source(flag, path, formats.newline_from_llava),
-    )
+        build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises for what can't be
+    plan = ModelPlan(text_config, parts.tower, tokenizer, sources)
+    with no_init_weights(), torch.device("meta"):
+        model = assemble(text_config, plan.tower, args, torch.zeros(3), torch.zeros(3))
+    for name, part in model.named_children():
+        opened = _open(name, plan)
+        if opened is not None:
+            check_fit(part, opened.weights, opened.what)
+    return plan
 
 
 def build_model(
@@ -114,6 +89,23 @@ def build_model(
 ) -> LlavaModel:
     """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start,
     but LoRA's, which become one in deepspeed.initialize."""
+    with freed_memory_returns():
+        model = _construct(plan, args, ds_config, dtype, ranks)
+        for name, part in model.named_children():
+            _fill(name, part, plan, args, seed, ranks)
+        if args.lora_enable:
+            lora.add_lora(model.language_model, args, seed)
+        if args.lora_weight_path is not None:
+            llm, file = model.language_model, lora.adapter_file(args.lora_weight_path)
+            trained = {name: p for name, p in llm.named_parameters() if p.requires_grad}
+            load_weights(trained, WeightFiles(file, lora.names_from_peft(llm)), ranks, "--lora_weight_path")
+    if ranks.is_first:
+        print_first(*left_out(plan.sources))
+    return model
+
+
+def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, ranks: Ranks) -> LlavaModel:
+    """The model before its weights."""
     zero3 = ds_config["zero_optimization"].get("stage") == 3
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
     # Weights that will be packed are never touched as they are born: on the CPU they then take no memory.
@@ -131,35 +123,62 @@ def build_model(
         names = lora.linear_names(model.language_model)
         quantize.quantize_layers(model.language_model, names, args, dtype)
         quantize.move_the_rest(model, ranks.device)
-    for name, part in model.named_children():
-        source, what = _source_of(name, plan, args, seed)
-        load_weights(part, source, ranks, what)
-    if args.lora_enable:
-        lora.add_lora(model.language_model, args, seed)
-    if args.lora_weight_path is not None:
-        llm, file = model.language_model, lora.adapter_file(args.lora_weight_path)
-        trained = {name: p for name, p in llm.named_parameters() if p.requires_grad}
-        load_weights(trained, WeightFiles(file, lora.names_from_peft(llm)), ranks, "--lora_weight_path")
     return model
 
 
-def _source_of(part: str, plan: ModelPlan, args: ModelArguments, seed: int) -> tuple[WeightFiles | TensorSource, str]:
-    """Where a part's weights come from, and the flag that says so.
+def _fill(name: str, part: torch.nn.Module, plan: ModelPlan, args: ModelArguments, seed: int, ranks: Ranks) -> None:
+    """Load a part's weights, or draw what nobody brings, and say which."""
+    opened = _open(name, plan)
+    if opened is None:
+        print_first(plan.why_fresh(name))
+        fresh = TensorSource(_fresh(name, plan, args, seed).state_dict(), "(fresh)")
+        load_weights(part, fresh, ranks, "--pretrain_mm_mlp_adapter")
+    else:
+        load_weights(part, opened.weights, ranks, opened.what)
+        print_first(*opened.report())
 
-    A projector and a newline that nobody brought are fresh, the same whatever the stage, precision and ranks. Files of
-    LLaVA-1.5's stage 1 hold no newline: a line says so.
+
+@dataclass(frozen=True)
+class _Opened:
+    """A part's weights, the flag that named them, and the files under what is laid over them."""
+
+    name: str
+    weights: Weights
+    what: str
+    files: WeightFiles
+    never_run: int  # tensors of the tower
+
+    def report(self) -> list[str]:
+        """What was loaded, from where."""
+        rest = f"; {self.never_run} more are of layers that never run" if self.never_run else ""
+        part, count = self.name.replace("_", " "), len(self.weights.shapes)
+        said = "".join(f"; {note}" for note in self.weights.notes)
+        return [f"{part}: {count} tensors from {self.files.path}{said}{rest}"]
+
+
+def _open(name: str, plan: ModelPlan) -> _Opened | None:
+    """Where a part's weights come from; None for a projector and a newline that nobody brought.
+
+    Files of LLaVA-1.5's stage 1 hold no newline.
     """
-    source: Source | None = getattr(plan.sources, part)
-    if source is not None:
-        files = source.open(partial(formats.runs_in_tower, num_layers=plan.tower.num_layers))
-        if files.shapes or part != "newline":
-            return files, source.flag
-        print_first(f"{source.path} holds no {formats.LLAVA_NEWLINE}: the newline starts from random numbers")
+    source: Source | None = getattr(plan.sources, name)
+    if source is None:
+        return None
+    runs = partial(formats.runs_in_tower, num_layers=plan.tower.num_layers)
+    files = source.files(runs if name == "vision_tower" else lambda _: True)
+    weights = source.changed(files)
+    if name == "newline" and not weights.shapes:
+        return None
+    never_run = sum(source.rename(on_disk) is not None for on_disk in files.unused)
+    return _Opened(name, weights, source.flag, files, never_run)
+
+
+def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch.nn.Module:
+    """A projector or newline that nobody brought: the same whatever the stage, precision and ranks."""
     with torch.random.fork_rng(devices=[]):  # drawn on the CPU
         torch.manual_seed(seed)
         projector = build_projector(args.mm_projector_type, plan.tower.width, plan.hidden_size)
-        fresh = projector if part == "projector" else Newline(plan.hidden_size)
-    return TensorSource(fresh.state_dict(), "(fresh)"), "--pretrain_mm_mlp_adapter"
+        return projector if name == "projector" else Newline(plan.hidden_size)
 
 
 @contextlib.contextmanager

@@ -11,12 +11,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from llava_ds.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.model.assemble import assemble, layer_classes
-from llava_ds.model.language import mlp_width, read_text_config
+from llava_ds.model.folders import read_parts, take_from_model
+from llava_ds.model.language import mlp_width
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
 from llava_ds.model.probe import refuse_unfit_language_model
 from llava_ds.model.quantize import scale_bits
-from llava_ds.model.vision import TowerPlan, plan_tower, read_tower
+from llava_ds.model.vision import TowerPlan, plan_tower
 from llava_ds.train.trainable import choose_trainable, parameter_groups
 
 LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # fewer or more parameters than this are a slip of the pen
@@ -141,11 +142,14 @@ class ModelShape:
 
 
 def shape_of_folders(args: Arguments) -> ModelShape:
-    """The model that --model_name_or_path and --vision_tower name. Raises ConfigError as training does."""
-    model = args.model
-    text = read_text_config(model.model_name_or_path)
-    refuse_unfit_language_model(model.model_name_or_path, text)
-    return shape_of(text, read_tower(model.vision_tower, model), args)
+    """The model that --model_name_or_path and --vision_tower name, with what it says of itself.
+
+    Raises ConfigError as training does.
+    """
+    args, _ = take_from_model(args)
+    parts = read_parts(args.model)
+    refuse_unfit_language_model(args.model.model_name_or_path, parts.text_config)
+    return shape_of(parts.text_config, parts.tower, args)
 
 
 def shape_named(name: str, args: Arguments) -> ModelShape:

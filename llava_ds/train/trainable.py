@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from llava_ds.arguments import Arguments, TrainingArguments, trained_parts
+from llava_ds.arguments import Arguments, TrainingArguments, trained_parts, trains_new_rows
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config.optimizer import optimizer_name
 from llava_ds.model.llava import LlavaModel
@@ -12,7 +12,9 @@ from llava_ds.model.lora import choose_adapters
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
     """Freeze what the flags leave alone (see trained_parts). With LoRA, the language model is its adapters.
 
-    The newline trains with the projector or the language model: in LLaVA's own stage 1 it stays as it was drawn.
+    With tokens around pictures stage 1 trains the input embeddings, too, all of them, as LLaVA does, unless the output
+    layer is tied to them. The newline trains with the projector or the language model: in LLaVA's own stage 1 it stays
+    as it was drawn.
     Raises ConfigError when nothing is left that could train.
     """
     parts = trained_parts(args.model)
@@ -27,6 +29,9 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
     if "output_layer" in parts:
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
         outputs.requires_grad_(outputs.weight is not inputs.weight)  # LLaVA freezes a tied one with the embeddings
+    if trains_new_rows(args.model):
+        inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
+        inputs.requires_grad_(outputs.weight is not inputs.weight)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(
             "nothing is left to train: of what the flags leave to train "

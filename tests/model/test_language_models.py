@@ -44,7 +44,8 @@ from llava_ds.model.language import (
     trunk_name,
 )
 from llava_ds.model.probe import language_model_problem, refuse_unfit_language_model
-from llava_ds.model.weights import WeightFiles, load_weights
+from llava_ds.model.weight_files import WeightFiles
+from llava_ds.model.weights import load_weights
 
 LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows
 

@@ -320,12 +320,16 @@ def test_a_run_starts_from_an_adapter_and_its_projector(base, batch, adapter, tm
 def test_without_a_projector_of_its_own_an_adapter_starts_with_stage_1s(base, adapter, tmp_path):
     folder = tmp_path / "adapter"
     shutil.copytree(adapter[0], folder)
+    projector = {
+        name.removeprefix("base_model.model."): p for name, p in torch.load(folder / "non_lora_trainables.bin").items()
+    }
+    torch.save(projector, tmp_path / "mm_projector.bin")
     (folder / "non_lora_trainables.bin").unlink()
-    args = lora_args(**{**base, "lora_bias": "all"}, pretrain_mm_mlp_adapter="mm_projector.bin")
+    args = lora_args(**{**base, "lora_bias": "all"}, pretrain_mm_mlp_adapter=str(tmp_path / "mm_projector.bin"))
     with_own, without = (
         plan_model(replace(args, lora_weight_path=str(path)), 512).sources.projector for path in (adapter[0], folder)
     )
-    assert without.path == "mm_projector.bin" and with_own.path == str(adapter[0] / "non_lora_trainables.bin")
+    assert without.path == args.pretrain_mm_mlp_adapter and with_own.path == str(adapter[0] / "non_lora_trainables.bin")
 
 
 def test_a_tower_that_trained_beside_an_adapter_is_left_with_it_and_started_from(base, batch, tmp_path):

@@ -1,0 +1,138 @@
+# O, I widths of a layer's output and input, r rank of its adapter
+"""LoRA adapters that a model starts from: merged into the base's weights as they stream by, without peft."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from llava_ds import formats
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.model.weight_files import OpenedFile, WeightFiles, Weights
+
+CONFIG = "adapter_config.json"
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
+NON_LORA = "non_lora_trainables.bin"
+
+# Settings of peft under which a merged weight is something else than W + scale * B A.
+OTHER_KINDS = (
+    "use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
+    "trainable_token_indices", "alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config",
+    "monteclora_config",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A folder of peft's: where its tensors lie, and what they are scaled by."""
+
+    path: Path
+    file: Path
+    base: str | None
+    alpha: float
+    alphas: dict[str, float]  # by peft's patterns of layer names
+    rank_stabilised: bool
+
+    def scale(self, layer: str, rank: int) -> float:
+        """What B A is multiplied by for a layer, by peft's name of it."""
+        matching = (value for key, value in self.alphas.items() if re.match(rf"(.*\.)?({key})$", layer))
+        alpha = next(matching, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a folder holds an adapter rather than a model."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def read_adapter(path: str | Path) -> Adapter:
+    """The settings of an adapter's folder. Raises ConfigError for kinds of adapters that can't be merged here."""
+    path = Path(path)
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        kind, alpha, alphas = config["peft_type"], float(config["lora_alpha"]), config.get("alpha_pattern") or {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--model_name_or_path {path}: {CONFIG} can't be read as settings of LoRA ({error!r})"
+        ) from error
+    if kind != "LORA":
+        raise ConfigError(f"--model_name_or_path {path}: {CONFIG} describes a {kind} adapter, expected LORA")
+    if other := [name for name in OTHER_KINDS if config.get(name)]:
+        raise ConfigError(
+            f"--model_name_or_path {path}: {CONFIG} says {', '.join(other)}, which can't be merged here: merge the "
+            "adapter with peft (merge_and_unload), and give the folder of the result"
+        )
+    file = next((path / name for name in FILES if (path / name).is_file()), None)
+    if file is None:
+        raise ConfigError(f"--model_name_or_path {path} holds an {CONFIG}, but none of {', '.join(FILES)}")
+    return Adapter(path, file, config.get("base_model_name_or_path"), alpha, alphas, bool(config.get("use_rslora")))
+
+
+class Merged:
+    """Weights with an adapter merged into them: W + scale * B A, added in float32 and rounded once, as they are read.
+
+    Other tensors in the adapter's file (biases, modules_to_save) take the place of the base's. Raises DataError for an
+    adapter of another model.
+    """
+
+    def __init__(self, base: Weights, adapter: Adapter, rename: Callable[[str], str | None]) -> None:
+        """rename: a name on disk in the base's folder to the part's."""
+        self.path, self.shapes = base.path, dict(base.shapes)
+        self._base, self._adapter = base, adapter
+        names = WeightFiles(adapter.file)
+        self._halves: dict[str, tuple[str, str, float]] = {}  # part's name -> names of A and B on disk, scale
+        replaced: dict[str, str] = {}  # name on disk -> part's name
+        for name, shape in names.shapes.items():
+            layer, half, rest = re.fullmatch(r"(.*?)(?:\.lora_(\w+?)(?:\.default)?(\.weight))?", name).groups()
+            if half is None:
+                part = rename(formats.plain_name(name))
+                if part is not None:
+                    replaced[name] = part
+            elif half == "A":
+                part = rename(formats.plain_name(layer) + rest)
+                if part is not None:
+                    other = name.replace(".lora_A.", ".lora_B.")
+                    self._check(part, shape, names.shapes.get(other), name)
+                    scale = adapter.scale(layer.removeprefix("base_model.model."), shape[0])
+                    self._halves[part] = (name, other, scale)
+            elif half != "B":
+                raise DataError(f"{adapter.file} holds {name}, a kind of LoRA that can't be merged here: use peft")
+        self._over = WeightFiles(adapter.file, replaced.get)
+        self.notes = base.notes
+        if self._halves:
+            self.notes += (f"LoRA of {adapter.file} merged into {len(self._halves)} of them",)
+        if strange := [name for name in self._over.shapes if name not in self.shapes]:
+            raise DataError(f"{adapter.file} does not fit {self.path}: it holds {strange[0]}, which is not there")
+
+    def _check(self, part: str, a: tuple[int, ...], b: tuple[int, ...] | None, name: str) -> None:
+        base = self.shapes.get(part)
+        if base is None or b is None or len(a) != 2 or len(b) != 2 or (b[0], a[1]) != base or a[0] != b[1]:
+            raise DataError(
+                f"{self._adapter.file} does not fit {self.path}: {name} has shape {a}, its lora_B {b}, and the weight "
+                f"that they change {base}"
+            )
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        opened = OpenedFile(self._adapter.file)
+        for name, read in self._base.tensors():
+            if name in self._over.shapes:
+                continue
+            if name in self._halves:
+                a, b, scale = self._halves[name]
+                yield name, partial(_merged, read, partial(opened.read, a), partial(opened.read, b), scale)
+            else:
+                yield name, read
+        opened.close()
+        yield from self._over.tensors()
+
+
+def _merged(weight, a, b, scale: float) -> torch.Tensor:
+    """Readers of W (O, I), A (r, I) and B (O, r) to the merged weight (O, I), in W's precision."""
+    base = weight()
+    whole = torch.addmm(base.float(), b().float(), a().float(), alpha=scale)
+    return whole.to(base.dtype)

@@ -1,0 +1,169 @@
+"""LoRA adapters to start from, against peft's own merge; and what LLaVA leaves beside them."""
+
+import json
+import re
+from pathlib import Path
+
+import llavas
+import pytest
+import torch
+import toys
+from llavas import arguments, opened
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.model.build import plan_model
+from llava_ds.model.folders import take_from_model
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KINDS = {
+    "plain": {},
+    "every layer at its own rank and alpha": {
+        "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 3}, "alpha_pattern": {"k_proj": 7}
+    },
+    "rank-stabilised, with biases": {"use_rslora": True, "bias": "lora_only"},
+    "whole modules saved": {"modules_to_save": ["lm_head"]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict[str, str]:
+    return toys.write_base(tmp_path_factory.mktemp("base"), attention_bias=True)
+
+
+def write_adapter(folder: Path, base_model, seed: int = 0, **config: object) -> dict[str, torch.Tensor]:
+    """A random adapter as peft saves it; returns the merged weights that peft makes of it."""
+    torch.manual_seed(seed)
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": LINEAR, "task_type": "CAUSAL_LM", **config}
+    model = get_peft_model(base_model, LoraConfig(**settings))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn_like(parameter) * 0.2 if "lora_" in name else parameter.data + 0.5
+    model.save_pretrained(folder)
+    return {name: tensor.clone() for name, tensor in model.merge_and_unload().state_dict().items()}
+
+
+def make_llavas(folder: Path, base: dict[str, str], **more: object) -> dict[str, torch.Tensor]:
+    """Beside the adapter, what LLaVA's LoRA run leaves."""
+    torch.manual_seed(1)
+    projector = {
+        f"base_model.model.model.mm_projector.{layer}.{kind}": torch.randn(shape)
+        for layer, width in ((0, 16), (2, 32))
+        for kind, shape in (("weight", (32, width)), ("bias", (32,)))
+    }
+    torch.save({**projector, **more}, folder / "non_lora_trainables.bin")
+    (folder / "config.json").write_text(json.dumps(llavas.llava_config(base, image_aspect_ratio="pad")))
+    return projector
+
+
+def language_model(base: dict[str, str]):
+    return AutoModelForCausalLM.from_pretrained(base["model_name_or_path"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_merged_as_peft_merges_it(kind, base, tmp_path, capsys):
+    merged = write_adapter(tmp_path, language_model(base), **KINDS[kind])
+    projector = make_llavas(tmp_path, base)
+    flags = {"model_name_or_path": str(tmp_path), "vision_tower": base["vision_tower"]}
+    model, plan, args = opened({**flags, "model_base": base["model_name_or_path"]})
+    have = dict(model.language_model.named_parameters())
+    plain = dict(language_model(base).named_parameters())
+    for name, tensor in have.items():
+        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-6)
+    assert any(not torch.allclose(tensor, plain[name]) for name, tensor in have.items())
+    assert torch.equal(model.projector.layers[2].bias, projector["base_model.model.model.mm_projector.2.bias"])
+    assert (args.data.image_aspect_ratio, args.model.mm_projector_type) == ("pad", "mlp2x_gelu")
+    assert plan.tokenizer.name_or_path == base["model_name_or_path"]
+    said = capsys.readouterr().out
+    assert f"LoRA of {tmp_path}/adapter_model.safetensors merged into 14 of them" in said
+
+
+def test_the_base_is_the_one_that_the_adapter_names_unless_a_flag_does(base, tmp_path):
+    merged = write_adapter(tmp_path, language_model(base))  # peft writes the path
+    make_llavas(tmp_path, base)
+    flags = {"model_name_or_path": str(tmp_path), "vision_tower": base["vision_tower"]}
+    model, _, args = opened(flags)
+    assert args.model.model_base == base["model_name_or_path"]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(dict(model.language_model.named_parameters())[name], merged[name])
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "lmsys/vicuna-7b-v1.5"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"is a LoRA adapter of lmsys/vicuna-7b-v1.5, which is no folder here: name"):
+        opened(flags)
+    with pytest.raises(ConfigError, match=r"--model_base .* goes with a LoRA adapter, but --model_name_or_path"):
+        opened({**flags, "model_name_or_path": base["model_name_or_path"], "model_base": str(tmp_path)})
+
+
+def test_an_old_pickle_of_a_language_models_adapter_leaves_the_projector_to_chance(base, tmp_path, capsys):
+    merged = write_adapter(tmp_path, language_model(base))
+    from safetensors.torch import load_file
+
+    torch.save(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    model, _, _ = opened({"model_name_or_path": str(tmp_path), "vision_tower": base["vision_tower"]})
+    name = "model.layers.1.mlp.down_proj.weight"
+    torch.testing.assert_close(dict(model.language_model.named_parameters())[name], merged[name])
+    assert "the projector starts from random numbers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_adapter_over_hugging_faces_llava(old, base, tmp_path):
+    theirs = llavas.hf_model(base)
+    llavas.write_hf(tmp_path / "hf", base, theirs, old=old)
+    targets = r".*language_model.*\.(q_proj|v_proj)|.*multi_modal_projector\.linear_1"
+    merged = write_adapter(tmp_path / "lora", theirs, target_modules=targets)
+    model, _, _ = opened({"model_name_or_path": str(tmp_path / "lora"), "model_base": str(tmp_path / "hf")})
+    want = merged["model.language_model.layers.1.self_attn.v_proj.weight"]
+    torch.testing.assert_close(model.language_model.model.layers[1].self_attn.v_proj.weight, want)
+    torch.testing.assert_close(model.projector.layers[0].weight, merged["model.multi_modal_projector.linear_1.weight"])
+
+
+def test_what_lies_beside_an_adapter_wins_over_the_base(base, tmp_path):
+    llava = llavas.hf_model(base)
+    llavas.write_llava(tmp_path / "llava", base, llava)
+    write_adapter(tmp_path / "lora", language_model(base))
+    more = {"base_model.model.model.norm.weight": torch.full((32,), 3.0)}
+    projector = make_llavas(tmp_path / "lora", base, **more)
+    flags = {"model_name_or_path": str(tmp_path / "lora"), "model_base": str(tmp_path / "llava")}
+    model, _, _ = opened({**flags, "vision_tower": base["vision_tower"]})
+    assert torch.equal(model.projector.layers[0].bias, projector["base_model.model.model.mm_projector.0.bias"])
+    assert (model.language_model.model.norm.weight == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"peft_type": "IA3"}, "describes a IA3 adapter, expected LORA"),
+        ({"use_dora": True}, "says use_dora, which can't be merged here: merge the adapter with peft"),
+        ({"fan_in_fan_out": True}, "says fan_in_fan_out, which can't be merged here"),
+        ({"lora_alpha": None}, "can't be read as settings of LoRA"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(changed, expected, base, tmp_path):
+    write_adapter(tmp_path, language_model(base))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        opened({"model_name_or_path": str(tmp_path), "vision_tower": base["vision_tower"]})
+
+
+def test_an_adapter_of_another_model_and_one_with_parts_missing_are_refused(base, tmp_path):
+    other = toys.write_base(tmp_path / "other", hidden_size=16, intermediate_size=24)
+    write_adapter(tmp_path / "lora", language_model(base))
+    flags = {"model_name_or_path": str(tmp_path / "lora"), "vision_tower": base["vision_tower"]}
+    args, _ = take_from_model(arguments({**flags, "model_base": other["model_name_or_path"]}))
+    with pytest.raises(DataError, match=r"adapter_model.safetensors does not fit .*, and the weight that they change"):
+        plan_model(args.model, 512)
+    make_llavas(tmp_path / "lora", base)
+    (tmp_path / "lora" / "non_lora_trainables.bin").unlink()
+    with pytest.raises(DataError, match=r"is LoRA of a LLaVA, but has no non_lora_trainables.bin with its projector"):
+        opened(flags)
+    (tmp_path / "lora" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"but none of adapter_model.safetensors, adapter_model.bin"):
+        opened(flags)
+    make_llavas(tmp_path / "lora", base, **{"base_model.model.model.vision_resampler.weight": torch.ones(2)})
+    write_adapter(tmp_path / "lora", language_model(base))
+    with pytest.raises(DataError, match=r"holds base_model.model.model.vision_resampler.weight, which is in no part"):
+        opened(flags)
