@@ -138,7 +138,7 @@ def parse_arguments(
         else:
             notes.append(f"--{name} {value} has no effect: {reason}")
     notes += unused_lora_flags(args)
-    problems += data_problems(args) + (training_problems(args) + lora_problems(args) if to_train else [])
+    problems += data_problems(args) + (training_problems(args) if to_train else []) + lora_problems(args)
     if problems:
         raise ConfigError("\n".join(problems))
     return args, notes

@@ -28,6 +28,13 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.model.weights import load_weights
 
 LANGUAGE_MODEL = "language_model."
+# The settings that peft has had since LLaVA's time. Later ones are at what they do when absent: an earlier peft, as
+# LLaVA's own code runs with, takes no key that it does not know.
+ADAPTER_KEYS = (
+    "auto_mapping", "base_model_name_or_path", "bias", "fan_in_fan_out", "inference_mode", "init_lora_weights",
+    "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "r",
+    "revision", "target_modules", "task_type",
+)  # fmt: skip
 
 
 class Merged(NamedTuple):
@@ -107,11 +114,12 @@ def export_adapter(
     paths = [output_dir / name for name in names]
     if ranks.is_first:
         layers = [name for name, _ in lora.lora_layers(model.language_model)]
-        config = lora.lora_config(args, layers)
-        config.inference_mode = True  # as peft writes it: who opens the folder does not train it
-        config.save_pretrained(output_dir)
-        written = json.loads(paths[0].read_text(encoding="utf-8"))
-        written["target_modules"] = layers  # peft has them in the order of a set, another in every process
+        config = lora.lora_config(args, layers).to_dict()
+        written = {
+            **{key: config[key] for key in ADAPTER_KEYS},
+            "inference_mode": True,  # as peft writes it: who opens the folder does not train it
+            "target_modules": layers,  # peft has them in the order of a set, another in every process
+        }
         paths[0].write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, paths[1], metadata={"format": "pt"})
         torch.save({lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}, paths[2])

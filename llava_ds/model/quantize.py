@@ -81,6 +81,12 @@ def is_packed(parameter: nn.Parameter) -> bool:
     return type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
+def num_packed(parameter: nn.Parameter) -> int:
+    """Weights in a packed parameter."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
 @torch.no_grad()
 def pack(module: nn.Module, name: str, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
     """Quantize a weight (O, I) on the device, put it into the module under a parameter's name, and return it.

@@ -185,6 +185,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     """
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
+        is_llamas = _has_llamas_layers(model.language_model)
         if args.model.lora_enable:
             check_lora(args.model)
             names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
@@ -214,7 +215,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             num_heads=num_heads,
             vocab=model.language_model.get_output_embeddings().weight.shape[0],
             trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
-            is_llamas=_has_llamas_layers(model.language_model),
+            is_llamas=is_llamas,
             lora_rank=args.model.lora_r * len(layers) // text.num_hidden_layers,
             lora_dropped=inputs // text.num_hidden_layers if args.model.lora_dropout else 0,
         ),

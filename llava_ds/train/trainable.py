@@ -7,6 +7,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.ds_config.optimizer import optimizer_name
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.lora import choose_adapters
+from llava_ds.model.quantize import is_packed, num_packed
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
@@ -119,5 +120,7 @@ def _ndim(parameter: nn.Parameter) -> int:
 
 
 def num_elements(parameter: nn.Parameter) -> int:
-    """Of the whole parameter, of which a rank may hold a shard."""
+    """Of the whole parameter, of which a rank may hold a shard, and that may be packed."""
+    if is_packed(parameter):
+        return num_packed(parameter)
     return getattr(parameter, "ds_numel", parameter.numel())

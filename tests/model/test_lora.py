@@ -27,6 +27,7 @@ from llava_ds.data.collator import collate
 from llava_ds.distributed import Ranks
 from llava_ds.model import lora, quantize
 from llava_ds.model.build import build_model, plan_model
+from llava_ds.train.trainable import describe
 
 peft = pytest.importorskip("peft")
 
@@ -216,6 +217,7 @@ def test_what_is_left_has_llavas_names(base, tmp_path):
     assert set(others) == {f"{prefix}.0.weight", f"{prefix}.0.bias", f"{prefix}.2.weight", f"{prefix}.2.bias"}
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["bias"], config["task_type"]) == (4, 8, "none", "CAUSAL_LM")
+    assert not {"use_dora", "lora_bias", "corda_config"} & set(config)  # which the peft of LLaVA's time does not know
     assert config["base_model_name_or_path"] == args.model_name_or_path and config["inference_mode"]
     assert config["target_modules"][0] == "model.layers.0.self_attn.q_proj" and len(config["target_modules"]) == 14
     fields = json.loads((folder / "config.json").read_text())
@@ -406,6 +408,7 @@ def test_the_decoders_weights_are_packed_and_nothing_else(base, batch, bits, qua
             assert (state.quant_type, state.nested) == (quant_type, double_quant)
             assert layer.base_layer.weight.numel() * 2 == weight.numel()
     fine, _, _ = built(base)
+    assert describe(model, []) == describe(fine, [])
     difference = (logits_of(model, batch) - logits_of(fine, batch)).abs().max() / logits_of(fine, batch).abs().max()
     assert difference > 1e-4
 

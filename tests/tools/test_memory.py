@@ -286,6 +286,7 @@ def test_lora_costs_its_own_states_and_the_frozen_weights():
     base, shape = shape_of(TEXT, VISION, BOTH), shape_of(TEXT, VISION, LORA)
     parts = {part.name: part for part in shape.parts}
     added = parts["language_model"].num_trained
+    assert shape.text.is_llamas and base.text.is_llamas
     assert added == 8 * sum(i + o for _, i, o in LINEAR) * 4
     assert shape.num_parameters == base.num_parameters + added
     assert states(shape, 0, 1) == 2 * shape.num_parameters + 14 * shape.num_trained
