@@ -30,7 +30,7 @@ def tokenizer(toy_base):
 
 @pytest.fixture(autouse=True)
 def torchs_own_linear():
-    """zero.Init leaves DeepSpeed's linear layer in torch, which rounds and keeps other tensors: not for the next test."""
+    """zero.Init leaves DeepSpeed's linear layer in torch, which keeps other tensors: not for the next test."""
     functional = sys.modules.get("torch.nn.functional")
     before = functional and functional.linear
     yield
