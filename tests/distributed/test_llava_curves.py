@@ -13,7 +13,7 @@ from launching import ds_config, run_many
 
 CURVES = json.loads((Path(__file__).parent / "goldens" / "curves.json").read_text())
 # One of each kind of setting, several of them in one run where that shows as much.
-EVERY_DAY = ["adapter", "halves", "uneven", "random_epochs", "frozen", "backbone", "next"]
+EVERY_DAY = ["adapter", "halves", "uneven", "random_epochs", "frozen", "next", "lora"]
 # With micro-batches of two samples, two a step: on one rank or on two.
 ON_TWO_RANKS = ["halves", "halves_adapter"]
 LOSS, NORM = 5e-6, 5e-6  # absolute, relative
@@ -23,10 +23,9 @@ def flags_of(name: str, base: dict, folder: Path, stage: int, ranks: int) -> dic
     """The run that LLaVA's trainer did."""
     curve = CURVES[name]
     records = like_llava.records(curve["data"])[: curve["records"]]
-    flags = {**curve["flags"]}
-    flags["pretrain_mm_mlp_adapter"] = like_llava.GOLDENS / flags.get(
-        "pretrain_mm_mlp_adapter", "mm_projector.safetensors"
-    )
+    flags = {"pretrain_mm_mlp_adapter": "mm_projector.safetensors", **curve["flags"]}
+    for starts_from in {"pretrain_mm_mlp_adapter", "lora_weight_path"} & set(flags):
+        flags[starts_from] = like_llava.GOLDENS / flags[starts_from]
     accumulated = curve["flags"].get("gradient_accumulation_steps", 1)
     return {
         **base,
