@@ -13,8 +13,9 @@ from launching import ds_config, run_many
 
 CURVES = json.loads((Path(__file__).parent / "goldens" / "curves.json").read_text())
 # One of each kind of setting, several of them in one run where that shows as much.
-EVERY_DAY = ["adapter", "halves", "uneven", "random_epochs", "frozen", "backbone"]
-ON_TWO_RANKS = ["halves", "halves_adapter"]  # micro-batches of two samples, two a step: on one rank or on two
+EVERY_DAY = ["adapter", "halves", "uneven", "random_epochs", "frozen", "next", "lora"]
+# With micro-batches of two samples, two a step: on one rank or on two.
+ON_TWO_RANKS = ["halves", "halves_adapter"]
 LOSS, NORM = 5e-6, 5e-6  # absolute, relative
 
 
@@ -22,17 +23,19 @@ def flags_of(name: str, base: dict, folder: Path, stage: int, ranks: int) -> dic
     """The run that LLaVA's trainer did."""
     curve = CURVES[name]
     records = like_llava.records(curve["data"])[: curve["records"]]
+    flags = {"pretrain_mm_mlp_adapter": "mm_projector.safetensors", **curve["flags"]}
+    for starts_from in {"pretrain_mm_mlp_adapter", "lora_weight_path"} & set(flags):
+        flags[starts_from] = like_llava.GOLDENS / flags[starts_from]
     accumulated = curve["flags"].get("gradient_accumulation_steps", 1)
     return {
         **base,
-        "pretrain_mm_mlp_adapter": like_llava.GOLDENS / "mm_projector.safetensors",
         "per_device_train_batch_size": 4,
         "learning_rate": 2e-3,
         "warmup_ratio": 0.1,
         "loss_reduction": "micro_batch",
         "shuffle": False,
         "save_strategy": "no",
-        **curve["flags"],
+        **flags,
         "gradient_accumulation_steps": accumulated // ranks if name in ON_TWO_RANKS else accumulated,
         "data_path": like_llava.write_records(folder / f"{name}.json", records),
         "cache_dir": folder / "cache",
