@@ -192,8 +192,7 @@ def _read_hf(path: str, config: dict) -> ModelFolder:
     text, where = whole.text_config, f"{FLAG} {path}"
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{where}: its text_config is a {text.model_type}, expected a language model")
-    inner = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].base_model_prefix
-    rename = partial(formats.language_model_from_hf, inner=inner)
+    rename = partial(formats.language_model_from_hf, inner=trunk_name(text))
     names = tensor_names(path)
     # Version 4 went by the text_config, 5 goes by the whole one; files that hold an output layer know better than both.
     has_output = any(rename(name) == "lm_head.weight" for name in names)
@@ -330,7 +329,7 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     path = args.model.model_name_or_path
     folder = None if path is None else read_folder(path, args.model.model_base)
     brings_projector = folder is not None and folder.projector is not None
-    given_projector = args.model.pretrain_mm_mlp_adapter is not None
+    given_projector = args.model.pretrain_mm_mlp_adapter is not None or trained_with_it(args.model) is not None
     lines = []
     if folder is not None:
         values = taken(args, folder.flags, path, brings_projector and not given_projector)
