@@ -38,9 +38,10 @@ setup(
         "flash": ["flash-attn>=2.7"],
         "liger": ["liger-kernel>=0.8"],
         "lora": ["peft>=0.17"],
+        "qlora": ["peft>=0.17", "bitsandbytes>=0.50"],  # from then on with CPU kernels for all of it
         "video": ["av>=14"],
         "wandb": ["wandb"],
         "demo": ["gradio"],
-        "dev": ["pytest", "pytest-xdist", "ruff", "av"],  # av: the tests decode a video
+        "dev": ["pytest", "pytest-xdist", "ruff", "av", "peft", "bitsandbytes"],  # av: the tests decode a video
     },
 )

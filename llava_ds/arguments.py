@@ -80,6 +80,29 @@ class ModelArguments:
         help="How the tiles of an anyres picture are read: one after the other, or row by row of the whole picture, "
         "without its padding and with a learned newline after each row (spatial_unpad, LLaVA-NeXT).",
     )
+    lora_enable: bool = HfArg(
+        default=False,
+        help="Train LoRA beside the linear layers of the language model instead of the layers, and the projector in "
+        "full; leaves an adapter that peft and LLaVA open (needs the extra llava_ds[lora]).",
+    )
+    lora_r: int = HfArg(default=64, help="Rank of LoRA's matrices (at least 1).")
+    lora_alpha: int = HfArg(default=16, help="LoRA's product counts lora_alpha / lora_r (at least 1).")
+    lora_dropout: float = HfArg(default=0.05, help="Part of LoRA's inputs that is dropped (0 to below 1).")
+    lora_bias: Literal["none", "all", "lora_only"] = HfArg(
+        default="none", help="Biases of the language model that train with LoRA: none, all, or those of its layers."
+    )
+    lora_weight_path: str | None = HfArg(
+        default=None,
+        help="Folder of an adapter to start from (peft's or LLaVA's); its non_lora_trainables.bin, if there is one, "
+        "is the projector.",
+    )
+    bits: Literal[16, 8, 4] = HfArg(
+        default=16,
+        help="Hold the frozen weights beside LoRA in 4 or 8 bits (QLoRA; needs the extra llava_ds[qlora]); "
+        "16: as they are.",
+    )
+    quant_type: Literal["nf4", "fp4"] = HfArg(default="nf4", help="What 4 bits mean.")
+    double_quant: bool = HfArg(default=True, help="Quantize the scales of 4-bit weights, too.")
 
 
 @dataclass(frozen=True)
@@ -203,6 +226,12 @@ class TrainingArguments:
         help="Lay the samples of an optimizer step on ranks and micro-batches of at most this many tokens, balanced, "
         "instead of by count. Changes the layout only: loss and gradient stay those of the step.",
     )
+    steps_across_epochs: bool | None = HfArg(
+        default=None,
+        help="Where the samples don't divide into steps, go on into the next epoch instead of ending with a smaller "
+        "step, fill ranks up from the epoch's first samples and leave out what remains at the end: as LLaVA's trainer. "
+        "Absent: with --loss_reduction micro_batch, which is for its curves, too.",
+    )
     learning_rate: float = HfArg(default=2e-5, help="Peak learning rate.")
     mm_projector_lr: float | None = HfArg(default=None, help="Peak learning rate of the projector, if another.")
     mm_vision_tower_lr: float | None = HfArg(default=None, help="Peak learning rate of the vision tower, if another.")
@@ -236,7 +265,8 @@ class TrainingArguments:
     )
     loss_reduction: Literal["token", "micro_batch"] = HfArg(
         default="token",
-        help="token: mean over all supervised tokens of the step; micro_batch: LLaVA's mean of micro-batch means.",
+        help="token: mean over all supervised tokens of the step; micro_batch: LLaVA's mean of micro-batch means, over "
+        "its trainer's steps (--steps_across_epochs).",
     )
     bf16: bool = HfArg(default=False, help="Train in bfloat16 with fp32 master weights.")
     fp16: bool = HfArg(default=False, help="Train in float16 with loss scaling (needs a GPU).")
@@ -272,6 +302,15 @@ class TrainingArguments:
     )
 
 
+def steps_go_across_epochs(training: TrainingArguments) -> bool:
+    """Whether steps are cut as LLaVA's trainer cuts them (see --steps_across_epochs)."""
+    return (
+        training.loss_reduction == "micro_batch"
+        if training.steps_across_epochs is None
+        else training.steps_across_epochs
+    )
+
+
 # The names of --mm_tunable_parts, and the parts of the model.
 TUNABLE_PARTS = {
     "mm_vision_tower": "vision_tower",
@@ -292,7 +331,8 @@ def trained_parts(model: ModelArguments) -> frozenset[str]:
     if not model.freeze_mm_mlp_adapter:
         parts.add("projector")
     if not model.tune_mm_mlp_adapter:
-        parts.add("output_layer" if model.freeze_backbone else "language_model")
+        # LoRA freezes all of the language model, so that --freeze_backbone says nothing beside it.
+        parts.add("output_layer" if model.freeze_backbone and not model.lora_enable else "language_model")
     return frozenset(parts)
 
 

@@ -16,6 +16,8 @@ PROJECTOR = "projector.layers."
 LLAVA_PROJECTOR = "model.mm_projector."
 NEWLINE = "newline.embedding"
 LANGUAGE_MODEL = "language_model."
+TOWER = "vision_tower.tower."
+LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
 LLAVA_NEWLINE = "model.image_newline"
 
 
@@ -50,21 +52,32 @@ def plain_name(name: str) -> str:
     return name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
 
 
-def language_model_from_disk(name: str) -> str | None:
-    """A name in a causal language model's folder to one in the model; None for tables that old files carry along."""
-    return None if name.endswith("rotary_emb.inv_freq") else name
+def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
+    """A name in a causal language model's folder to one in the model; None for tables that old files carry along.
+
+    trunk: what the model calls all but its output layer. OPT's and GPT-2's published files hold the trunk alone, and
+    leave its name out.
+    """
+    if name.endswith("rotary_emb.inv_freq") or re.search(r"(?:^|\.)h\.\d+\.attn\.(?:masked_)?bias$", name):
+        return None
+    return name if name.startswith((f"{trunk}.", "lm_head.")) else f"{trunk}.{name}"
+
+
+def tower_to_llava(name: str) -> str:
+    """ "vision_tower.tower.x" as LLaVA spells it in whole models and beside adapters."""
+    return LLAVA_TOWER + name.removeprefix(TOWER)
+
+
+def tower_from_llava(name: str) -> str | None:
+    """A name in LLaVA's spelling, with anything before it, to one in the tower ("tower.x"); None for other tensors."""
+    _, found, rest = name.partition(LLAVA_TOWER)
+    return tower_from_disk(rest) if found else None
 
 
 def language_model_from_llava(name: str) -> str | None:
     """A name in LLaVA's format to the language model's; None for what LLaVA puts beside it."""
     beside = name.startswith(("model.mm_", "model.vision_", "model.image_"))
     return None if beside else language_model_from_disk(name)
-
-
-def tower_from_llava(name: str) -> str | None:
-    """A name in LLaVA's format to one in the tower ("tower.*"); None for other tensors."""
-    prefix = "model.vision_tower.vision_tower."
-    return tower_from_disk(name.removeprefix(prefix)) if name.startswith(prefix) else None
 
 
 def language_model_from_hf(name: str, inner: str) -> str | None:
@@ -78,7 +91,7 @@ def language_model_from_hf(name: str, inner: str) -> str | None:
         name = name.removeprefix("language_model.")
     elif name.startswith(("model.", "vision_tower.", "multi_modal_projector.", "image_newline")):
         return None
-    return language_model_from_disk(name)
+    return language_model_from_disk(name, inner)
 
 
 def tower_from_hf(name: str) -> str | None:

@@ -34,12 +34,6 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "add_time_instruction": (NO, "writing a video's times before its question is not here yet"),
     "dataloader_drop_last": (None, "no sample is left out, the last step of an epoch may be smaller"),
     "attn_implementation": (None, "the fastest attention that this machine has is chosen"),
-    "lora_enable": (NO, "training with LoRA is not here yet"),
-    **{
-        f"lora_{name}": (None, "it goes with --lora_enable, which is not here yet")
-        for name in ("r", "alpha", "dropout", "bias", "weight_path")
-    },
-    "bits": (("16",), "training a quantized model is not here yet"),
     "evaluation_strategy": (("no",), "run/evaluate.py scores a finished model"),
     "eval_strategy": (("no",), "run/evaluate.py scores a finished model"),
     "per_device_eval_batch_size": (None, "nothing is evaluated while training"),
@@ -53,6 +47,7 @@ PATHS = (
     "model_base",
     "vision_tower",
     "pretrain_mm_mlp_adapter",
+    "lora_weight_path",
     "data_path",
     "image_folder",
     "video_folder",
@@ -130,6 +125,8 @@ def parse_arguments(
     args = Arguments(model, data, training, frozenset(given))
     values = args.as_dict()
     args = args.replaced(**{name: os.path.expanduser(values[name]) for name in PATHS if values[name] is not None})
+    if args.model.lora_weight_path == "":  # LLaVA's way to say none
+        args = args.replaced(lora_weight_path=None)
 
     notes, problems = [], []
     for name, (allowed, reason) in WITHOUT_EFFECT.items():
@@ -140,7 +137,8 @@ def parse_arguments(
             problems.append(f"--{name} {value} is not supported ({reason}): leave it out or give {allowed[0]}")
         else:
             notes.append(f"--{name} {value} has no effect: {reason}")
-    problems += data_problems(args) + (training_problems(args) if to_train else [])
+    notes += unused_lora_flags(args)
+    problems += data_problems(args) + (training_problems(args) + lora_problems(args) if to_train else [])
     if problems:
         raise ConfigError("\n".join(problems))
     return args, notes
@@ -251,6 +249,11 @@ def training_problems(args: Arguments) -> list[str]:
         "--loss_reduction micro_batch depends on the layout, which --tokens_per_micro_batch changes: give one of them",
     )
     check(
+        not training.steps_across_epochs or training.tokens_per_micro_batch is None,
+        "--steps_across_epochs True counts in micro-batches of --per_device_train_batch_size samples, "
+        "--tokens_per_micro_batch makes others: give one of them",
+    )
+    check(
         training.deepspeed_config is not None,
         "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json",
     )
@@ -300,6 +303,61 @@ def _what_trains_problems(args: Arguments) -> list[str]:
     for name, part in (("mm_projector_lr", "projector"), ("mm_vision_tower_lr", "vision_tower")):
         if getattr(args.training, name) is not None and parts and part not in parts:
             problems.append(f"--{name} is a rate for the {part.replace('_', ' ')}, which does not train: leave it out")
+    return problems
+
+
+# Flags that say nothing without the one that they go with.
+LORA_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_weight_path")
+QUANTIZATION_FLAGS = ("quant_type", "double_quant")
+
+
+def unused_lora_flags(args: Arguments) -> list[str]:
+    """A line for every flag of LoRA and quantization that was given where it changes nothing.
+
+    Without a word about --lora_enable it would be a misunderstanding, which lora_problems names.
+    """
+    model = args.model
+    unused = []
+    if not model.lora_enable and "lora_enable" in args.given:
+        unused += [(name, "--lora_enable is False") for name in LORA_FLAGS]
+    if model.bits != 4:
+        unused += [(name, f"--bits is {model.bits}, not 4") for name in QUANTIZATION_FLAGS]
+    return [
+        f"--{name} {args.as_dict()[name]} has no effect: {why}"
+        for name, why in unused
+        if name in args.given and args.as_dict()[name] is not None
+    ]
+
+
+def lora_problems(args: Arguments) -> list[str]:
+    """Everything that is wrong with the flags of LoRA and quantization, a line each."""
+    model = args.model
+    problems = _below(args, lora_r=1, lora_alpha=1)
+
+    def check(ok: bool, message: str) -> None:
+        if not ok:
+            problems.append(message)
+
+    check(0 <= model.lora_dropout < 1, f"--lora_dropout is {model.lora_dropout}: give a value from 0 to below 1")
+    check(
+        not model.lora_enable or "language_model" in trained_parts(model),
+        "--lora_enable trains adapters of the language model, which "
+        + ("--tune_mm_mlp_adapter" if model.tune_mm_mlp_adapter else "--mm_tunable_parts")
+        + " leaves alone: choose one",
+    )
+    check(
+        model.lora_enable or model.bits == 16,
+        f"--bits {model.bits} needs --lora_enable True: packed weights can't train themselves, LoRA beside them can",
+    )
+    path = model.lora_weight_path
+    check(path is None or os.path.isdir(path), f"--lora_weight_path {path}: there is no such folder")
+    if not model.lora_enable and "lora_enable" not in args.given:
+        given = [f"--{name}" for name in LORA_FLAGS if name in args.given and args.as_dict()[name] is not None]
+        check(
+            not given,
+            f"{', '.join(given)} without --lora_enable would train the whole language model: give --lora_enable True, "
+            "or --lora_enable False if that is meant",
+        )
     return problems
 
 

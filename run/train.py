@@ -11,8 +11,9 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from llava_ds.arguments import Arguments, trained_parts, trains_projector_only
+from llava_ds.arguments import Arguments, steps_go_across_epochs, trained_parts, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
+from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
@@ -43,6 +44,7 @@ from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
 from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
+from llava_ds.model.quantize import exact_products
 from llava_ds.model.recompute import recompute_layers
 from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.progress import Progress
@@ -62,7 +64,7 @@ def main(argv: list[str]) -> None:
     quiet_libraries()
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
     args, more_notes = take_from_model(args)
-    if problems := export_problems(args):
+    if not args.model.lora_enable and (problems := export_problems(args)):
         raise ConfigError("\n".join(problems))
     raw_config = read_ds_config(args.training.deepspeed_config)
     ranks = init_ranks()
@@ -95,9 +97,10 @@ def main(argv: list[str]) -> None:
         args.training.per_device_train_batch_size,
         args.training.gradient_accumulation_steps,
         args.training.tokens_per_micro_batch,
+        steps_go_across_epochs(args.training),
     )
     order = _sample_order(args, dataset, layout)
-    per_epoch = order.steps_per_epoch
+    per_epoch = layout.steps_per_epoch(order)
     num_steps = total_steps(args.training, per_epoch)
     resolved = together(ranks, partial(resolve, num_steps=num_steps))
     # A compiler that only some machines have decides which Adam is filled in.
@@ -189,6 +192,8 @@ def main(argv: list[str]) -> None:
     if trains_projector_only(args.model):
         paths = export_projector(model, plan, args.model, dataset.pictures, output_dir, ranks)
         print_first(f"projector: {', '.join(map(str, paths))}")
+    elif args.model.lora_enable:
+        _export_adapter_and_check(engine, plan, args, dataset, output_dir, ranks)
     else:
         _export_and_check(engine, plan, args, dataset, output_dir, ranks)
 
@@ -275,6 +280,21 @@ def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_
         layouts = [layout for _, layout in sample.media]
         difference = compare_reloaded(output_dir, batch, layouts, tower.mean, tower.std, logits)
         print(f"model: {output_dir} (reloaded with transformers, logits differ by {difference:.1e} of the largest)")
+
+
+def _export_adapter_and_check(
+    engine, plan: ModelPlan, args: Arguments, dataset, output_dir: Path, ranks: Ranks
+) -> None:
+    """The folder of LLaVA and peft, proven on one sample: peft has to compute the same logits from it."""
+    batch = collate([dataset.example()], dataset.pictures).to(ranks.device)
+    engine.eval()
+    with torch.no_grad(), exact_products(engine.module):
+        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
+        embeds = engine.module.embed(batch)
+    export_adapter(engine.module, plan, args.model, dataset.pictures, output_dir, ranks)
+    if ranks.is_first:
+        difference = compare_reloaded_adapter(output_dir, plan, args.model, embeds, logits)
+        print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
 
 
 if __name__ == "__main__":

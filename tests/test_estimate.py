@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -9,7 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import toys
 from launching import ROOT, ds_config
+from safetensors import safe_open
+from transformers import BloomConfig
 
 from llava_ds.constants import ConfigError
 
@@ -147,6 +151,25 @@ def test_bad_input_is_said_with_what_to_do(main, flags, message):
     with pytest.raises(ConfigError) as caught:
         main(flags)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("family", toys.FAMILIES)
+def test_every_family_is_counted_and_other_layers_than_llamas_are_said(family, main, capsys, tmp_path):
+    base = toys.write_base(tmp_path, family=family)
+    with safe_open(Path(base["model_name_or_path"]) / "model.safetensors", framework="pt") as written:
+        size = sum(math.prod(written.get_slice(name).get_shape()) for name in written.keys())
+    main([token for name, value in base.items() for token in (f"--{name}", value)])
+    lines = capsys.readouterr().out.splitlines()
+    assert f"language_model {size:,})" in lines[0]
+    others = family in ("qwen3", "phi3", "gemma2", "gpt2", "opt")
+    assert ("this model has other layers: a guide only" in lines[2]) == others
+
+
+def test_a_language_model_that_training_refuses_is_refused(main, tmp_path):
+    base = toys.write_base(tmp_path)
+    BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4).save_pretrained(tmp_path / "bloom")
+    with pytest.raises(ConfigError, match="is of the kind bloom, which can't be trained here: its attention"):
+        main(["--model_name_or_path", str(tmp_path / "bloom"), "--vision_tower", base["vision_tower"]])
 
 
 def test_every_problem_is_said_at_once(main):

@@ -6,7 +6,7 @@ import pytest
 
 from llava_ds.arguments import ModelArguments, trained_parts, trains_projector_only
 from llava_ds.constants import ConfigError
-from llava_ds.parsing import WITHOUT_EFFECT, parse_arguments
+from llava_ds.parsing import WITHOUT_EFFECT, parse_arguments, read_recipe
 
 ZERO2 = str(Path(__file__).parents[1] / "ds_configs" / "zero2.json")
 NEEDED = ["--deepspeed_config", ZERO2, "--output_dir", "out"]
@@ -134,7 +134,8 @@ def test_llava_nexts_scripts_parse_and_name_what_has_no_effect(next_script):
     args, notes = parse_arguments(next_script)
     assert (args.data.frames_upbound, args.data.force_sample) == (110, True)
     named = {note.split()[0].removeprefix("--") for note in notes}
-    assert named == {token.removeprefix("--") for token in next_script} & set(WITHOUT_EFFECT)
+    unused = {"lora_r", "lora_alpha", "lora_dropout", "lora_bias"}  # it says --lora_enable False
+    assert named == {token.removeprefix("--") for token in next_script} & set(WITHOUT_EFFECT) | unused
     assert len(named) > 15
 
 
@@ -195,8 +196,6 @@ def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
         ("mm_resampler_type", "perceiver", "None"),
         ("early_mix_text", "True", "False"),
         ("add_time_instruction", "True", "False"),
-        ("lora_enable", "True", "False"),
-        ("bits", "4", "16"),
     ],
 )
 def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
@@ -274,6 +273,10 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
             "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",
         ),
         (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket makes another"),
+        (
+            ["--steps_across_epochs", "True", "--tokens_per_micro_batch", "900"],
+            "--steps_across_epochs True counts in micro-batches of --per_device_train_batch_size samples",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(argv, expected):
@@ -326,3 +329,73 @@ def test_replaced_changes_a_flag_in_whichever_section():
     args = parse().replaced(version="plain", image_folder="x", bf16=True)
     assert (args.model.version, args.data.image_folder, args.training.bf16) == ("plain", "x", True)
     assert args.as_dict() == {**parse().as_dict(), "version": "plain", "image_folder": "x", "bf16": True}
+
+
+# LLaVA's scripts/v1_5/finetune_lora.sh and scripts/finetune_qlora.sh, but for the paths.
+LORA_SCRIPT = """
+    --lora_enable True --lora_r 128 --lora_alpha 256 --mm_projector_lr 2e-5 --deepspeed {zero2}
+    --model_name_or_path {here}/llama --version v1 --data_path {here}/data.json --image_folder {here}/images
+    --vision_tower {here}/clip --pretrain_mm_mlp_adapter {here}/mm_projector.bin --mm_projector_type mlp2x_gelu
+    --mm_vision_select_layer -2 --mm_use_im_start_end False --mm_use_im_patch_token False --image_aspect_ratio pad
+    --group_by_modality_length True --bf16 True --output_dir out --num_train_epochs 1 --per_device_train_batch_size 16
+    --per_device_eval_batch_size 4 --gradient_accumulation_steps 1 --evaluation_strategy no --save_strategy steps
+    --save_steps 50000 --save_total_limit 1 --learning_rate 2e-4 --weight_decay 0. --warmup_ratio 0.03
+    --lr_scheduler_type cosine --logging_steps 1 --tf32 True --model_max_length 2048 --gradient_checkpointing True
+    --dataloader_num_workers 4 --lazy_preprocess True --report_to wandb"""
+
+
+@pytest.fixture
+def lora_script(tmp_path) -> list[str]:
+    for name in ("llama", "clip", "images"):
+        (tmp_path / name).mkdir()
+    for name in ("data.json", "mm_projector.bin"):
+        (tmp_path / name).write_text("[]")
+    return LORA_SCRIPT.format(zero2=ZERO2, here=tmp_path).split()
+
+
+def test_llavas_lora_scripts_parse(lora_script):
+    args, notes = parse_arguments(lora_script)
+    model = args.model
+    assert (model.lora_enable, model.lora_r, model.lora_alpha, model.lora_dropout) == (True, 128, 256, 0.05)
+    assert (model.lora_bias, model.lora_weight_path, model.bits) == ("none", None, 16)
+    assert not any("lora" in note for note in notes)
+    args, notes = parse_arguments([*lora_script, "--bits", "4", "--double_quant", "False", "--lora_weight_path", ""])
+    assert (args.model.bits, args.model.quant_type, args.model.double_quant) == (4, "nf4", False)
+    assert args.model.lora_weight_path is None
+
+
+def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
+    recipe = read_recipe(Path(__file__).parents[1] / "run" / "recipes" / "llava-v1.5-7b-lora.yaml")
+    args, _ = parse_arguments(lora_script)
+    same = set(recipe) - {"train_batch_size", "save_steps"}
+    assert {name: args.as_dict()[name] for name in same} == {name: recipe[name] for name in same}
+    assert recipe["train_batch_size"] == 16 * 8  # on the script's 8 GPUs
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lora_enable True --lora_r 0", "--lora_r is 0: give 1 or more"),
+        ("--lora_enable True --lora_alpha 0", "--lora_alpha is 0: give 1 or more"),
+        ("--lora_enable True --lora_dropout 1", "--lora_dropout is 1.0: give a value from 0 to below 1"),
+        ("--lora_enable True --lora_weight_path nowhere", "--lora_weight_path nowhere: there is no such folder"),
+        ("--lora_enable True --tune_mm_mlp_adapter True", "which --tune_mm_mlp_adapter leaves alone: choose one"),
+        ("--lora_enable True --mm_tunable_parts mm_mlp_adapter", "which --mm_tunable_parts leaves alone: choose one"),
+        ("--bits 4", "--bits 4 needs --lora_enable True: packed weights can't train themselves"),
+        ("--lora_r 8 --lora_alpha 8", "--lora_r, --lora_alpha without --lora_enable would train the whole language"),
+    ],
+)
+def test_flags_of_lora_that_contradict_are_refused(flags, message):
+    assert message in refused(*NEEDED, *flags.split())
+
+
+@pytest.mark.parametrize("flags", ["--bits 3", "--quant_type int4", "--lora_bias some"])
+def test_unknown_kinds_of_lora_are_refused(flags):
+    assert "invalid choice" in refused(*NEEDED, "--lora_enable", "True", *flags.split())
+
+
+def test_flags_that_say_nothing_without_4_bits_are_named():
+    flags = ("--lora_enable", "True", "--bits", "8", "--quant_type", "fp4", "--double_quant", "False")
+    _, notes = parse_arguments([*NEEDED, *flags])
+    assert "--quant_type fp4 has no effect: --bits is 8, not 4" in notes
+    assert "--double_quant False has no effect: --bits is 8, not 4" in notes

@@ -57,6 +57,8 @@ FAMILIES = {
         "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 17, "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 8.0, "hidden_activation": "gelu_pytorch_tanh",
     },
+    # Names of its own for trunk and ends, which are tied.
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_inner": 48},
     # Learned positions, biases, embeddings tied.
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.2, "pad_token_id": 1},
 }  # fmt: skip

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, normalizers
 from transformers import (
     AddedToken,
+    AutoConfig,
     CLIPImageProcessorPil,
     GenerationConfig,
     LlavaConfig,
@@ -34,7 +35,7 @@ from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import Ranks
 from llava_ds.geometry import MediaLayout, PictureOptions
 from llava_ds.model.build import ModelPlan
-from llava_ds.model.hf import HF_CLASSES, merged_embeds
+from llava_ds.model.hf import HF_CLASSES, attention_options, merged_embeds
 from llava_ds.model.language import HF_HEAD, embedding_name, final_logits, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
 
@@ -307,8 +308,12 @@ def compare_reloaded(
     logits (T, V) of the trained model at every position. Returns the largest difference relative to the largest
     magnitude. Raises RuntimeError when it is above TOLERANCE.
     """
-    model_type = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))["model_type"]
-    reloaded = HF_CLASSES[model_type].from_pretrained(output_dir, dtype=logits.dtype, local_files_only=True).eval()
+    config = AutoConfig.from_pretrained(output_dir, local_files_only=True)
+    model_type = config.model_type
+    reloaded = HF_CLASSES[model_type].from_pretrained(
+        output_dir, dtype=logits.dtype, local_files_only=True, **attention_options(config)
+    )
+    reloaded.eval()
     batch = batch.to(torch.device("cpu"))
     pixels = ((batch.pixel_values.float() / 255 - mean.cpu()) / std.cpu()).to(logits.dtype)  # (N, 3, S, S)
     ids = batch.input_ids.clone()

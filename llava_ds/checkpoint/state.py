@@ -15,6 +15,7 @@ from llava_ds.checkpoint import commit
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, barrier
 from llava_ds.ds_config.zero import offload_device
+from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
 
 ENGINE = "engine"  # the tag under which DeepSpeed writes its part
 TRAINER = "trainer.json"
@@ -24,7 +25,7 @@ FREE_FLAGS = {
     "output_dir", "resume", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "cache_dir",
     "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "model_base",
     "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter",
-    "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run",
+    "lora_weight_path", "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run",
 }  # fmt: skip
 
 
@@ -56,6 +57,8 @@ class RunIdentity:
         for name in ("model_name_or_path", "model_base", "vision_tower"):
             folder = getattr(args.model, name)
             flags[name] = folder and folder_digest(Path(folder))
+        if args.model.lora_weight_path is not None:
+            flags["lora_weight_path"] = adapter_digest(Path(args.model.lora_weight_path))
         zero_stage = ds_config["zero_optimization"].get("stage", 0)
         deciding = {key: ds_config.get(key) for key in DECIDING_SECTIONS}
         on_nvme = offload_device(ds_config, "offload_optimizer") == "nvme"
@@ -87,6 +90,13 @@ def folder_digest(folder: Path) -> str:
     listed = sorted((path.name, path.stat().st_size) for path in weights)
     settings = [file.read_bytes() for name in SETTINGS if (file := folder / name).is_file()]
     return hashlib.sha256(repr((*settings, listed)).encode()).hexdigest()
+
+
+def adapter_digest(folder: Path) -> str:
+    """A hash of an adapter folder: its settings, its weights, and the projector beside them."""
+    files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / NON_LORA]
+    listed = [(file.name, commit.sha256(file)) for file in files if file is not None and file.is_file()]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def save(engine, output_dir: Path, step: int, identity: RunIdentity, limit: int | None, ranks: Ranks) -> Path:

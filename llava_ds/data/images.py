@@ -134,11 +134,11 @@ def to_pixels(
     if aspect_ratio == "pad":
         return _tensor(_padded(image, size, tuple(int(value * 255) for value in mean)))
     if aspect_ratio == "stretch":
-        return _tensor(image.resize((size, size), Image.Resampling.BICUBIC))
+        return _tensor(_resized(image, (size, size)))
     width, height = geometry.resized_size(*image.size, size)
     if width * height > max_pixels:
         raise DataError(_too_narrow(image.size, (width, height)))
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    image = _resized(image, (width, height))
     return _tensor(image.crop(geometry.centre_box(*image.size, size)))
 
 
@@ -256,8 +256,9 @@ def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: Picture
         if padded > _PADDED_TIMES * options.max_pixels or max(size) * options.size > options.max_pixels:
             raise DataError(f"{ref.path}: a picture of {size[0]} x {size[1]} is too narrow to be padded: leave it out")
         return
-    resized = geometry.resized_size(*size, options.size)
-    if aspect_ratio != "stretch" and resized[0] * resized[1] > options.max_pixels:
+    stretched = options.size, size[1]  # half-way, see _resized
+    resized = stretched if aspect_ratio == "stretch" else geometry.resized_size(*size, options.size)
+    if resized[0] * resized[1] > options.max_pixels:
         raise DataError(f"{ref.path}: {_too_narrow(size, resized)}")
 
 
@@ -291,8 +292,8 @@ def _cut(image: Image.Image, size: Size, pinpoint: Size, side: int) -> list[torc
     fitted = geometry.fitted_size(size, pinpoint)
     canvas = Image.new("RGB", pinpoint, (0, 0, 0))
     corner = (pinpoint[0] - fitted[0]) // 2, (pinpoint[1] - fitted[1]) // 2
-    canvas.paste(image.resize(fitted, Image.Resampling.BICUBIC), corner)
-    overview = image.resize((side, side), Image.Resampling.BICUBIC)
+    canvas.paste(_resized(image, fitted), corner)
+    overview = _resized(image, (side, side))
     boxes = [
         (left, top, left + side, top + side)
         for top in range(0, pinpoint[1], side)
@@ -301,10 +302,20 @@ def _cut(image: Image.Image, size: Size, pinpoint: Size, side: int) -> list[torc
     return [_tensor(overview), *(_tensor(canvas.crop(box)) for box in boxes)]
 
 
+def _resized(image: Image.Image, size: Size) -> Image.Image:
+    """The picture in another size, bicubic, in width first and then in height: LLaVA's pixels with any Pillow.
+
+    Pillow 13 begins with the height where that is less work, and rounds otherwise: by up to 15 of 255 in a stretched
+    overview.
+    """
+    narrow = image.resize((size[0], image.height), Image.Resampling.BICUBIC)
+    return narrow.resize(size, Image.Resampling.BICUBIC)
+
+
 def _padded(image: Image.Image, size: int, colour: tuple[int, ...]) -> Image.Image:
     """The picture in the middle of a square, which is resized to size x size.
 
-    The square is made and narrowed a band at a time, which gives the same pixels, for Pillow resizes rows first; and
+    The square is made and narrowed a band at a time, which gives the same pixels as _resized; and
     all rows of padding are one row. Source: LLaVA's expand2square.
     """
     side, left, top = geometry.square_padding(*image.size)

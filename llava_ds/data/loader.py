@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,28 +13,54 @@ import torch
 from llava_ds.batch import Batch
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
-from llava_ds.data.packing import plan_by_count, plan_by_tokens
+from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.geometry import PictureOptions
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the samples of a step are laid out on ranks and micro-batches."""
+    """How the samples of a step are laid out on ranks and micro-batches.
+
+    across_epochs: steps of whole micro-batches, on into the next epoch, as LLaVA's trainer has them.
+    """
 
     rank: int
     world_size: int
     micro_batch_size: int
     num_micro_batches: int
     tokens_per_micro_batch: int | None
+    across_epochs: bool = False
 
     @property
     def batch_size(self) -> int:
         """Samples of an optimizer step over all ranks."""
         return self.world_size * self.micro_batch_size * self.num_micro_batches
 
-    def plan(self, samples: list[int], lengths: list[int]) -> list[list[list[int]]]:
-        """[rank][micro-batch] -> samples; lengths are those of the whole data set."""
+    def steps_per_epoch(self, order: SampleOrder) -> int:
+        """Optimizer steps that count as one pass over the data."""
+        if not self.across_epochs:
+            return order.steps_per_epoch
+        micro_batches = math.ceil(order.num_samples / (self.world_size * self.micro_batch_size))
+        return max(1, micro_batches // self.num_micro_batches)
+
+    def steps(
+        self, order: SampleOrder, lengths: list[int], start_step: int
+    ) -> Iterator[tuple[list[int], list[list[list[int]]]]]:
+        """The samples of every step from start_step on, and their plan ([rank][micro-batch] -> samples), without end.
+
+        lengths: those of the whole data set.
+        """
+        if not self.across_epochs:
+            yield from ((samples, self._plan(samples, lengths)) for samples in order.steps(start_step))
+            return
+        epochs = map(order.epoch, itertools.count())
+        plans = plans_across_epochs(epochs, self.world_size, self.num_micro_batches, self.micro_batch_size)
+        for plan in itertools.islice(plans, start_step, None):
+            in_turn = itertools.chain.from_iterable(zip(*plan))  # the first micro-batch of every rank, and so on
+            yield [sample for micro_batch in in_turn for sample in micro_batch], plan
+
+    def _plan(self, samples: list[int], lengths: list[int]) -> list[list[list[int]]]:
         if self.tokens_per_micro_batch is None:
             return plan_by_count(samples, self.world_size, self.num_micro_batches, self.micro_batch_size)
         return plan_by_tokens(samples, [lengths[i] for i in samples], self.world_size, self.tokens_per_micro_batch)
@@ -139,8 +166,8 @@ class _PlannedSteps:
     num_steps: int
 
     def __iter__(self) -> Iterator[tuple[list[int], list[list[list[int]]]]]:
-        for samples in itertools.islice(self.order.steps(self.start_step), self.num_steps - self.start_step):
-            yield samples, self.layout.plan(samples, self.dataset.lengths)
+        steps = self.layout.steps(self.order, self.dataset.lengths, self.start_step)
+        yield from itertools.islice(steps, self.num_steps - self.start_step)
 
 
 @dataclass(frozen=True)

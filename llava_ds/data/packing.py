@@ -3,6 +3,9 @@
 The plan follows from the samples' lengths alone, so every rank makes the same one and nothing is communicated.
 """
 
+import itertools
+from collections.abc import Iterable, Iterator
+
 
 def plan_by_count(
     samples: list[int], world_size: int, num_micro_batches: int, micro_size: int
@@ -22,6 +25,31 @@ def plan_by_count(
         plan[rank][micro] = samples[first : first + size]
         first += size
     return plan
+
+
+def plans_across_epochs(
+    epochs: Iterable[list[int]], world_size: int, num_micro_batches: int, micro_size: int
+) -> Iterator[list[list[list[int]]]]:
+    """Step after step of whole micro-batches, which goes on into the next epoch where one ends within it.
+
+    Several ranks' last micro-batches of an epoch are filled up from its first samples; a single rank's stays short.
+    epochs: the samples of each, in order; plans as plan_by_count returns them.
+    Source: transformers 4.37's Trainer with accelerate 0.21's BatchSamplerShard, under LLaVA.
+    """
+    taken, step = 0, []
+    for samples in epochs:
+        size = world_size * micro_size
+        if world_size > 1:
+            samples = samples + list(itertools.islice(itertools.cycle(samples), -len(samples) % size))
+        last = -(-len(samples) // size) - 1
+        for i in range(last + 1):
+            of_all = samples[i * size : (i + 1) * size]
+            step.append([of_all[rank * micro_size : (rank + 1) * micro_size] for rank in range(world_size)])
+            taken += 1
+            # What is shorter than a step by itself ends one, too, and the count goes on: so it is in transformers.
+            if taken % num_micro_batches == 0 or i == last < num_micro_batches:
+                yield [list(micro_batches) for micro_batches in zip(*step)]
+                step = []
 
 
 def plan_by_tokens(samples: list[int], lengths: list[int], world_size: int, max_tokens: int) -> list[list[list[int]]]:

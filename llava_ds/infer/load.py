@@ -15,7 +15,7 @@ from transformers import (
 
 from llava_ds.constants import ConfigError
 from llava_ds.geometry import PictureOptions
-from llava_ds.model.hf import HF_CLASSES
+from llava_ds.model.hf import HF_CLASSES, attention_options
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ def load_model(path: str | Path, device: str | None = None) -> LoadedModel:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{path} holds no exported model (no config.json): train one first, as make finetune does")
     try:
-        kind = AutoConfig.from_pretrained(path, local_files_only=True).model_type
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        kind = config.model_type
         if kind not in HF_CLASSES:
             raise ValueError(f"its model_type is {kind!r}, expected {' or '.join(HF_CLASSES)}")
         processor = AutoProcessor.from_pretrained(path, local_files_only=True)
         model, report = HF_CLASSES[kind].from_pretrained(
-            path, dtype="auto", local_files_only=True, output_loading_info=True
+            path, dtype="auto", local_files_only=True, output_loading_info=True, **attention_options(config)
         )
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise ConfigError(f"{path} can't be opened as a LLaVA: {error}") from error

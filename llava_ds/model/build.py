@@ -2,19 +2,20 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
-from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
 from llava_ds import formats
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, print_first
+from llava_ds.model import lora, quantize
 from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.folders import read_parts
 from llava_ds.model.language import length_problem
@@ -58,10 +59,12 @@ class ModelPlan:
 def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     """Read configurations, tokenizer, and the names and shapes of all weights, which are compared with the model's.
 
-    Raises ConfigError for folders that can't be used, and DataError for weights that don't fit.
+    Raises ConfigError for folders that can't be used and packages that are missing, DataError for weights that don't
+    fit.
     """
+    lora.check_lora(args)
     parts = read_parts(args)
-    text_config, sources = parts.text_config, parts.sources
+    text_config, sources = parts.text_config, _beside_adapter(args, parts.sources)
     refuse_unfit_language_model(args.model_name_or_path, text_config)
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
@@ -81,16 +84,37 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     return plan
 
 
+def _beside_adapter(args: ModelArguments, sources: Sources) -> Sources:
+    """What was trained beside the adapter of --lora_weight_path wins over what that training began with."""
+    path = lora.trained_with_it(args)
+    if path is None:
+        return sources
+    renames = {
+        "vision_tower": formats.tower_from_llava,
+        "projector": formats.projector_from_llava,
+        "newline": formats.newline_from_llava,
+    }
+    trained = {part: Source("--lora_weight_path", path, rename) for part, rename in renames.items()}
+    return replace(sources, **{part: source for part, source in trained.items() if source.open().shapes})
+
+
 def build_model(
     plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, seed: int, ranks: Ranks
 ) -> LlavaModel:
-    """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start."""
+    """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start,
+    but LoRA's, which become one in deepspeed.initialize."""
     with freed_memory_returns():
         model = _construct(plan, args, ds_config, dtype, ranks)
         for name, part in model.named_children():
             _fill(name, part, plan, args, seed, ranks)
     if ranks.is_first:
         print_first(*left_out(plan.sources))
+    if args.lora_enable:
+        lora.add_lora(model.language_model, args, seed)
+    if args.lora_weight_path is not None:
+        llm, file = model.language_model, lora.adapter_file(args.lora_weight_path)
+        trained = {name: p for name, p in llm.named_parameters() if p.requires_grad}
+        load_weights(trained, WeightFiles(file, lora.names_from_peft(llm)), ranks, "--lora_weight_path")
     return model
 
 
@@ -98,7 +122,9 @@ def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: to
     """The model before its weights."""
     zero3 = ds_config["zero_optimization"].get("stage") == 3
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
-    with _construction(ds_config, dtype, ranks.device, zero3):
+    # Weights that will be packed are never touched as they are born: on the CPU they then take no memory.
+    birthplace = ranks.device if args.bits == 16 else torch.device("cpu")
+    with _construction(ds_config, dtype, birthplace, zero3):
         model = assemble(plan.text_config, plan.tower, args, mean, std)
     assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
@@ -107,6 +133,10 @@ def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: to
         # One gather per layer instead of one per matrix: fewer hooks and collectives, the same arithmetic.
         deepspeed.utils.set_z3_leaf_modules(model, layer_classes(model))
 
+    if args.bits < 16:
+        names = lora.linear_names(model.language_model)
+        quantize.quantize_layers(model.language_model, names, args, dtype)
+        quantize.move_the_rest(model, ranks.device)
     return model
 
 
@@ -169,13 +199,13 @@ def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch
 def _construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool) -> Iterator[None]:
     """Where modules are born: in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3.
 
-    Rotary tables are computed in float32 whatever the dtype: zero.Init would make them bfloat16 (transformers 5).
+    Rotary tables are computed in float32 whatever the dtype, wherever their modules ask for it.
     """
     before = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_init_weights())
         if zero3:
-            stack.enter_context(prevent_arange_dtype_change())
+            stack.enter_context(_dtypes_as_asked())
             # Not dtype=: on CPU, DeepSpeed 0.19.8 takes bfloat16 whatever is given there; from the config it is right.
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
         else:
@@ -185,3 +215,27 @@ def _construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zer
             yield
         finally:
             torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _dtypes_as_asked() -> Iterator[None]:
+    """Let zero.Init choose where tensors are made and not of which dtype; to be entered before it.
+
+    DeepSpeed 0.19.8 rounds every floating-point tensor that a module makes, with the factors of Phi-3's rotary angles
+    among them. transformers' own remedy (prevent_arange_dtype_change) knows torch.arange only.
+    """
+
+    def constructor(function, target_fp_dtype, target_device):
+        def made(*args, **kwargs):
+            if kwargs.get("device") is None and target_device is not None:
+                kwargs["device"] = target_device
+            return function(*args, **kwargs)
+
+        return made
+
+    before = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+    partition_parameters.zero_wrapper_for_fp_tensor_constructor = constructor
+    try:
+        yield
+    finally:
+        partition_parameters.zero_wrapper_for_fp_tensor_constructor = before

@@ -15,7 +15,8 @@ from llava_ds import formats
 from llava_ds.arguments import Arguments, ModelArguments, trains_projector_only
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.model import adapters
-from llava_ds.model.language import read_text_config
+from llava_ds.model.language import read_text_config, trunk_name
+from llava_ds.model.lora import trained_with_it
 from llava_ds.model.said import said_by_hf, said_by_llava, taken
 from llava_ds.model.sources import Overlaid, Source, Sources
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, vision_config
@@ -120,8 +121,9 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
         return _read_llava(path, config)
     if kind == "llava_mpt":
         raise ConfigError(f"{FLAG} {path} is LLaVA's MPT, which is not here: give a model of another family")
-    source = Source(FLAG, path, formats.language_model_from_disk)
-    return ModelFolder(path, "a language model", read_text_config(path), source, tokenizer=path)
+    text = read_text_config(path)
+    rename = partial(formats.language_model_from_disk, trunk=trunk_name(text))
+    return ModelFolder(path, "a language model", text, Source(FLAG, path, rename), tokenizer=path)
 
 
 def _read_config(path: str) -> dict:
@@ -186,8 +188,7 @@ def _read_hf(path: str, config: dict) -> ModelFolder:
     text, where = whole.text_config, f"{FLAG} {path}"
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{where}: its text_config is a {text.model_type}, expected a language model")
-    inner = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].base_model_prefix
-    rename = partial(formats.language_model_from_hf, inner=inner)
+    rename = partial(formats.language_model_from_hf, inner=trunk_name(text))
     names = tensor_names(path)
     # Version 4 went by the text_config, 5 goes by the whole one; files that hold an output layer know better than both.
     has_output = any(rename(name) == "lm_head.weight" for name in names)
@@ -324,7 +325,7 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     path = args.model.model_name_or_path
     folder = None if path is None else read_folder(path, args.model.model_base)
     brings_projector = folder is not None and folder.projector is not None
-    given_projector = args.model.pretrain_mm_mlp_adapter is not None
+    given_projector = args.model.pretrain_mm_mlp_adapter is not None or trained_with_it(args.model) is not None
     lines = []
     if folder is not None:
         values = taken(args, folder.flags, path, brings_projector and not given_projector)

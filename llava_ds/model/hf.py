@@ -4,13 +4,22 @@
 from functools import partial
 
 import torch
-from transformers import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration
+from transformers import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration, PreTrainedConfig
 
 from llava_ds.batch import Batch
 from llava_ds.model.llava import merged
 from llava_ds.model.projector import with_newlines
 
 HF_CLASSES = {"llava": LlavaForConditionalGeneration, "llava_next": LlavaNextForConditionalGeneration}  # by model_type
+
+
+def attention_options(config: PreTrainedConfig) -> dict[str, object]:
+    """What from_pretrained has to be told of a LLaVA's attention, by its configuration.
+
+    transformers 5.17 takes SDPA for Gemma 2 by itself, which leaves its soft caps out without a word; 5.23 does not.
+    """
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": {"text_config": "eager"}} if capped else {}
 
 
 def merged_embeds(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from llava_ds.constants import ConfigError
 
@@ -31,13 +31,14 @@ def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
             f"--model_max_length is {max_length}, but the language model knows {longest} positions: "
             f"give {longest} or less"
         )
-    if rope.get("rope_type") == "longrope":
-        switch = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
-        if max_length > switch:
-            return (
-                f"--model_max_length is {max_length}, but from {switch} tokens on the language model turns to other "
-                f"rotary angles, for all samples that lie beside a long one, too: give {switch} or less"
-            )
+    # Angles of these kinds follow the longest sample of a forward, and with it the angles of all others in a pack.
+    switches = {"longrope": rope.get("original_max_position_embeddings"), "dynamic": longest}
+    switch = switches.get(rope.get("rope_type"))
+    if switch is not None and max_length > switch:
+        return (
+            f"--model_max_length is {max_length}, but from {switch} tokens on the language model turns to other "
+            f"rotary angles, for all samples that lie beside a long one, too: give {switch} or less"
+        )
     return None
 
 
@@ -50,6 +51,11 @@ def length_note(config: PreTrainedConfig, max_length: int) -> str | None:
         f"--model_max_length is {max_length}, but the language model was made for {longest} positions: "
         "longer samples train at positions that it has never seen"
     )
+
+
+def trunk_name(config: PreTrainedConfig) -> str:
+    """What the family calls all of the model but its output layer."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix
 
 
 def mlp_width(config: PreTrainedConfig) -> int:

@@ -125,6 +125,10 @@ def _end_problem(model: nn.Module) -> str | None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None or head.in_features != model.config.hidden_size:
         return "its output layer is not the mere matrix that transformers' Llava has there"
+    inside = {id(parameter) for parameter in (*model.base_model.parameters(), head.weight)}
+    outside = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
+    if outside:
+        return f"transformers' Llava has no place for its {outside[0]}"
     return None
 
 

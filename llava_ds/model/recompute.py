@@ -42,5 +42,13 @@ def _spread(count: int, total: int) -> set[int]:
     return {index * total // count for index in range(count)}
 
 
-def _by_deepspeed(layer, hidden_states: torch.Tensor) -> torch.Tensor:
-    return deepspeed.checkpointing.checkpoint(layer, hidden_states)
+def _by_deepspeed(layer, hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
+    if hidden_states.grad_fn is None:
+        # Nothing in front of the first layer trains, as it may be with LoRA. DeepSpeed 0.19's function is an autograd
+        # function of its inputs, without whose gradients those within get none.
+        hidden_states.requires_grad_()
+    if hidden_states.is_leaf or hidden_states._is_view():
+        # It empties what it keeps elsewhere, which a leaf does not survive, and a view (OPT's layers return one) loses
+        # its gradient by.
+        hidden_states = hidden_states.clone()
+    return deepspeed.checkpointing.checkpoint(lambda hidden: layer(hidden, *others), hidden_states)

@@ -10,6 +10,7 @@ from torch import nn
 
 from llava_ds.constants import DataError
 from llava_ds.distributed import Ranks, all_sum
+from llava_ds.model import quantize
 from llava_ds.model.weight_files import Weights
 
 MAX_SHOWN = 4  # problems named in one message
@@ -18,20 +19,30 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, source: Weights, ranks: Ranks, what: str) -> None:
+def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str) -> None:
     """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
 
-    Raises DataError when a tensor is missing, has another shape or is not the module's, and RuntimeError when what the
-    ranks hold differs from what was read (weights put into partitioned parameters can vanish silently).
+    module: or some of its parameters by name. Weights of quantized layers are packed as they come, and it is the packed
+    ones that are summed. Raises DataError when a tensor is missing, has another shape or is not the module's, and
+    RuntimeError when what the ranks hold differs from what was read (weights put into partitioned parameters can vanish
+    silently).
     """
     check_fit(module, source, what)
-    parameters = dict(module.named_parameters())  # a tied weight appears once
+    parameters, _ = _parameters(module)
     sums = torch.zeros(len(parameters), dtype=torch.int64)
     order = {name: i for i, name in enumerate(parameters)}
+    partitioned_one = next((p for p in parameters.values() if hasattr(p, "ds_id")), None)
     for name, read in source.tensors():
         if name not in parameters:
             continue
         parameter = parameters[name]
+        if quantize.is_packed(parameter):
+            packed = quantize.pack(module, name, read(), ranks.device)
+            sums[order[name]] = _bit_sum(packed.data)
+            if partitioned_one is not None:
+                partitioned_one.convert_to_zero_parameters(param_list=[packed])
+            parameters[name] = packed
+            continue
         partitioned = hasattr(parameter, "ds_id")
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
             if ranks.is_first or not partitioned:
@@ -42,13 +53,20 @@ def load_weights(module: nn.Module, source: Weights, ranks: Ranks, what: str) ->
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 
 
-def check_fit(module: nn.Module, source: Weights, what: str) -> None:
+def _parameters(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], set[str]]:
+    """By name, a tied weight once; and the other names of tied ones."""
+    if not isinstance(module, nn.Module):
+        return dict(module), set()
+    parameters = dict(module.named_parameters())
+    return parameters, {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
+
+
+def check_fit(module: nn.Module | dict[str, nn.Parameter], source: Weights, what: str) -> None:
     """Compare names and shapes before anything is read; every rank finds the same, so none waits for another.
 
     Raises DataError when a tensor is missing, has another shape or is not the module's.
     """
-    parameters = dict(module.named_parameters())  # a tied weight appears once
-    aliases = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
+    parameters, aliases = _parameters(module)
     problems = []
     for names, problem in (
         (sorted(set(parameters) - set(source.shapes)), "missing"),
@@ -84,7 +102,7 @@ def freed_memory_returns() -> Iterator[None]:
 
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bit patterns: exact, in any order, and additive over partitions."""
-    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.contiguous().view(width).flatten()
     # In pieces, for the sum makes 64-bit numbers of all that it is given first.
     return sum((piece.sum(dtype=torch.int64) for piece in bits.split(SUM_NUMBERS)), torch.tensor(0)).cpu()

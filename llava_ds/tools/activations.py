@@ -9,9 +9,11 @@ A layer of a trained language model keeps
     MLP         4 T w I           gate, its activation, up, and their product
 
 and a frozen one, through which gradients only pass, 2 T D 4 + T w (2Q + 2K) + 3 T w I: matrices that do not train need
-not keep what they are given. The tower runs without gradients and keeps nothing; the projector keeps N P w (C + 2D).
-Logits exist at supervised positions only: 4 S V kept in fp32, and as much again twice while the loss is computed or
-differentiated. With checkpointing a layer keeps its input, T w D, and is computed again when its turn comes.
+not keep what they are given. With LoRA they do, but norms do not train: 2 T D (4 + w), and beside the rest LoRA's own
+T w R, R its ranks together, and with dropout for every matrix what is left of its input, and which part that is.
+The tower runs without gradients and keeps nothing; the projector keeps N P w (C + 2D). Logits exist at supervised
+positions only: 4 S V kept in fp32, and as much again twice while the loss is computed or differentiated. With
+checkpointing a layer keeps its input, T w D, and is computed again when its turn comes.
 
 Beside what is kept, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower, for itself alone, one
 layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts.
@@ -61,10 +63,12 @@ def kept_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
 def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int) -> int:
     """What one layer of the language model keeps."""
     w = weight_bytes
-    norms = 2 * text.hidden * (4 + 2 * w if text.trained else 4)
+    keeps_inputs = text.trained or text.lora_rank > 0
+    norms = 2 * text.hidden * (4 + w * text.trained + w * keeps_inputs)
     attention = w * (2 * text.query + 2 * text.key) + 4 * text.num_heads
-    mlp = (4 if text.trained else 3) * w * text.intermediate
-    return num_tokens * (norms + attention + mlp)
+    mlp = (4 if keeps_inputs else 3) * w * text.intermediate
+    lora = w * text.lora_rank + (w + 1) * text.lora_dropped
+    return num_tokens * (norms + attention + mlp + lora)
 
 
 def kept_by_head(text: TextShape, batch: MicroBatch, weight_bytes: int) -> int:

@@ -34,8 +34,7 @@ def first_batch(
     """
     if start_step >= num_steps:
         return [f"the run is complete: {start_step:,} of {num_steps:,} steps are done"]
-    samples = next(iter(order.steps(start_step)))
-    plan = layout.plan(samples, dataset.lengths)
+    samples, plan = next(layout.steps(order, dataset.lengths, start_step))
     window = next(
         windows(
             dataset,

@@ -118,11 +118,12 @@ def description(run: Run) -> list[str]:
     parts = ", ".join(
         f"{part.name} {part.num_parameters:,}{'' if part.num_trained else ' frozen'}" for part in run.shape.parts
     )
-    setup, batch = run.setup, run.batch
-    return [
+    setup, batch, text = run.setup, run.batch, run.shape.text
+    lines = [
         f"{run.shape.num_parameters:,} parameters, {run.shape.num_trained:,} of them trained ({parts}); "
         f"the largest gathered layer has {largest_unit(run.shape):,}",
         f"{_gpus(setup)}, {setup.weight_bytes} bytes a weight, "
+        + (f"{run.shape.packed_bits} bits in {sum(run.shape.packed):,} of them, " if run.shape.packed else "")
         + (
             "no activations: only the number of parameters is known"
             if batch is None
@@ -131,6 +132,9 @@ def description(run: Run) -> list[str]:
             + RECOMPUTED.get(batch.checkpoint_every, f"one layer of {batch.checkpoint_every} recomputed")
         ),
     ]
+    if batch is not None and text is not None and not text.is_llamas:
+        lines.append("activations are Llama's for layers of these widths; this model has other layers: a guide only")
+    return lines
 
 
 def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:

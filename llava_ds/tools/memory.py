@@ -24,6 +24,8 @@ Outside the model states, in columns of their own:
 - optimizer step: the fp32 gradients of the group (stage 3: sub-group) that is being updated. It and the activations
   never exist together, so the larger counts.
 
+Packed weights (--bits) count with their bits in the place of w, and their scales, which stage 3 leaves whole.
+
 Offload is of two parts, each on its own device. With offload_optimizer, gradients, fp32 copy and moments are in the
 node's memory, pinned: 4T gradients beside the wT that arrive, and at stage 2 a wT copy of the updated weights. With
 offload_param the weights are, and nothing else leaves the GPU. On NVMe the buffers between are those of DeepSpeed's
@@ -159,7 +161,7 @@ def _replicated(shape: ModelShape, placement: Placement, setup: Setup, activatio
     w, trained = setup.weight_bytes, shape.num_trained
     bucket = min(trained, ALL_REDUCE_BUCKET) * w
     return Estimate(
-        weights=w * shape.num_parameters,
+        weights=w * sum(shape.tensors) + _packed_bytes(shape),
         gradients=w * trained,
         optimizer=4 * (setup.moments + (w < 4)) * trained,
         activations=activations,
@@ -188,7 +190,7 @@ def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, ac
         buffers += setup.gradient_bytes * max(0, shape.num_trained - held)
     in_cpu = (4 * (setup.moments + 2) + w) * owned + w * largest + (w * held if setup.accumulates else 0)
     return Estimate(
-        weights=w * (sum(flat) + sum(shape.frozen)),
+        weights=w * (sum(flat) + sum(shape.frozen)) + _packed_bytes(shape),
         gradients=0 if offloaded else setup.gradient_bytes * held,
         optimizer=0 if offloaded else 4 * (setup.moments + 1) * owned,
         activations=activations,
@@ -207,12 +209,13 @@ def _sharded(shape: ModelShape, placement: Placement, setup: Setup, activations:
     partitions = owned + sum(math.ceil(size / ranks) for size in shape.frozen)
     persisted = sum(size for size in shape.tensors if size <= zero.param_persistence_threshold)
     ahead = max(zero.max_live_parameters, zero.max_reuse_distance)
-    gathered = min(shape.num_parameters - persisted, ahead + largest_unit(shape) + zero.prefetch_bucket_size)
+    stored = sum(shape.tensors) + _packed_bytes(shape) // w
+    gathered = min(stored - persisted, ahead + largest_unit(shape) + zero.prefetch_bucket_size)
     if ranks == 1 and placement.param == "none":
         gathered = persisted = 0  # a lone rank's partition is the tensor itself
     largest = max(map(max, shape.groups))
     sub_group = min(max(map(sum, groups)), zero.sub_group_size + math.ceil(largest / ranks))
-    weights, gradients = w * partitions, setup.gradient_bytes * owned
+    weights, gradients = w * partitions + _packed_bytes(shape, ranks), setup.gradient_bytes * owned
     optimizer, step = 4 * (setup.moments + 1) * owned, 4 * sub_group
     cpu = nvme = 0
     if placement.optimizer == "cpu":
@@ -256,6 +259,11 @@ def _most_held(groups: tuple[tuple[int, ...], ...], partitions: list[int]) -> in
                 changes[(start + size - 1) // partition + 1] -= size
             start += size
     return max(accumulate(changes[rank] for rank in sorted(changes)))
+
+
+def _packed_bytes(shape: ModelShape, ranks: int = 1) -> int:
+    """Of packed weights shared out over the ranks, and their scales, which are not."""
+    return int(sum(shape.packed) * (shape.packed_bits / ranks + shape.scale_bits) / 8)
 
 
 def _padded(count: int, multiple: int) -> int:

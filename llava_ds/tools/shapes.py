@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
@@ -13,13 +14,19 @@ from llava_ds.model.assemble import assemble, layer_classes
 from llava_ds.model.folders import read_parts, take_from_model
 from llava_ds.model.language import mlp_width
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
 from llava_ds.model.probe import refuse_unfit_language_model
+from llava_ds.model.quantize import scale_bits
 from llava_ds.model.vision import TowerPlan, plan_tower
 from llava_ds.train.trainable import choose_trainable, parameter_groups
 
 LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # fewer or more parameters than this are a slip of the pen
 TENSORS_OF_A_COUNT = 1000  # that a mere number of parameters is taken to lie in
 
+LLAMAS_LAYER = {
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
+}  # fmt: skip
 LLAMA_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
@@ -70,7 +77,11 @@ class Part:
 
 @dataclass(frozen=True)
 class TextShape:
-    """Widths of the language model: query and key of all heads together. trained: whether the stage trains it."""
+    """Widths of the language model: query and key of all heads together. trained: whether the stage trains its weights.
+
+    is_llamas: whether its layers have Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together,
+    lora_dropped: the widths of the inputs that it drops parts of.
+    """
 
     hidden: int
     intermediate: int
@@ -80,6 +91,9 @@ class TextShape:
     num_heads: int
     vocab: int
     trained: bool
+    is_llamas: bool
+    lora_rank: int = 0
+    lora_dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,9 +111,10 @@ class TowerShape:
 class ModelShape:
     """All that memory depends on. Sizes are in elements.
 
-    groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others;
+    groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others but the packed;
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
-    the number of parameters is known.
+    the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
+    that no stage shares out.
     """
 
     parts: tuple[Part, ...]
@@ -108,6 +123,9 @@ class ModelShape:
     units: tuple[tuple[int, ...], ...]
     text: TextShape | None = None
     tower: TowerShape | None = None
+    packed: tuple[int, ...] = ()
+    packed_bits: int = 16
+    scale_bits: float = 0
 
     @property
     def num_parameters(self) -> int:
@@ -119,7 +137,7 @@ class ModelShape:
 
     @property
     def tensors(self) -> tuple[int, ...]:
-        """Every tensor, trained or not."""
+        """Every tensor that is not packed, trained or not."""
         return (*(size for group in self.groups for size in group), *self.frozen)
 
 
@@ -167,8 +185,15 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     """
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
+        if args.model.lora_enable:
+            check_lora(args.model)
+            names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
+            add_lora(model.language_model, args.model, seed=0)
+    packed = names if args.model.bits < 16 else set()
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
+    layers = [layer for _, layer in lora_layers(model.language_model)]
+    inputs = sum(layer.base_layer.in_features for layer in layers)
     hidden = text.hidden_size
     num_heads = getattr(text, "num_attention_heads", 1)
     head = getattr(text, "head_dim", None) or hidden // num_heads
@@ -178,7 +203,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             for name, part in model.named_children()
         ),
         groups=tuple(tuple(p.numel() for p in group["params"]) for group in groups),
-        frozen=tuple(p.numel() for p in model.parameters() if not p.requires_grad),
+        frozen=tuple(p.numel() for n, p in model.named_parameters() if not p.requires_grad and n not in packed),
         units=_units(model),
         text=TextShape(
             hidden=hidden,
@@ -188,7 +213,10 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             key=(getattr(text, "num_key_value_heads", None) or num_heads) * head,
             num_heads=num_heads,
             vocab=model.language_model.get_output_embeddings().weight.shape[0],
-            trained="language_model" in trained_parts(args.model),
+            trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
+            is_llamas=_has_llamas_layers(model.language_model),
+            lora_rank=args.model.lora_r * len(layers) // text.num_hidden_layers,
+            lora_dropped=inputs // text.num_hidden_layers if args.model.lora_dropout else 0,
         ),
         tower=TowerShape(
             hidden=tower.config.hidden_size,
@@ -197,7 +225,16 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             image_size=tower.images.size,
             projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
         ),
+        packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
+        packed_bits=args.model.bits,
+        scale_bits=scale_bits(args.model),
     )
+
+
+def _has_llamas_layers(language_model: nn.Module) -> bool:
+    layers = (module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer))
+    names = {name.rpartition(".")[0] for layer in layers for name, _ in layer.named_parameters()}
+    return names == LLAMAS_LAYER
 
 
 def _units(model: LlavaModel) -> tuple[tuple[int, ...], ...]:

@@ -6,10 +6,11 @@ from llava_ds.arguments import Arguments, TrainingArguments, trained_parts, trai
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config.optimizer import optimizer_name
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.lora import choose_adapters
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
-    """Freeze what the flags leave alone (see trained_parts).
+    """Freeze what the flags leave alone (see trained_parts). With LoRA, the language model is its adapters.
 
     With tokens around pictures stage 1 trains the input embeddings, too, all of them, as LLaVA does, unless the output
     layer is tied to them. The newline trains with the projector or the language model: in LLaVA's own stage 1 it stays
@@ -21,7 +22,10 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
     model.projector.requires_grad_("projector" in parts)
     if hasattr(model, "newline"):
         model.newline.requires_grad_(bool(parts & {"projector", "language_model", "output_layer"}))
-    model.language_model.requires_grad_("language_model" in parts)
+    if args.model.lora_enable:
+        choose_adapters(model.language_model, args.model.lora_bias)
+    else:
+        model.language_model.requires_grad_("language_model" in parts)
     if "output_layer" in parts:
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
         outputs.requires_grad_(outputs.weight is not inputs.weight)  # LLaVA freezes a tied one with the embeddings

@@ -1,6 +1,7 @@
 """Pictures as a person sees them, and pixels as transformers makes them."""
 
 import dataclasses
+import hashlib
 import io
 import os
 import random
@@ -13,7 +14,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil, LlavaNextImageProcessorPil
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    SiglipImageProcessorPil,
+)
 
 from llava_ds.constants import DataError
 from llava_ds.data import images as images_module
@@ -39,8 +45,19 @@ def sizes() -> list[tuple[int, int]]:
     return special + [tuple(map(int, rng.integers(2, 120, 2))) for _ in range(80)]
 
 
-@pytest.mark.parametrize("aspect_ratio", ["square", "pad"])
-def test_pixels_equal_transformers_bit_for_bit(aspect_ratio):
+@pytest.fixture
+def width_first(monkeypatch):
+    """Pillow up to 12, which always resized in width first, as LLaVA was trained."""
+    resize = Image.Image.resize
+
+    def in_two(picture, size, *args, **more):
+        return resize(resize(picture, (size[0], picture.height), *args, **more), size, *args, **more)
+
+    monkeypatch.setattr(Image.Image, "resize", in_two)
+
+
+@pytest.mark.parametrize("aspect_ratio", ["square", "pad", "stretch"])
+def test_pixels_equal_transformers_bit_for_bit(aspect_ratio, width_first):
     settings = {
         "size": {"shortest_edge": SIZE},
         "crop_size": {"height": SIZE, "width": SIZE},
@@ -51,6 +68,8 @@ def test_pixels_equal_transformers_bit_for_bit(aspect_ratio):
     processor = CLIPImageProcessorPil(**settings)
     if aspect_ratio == "pad":
         processor = LlavaImageProcessorPil(do_pad=True, **settings)
+    if aspect_ratio == "stretch":
+        processor = SiglipImageProcessorPil(size={"height": SIZE, "width": SIZE}, do_rescale=False, do_normalize=False)
     for i, (width, height) in enumerate(sizes()):
         picture = noise(width, height, i)
         ours = to_pixels(picture, SIZE, aspect_ratio, MEAN)
@@ -210,7 +229,7 @@ def loaded(media: Media, options: PictureOptions, num_media: int = 1) -> tuple[t
     return sizes, tiles
 
 
-def test_tiles_equal_transformers_bit_for_bit(tmp_path):
+def test_tiles_equal_transformers_bit_for_bit(tmp_path, width_first):
     pinpoints = parse_pinpoints(None, SIZE)
     processor = LlavaNextImageProcessorPil(
         size={"shortest_edge": SIZE},
@@ -224,6 +243,14 @@ def test_tiles_equal_transformers_bit_for_bit(tmp_path):
         found, tiles = loaded(media_of(tmp_path / "a.bmp"), ANYRES)
         theirs = torch.as_tensor(np.asarray(processor(noise(width, height, i))["pixel_values"][0]))
         assert found == ((width, height),) and torch.equal(tiles.to(theirs.dtype), theirs), (width, height)
+
+
+def test_tiles_are_llavas_with_any_pillow(tmp_path):
+    tiles = hashlib.sha256()
+    for i, (width, height) in enumerate(sizes()):
+        noise(width, height, i).save(tmp_path / "a.bmp")
+        tiles.update(loaded(media_of(tmp_path / "a.bmp"), ANYRES)[1].numpy().tobytes())
+    assert tiles.hexdigest()[:16] == "51f4515da26ccf80"  # LLaVA's own process_anyres_image with Pillow 10.4
 
 
 def test_several_pictures_of_an_anyres_sample_are_padded(tmp_path):
@@ -268,6 +295,11 @@ def test_a_long_strip_is_padded_but_not_cropped(tmp_path):
             "strip.png",
             dataclasses.replace(SQUARE, max_pixels=10**6),
             "would be resized to 24 x 240000: leave it out, or",
+        ),
+        (
+            "strip.png",
+            dataclasses.replace(SQUARE, max_pixels=10**5, stretch=True),
+            "would be resized to 24 x 10000: leave it out, or",
         ),
         ("longer.png", dataclasses.replace(ANYRES, max_pixels=10**8), "is too narrow to be padded: leave it out"),
     ):

@@ -57,6 +57,26 @@ def equal(one: Window, other: Window) -> bool:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_across_epochs_take_all_samples_in_turn_and_can_be_started_anywhere(dataset, world_size):
+    layouts = [Layout(rank, world_size, 5, 2, None, across_epochs=True) for rank in range(world_size)]
+    order = order_of(dataset, layouts[0])
+    assert layouts[0].steps_per_epoch(order) == 1  # of 13 samples: 3 or 2 micro-batches on a rank
+    assert dataclasses.replace(layouts[0], across_epochs=False).steps_per_epoch(order) == 3 - world_size
+    ranks = [collect(dataset, one, 3) for one in layouts]
+    seen = [
+        sample for step in zip(*ranks) for batches in zip(*(w.batches for w in step)) for b in batches
+        for sample in samples_in(b, dataset)
+    ]  # fmt: skip
+    epochs = [order.epoch(e) for e in range(3)]
+    if world_size == 2:
+        epochs = [epoch + epoch[:7] for epoch in epochs]
+    drawn = list(itertools.chain(*epochs))
+    assert len(seen) >= 26 and seen == drawn[: len(seen)]
+    assert [window.num_planned for window in ranks[0]] == ([10, 8, 8] if world_size == 1 else [20, 20, 20])
+    assert equal(collect(dataset, layouts[0], 3, start_step=2)[0], ranks[0][2])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_ranks_together_see_each_steps_samples_once(dataset, layout, world_size):
     layouts = [Layout(rank, world_size, **LAYOUTS[layout]) for rank in range(world_size)]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from llava_ds.data.packing import plan_by_count, plan_by_tokens
+from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 
 
 def check_places_all_once(plan: list[list[list[int]]], samples: list[int], world_size: int) -> None:
@@ -85,3 +85,29 @@ def test_a_plan_follows_from_the_lengths_alone():
     for samples, lengths, world_size in cases()[:20]:
         plan = plan_by_tokens(samples, lengths, world_size, 300)
         assert plan == plan_by_tokens(list(samples), list(lengths), world_size, 300)
+
+
+# What LLaVA's trainer (transformers 4.37) made of 18 samples in micro-batches of 4, epoch after epoch: sizes by step.
+LLAVAS_STEPS = {
+    1: [[4], [4], [4], [4], [2], [4], [4], [4], [4], [2]],
+    2: [[4, 4], [4, 4], [2, 4], [4, 4], [4, 2], [4, 4]],
+    8: [[4, 4, 4, 4, 2], [4, 4, 4], [4, 2]],
+}
+
+
+@pytest.mark.parametrize("num_micro_batches", LLAVAS_STEPS)
+def test_steps_go_on_into_the_next_epoch_as_llavas_do(num_micro_batches):
+    expected = LLAVAS_STEPS[num_micro_batches]
+    epochs = (list(range(18 * e, 18 * e + 18)) for e in itertools.count())
+    plans = list(itertools.islice(plans_across_epochs(epochs, 1, num_micro_batches, 4), len(expected)))
+    assert [[len(micro) for micro in plan[0]] for plan in plans] == expected
+    placed = [sample for plan in plans for micro in plan[0] for sample in micro]
+    assert placed == list(range(len(placed)))  # nothing left out on the way
+
+
+def test_ranks_are_filled_up_from_the_epochs_first_samples():
+    plans = list(plans_across_epochs([list(range(18))], 2, 1, 4))
+    assert plans[:2] == [[[[0, 1, 2, 3]], [[4, 5, 6, 7]]], [[[8, 9, 10, 11]], [[12, 13, 14, 15]]]]
+    assert plans[2:] == [[[[16, 17, 0, 1]], [[2, 3, 4, 5]]]]  # accelerate's BatchSamplerShard gives the same
+    [few] = plans_across_epochs([[7, 8, 9]], 2, 1, 4)
+    assert few == [[[7, 8, 9, 7]], [[8, 9, 7, 8]]]

@@ -24,6 +24,8 @@ STATES = ("weights", "gradients", "optimizer")
 # ZeRO stage, precision, what trains, micro-batches a step.
 CASES = [(stage, "fp32", trains, 1) for trains in ("projector", "all") for stage in (0, 1, 2, 3)]
 CASES += [(stage, "bf16", "all", 2) for stage in (0, 1, 2, 3)]
+CASES += [(2, "fp32", "lora", 1), (3, "fp32", "lora", 1), (2, "bf16", "qlora", 1), (3, "bf16", "qlora", 1)]
+LORA = {"lora": {"lora_enable": True}, "qlora": {"lora_enable": True, "bits": 4}}
 
 
 def flags_of(
@@ -40,6 +42,7 @@ def flags_of(
         "gradient_accumulation_steps": accumulation,
         "bf16": precision == "bf16",
         "tune_mm_mlp_adapter": trains == "projector",
+        **LORA.get(trains, {}),
         "save_strategy": "no",
         "resume": "never",
     }

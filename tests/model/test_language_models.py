@@ -1,11 +1,15 @@
 """Every family of language models computes, on samples laid end to end, what transformers computes sample by sample."""
 
 import copy
+from functools import partial
 
+import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -15,6 +19,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlavaConfig,
+    LlavaForConditionalGeneration,
     MambaConfig,
     MptConfig,
     OPTConfig,
@@ -24,9 +29,23 @@ from transformers import (
 )
 
 from llava_ds.constants import ConfigError
-from llava_ds.model import attention
-from llava_ds.model.language import final_logits, length_note, length_problem, mlp_width
+from llava_ds.distributed import Ranks
+from llava_ds.formats import language_model_from_disk
+from llava_ds.model import attention, build
+from llava_ds.model.hf import attention_options
+from llava_ds.model.language import (
+    embedding_name,
+    final_logits,
+    is_tied_in_hf,
+    length_note,
+    length_problem,
+    mlp_width,
+    names_in_hf,
+    trunk_name,
+)
 from llava_ds.model.probe import language_model_problem, refuse_unfit_language_model
+from llava_ds.model.weight_files import WeightFiles
+from llava_ds.model.weights import load_weights
 
 LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows
 
@@ -84,6 +103,33 @@ def test_logits_loss_and_gradients_are_those_of_each_sample_by_itself(family, mo
                 assert differs(parameter.grad, wanted) < 1e-5, name
         compared += 1
     assert compared
+
+
+@pytest.fixture
+def one_rank(monkeypatch, tmp_path):
+    """A group of one, for zero.Init."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(name, str(value))
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    deepspeed.init_distributed(verbose=False)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_tables_are_the_same_whether_the_model_is_built_whole_or_partitioned(one_rank):
+    """In bfloat16, where zero.Init would round what they are computed from."""
+    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 1}
+    for family in toys.FAMILIES:
+        tables = []
+        for zero3 in (False, True):
+            with build._construction(config, torch.bfloat16, torch.device("cpu"), zero3):
+                model = built(toys.language_model_config(family), attention.register())
+            assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+            tables.append(dict(model.named_buffers()))
+        for name, whole in tables[0].items():
+            assert whole.dtype == tables[1][name].dtype and torch.equal(whole, tables[1][name]), (family, name)
+            assert "inv_freq" not in name or whole.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", toys.FAMILIES)
@@ -180,6 +226,42 @@ def test_only_learned_positions_end_where_the_table_ends():
     assert f"was made for {longest} positions: longer samples train at" in length_note(llama, longest + 1)
 
 
+def test_dynamic_angles_are_for_samples_within_the_context():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = toys.language_model_config("llama", rope_parameters=rope)
+    longest = config.max_position_embeddings
+    assert length_problem(config, longest) is None
+    assert f"from {longest} tokens on the language model turns to other rotary angles" in length_problem(
+        config, longest + 1
+    )
+
+
+@pytest.mark.parametrize("family", toys.FAMILIES)
+def test_names_in_a_llava_hf_folder_are_those_that_transformers_writes(family, tmp_path):
+    torch.manual_seed(0)
+    config = toys.language_model_config(family)
+    model = built(config, "eager")
+    names = names_in_hf(model)
+    text = {**config.to_dict(), "tie_word_embeddings": is_tied_in_hf(model)}
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    llava_config = LlavaConfig(vision_config=vision, text_config=text, tie_word_embeddings=text["tie_word_embeddings"])
+    LlavaForConditionalGeneration(llava_config).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as written:
+        theirs = {name for name in written.keys() if name.startswith("language_model.")}
+    assert sorted(place for places in names.values() for place in places) == sorted(theirs)
+    assert config.tie_word_embeddings == (is_tied_in_hf(model) or max(map(len, names.values())) == 2)
+    assert len(names[embedding_name(model)]) == (2 if family in ("gpt2", "opt") else 1)
+    assert attention_options(llava_config) == (
+        {"attn_implementation": {"text_config": "eager"}} if family == "gemma2" else {}
+    )
+
+
 def test_widths_and_ends_that_families_call_differently():
     widths = {family: mlp_width(toys.language_model_config(family)) for family in toys.FAMILIES}
     assert set(widths.values()) == {48}
@@ -187,3 +269,18 @@ def test_widths_and_ends_that_families_call_differently():
     assert torch.equal(final_logits(logits, toys.language_model_config("llama")), logits)
     capped = final_logits(logits, toys.language_model_config("gemma2"))
     assert capped.tolist() == pytest.approx([0, 8 * 0.46211715, 8.0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_files_of_the_trunk_alone_are_read_as_of_the_whole(family, tmp_path):
+    """As OPT and GPT-2 are published, whose output layer is the embedding."""
+    torch.manual_seed(0)
+    model = built(toys.language_model_config(family, tie_word_embeddings=True), "eager")
+    tensors = {name: tensor.contiguous() for name, tensor in model.base_model.state_dict().items()}
+    if family == "gpt2":
+        tensors |= {f"h.0.attn.{name}": torch.ones(1) for name in ("bias", "masked_bias")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    again = built(model.config, "eager")
+    source = WeightFiles(tmp_path, partial(language_model_from_disk, trunk=trunk_name(model.config)))
+    load_weights(again, source, Ranks(0, 0, 1, torch.device("cpu")), "--model_name_or_path")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))

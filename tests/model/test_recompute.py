@@ -2,9 +2,13 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import toys
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from llava_ds.arguments import ModelArguments
+from llava_ds.model import attention
+from llava_ds.model.lora import add_lora
 from llava_ds.model.recompute import recompute_layers
 
 LAYERS = 5
@@ -39,8 +43,12 @@ def trained_once(**how: object) -> tuple[float, list[torch.Tensor], int]:
             attention_dropout=0.3,
         )
     ).train()
-    if how:
-        how.pop("on")
+    if how.pop("lora", False):
+        add_lora(model, ModelArguments(lora_enable=True, lora_r=2, lora_dropout=0.3), seed=0)
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter)
+    if how.pop("on", False):
         recompute_layers(model, **how)
     calls = []
     forward = LlamaDecoderLayer.forward
@@ -51,7 +59,7 @@ def trained_once(**how: object) -> tuple[float, list[torch.Tensor], int]:
     logits = model(inputs_embeds=embeds, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[0], torch.arange(12))
     loss.backward()
-    return loss.item(), [p.grad for p in model.parameters()], len(calls)
+    return loss.item(), [p.grad for p in model.parameters() if p.requires_grad], len(calls)
 
 
 ALL = {"partition_activations": False}
@@ -84,4 +92,45 @@ def test_loss_and_gradients_are_the_same_and_layers_run_again(how, recomputed):
     assert calls_again == LAYERS + recomputed
     assert again == loss
     for grad, other in zip(grads, grads_again):
+        torch.testing.assert_close(other, grad, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"block": {"cpu_checkpointing": True}}, {"block": {"number_checkpoints": 1}}], ids=str
+)
+@pytest.mark.parametrize("family", toys.FAMILIES)
+def test_gradients_of_every_family_are_the_same(family, how):
+    """Layers return views in some, and take more than hidden states in others."""
+    gradients = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            toys.language_model_config(family), attn_implementation=attention.register()
+        ).train()
+        if recomputed:
+            recompute_layers(model, **how)
+        ids = torch.randint(0, 400, (1, 60))
+        logits = model(
+            inputs_embeds=model.get_input_embeddings()(ids) * 1.0,  # as after the merge, no leaf
+            position_ids=torch.cat([torch.arange(20), torch.arange(40)])[None],
+            cu_seqlens=torch.tensor([0, 20, 60], dtype=torch.int32),
+            max_seqlen=40,
+            use_cache=False,
+        ).logits[0]
+        torch.nn.functional.cross_entropy(logits, ids[0]).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("block", [None, {"partition_activations": True}, {"cpu_checkpointing": True}], ids=str)
+def test_lora_trains_beside_layers_that_run_again_where_nothing_in_front_of_them_does(block):
+    """The embeddings are frozen, so what the first layer is given carries no gradient."""
+    pytest.importorskip("peft")
+    loss, grads, _ = trained_once(lora=True)
+    again, grads_again, calls_again = trained_once(lora=True, on=True, block=block)
+    assert again == loss and calls_again == 2 * LAYERS
+    assert len(grads) == len(grads_again) == LAYERS * 7 * 2
+    for grad, other in zip(grads, grads_again):
+        assert grad.any() and other is not None
         torch.testing.assert_close(other, grad, rtol=1e-6, atol=1e-8)

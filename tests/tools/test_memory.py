@@ -13,6 +13,7 @@ from llava_ds.batch import Batch
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config import optimizer
 from llava_ds.model.assemble import assemble
+from llava_ds.model.lora import add_lora
 from llava_ds.model.vision import plan_tower
 from llava_ds.tools import planned
 from llava_ds.tools.activations import MicroBatch, activation_bytes, kept_bytes
@@ -34,9 +35,9 @@ CLIP = CLIPVisionConfig(
     hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, image_size=24, patch_size=8
 )
 VISION = plan_tower(CLIP, {}, "here", ModelArguments())
-BOTH, PROJECTOR = (
-    Arguments(ModelArguments(tune_mm_mlp_adapter=tune), DataArguments(), TrainingArguments(), frozenset())
-    for tune in (False, True)
+BOTH, PROJECTOR, LORA = (
+    Arguments(ModelArguments(**flags), DataArguments(), TrainingArguments(), frozenset())
+    for flags in ({}, {"tune_mm_mlp_adapter": True}, {"lora_enable": True, "lora_r": 8, "lora_dropout": 0.0})
 )
 
 
@@ -229,6 +230,8 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
         model = assemble(TEXT, VISION, args.model, torch.zeros(3), torch.ones(3))
     finally:
         torch.set_default_dtype(before)
+    if args.model.lora_enable:
+        add_lora(model.language_model, args.model, seed=0)
     choose_trainable(model, args)
     model.train()
     storages: dict[int, torch.UntypedStorage] = {}
@@ -267,16 +270,56 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
 
 
 @pytest.mark.parametrize("every", [0, 1, 2])
-@pytest.mark.parametrize("args", [BOTH, PROJECTOR], ids=["both", "projector"])
+@pytest.mark.parametrize("args", [BOTH, PROJECTOR, LORA], ids=["both", "projector", "lora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations_are_what_autograd_keeps(args, dtype, every):
     w, batch = dtype.itemsize, MicroBatch(320, 64, 8, every)
     expected = kept_bytes(shape_of(TEXT, VISION, args), batch, w)
-    if args is BOTH:
+    if args is not PROJECTOR:
         # SDPA's output is copied before the output matrix, on CPU alone: the fused kernels give it as it is wanted.
         whole_layers = {0: 4, 1: 0, 2: 2}[every]
         expected += whole_layers * 320 * w * 64
     assert kept(args, dtype, every, 64, 8) == pytest.approx(expected, rel=0.04)
+
+
+def test_lora_costs_its_own_states_and_the_frozen_weights():
+    base, shape = shape_of(TEXT, VISION, BOTH), shape_of(TEXT, VISION, LORA)
+    parts = {part.name: part for part in shape.parts}
+    added = parts["language_model"].num_trained
+    assert added == 8 * sum(i + o for _, i, o in LINEAR) * 4
+    assert shape.num_parameters == base.num_parameters + added
+    assert states(shape, 0, 1) == 2 * shape.num_parameters + 14 * shape.num_trained
+    assert states(shape, 2, 4) < states(base, 2, 4)
+
+
+LINEAR = [
+    ("q", 64, 64),
+    ("k", 64, 32),
+    ("v", 64, 32),
+    ("o", 64, 64),
+    ("gate", 64, 176),
+    ("up", 64, 176),
+    ("down", 176, 64),
+]
+
+
+@pytest.mark.parametrize(("bits", "double_quant"), [(4, True), (4, False), (8, True)])
+def test_packed_weights_count_as_bitsandbytes_holds_them(bits, double_quant):
+    bnb = pytest.importorskip("bitsandbytes").functional
+    more = {"bits": bits, "double_quant": double_quant}
+    shape = shape_of(TEXT, VISION, replace(LORA, model=replace(LORA.model, **more)))
+    assert sum(shape.packed) == 4 * sum(i * o for _, i, o in LINEAR)
+    whole = shape_of(TEXT, VISION, LORA)
+    saved = states(whole, 0, 1) - states(shape, 0, 1)
+    held = 0
+    for _, i, o in LINEAR:
+        if bits == 8:
+            held += i * o
+            continue
+        packed, state = bnb.quantize_4bit(torch.randn(o, i), compress_statistics=double_quant)
+        held += packed.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if double_quant else 0)
+    assert saved == pytest.approx(2 * sum(whole.frozen) - 2 * sum(shape.frozen) - 4 * held, rel=0.01)
+    assert states(shape, 3, 8) < states(whole, 3, 8)
 
 
 def test_activations_grow_with_what_they_depend_on():

@@ -1,0 +1,163 @@
+# T tokens, D language-model width, V vocabulary
+"""What a LoRA run leaves: a folder that peft and LLaVA open. And the weights with LoRA merged into them."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import deepspeed
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from llava_ds import formats
+from llava_ds.arguments import ModelArguments
+from llava_ds.checkpoint.export import TOLERANCE
+from llava_ds.checkpoint.gather import gathered
+from llava_ds.checkpoint.llava_config import llava_config
+from llava_ds.distributed import Ranks
+from llava_ds.geometry import PictureOptions
+from llava_ds.model import lora, quantize
+from llava_ds.model.build import ModelPlan
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.weights import load_weights
+
+LANGUAGE_MODEL = "language_model."
+
+
+class Merged(NamedTuple):
+    """A parameter as it is without LoRA: its name, its shape, and read(), which all ranks call together and in the same
+    order, and which gives the tensor on rank 0's CPU and None elsewhere."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor | None]
+
+
+def merged_parameters(model: nn.Module, ranks: Ranks) -> Iterator[Merged]:
+    """The parameters of a model, partitioned or not, with LoRA merged: every name is the one without LoRA, every weight
+    W + scale * B A, added in float32 and rounded once to the precision that is trained in.
+
+    Packed weights (--bits) are what the run computed with, not what they were packed from. A model without LoRA gives
+    its parameters as they are. One layer is whole at a time.
+    """
+    with_lora = dict(lora.lora_layers(model))
+    for name, parameter in model.named_parameters():
+        plain = lora.plain_name(name)
+        if plain is None:
+            continue
+        owner, is_base, _ = name.rpartition(".base_layer.weight")
+        if is_base and owner in with_lora:
+            base = with_lora[owner].base_layer
+            shape = (base.out_features, base.in_features)
+            yield Merged(plain, shape, partial(_merged_weight, with_lora[owner], ranks))
+        else:
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            yield Merged(plain, shape, partial(_whole, parameter, ranks))
+
+
+def merged_tensors(model: nn.Module, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor on CPU) of merged_parameters on rank 0, nothing elsewhere; every rank has to run through it."""
+    for name, _, read in merged_parameters(model, ranks):
+        tensor = read()
+        if ranks.is_first:
+            yield name, tensor
+
+
+def _whole(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
+    return next((tensor for _, tensor in gathered([("", parameter)], ranks)), None)
+
+
+@torch.no_grad()
+def _merged_weight(layer: nn.Module, ranks: Ranks) -> torch.Tensor | None:
+    adapter = [layer.lora_A[lora.ADAPTER].weight, layer.lora_B[lora.ADAPTER].weight]
+    whole = [p for p in (layer.base_layer.weight, *adapter) if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(whole, enabled=bool(whole)):
+        if not ranks.is_first:
+            return None
+        weight = quantize.unpacked(layer.base_layer).float() + lora.delta(layer)
+        return weight.to("cpu", adapter[0].dtype)
+
+
+def export_adapter(
+    model: LlavaModel, plan: ModelPlan, args: ModelArguments, pictures: PictureOptions, output_dir: Path, ranks: Ranks
+) -> list[Path]:
+    """Write what LLaVA's LoRA runs leave, in a folder that peft opens over the language model too.
+
+    adapter_config.json and adapter_model.safetensors: LoRA, and the biases that trained with it;
+    non_lora_trainables.bin: projector, newline, and the tower if it trained, with LLaVA's keys; config.json with
+    LLaVA's fields. Every rank takes part, only rank 0 writes. Returns the paths.
+    Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
+    """
+    named = dict(model.named_parameters())
+    adapters = {n: p for n, p in named.items() if n.startswith(LANGUAGE_MODEL) and p.requires_grad}
+    towers = {n: p for n, p in named.items() if n.startswith(formats.TOWER) and p.requires_grad}
+    others = {n: p for n, p in named.items() if n.startswith((formats.PROJECTOR, formats.NEWLINE))}
+    tensors = {lora.to_peft(n.removeprefix(LANGUAGE_MODEL)): t for n, t in gathered(adapters.items(), ranks)}
+    rest = {
+        formats.projector_to_llava(name, args.mm_projector_type): tensor
+        for name, tensor in gathered(others.items(), ranks)
+    } | {formats.tower_to_llava(name): tensor for name, tensor in gathered(towers.items(), ranks)}
+    names = (lora.ADAPTER_CONFIG, lora.ADAPTER_FILES[0], lora.NON_LORA, "config.json")
+    paths = [output_dir / name for name in names]
+    if ranks.is_first:
+        layers = [name for name, _ in lora.lora_layers(model.language_model)]
+        config = lora.lora_config(args, layers)
+        config.inference_mode = True  # as peft writes it: who opens the folder does not train it
+        config.save_pretrained(output_dir)
+        written = json.loads(paths[0].read_text(encoding="utf-8"))
+        written["target_modules"] = layers  # peft has them in the order of a set, another in every process
+        paths[0].write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, paths[1], metadata={"format": "pt"})
+        torch.save({lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}, paths[2])
+        fields = llava_config(plan, args, pictures)
+        paths[3].write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return paths
+
+
+@torch.no_grad()
+def compare_reloaded_adapter(
+    output_dir: Path, plan: ModelPlan, args: ModelArguments, embeds: torch.Tensor, logits: torch.Tensor
+) -> float:
+    """Open the adapter with peft over a fresh language model, and compare its logits with the trained model's.
+
+    embeds (1, T, D): a single sample with its pictures' features in their places; logits (T, V) of the trained model,
+    within quantize.exact_products. With --bits the fresh model is packed in the same way. Returns the largest
+    difference relative to the largest magnitude. Raises RuntimeError when it is above TOLERANCE.
+    """
+    from peft import PeftModel
+
+    reloaded = _fresh_language_model(plan, args, logits.dtype)
+    with warnings.catch_warnings():
+        # peft 0.21 asks a model for is_gradient_checkpointing, which transformers 5.23 calls by another name.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        reloaded = PeftModel.from_pretrained(reloaded, output_dir).eval()
+    with quantize.exact_products(reloaded):
+        again = reloaded(inputs_embeds=embeds.cpu()).logits[0]  # (T, V)
+    logits = logits.cpu().float()
+    difference = ((again.float() - logits).abs().max() / logits.abs().max()).item()
+    limit = TOLERANCE[again.dtype]
+    if not difference <= limit:
+        raise RuntimeError(
+            f"{output_dir} was written, but peft computes other logits from it (difference {difference:.2e} of the "
+            f"largest, allowed {limit:.0e}): keep the checkpoint and report this"
+        )
+    return difference
+
+
+def _fresh_language_model(plan: ModelPlan, args: ModelArguments, dtype: torch.dtype) -> nn.Module:
+    """The language model that the run began with, on the CPU, as transformers computes it."""
+    config = type(plan.text_config).from_dict(plan.text_config.to_dict())  # without the attention that training chose
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    if args.bits < 16:
+        quantize.quantize_layers(model, lora.linear_names(model), args, dtype)
+    source, alone = plan.sources.language_model, Ranks(0, 0, 1, torch.device("cpu"))
+    load_weights(model, source.open(), alone, source.flag)
+    return model

@@ -1,0 +1,152 @@
+# I, O widths of a linear layer
+"""Frozen weights in 4 or 8 bits, through bitsandbytes: QLoRA (Dettmers et al. 2023, arXiv 2305.14314).
+
+What is quantized is what gets LoRA: the linear layers of the language model but its output layer. A weight is packed as
+it is read, so the whole model never exists in its own precision; under ZeRO-3 it is partitioned right away, packed.
+"""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llava_ds.arguments import ModelArguments
+from llava_ds.constants import ConfigError
+
+BLOCK = 64  # weights of one scale in 4 bits
+OUTLIERS = 6.0  # activations above it are not multiplied in 8 bits (LLM.int8(), LLaVA's setting)
+
+
+def quantize_layers(language_model: nn.Module, names: list[str], args: ModelArguments, dtype: torch.dtype) -> None:
+    """Put bitsandbytes' layers in the place of linear ones: the biases stay, the weights come with pack().
+
+    dtype: what is computed in.
+    """
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        linear = language_model.get_submodule(name)
+        shape = (linear.in_features, linear.out_features, linear.bias is not None)
+        if args.bits == 4:
+            if linear.in_features * linear.out_features % 2:
+                raise ConfigError(
+                    f"--bits 4: {name} has {linear.in_features} x {linear.out_features} weights, an odd number, which "
+                    "can't be packed in pairs: train this model with --bits 16"
+                )
+            layer = Linear4bit(
+                *shape,
+                compute_dtype=dtype,
+                compress_statistics=args.double_quant,
+                quant_type=args.quant_type,
+                device="meta",
+            )
+            # bitsandbytes 0.50 would repack the weights in place for good, the first time it is asked without training.
+            layer.support_avx512bf16_for_cpu = False
+        else:
+            layer = Linear8bitLt(*shape, has_fp16_weights=False, threshold=OUTLIERS, device="meta")
+        layer.bias = linear.bias
+        layer.register_state_dict_post_hook(_without_statistics)
+        setattr(language_model.get_submodule(parent), child, layer)
+    gc.collect()  # zero.Init's weights refer to themselves: their partitions would stay
+
+
+def scale_bits(args: ModelArguments) -> float:
+    """Bits of scales for a weight of --bits, with double quantization 8 for a block and 32 for 256 of them; those of 8
+    bits, one for a row, don't count."""
+    if args.bits != 4:
+        return 0
+    return (8 + 32 / 256) / BLOCK if args.double_quant else 32 / BLOCK
+
+
+def move_the_rest(model: nn.Module, device: torch.device) -> None:
+    """Bring all but the weights that are still to come to the device."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta" and not hasattr(tensor, "ds_id"):
+            tensor.data = tensor.data.to(device)
+
+
+def _without_statistics(layer: nn.Module, state_dict: dict, prefix: str, _metadata: dict) -> None:
+    """Checkpoints leave frozen weights out, so their scales have no place there either."""
+    for key in [key for key in state_dict if key.startswith((f"{prefix}weight.", f"{prefix}weight_format"))]:
+        del state_dict[key]
+    state_dict.pop(f"{prefix}SCB", None)
+
+
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is the weight of a layer that quantize_layers made."""
+    return type(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
+@torch.no_grad()
+def pack(module: nn.Module, name: str, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
+    """Quantize a weight (O, I) on the device, put it into the module under a parameter's name, and return it.
+
+    weight: on the CPU, in any precision. Raises RuntimeError when what it stands for is further from the weight than
+    half of the format's coarsest step.
+    """
+    layer = module.get_submodule(name.rpartition(".")[0])
+    empty = layer.weight
+    if is_4bit(layer):
+        weight = weight.to(layer.compute_dtype)
+        options = {key: getattr(empty, key) for key in ("compress_statistics", "quant_type", "quant_storage")}
+        layer.weight = type(empty)(weight, requires_grad=False, module=layer, **options).to(device)
+    else:
+        layer.weight = type(empty)(weight, requires_grad=False, has_fp16_weights=False).to(device)
+    _check_error(layer, name, weight.to(device))
+    return layer.weight
+
+
+def is_4bit(layer: nn.Module) -> bool:
+    return hasattr(layer, "quant_storage")
+
+
+@torch.no_grad()
+def unpacked(layer: nn.Module) -> torch.Tensor:
+    """The weight (O, I) that a layer computes with, float32 if it is a packed one; it has to be whole (gathered)."""
+    weight = layer.weight
+    if not is_packed(weight):
+        return weight.detach()
+    if is_4bit(layer):
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(weight.data, layer.quant_state).float()
+    scale = weight.SCB if weight.SCB is not None else layer.state.SCB
+    return weight.data.float() * (scale.float()[:, None] / 127)
+
+
+def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
+    """The steps of nf4 and fp4 are at most a third of their range, those of 8 bits a 127th; half of it is the error."""
+    weight = weight.float()
+    error = (unpacked(layer) - weight).abs()
+    if is_4bit(layer):
+        pad = -weight.numel() % BLOCK
+        error, sizes = (F.pad(x.flatten(), (0, pad)).view(-1, BLOCK) for x in (error, weight.abs()))
+        # Scales that are quantized themselves are off by a little, too.
+        allowed = 0.18 * sizes.amax(1) + 0.01 * sizes.max()
+    else:
+        allowed = 0.006 * weight.abs().amax(1)
+    if not (error.amax(1) <= allowed).all():
+        raise RuntimeError(
+            f"{name} was not quantized right: what the {layer.weight.device.type} computes with is up to "
+            f"{error.max():.3g} off, in weights of up to {weight.abs().max():.3g}: check bitsandbytes' installation"
+        )
+
+
+@contextlib.contextmanager
+def exact_products(module: nn.Module) -> Iterator[None]:
+    """Within it, 8-bit layers multiply by the weights that they stand for, without rounding activations to 8 bits.
+
+    It is what a merged model computes, so logits are compared in it. 4-bit layers always do this.
+    """
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear) and is_packed(m.weight) and not is_4bit(m)]
+    for layer in layers:
+        layer.forward = lambda x, layer=layer: F.linear(x, unpacked(layer).to(x.dtype), layer.bias)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward

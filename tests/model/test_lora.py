@@ -1,0 +1,463 @@
+"""LoRA and QLoRA on toy models in one process: what gets it, where it begins, what it leaves, what merging gives."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaConfig,
+)
+
+from llava_ds.arguments import ModelArguments
+from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter, merged_parameters, merged_tensors
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.collator import collate
+from llava_ds.distributed import Ranks
+from llava_ds.model import lora, quantize
+from llava_ds.model.build import build_model, plan_model
+
+peft = pytest.importorskip("peft")
+
+RANKS = Ranks(0, 0, 1, torch.device("cpu"))
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+# Language models whose linear layers are called otherwise: fused, with biases, tied to the output layer, projected.
+KINDS = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "phi3": {},
+    "gemma": {"head_dim": 8},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
+}
+QUANTIZED = [(4, "nf4", True), (4, "nf4", False), (4, "fp4", True), (8, "nf4", True)]
+
+
+def language_model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind]})).eval()
+
+
+def lora_args(**more: object) -> ModelArguments:
+    defaults = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+    return ModelArguments(**{**defaults, **more})
+
+
+def names_with_lora(model: nn.Module) -> list[str]:
+    return [name for name, _ in lora.lora_layers(model)]
+
+
+@torch.no_grad()
+def train_a_little(model: nn.Module) -> None:
+    """Move everything that trains, so that B is not zero."""
+    torch.manual_seed(7)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1 * torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_linear_layers_of_the_language_model_get_lora_by_full_name_but_the_output_layer(kind):
+    model = language_model(kind)
+    # LLaVA's find_all_linear_names: the last names of all linear layers, without lm_head.
+    last = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)} - {"lm_head"}
+    meant = [n for n, m in model.named_modules() if n.split(".")[-1] in last and isinstance(m, nn.Linear)]
+    assert lora.linear_names(model) == meant and len(meant) >= 8
+    before = type(model), model(input_ids=torch.arange(8)[None]).logits
+    lora.add_lora(model, lora_args(), seed=42)
+    assert names_with_lora(model) == meant
+    assert type(model) is before[0] and torch.equal(model(input_ids=torch.arange(8)[None]).logits, before[1])
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"{n}.lora_{m}.default.weight" for n in meant for m in "AB"}
+
+
+def test_a_model_without_linear_layers_is_refused():
+    with pytest.raises(ConfigError, match="has no linear layers beside its output layer"):
+        lora.linear_names(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=8, n_head=2, n_layer=1)))
+
+
+def test_lora_begins_with_what_the_seed_draws_in_any_precision_and_with_zero():
+    drawn = {}
+    for key, dtype, seed in (("32", torch.float32, 1), ("16", torch.bfloat16, 1), ("other", torch.float32, 2)):
+        model = language_model("llama").to(dtype)
+        state = torch.get_rng_state()
+        lora.add_lora(model, lora_args(), seed)
+        assert torch.equal(torch.get_rng_state(), state)  # dropout's generator stays where it was
+        drawn[key] = {n: p.detach() for n, p in model.named_parameters() if lora.is_lora(n)}
+        assert {p.dtype for p in drawn[key].values()} == {dtype}
+    assert all(torch.equal(p.bfloat16(), drawn["16"][n]) for n, p in drawn["32"].items())
+    for name, parameter in drawn["32"].items():
+        if ".lora_A." in name:  # kaiming_uniform with a = sqrt(5)
+            assert 0.8 < parameter.abs().max() * parameter.shape[1] ** 0.5 <= 1
+            assert not torch.equal(parameter, drawn["other"][name])
+        else:
+            assert not parameter.any()
+
+
+@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
+@pytest.mark.parametrize("kind", ["qwen2", "opt"])
+def test_biases_train_as_peft_means_it(kind, bias):
+    model, args = language_model(kind), lora_args(lora_bias=bias)
+    theirs = language_model(kind)
+    theirs = peft.get_peft_model(theirs, lora.lora_config(args, lora.linear_names(theirs)))
+    lora.add_lora(model, args, seed=42)
+    trained = {lora.PEFT_PREFIX + name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, p in theirs.named_parameters() if p.requires_grad}
+
+
+# A whole LLaVA, what it leaves, and what opens that.
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict[str, str]:
+    return toys.write_base(tmp_path_factory.mktemp("lora") / "base", attention_bias=True)
+
+
+@pytest.fixture(scope="module")
+def batch(base, tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("sample")
+    dataset = toys.encoded(
+        *toys.write_data(folder, "i").values(),
+        tokenizer=AutoTokenizer.from_pretrained(base["model_name_or_path"]),
+        cache_dir=folder / "cache",
+    )
+    return collate([dataset[0]], dataset.pictures)
+
+
+def built(base: dict[str, str], **more: object):
+    """(model, plan, flags) as run/train.py makes them."""
+    args = lora_args(**base, **more)
+    plan = plan_model(args, 512)
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
+    model.vision_tower.requires_grad_(False)
+    return model, plan, args
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, batch) -> torch.Tensor:
+    with quantize.exact_products(model):
+        return model.eval()(batch, logits_at=torch.arange(batch.input_ids.shape[1]))
+
+
+def written(model: nn.Module, plan, args: ModelArguments, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    export_adapter(model, plan, args, toys.picture_options(), folder, RANKS)
+    return folder
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_peft_opens_what_is_left_and_computes_the_same(base, batch, tmp_path, bits, bias):
+    if bits < 16:
+        pytest.importorskip("bitsandbytes")
+    model, plan, args = built(base, bits=bits, lora_bias=bias)
+    fresh = logits_of(model, batch)
+    train_a_little(model)
+    logits = logits_of(model, batch)
+    assert (logits - fresh).abs().max() > 0.1
+    folder = written(model, plan, args, tmp_path / "out")
+    with torch.no_grad():
+        embeds = model.embed(batch)
+    assert compare_reloaded_adapter(folder, plan, args, embeds, logits) < 1e-5
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] *= 1.01
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(RuntimeError, match="peft computes other logits"):
+        compare_reloaded_adapter(folder, plan, args, embeds, logits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_transformers_packs_the_base_to_the_same_weights(base, batch, tmp_path, bits):
+    """What somebody does who opens the adapter over a quantized base: BitsAndBytesConfig and PeftModel."""
+    pytest.importorskip("bitsandbytes")
+    model, plan, args = built(base, bits=bits)
+    train_a_little(model)
+    folder = written(model, plan, args, tmp_path / "out")
+    config = BitsAndBytesConfig(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(
+        args.model_name_or_path, dtype=torch.float32, quantization_config=config
+    )
+    theirs = peft.PeftModel.from_pretrained(theirs, folder).eval()
+    with torch.no_grad(), quantize.exact_products(theirs):
+        again = theirs(inputs_embeds=model.embed(batch)).logits[0]
+    logits = logits_of(model, batch)
+    assert (again - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+def test_what_is_left_has_llavas_names(base, tmp_path):
+    model, plan, args = built(base)
+    folder = written(model, plan, args, tmp_path / "out")
+    assert {path.name for path in folder.iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "non_lora_trainables.bin", "config.json"
+    }  # fmt: skip
+    others = torch.load(folder / "non_lora_trainables.bin", weights_only=True)
+    prefix = "base_model.model.model.mm_projector"
+    assert set(others) == {f"{prefix}.0.weight", f"{prefix}.0.bias", f"{prefix}.2.weight", f"{prefix}.2.bias"}
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["bias"], config["task_type"]) == (4, 8, "none", "CAUSAL_LM")
+    assert config["base_model_name_or_path"] == args.model_name_or_path and config["inference_mode"]
+    assert config["target_modules"][0] == "model.layers.0.self_attn.q_proj" and len(config["target_modules"]) == 14
+    fields = json.loads((folder / "config.json").read_text())
+    assert fields["model_type"] == "llava_llama" and fields["mm_projector_type"] == "mlp2x_gelu"
+
+
+def test_llavas_own_way_to_open_it_gives_the_same_model(base, batch, tmp_path):
+    """What LLaVA's load_pretrained_model does with such a folder, over a model whose tower has a q_proj too."""
+    model, plan, args = built(base)
+    train_a_little(model)
+    train_a_little(model.projector)
+    folder = written(model, plan, args, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(args.model_name_or_path)
+    theirs.model.mm_projector = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32))
+    theirs.model.vision_tower = CLIPVisionModel(CLIPVisionConfig.from_pretrained(args.vision_tower))
+    others = torch.load(folder / "non_lora_trainables.bin", map_location="cpu")
+    others = {(k[11:] if k.startswith("base_model.") else k): v for k, v in others.items()}
+    if any(k.startswith("model.model.") for k in others):
+        others = {(k[6:] if k.startswith("model.") else k): v for k, v in others.items()}
+    assert not theirs.load_state_dict(others, strict=False).unexpected_keys
+    theirs = peft.PeftModel.from_pretrained(theirs, folder)
+    assert not any("vision_tower" in name or "mm_projector" in name for name in names_with_lora(theirs))
+    theirs = theirs.merge_and_unload()
+    ours = model.projector.layers
+    assert all(torch.equal(a, b) for a, b in zip(theirs.model.mm_projector.parameters(), ours.parameters()))
+    with torch.no_grad():
+        again = theirs(inputs_embeds=model.embed(batch)).logits[0]
+    assert (again - logits_of(model, batch)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_merged_weights_compute_what_lora_beside_them_did(base, batch, bits):
+    if bits < 16:
+        pytest.importorskip("bitsandbytes")
+    model, plan, _ = built(base, bits=bits, lora_bias="all")
+    train_a_little(model)
+    merged = dict(merged_tensors(model, RANKS))
+    plain = build_model(plan, ModelArguments(**base), {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
+    assert {name: p.shape for name, p in plain.named_parameters()} == {n: t.shape for n, t in merged.items()}
+    assert all(merged[name].shape == shape for name, shape, _ in merged_parameters(model, RANKS))
+    unmerged = logits_of(plain, batch)
+    plain.load_state_dict(merged, strict=False)
+    logits = logits_of(model, batch)
+    assert (logits_of(plain, batch) - logits).abs().max() < 1e-5 * logits.abs().max()
+    assert (unmerged - logits).abs().max() > 0.1
+
+
+def test_a_merged_weight_is_rounded_once():
+    model = language_model("llama").bfloat16()
+    lora.add_lora(model, lora_args(), seed=42)
+    train_a_little(model)
+    name, layer = next(lora.lora_layers(model))
+    a, b = layer.lora_A.default.weight.double(), layer.lora_B.default.weight.double()
+    exact = layer.base_layer.weight.double() + 2 * b @ a
+    found = dict(merged_tensors(model, RANKS))[f"{name}.weight"]
+    assert found.dtype == torch.bfloat16 and ((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
+def test_without_lora_merging_gives_the_parameters(base):
+    model = build_model(
+        plan_model(ModelArguments(**base), 512),
+        ModelArguments(**base),
+        {"zero_optimization": {}},
+        torch.float32,
+        1,
+        RANKS,
+    )
+    merged = dict(merged_tensors(model, RANKS))
+    assert merged.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(merged[name], p) for name, p in model.named_parameters())
+
+
+# Starting from an adapter.
+
+
+@pytest.fixture(scope="module")
+def adapter(base, batch, tmp_path_factory):
+    """An adapter's folder, and the logits of the model that left it."""
+    model, plan, args = built(base, lora_bias="all")
+    train_a_little(model)
+    return written(model, plan, args, tmp_path_factory.mktemp("adapter") / "out"), logits_of(model, batch)
+
+
+def test_a_run_starts_from_an_adapter_and_its_projector(base, batch, adapter, tmp_path):
+    folder, logits = adapter
+    model, *_ = built(base, lora_bias="all", lora_weight_path=str(folder))
+    assert torch.equal(logits_of(model, batch), logits)
+    # As peft once wrote it: a pickle, biases under their plain names, the adapter's name within.
+    older = tmp_path / "older"
+    shutil.copytree(folder, older)
+    (older / "adapter_model.safetensors").unlink()
+    tensors = load_file(folder / "adapter_model.safetensors")
+    renamed = {
+        name.replace(".base_layer.", ".").replace("lora_A.weight", "lora_A.default.weight"): tensor
+        for name, tensor in tensors.items()
+    }
+    torch.save(renamed, older / "adapter_model.bin")
+    model, *_ = built(base, lora_bias="all", lora_weight_path=str(older))
+    assert torch.equal(logits_of(model, batch), logits)
+
+
+def test_without_a_projector_of_its_own_an_adapter_starts_with_stage_1s(base, adapter, tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter[0], folder)
+    (folder / "non_lora_trainables.bin").unlink()
+    args = lora_args(**{**base, "lora_bias": "all"}, pretrain_mm_mlp_adapter="mm_projector.bin")
+    with_own, without = (
+        plan_model(replace(args, lora_weight_path=str(path)), 512).sources.projector for path in (adapter[0], folder)
+    )
+    assert without.path == "mm_projector.bin" and with_own.path == str(adapter[0] / "non_lora_trainables.bin")
+
+
+def test_a_tower_that_trained_beside_an_adapter_is_left_with_it_and_started_from(base, batch, tmp_path):
+    model, plan, args = built(base, unfreeze_mm_vision_tower=True)
+    model.vision_tower.requires_grad_(True)
+    train_a_little(model)
+    folder = written(model, plan, args, tmp_path / "out")
+    others = torch.load(folder / "non_lora_trainables.bin", weights_only=True)
+    name = "base_model.model.model.vision_tower.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(others[name], model.vision_tower.tower.encoder.layers[0].self_attn.q_proj.weight)
+    again, *_ = built(base, unfreeze_mm_vision_tower=True, lora_weight_path=str(folder))
+    assert torch.equal(logits_of(again, batch), logits_of(model, batch))
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "message"),
+    [
+        ({}, {"lora_r": 8}, r"was trained with r 4, but --lora_r is 8: give --lora_r 4"),
+        ({}, {"lora_alpha": 1, "lora_bias": "none"}, r"--lora_alpha 8\n.*--lora_bias all"),
+        ({"use_dora": True}, {}, "was trained with use_dora True, which is not here"),
+        ({"peft_type": "IA3"}, {}, "holds an adapter of kind IA3"),
+        (None, {}, "adapter_config.json can't be read"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_the_flags_is_refused_before_anything_is_built(
+    base, adapter, tmp_path, change, flags, message
+):
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter[0], folder)
+    config = folder / "adapter_config.json"
+    config.write_text("{" if change is None else json.dumps(json.loads(config.read_text()) | change))
+    args = lora_args(**{**base, "lora_bias": "all", "lora_weight_path": str(folder), **flags})
+    with pytest.raises(ConfigError, match=message):
+        plan_model(args, 512)
+
+
+def test_an_adapter_of_other_layers_or_without_weights_is_refused(base, adapter, tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter[0], folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "mlp" not in k}, folder / "adapter_model.safetensors")
+    with pytest.raises(DataError, match=r"--lora_weight_path .* 12 tensors missing, the first are model.layers.0.mlp"):
+        built(base, lora_bias="all", lora_weight_path=str(folder))
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"there is no adapter_model\.safetensors or adapter_model.bin in it"):
+        built(base, lora_bias="all", lora_weight_path=str(folder))
+
+
+@pytest.mark.parametrize(("flags", "package"), [({}, "peft"), ({"bits": 4}, "bitsandbytes")])
+def test_a_missing_package_is_said_with_the_extra_that_brings_it(base, monkeypatch, flags, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"needs {package}, .*pip install 'llava_ds\[q?lora\]'"):
+        plan_model(lora_args(**base, **flags), 512)
+
+
+# Packed weights.
+
+
+@pytest.mark.parametrize(("bits", "quant_type", "double_quant"), QUANTIZED)
+def test_the_decoders_weights_are_packed_and_nothing_else(base, batch, bits, quant_type, double_quant):
+    pytest.importorskip("bitsandbytes")
+    model, _, args = built(base, bits=bits, quant_type=quant_type, double_quant=double_quant)
+    packed = [name for name, p in model.named_parameters() if quantize.is_packed(p)]
+    assert packed == [f"language_model.{n}.base_layer.weight" for n in names_with_lora(model.language_model)]
+    assert {p.dtype for n, p in model.named_parameters() if n not in packed} == {torch.float32}
+    assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
+    whole = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).state_dict()
+    for name, layer in lora.lora_layers(model.language_model):
+        weight = whole[f"{name}.weight"]
+        error = (quantize.unpacked(layer.base_layer) - weight).norm() / weight.norm()
+        assert error < {(4, "nf4"): 0.12, (4, "fp4"): 0.16, (8, "nf4"): 0.01}[bits, quant_type]
+        if bits == 4:
+            state = layer.base_layer.quant_state
+            assert (state.quant_type, state.nested) == (quant_type, double_quant)
+            assert layer.base_layer.weight.numel() * 2 == weight.numel()
+    fine, _, _ = built(base)
+    difference = (logits_of(model, batch) - logits_of(fine, batch)).abs().max() / logits_of(fine, batch).abs().max()
+    assert difference > 1e-4
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gradients_beside_packed_weights_are_those_beside_what_they_stand_for(base, batch, bits):
+    pytest.importorskip("bitsandbytes")
+    model, *_ = built(base, bits=bits)
+    same, *_ = built(base)
+    packed, whole = (dict(lora.lora_layers(m.language_model)) for m in (model, same))
+    with torch.no_grad():
+        for name, layer in whole.items():
+            layer.base_layer.weight.copy_(quantize.unpacked(packed[name].base_layer))
+    gradients = []
+    for one in (model, same):
+        one.train()
+        train_a_little(one)
+        one(batch).backward()
+        gradients.append({n: p.grad for n, p in one.named_parameters() if p.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[1].items():
+        assert (gradients[0][name] - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-7, name
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_of_packed_weights_take_no_place_in_checkpoints(base, bits):
+    pytest.importorskip("bitsandbytes")
+    model, *_ = built(base, bits=bits)
+    assert set(model.state_dict()) <= set(dict(model.named_parameters())) | {"language_model.lm_head.weight"}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_weight_that_is_not_quantized_right_is_seen_at_once(base, monkeypatch, bits):
+    pytest.importorskip("bitsandbytes")
+    from bitsandbytes import functional
+
+    name = "quantize_4bit" if bits == 4 else "int8_vectorwise_quant"
+    right = getattr(functional, name)
+    monkeypatch.setattr(functional, name, lambda weight, *rest, **more: right(weight * 1.5, *rest, **more))
+    with pytest.raises(RuntimeError, match=r"_proj\.weight was not quantized right: what the cpu computes with"):
+        built(base, bits=bits)
+
+
+def test_weights_of_an_odd_number_are_not_packed_in_pairs():
+    pytest.importorskip("bitsandbytes")
+    model = nn.ModuleDict({"odd": nn.Linear(3, 3)})
+    with pytest.raises(ConfigError, match="--bits 4: odd has 3 x 3 weights, an odd number"):
+        quantize.quantize_layers(model, ["odd"], lora_args(bits=4), torch.float32)
+
+
+def test_a_llama_config_names_the_layers_that_the_recipe_of_7b_trains():
+    """LLaVA-1.5-7B with r 128: the published adapter has 319,815,680 parameters."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        lora.add_lora(model, lora_args(lora_r=128, lora_alpha=256), seed=42)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 319_815_680
