@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import toys
+from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
 from PIL import Image
 from transformers import AutoProcessor, LlavaNextForConditionalGeneration
 
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.images import load_image, load_media, probe

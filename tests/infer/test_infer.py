@@ -10,10 +10,10 @@ import pytest
 import torch
 import toys
 from launching import ROOT
+from llava_ds.checkpoint.export import compare_reloaded, export_hf
 from safetensors.torch import load_file, save_file
 
 from llava_ds.arguments import ModelArguments
-from llava_ds.checkpoint.export import compare_reloaded, export_hf
 from llava_ds.constants import ConfigError
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.encode import Encoder, EncodingOptions

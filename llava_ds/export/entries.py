@@ -1,0 +1,127 @@
+# V rows of an embedding, D language-model width
+"""A model's tensors one after the other: named and measured before any of them is read."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import deepspeed
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from llava_ds.distributed import Ranks
+from llava_ds.model.build import Source
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.weights import TensorSource, WeightFiles
+
+LANGUAGE_MODEL = "language_model."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that can be read: its name, its shape, and how it comes to the CPU."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+
+def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
+    """The parameters of a model that may be partitioned, by their names here; a tied one once.
+
+    Reading is done by all ranks together and in the same order, and gives the tensor on rank 0 only. One parameter is
+    whole at a time.
+    """
+    return [
+        Entry(name, tuple(getattr(p, "ds_shape", p.shape)), lambda p=p: _gathered(p, ranks))
+        for name, p in model.named_parameters()
+    ]
+
+
+def take_part(entries: Iterable[Entry]) -> None:
+    """Do what the ranks beside the first have to while rank 0 reads the live entries."""
+    for entry in entries:
+        entry.read()
+
+
+def _gathered(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
+    with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        return parameter.detach().to("cpu", copy=True) if ranks.is_first else None
+
+
+def part_entries(part: str, source: Source) -> Iterator[Entry]:
+    """The tensors of a source, by their names in the whole model."""
+    yield from read_entries(part, source.open())
+
+
+def read_entries(part: str, source: WeightFiles | TensorSource, dtype: torch.dtype | None = None) -> Iterator[Entry]:
+    """The same of what is open already; dtype: the precision that the model was built in, which they go through."""
+    for name, read in source.tensors():
+        through = read if dtype is None else lambda read=read: read().to(dtype)
+        yield Entry(f"{part}.{name}", source.shapes[name], through)
+
+
+def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
+    """The entries, and those of the others that they lack: layers of the tower that training never built."""
+    entries = list(entries)
+    seen = {entry.name for entry in entries}
+    return entries + [entry for entry in others if entry.name not in seen]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Names of the language model's parameters that have a row for every token, and those that another one is."""
+
+    rows: frozenset[str]
+    aliases: frozenset[str]
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "Ends":
+        """Ask the model, for families name them differently. It is built on no device."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+        ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+        ids = {id(p) for end in ends for p in end.parameters()}
+        named = list(model.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        for name, parameter in named:
+            first.setdefault(id(parameter), name)
+        return cls(
+            frozenset(LANGUAGE_MODEL + name for name, p in named if id(p) in ids),
+            frozenset(LANGUAGE_MODEL + name for name, p in named if first[id(p)] != name),
+        )
+
+    def resized(self, entries: Iterable[Entry], rows: int) -> list[Entry]:
+        """The entries with so many rows for tokens, and without those that are another's alias.
+
+        New rows are the mean of all; rows behind the last are left out.
+        """
+        return [
+            _with_rows(entry, rows) if entry.name in self.rows and entry.shape[0] != rows else entry
+            for entry in entries
+            if entry.name not in self.aliases
+        ]
+
+
+def _with_rows(entry: Entry, rows: int) -> Entry:
+    def read() -> torch.Tensor:
+        tensor = entry.read()
+        if tensor is None or len(tensor) >= rows:
+            return tensor if tensor is None else tensor[:rows]
+        mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
+        return torch.cat([tensor, mean.expand(rows - len(tensor), *tensor.shape[1:])])  # (V, D)
+
+    return Entry(entry.name, (rows, *entry.shape[1:]), read)
+
+
+def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entry]:
+    """The entries by other names."""
+    return [dataclasses.replace(entry, name=rename(entry.name)) for entry in entries]
