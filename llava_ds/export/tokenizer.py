@@ -62,6 +62,7 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> No
     """Write the tokenizer of a folder as LLaVA's scripts leave it, without tokens that an export had added."""
     _copy_files(_origin(source), output_dir)
     _readable_by_4(output_dir)
+    _merges_as_texts(output_dir / "tokenizer.json")
     path = output_dir / "tokenizer_config.json"
     if path.is_file():
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -94,6 +95,17 @@ def _readable_by_4(folder: Path) -> None:
         extra = config.pop("extra_special_tokens")
         config["additional_special_tokens"] = [*config.get("additional_special_tokens", []), *extra]
     _write_json(path, config)
+
+
+def _merges_as_texts(path: Path) -> None:
+    """Let the tokenizers library of transformers 4.37 read the merges, where no token has a space in it."""
+    if not path.is_file():
+        return
+    content = json.loads(path.read_text(encoding="utf-8"))
+    merges = content["model"].get("merges") or []
+    if merges and all(isinstance(merge, list) and not any(" " in token for token in merge) for merge in merges):
+        content["model"]["merges"] = [" ".join(merge) for merge in merges]
+        _write_json(path, content)
 
 
 def _write_json(path: Path, content: dict) -> None:

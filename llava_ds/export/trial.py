@@ -33,7 +33,7 @@ def try_export(finished: Finished, entries: list[Entry], form: str, output_dir: 
         if form == "hf":
             _open_with_transformers(folder)
     what = "transformers opens its names and shapes" if form == "hf" else "in LLaVA's format"
-    return f"the finished model will have {len(written)} tensors, {total / 1e9:.2f} GB: {what}"
+    return f"the finished model will have {len(written)} tensors, {total / 1e9:,.3g} GB: {what}"
 
 
 def _check_room(output_dir: Path, total: int) -> None:
