@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from llava_ds.checkpoint import commit
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import exit_for_bad_input, quiet_libraries
 from llava_ds.export.card import write_card
@@ -56,7 +57,7 @@ def main() -> None:
         write_projector(restored.finished, projector_entries(restored.entries), output_dir)
     else:
         WRITERS[form](restored.finished, restored.entries, output_dir, max_bytes)
-        write_card(output_dir, form, restored.run, restored.run_dir, restored.record)
+        write_card(output_dir, form, restored.run, restored.run_dir, restored.record, commit.step_of(source.resolve()))
     print(f"{form}: {output_dir}")
 
 

@@ -30,8 +30,11 @@ tokenizer, model, image_processor, context_len = load_pretrained_model("{folder}
 """
 
 
-def write_card(output_dir: Path, form: str, args: Arguments, run_dir: Path, record: dict) -> None:
-    """Write README.md. run_dir: where metrics.jsonl and, if there is one, evaluation.json lie; record: run.json.
+def write_card(
+    output_dir: Path, form: str, args: Arguments, run_dir: Path, record: dict, step: int | None = None
+) -> None:
+    """Write README.md. run_dir: where metrics.jsonl and, if there is one, evaluation.json lie; record: run.json; step:
+    of the checkpoint, None for the last.
 
     Names of models and data sets are the last parts of their paths: the rest is this machine's.
     """
@@ -50,7 +53,7 @@ def write_card(output_dir: Path, form: str, args: Arguments, run_dir: Path, reco
         "",
         f"{base} with the vision tower {tower}, trained with llava_ds on {data}.",
         "",
-        *_numbers(run_dir, record),
+        *_numbers(run_dir, record, step),
         f"- trained: {', '.join(sorted(trained_parts(model)))}",
         "",
         "| flag | value |",
@@ -61,7 +64,7 @@ def write_card(output_dir: Path, form: str, args: Arguments, run_dir: Path, reco
         "| --- | --- |",
         *(f"| {package} | {version} |" for package, version in record["versions"].items()),
         "",
-        *_scores(run_dir / "evaluation.json"),
+        *(_scores(run_dir / "evaluation.json") if step is None else []),
         "## Opening it",
         "",
         _opening(output_dir, form, name),
@@ -69,15 +72,16 @@ def write_card(output_dir: Path, form: str, args: Arguments, run_dir: Path, reco
     (output_dir / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _numbers(run_dir: Path, record: dict) -> list[str]:
+def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
     path = run_dir / "metrics.jsonl"
-    rows = read_metrics(path) if path.is_file() else []
+    rows = [row for row in read_metrics(path) if step is None or row["step"] <= step] if path.is_file() else []
     if not rows:
         return [f"- optimizer steps: {record['num_steps']:,}"]
     total = {key: sum(row[key] for row in rows) for key in ("samples", "tokens", "supervised_tokens")}
     return [
         f"- optimizer steps: {rows[-1]['step']:,} of {record['num_steps']:,}, {rows[-1]['epoch']:.2f} epochs",
-        f"- samples: {total['samples']:,}, tokens: {total['tokens']:,}, {total['supervised_tokens']:,} of them supervised",
+        f"- samples: {total['samples']:,}",
+        f"- tokens: {total['tokens']:,}, {total['supervised_tokens']:,} of them supervised",
         f"- loss at the end: {rows[-1]['loss']:.4f}",
     ]
 

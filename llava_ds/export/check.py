@@ -10,6 +10,7 @@ import torch
 from llava_ds.batch import Batch
 from llava_ds.geometry import MediaLayout
 from llava_ds.model.hf import HF_CLASSES, TOLERANCE, HFModel, merged_embeds
+from llava_ds.model.language import final_logits
 
 # Of the host's free memory that a second copy of the weights may take beside what is running.
 MEMORY_PART = 0.8
@@ -21,8 +22,8 @@ def room_to_compare(num_bytes: int) -> str | None:
     if num_bytes <= MEMORY_PART * free:
         return None
     return (
-        f"its {num_bytes / 1e9:.1f} GB don't fit into the {free / 1e9:.1f} GB of free memory beside training: its names, "
-        "shapes and sizes have been checked, its logits have not"
+        f"its {num_bytes / 1e9:.1f} GB don't fit into the {free / 1e9:.1f} GB of free memory beside training: its "
+        "names and shapes have been checked, its logits have not"
     )
 
 
@@ -56,7 +57,7 @@ def compare_reloaded(
     else:
         inputs = {"inputs_embeds": merged_embeds(reloaded, batch, pixels)}
     # The rows of <image> and <video> are the export's own.
-    again = reloaded(**inputs).logits[0, :, : logits.shape[1]]  # (T, V)
+    again = final_logits(reloaded(**inputs).logits[0, :, : logits.shape[1]], reloaded.config.text_config)  # (T, V)
     logits = logits.cpu().float()
     difference = ((again.float() - logits).abs().max() / logits.abs().max()).item()
     limit = TOLERANCE[again.dtype]

@@ -10,9 +10,12 @@ import deepspeed
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
 
+from llava_ds import formats
 from llava_ds.distributed import Ranks
 from llava_ds.model.build import Source
+from llava_ds.model.language import is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.weights import TensorSource, WeightFiles
 
@@ -76,38 +79,53 @@ def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Names of the language model's parameters that have a row for every token, and those that another one is."""
+class Names:
+    """What a language model's own kind says of its parameters: families name and tie them differently.
 
-    rows: frozenset[str]
+    by_token: names of those with a row for every token; aliases: of those that are another one; in_hf: where each goes
+    in a llava-hf folder; tied_in_hf: whether both ends are one there, too.
+    """
+
+    by_token: frozenset[str]
     aliases: frozenset[str]
+    in_hf: dict[str, tuple[str, ...]]
+    tied_in_hf: bool
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> "Ends":
-        """Ask the model, for families name them differently. It is built on no device."""
-        with torch.device("meta"):
+    def of(cls, config: PreTrainedConfig) -> "Names":
+        """Ask the model, built on no device."""
+        with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
-        ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-        ids = {id(p) for end in ends for p in end.parameters()}
+        ends = {
+            id(p) for end in (model.get_input_embeddings(), model.get_output_embeddings()) for p in end.parameters()
+        }
+        once = {name for name, _ in model.named_parameters()}
         named = list(model.named_parameters(remove_duplicate=False))
-        first: dict[int, str] = {}
-        for name, parameter in named:
-            first.setdefault(id(parameter), name)
         return cls(
-            frozenset(LANGUAGE_MODEL + name for name, p in named if id(p) in ids),
-            frozenset(LANGUAGE_MODEL + name for name, p in named if first[id(p)] != name),
+            frozenset(LANGUAGE_MODEL + name for name, p in named if id(p) in ends),
+            frozenset(LANGUAGE_MODEL + name for name, _ in named if name not in once),
+            {LANGUAGE_MODEL + name: places for name, places in names_in_hf(model).items()},
+            is_tied_in_hf(model),
         )
 
     def resized(self, entries: Iterable[Entry], rows: int) -> list[Entry]:
-        """The entries with so many rows for tokens, and without those that are another's alias.
+        """The entries with so many rows for tokens, and without aliases.
 
         New rows are the mean of all; rows behind the last are left out.
         """
         return [
-            _with_rows(entry, rows) if entry.name in self.rows and entry.shape[0] != rows else entry
+            _with_rows(entry, rows) if entry.name in self.by_token and entry.shape[0] != rows else entry
             for entry in entries
             if entry.name not in self.aliases
+        ]
+
+    def to_hf(self, entries: Iterable[Entry]) -> list[Entry]:
+        """The entries by their names in a llava-hf folder; one that has two places there comes twice."""
+        return [
+            dataclasses.replace(entry, name=place)
+            for entry in entries
+            for place in self.in_hf.get(entry.name) or (formats.to_hf(entry.name),)
         ]
 
 

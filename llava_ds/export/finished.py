@@ -1,12 +1,13 @@
 """All of a finished model but its weights, and which folder it can become."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from llava_ds.arguments import Arguments, ModelArguments, trains_projector_only
 from llava_ds.constants import ConfigError
-from llava_ds.export.entries import Ends
+from llava_ds.export.entries import Names
 from llava_ds.geometry import PictureOptions
 from llava_ds.model.build import ModelPlan
 
@@ -31,10 +32,10 @@ class Finished:
         """Rows of the embeddings as the model has them now."""
         return self.plan.text_config.vocab_size
 
-    @property
-    def ends(self) -> Ends:
-        """The parameters with a row for every token."""
-        return Ends.of(self.plan.text_config)
+    @cached_property
+    def names(self) -> Names:
+        """What the language model's kind says of its parameters."""
+        return Names.of(self.plan.text_config)
 
 
 def hf_kind(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions) -> tuple[str | None, str]:
@@ -53,8 +54,9 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions) -> 
             f"{flags}: transformers' LlavaNext always leaves padding out: give --mm_patch_merge_type spatial_unpad",
         )
     if not pictures.is_anyres and merge == "spatial_unpad":
-        return None, (
-            f"{flags}: transformers' Llava has no newline: give --mm_patch_merge_type flat, or --image_aspect_ratio anyres"
+        return (
+            None,
+            f"{flags}: transformers' Llava has no newline: give --mm_patch_merge_type flat, or --image_aspect_ratio anyres",
         )
     if pictures.max_tiles is not None:
         return "llava_onevision", ""

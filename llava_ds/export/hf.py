@@ -6,12 +6,11 @@ from pathlib import Path
 
 from transformers import GenerationConfig, LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig, PreTrainedTokenizerBase
 
-from llava_ds import formats
 from llava_ds.checkpoint.llava_config import plain_config, with_old_names
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.encode import end_markers
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.entries import Entry, completed, part_entries, renamed
+from llava_ds.export.entries import Entry, completed, part_entries
 from llava_ds.export.finished import Finished, hf_kind
 from llava_ds.export.processor import VIDEO_TOKEN, hf_pinpoints, select_strategy, write_processor
 from llava_ds.export.shards import write_shards
@@ -27,8 +26,8 @@ def hf_entries(finished: Finished, entries: list[Entry]) -> list[Entry]:
     A tokenizer without <image> gets it as a new last token, whose rows are the mean of the others.
     """
     tower = part_entries("vision_tower", finished.plan.sources.vision_tower)
-    whole = finished.ends.resized(completed(entries, tower), _rows(finished)[1])
-    return renamed(whole, formats.to_hf)
+    names = finished.names
+    return names.to_hf(names.resized(completed(entries, tower), _rows(finished)[1]))
 
 
 def write_hf(
@@ -62,6 +61,7 @@ def _write_config(
     plan, args, pictures = finished.plan, finished.args, finished.pictures
     text_config = plain_config(plan.text_config, finished.dtype)
     text_config["vocab_size"] = rows
+    text_config["tie_word_embeddings"] = finished.names.tied_in_hf
     own: dict[str, object] = {}
     if kind == "llava":
         own["image_seq_length"] = plan.images.num_tokens
@@ -81,7 +81,7 @@ def _write_config(
         vision_feature_select_strategy=select_strategy(finished),
         vision_feature_layer=args.mm_vision_select_layer,
         multimodal_projector_bias=True,
-        tie_word_embeddings=plan.text_config.tie_word_embeddings,
+        tie_word_embeddings=text_config["tie_word_embeddings"],
         dtype=str(finished.dtype).removeprefix("torch."),
         # What transformers' classes don't know, for infer/load.py: prompts and pictures as in training.
         llava_ds_version=args.version,

@@ -20,7 +20,7 @@ PROJECTOR_FILES = ("mm_projector.bin", "mm_projector.safetensors", "config.json"
 def llava_entries(finished: Finished, entries: list[Entry]) -> list[Entry]:
     """What is written of a model's entries: LLaVA's names, no rows that an export had added, and the whole tower."""
     tower = part_entries("vision_tower", finished.plan.sources.vision_tower)
-    whole = finished.ends.resized(completed(entries, tower), finished.rows or finished.vocab_size)
+    whole = finished.names.resized(completed(entries, tower), finished.rows or finished.vocab_size)
     return renamed(whole, lambda name: formats.to_llava(name, finished.args.mm_projector_type))
 
 

@@ -48,7 +48,7 @@ def _keep_space_behind_image(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_dir: Path) -> None:
-    """Write the tokenizer, in names that transformers 4 reads, too, and the source's own files as they are beside it."""
+    """Write the tokenizer, in names that transformers 4 reads, too, and beside it the source's files as they are."""
     tokenizer.save_pretrained(output_dir)
     _readable_by_4(output_dir)
     special = {name: value for name, value in tokenizer.special_tokens_map.items() if value}

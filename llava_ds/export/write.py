@@ -25,7 +25,7 @@ def export_live(
     if ranks.is_first:
         WRITERS[form](finished, entries, output_dir, max_bytes)
     else:
-        take_part(entry for entry in entries if entry.name not in finished.ends.aliases)
+        take_part(ENTRIES[form](finished, entries))  # in the same order, what has two places twice
 
 
 def export_live_projector(finished: Finished, model: LlavaModel, output_dir: Path, ranks: Ranks) -> list[Path]:
