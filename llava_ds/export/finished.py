@@ -49,15 +49,11 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions) -> 
     if plan.tower.config.model_type == "siglip2_vision_model":
         return None, "transformers' classes don't cut pictures for a SigLIP 2 of any shape: take another --vision_tower"
     if pictures.is_anyres and merge != "spatial_unpad":
-        return (
-            None,
-            f"{flags}: transformers' LlavaNext always leaves padding out: give --mm_patch_merge_type spatial_unpad",
-        )
+        instead = "give --mm_patch_merge_type spatial_unpad"
+        return None, f"{flags}: transformers' LlavaNext always leaves padding out: {instead}"
     if not pictures.is_anyres and merge == "spatial_unpad":
-        return (
-            None,
-            f"{flags}: transformers' Llava has no newline: give --mm_patch_merge_type flat, or --image_aspect_ratio anyres",
-        )
+        instead = "give --mm_patch_merge_type flat, or --image_aspect_ratio anyres"
+        return None, f"{flags}: transformers' Llava has no newline: {instead}"
     if pictures.max_tiles is not None:
         return "llava_onevision", ""
     return "llava_next" if pictures.is_anyres else "llava", ""

@@ -27,6 +27,7 @@ def try_export(finished: Finished, entries: list[Entry], form: str, output_dir: 
     """
     written = (hf_entries if form == "hf" else llava_entries)(finished, entries)
     total = num_bytes(written, finished.dtype)
+    output_dir.mkdir(parents=True, exist_ok=True)
     _check_room(output_dir, total)
     with _scratch(output_dir) as folder:
         (write_hf if form == "hf" else write_llava)(finished, entries, folder, max_bytes, holes=True)
@@ -48,7 +49,6 @@ def _check_room(output_dir: Path, total: int) -> None:
 @contextlib.contextmanager
 def _scratch(output_dir: Path) -> Iterator[Path]:
     """A folder that is gone afterwards."""
-    output_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="export-trial-", dir=output_dir) as folder:
         yield Path(folder)
 
@@ -59,7 +59,12 @@ def _open_with_transformers(folder: Path) -> None:
         AutoTokenizer.from_pretrained(folder, local_files_only=True)
         # On no device: the files' holes are never read.
         _, report = HF_CLASSES[kind].from_pretrained(
-            folder, device_map="meta", dtype="auto", local_files_only=True, output_loading_info=True
+            folder,
+            device_map="meta",
+            dtype="auto",
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # the report has them
+            output_loading_info=True,
         )
     except (OSError, ValueError, ImportError, AttributeError, RuntimeError) as error:
         raise ConfigError(
