@@ -45,7 +45,7 @@ def llava_config(
         "mm_vision_select_layer": args.mm_vision_select_layer,
         "mm_vision_select_feature": args.mm_vision_select_feature,
         "mm_use_im_start_end": args.mm_use_im_start_end,
-        "mm_use_im_patch_token": False,
+        "mm_use_im_patch_token": args.mm_use_im_patch_token,
         "mm_patch_merge_type": pictures.merge_type,
         "mm_newline_position": pictures.newline_position,
         "mm_spatial_pool_stride": pictures.pool_stride,
@@ -81,8 +81,6 @@ def with_old_names(config: dict[str, object]) -> dict[str, object]:
     if isinstance(rope, dict) and "rope_theta" in rope:
         config["rope_theta"] = rope["rope_theta"]
         rest = {key: value for key, value in rope.items() if key != "rope_theta"}
-        if rest.get("rope_type", "default") == "default":
-            config["rope_scaling"] = None
-        else:
+        if rest.get("rope_type", "default") != "default":
             config["rope_scaling"] = {**rest, "type": rest["rope_type"]}
     return config

@@ -65,11 +65,17 @@ def write_card(
         *(f"| {package} | {version} |" for package, version in record["versions"].items()),
         "",
         *(_scores(run_dir / "evaluation.json") if step is None else []),
-        "## Opening it",
-        "",
-        _opening(output_dir, form, name),
+        *([] if form == "projector" else ["## Opening it", "", _opening(output_dir, form, name)]),
     ]
     (output_dir / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_conversion_card(output_dir: Path, form: str, source: Path) -> None:
+    """Write README.md of a folder that was another format before."""
+    name = output_dir.resolve().name
+    text = f"# {name}\n\n{source.resolve().name}, converted by llava_ds.\n\n"
+    opening = "" if form == "projector" else f"## Opening it\n\n{_opening(output_dir, form, name)}"
+    (output_dir / "README.md").write_text(text + opening, encoding="utf-8")
 
 
 def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:

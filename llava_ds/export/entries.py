@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import deepspeed
 import torch
@@ -14,12 +15,9 @@ from transformers.initialization import no_init_weights
 
 from llava_ds import formats
 from llava_ds.distributed import Ranks
-from llava_ds.model.build import Source
-from llava_ds.model.language import is_tied_in_hf, names_in_hf
+from llava_ds.model.language import embedding_name, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.weights import TensorSource, WeightFiles
-
-LANGUAGE_MODEL = "language_model."
+from llava_ds.model.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,41 @@ def _gathered(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
         return parameter.detach().to("cpu", copy=True) if ranks.is_first else None
 
 
-def part_entries(part: str, source: Source) -> Iterator[Entry]:
-    """The tensors of a source, by their names in the whole model."""
-    yield from read_entries(part, source.open())
+def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) -> list[Entry]:
+    """The tensors of a part's weights, by their names in the whole model; dtype: a precision that they go through.
+
+    Reading them in this order opens one file at a time.
+    """
+    cursor = _Cursor(weights)
+
+    def read(name: str) -> torch.Tensor:
+        tensor = cursor.read(name)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    return [Entry(f"{part}.{name}", weights.shapes[name], partial(read, name)) for name, _ in weights.tensors()]
 
 
-def read_entries(part: str, source: WeightFiles | TensorSource, dtype: torch.dtype | None = None) -> Iterator[Entry]:
-    """The same of what is open already; dtype: the precision that the model was built in, which they go through."""
-    for name, read in source.tensors():
-        through = read if dtype is None else lambda read=read: read().to(dtype)
-        yield Entry(f"{part}.{name}", source.shapes[name], through)
+class _Cursor:
+    """Weights read by name, though what they give to read a tensor holds until the next one only."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._rest: Iterator[tuple[str, Callable[[], torch.Tensor]]] = iter(())
+        self._here: str | None = None
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor; one behind the last that was read needs no new beginning."""
+        if self._here != name and not self._advance(name):
+            self._rest = self._weights.tensors()
+            assert self._advance(name), f"{self._weights.path} has no {name}"
+        return self._read()
+
+    def _advance(self, name: str) -> bool:
+        for here, read in self._rest:
+            if here == name:
+                self._here, self._read = here, read
+                return True
+        return False
 
 
 def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
@@ -82,10 +105,11 @@ def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
 class Names:
     """What a language model's own kind says of its parameters: families name and tie them differently.
 
-    by_token: names of those with a row for every token; aliases: of those that are another one; in_hf: where each goes
-    in a llava-hf folder; tied_in_hf: whether both ends are one there, too.
+    embedding: name of the input embeddings; by_token: of parameters with a row for every token; aliases: of those that
+    are another one; in_hf: where each goes in a llava-hf folder; tied_in_hf: whether both ends are one there, too.
     """
 
+    embedding: str
     by_token: frozenset[str]
     aliases: frozenset[str]
     in_hf: dict[str, tuple[str, ...]]
@@ -103,9 +127,10 @@ class Names:
         once = {name for name, _ in model.named_parameters()}
         named = list(model.named_parameters(remove_duplicate=False))
         return cls(
-            frozenset(LANGUAGE_MODEL + name for name, p in named if id(p) in ends),
-            frozenset(LANGUAGE_MODEL + name for name, _ in named if name not in once),
-            {LANGUAGE_MODEL + name: places for name, places in names_in_hf(model).items()},
+            formats.LANGUAGE_MODEL + embedding_name(model),
+            frozenset(formats.LANGUAGE_MODEL + name for name, p in named if id(p) in ends),
+            frozenset(formats.LANGUAGE_MODEL + name for name, _ in named if name not in once),
+            {formats.LANGUAGE_MODEL + name: places for name, places in names_in_hf(model).items()},
             is_tied_in_hf(model),
         )
 

@@ -17,7 +17,9 @@ class Finished:
     """A model that is done training, or comes from a folder.
 
     args and pictures: how it was built and shown pictures; dtype: of the weights to be written; max_length: longest
-    sample in tokens; rows: of the embeddings before an export added tokens to them, None for as many as there are.
+    sample in tokens; rows: of the embeddings before an export added tokens to them, None for as many as there are;
+    tower_name: what LLaVA's format calls the tower; template: the processor's chat template, None for that of
+    --version.
     """
 
     plan: ModelPlan
@@ -26,6 +28,8 @@ class Finished:
     dtype: torch.dtype
     max_length: int
     rows: int | None = None
+    tower_name: str | None = None
+    template: str | None = None
 
     @property
     def vocab_size(self) -> int:

@@ -10,7 +10,7 @@ from llava_ds.checkpoint.llava_config import plain_config, with_old_names
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.encode import end_markers
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.entries import Entry, completed, part_entries
+from llava_ds.export.entries import Entry, completed, read_entries
 from llava_ds.export.finished import Finished, hf_kind
 from llava_ds.export.processor import VIDEO_TOKEN, hf_pinpoints, select_strategy, write_processor
 from llava_ds.export.shards import write_shards
@@ -25,7 +25,7 @@ def hf_entries(finished: Finished, entries: list[Entry]) -> list[Entry]:
 
     A tokenizer without <image> gets it as a new last token, whose rows are the mean of the others.
     """
-    tower = part_entries("vision_tower", finished.plan.sources.vision_tower)
+    tower = read_entries("vision_tower", finished.plan.sources.whole_tower())
     names = finished.names
     return names.to_hf(names.resized(completed(entries, tower), _rows(finished)[1]))
 
@@ -42,9 +42,9 @@ def write_hf(
     tokenizer, rows = _rows(finished)
     write_shards(hf_entries(finished, entries), output_dir, finished.dtype, max_bytes, holes=holes)
     write_processor(finished, kind, tokenizer, output_dir)
-    write_hf_tokenizer(tokenizer, Path(finished.args.model_name_or_path), output_dir)
+    write_hf_tokenizer(tokenizer, Path(finished.plan.tokenizer.name_or_path), output_dir)
     _write_config(finished, kind, tokenizer, rows, output_dir)
-    write_generation_config(finished, tokenizer, output_dir)
+    write_generation_config(finished, tokenizer, output_dir, tokenizer.pad_token_id)
 
 
 def _rows(finished: Finished) -> tuple[PreTrainedTokenizerBase, int]:
@@ -72,6 +72,10 @@ def _write_config(
         own["video_token_index"] = tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
     if rows != finished.vocab_size:
         own["llava_ds_vocab_size"] = finished.vocab_size  # for the way back, which takes the rest away
+    elif finished.rows is not None:
+        own["llava_ds_vocab_size"] = finished.rows
+    if finished.tower_name is not None:
+        own["mm_vision_tower"] = finished.tower_name
     CONFIGS[kind](
         architectures=[HF_CLASSES[kind].__name__],
         vision_config=plain_config(plan.tower.config, finished.dtype),
@@ -84,7 +88,7 @@ def _write_config(
         tie_word_embeddings=text_config["tie_word_embeddings"],
         dtype=str(finished.dtype).removeprefix("torch."),
         # What transformers' classes don't know, for infer/load.py: prompts and pictures as in training.
-        llava_ds_version=args.version,
+        **({} if finished.template is not None else {"llava_ds_version": args.version}),
         mm_use_im_start_end=args.mm_use_im_start_end,
         llava_ds_pictures=dataclasses.asdict(pictures),
         **own,
@@ -96,11 +100,13 @@ def _write_config(
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def write_generation_config(finished: Finished, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
+def write_generation_config(
+    finished: Finished, tokenizer: PreTrainedTokenizerBase, output_dir: Path, pad_token_id: int | None
+) -> None:
     """Write generation_config.json: an answer ends where the template ends it, or the tokenizer."""
     ends = end_markers(resolve_template(finished.args.version), tokenizer)
     GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=ends[0] if len(ends) == 1 else ends,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=pad_token_id,
     ).save_pretrained(output_dir)

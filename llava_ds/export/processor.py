@@ -41,7 +41,9 @@ def write_processor(finished: Finished, kind: str, tokenizer: PreTrainedTokenize
     tokenizer: as the exported model has it.
     """
     plan, args = finished.plan, finished.args
-    template = chat_template(resolve_template(args.version), plan.tokenizer, args.mm_use_im_start_end)
+    template = finished.template
+    if template is None:
+        template = chat_template(resolve_template(args.version), plan.tokenizer, args.mm_use_im_start_end)
     image_processor = _image_processor(finished, kind)
     # transformers 5 keeps all of it in processor_config.json; earlier versions and other programs look here.
     image_processor.save_pretrained(output_dir)

@@ -13,7 +13,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.deepspeed_files import engine_entries
 from llava_ds.export.entries import Entry, completed, read_entries
 from llava_ds.export.finished import Finished, hf_kind
-from llava_ds.model.build import plan_model, source_of
+from llava_ds.model.build import part_weights, plan_model
 from llava_ds.report.run_record import read_run_record
 
 
@@ -51,7 +51,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     frozen = [
         entry
         for part in parts
-        for entry in read_entries(part, source_of(part, plan, run.model, run.training.seed)[0], trained_in)
+        for entry in read_entries(part, part_weights(part, plan, run.model, run.training.seed), trained_in)
     ]
     form = run.training.export_format
     if trains_projector_only(run.model):

@@ -58,16 +58,19 @@ def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_
     _copy_files(_origin(source), output_dir / KEPT)
 
 
-def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> None:
-    """Write the tokenizer of a folder as LLaVA's scripts leave it, without tokens that an export had added."""
+def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> str | None:
+    """Write the tokenizer of a folder as LLaVA's scripts leave it, without tokens that an export had added.
+
+    Returns the token that pads, None if it has none.
+    """
     _copy_files(_origin(source), output_dir)
     _readable_by_4(output_dir)
     _merges_as_texts(output_dir / "tokenizer.json")
     path = output_dir / "tokenizer_config.json"
-    if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config |= {"model_max_length": max_length, "padding_side": "right"}
-        _write_json(path, config)
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    _write_json(path, config | {"model_max_length": max_length, "padding_side": "right"})
+    pad = config.get("pad_token")
+    return pad["content"] if isinstance(pad, dict) else pad
 
 
 def _origin(source: Path) -> Path:

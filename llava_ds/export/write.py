@@ -30,7 +30,7 @@ def export_live(
 
 def export_live_projector(finished: Finished, model: LlavaModel, output_dir: Path, ranks: Ranks) -> list[Path]:
     """Write the projector and the newline of a model that is trained right now; paths on rank 0."""
-    entries = projector_entries(live_entries(model, ranks))
+    entries = projector_entries(finished, live_entries(model, ranks))
     if ranks.is_first:
         return write_projector(finished, entries, output_dir)
     take_part(entries)
