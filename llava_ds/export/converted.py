@@ -48,9 +48,8 @@ def open_folder(
     said = config.get("tokenizer_model_max_length") or plan.tokenizer.model_max_length
     template = None
     if "version" not in given and "llava_ds_version" not in config:
-        template = config.get("llava_ds_chat_template") or _processors_template(
-            source, folder.vision_config is not None
-        )
+        is_hf = folder.vision_config is not None
+        template = config.get("llava_ds_chat_template") or (_processors_template(source) if is_hf else None)
     rows = config.get("llava_ds_vocab_size")
     parts = {
         "vision_tower": plan.sources.whole_tower(),

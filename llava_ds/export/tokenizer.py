@@ -12,6 +12,7 @@ FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens")
 KEPT = "llava_tokenizer"  # folder for the files as they were before tokens for pictures were added
 
 # What transformers 5 writes for a tokenizer that is all in tokenizer.json, and the name that 4 reads, too.
@@ -69,6 +70,9 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
     path = output_dir / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     _write_json(path, config | {"model_max_length": max_length, "padding_side": "right"})
+    special = output_dir / "special_tokens_map.json"
+    if not special.is_file():
+        _write_json(special, {name: config[name] for name in SPECIAL if config.get(name)})
     pad = config.get("pad_token")
     return pad["content"] if isinstance(pad, dict) else pad
 
