@@ -50,9 +50,9 @@ def compare_reloaded(
     ids[0, batch.image_positions] = reloaded.config.image_token_id
     if not layouts:
         inputs = {"input_ids": ids}
-    elif model_type == "llava":
+    elif model_type == "llava" and not any(layout.pooled for layout in layouts):
         inputs = {"input_ids": ids, "pixel_values": pixels}
-    elif (pictures := _tiled_pictures(reloaded, pixels, layouts)) is not None:
+    elif model_type != "llava" and (pictures := _tiled_pictures(reloaded, pixels, layouts)) is not None:
         inputs = {"input_ids": ids, **pictures}
     else:
         inputs = {"inputs_embeds": merged_embeds(reloaded, batch, pixels)}

@@ -64,7 +64,7 @@ def open_folder(
         args.model,
         plan.tower.pictures(args),
         dtype or _precision(entries),
-        said if said < ENDLESS else UNSAID_LENGTH,
+        UNSAID_LENGTH if said > ENDLESS and form == "llava" else said,
         rows=rows if rows != plan.text_config.vocab_size else None,
         tower_name=tower_name,
         template=template,

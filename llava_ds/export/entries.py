@@ -17,7 +17,7 @@ from llava_ds import formats
 from llava_ds.distributed import Ranks
 from llava_ds.model.language import embedding_name, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.weights import Weights
+from llava_ds.model.weight_files import Weights
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def _rows(finished: Finished) -> tuple[PreTrainedTokenizerBase, int]:
     kind, _ = hf_kind(finished.plan, finished.args, finished.pictures)
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)
     tokenizer, _ = hf_tokenizer(finished.plan.tokenizer, tokens)
+    tokenizer.model_max_length = finished.max_length
     return tokenizer, max(finished.vocab_size, *(tokenizer.convert_tokens_to_ids(token) + 1 for token in tokens))
 
 

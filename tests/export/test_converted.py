@@ -84,7 +84,10 @@ def test_llavas_format_and_back(trained, tmp_path):
         assert mine[name] == theirs[name], name
     assert mine.keys() == theirs.keys()
     for name in (*TOKENIZER, "processor_config.json"):
-        assert settings(tmp_path / "hf", name) == settings(tmp_path / "direct", name), name
+        mine, theirs = settings(tmp_path / "hf", name), settings(tmp_path / "direct", name)
+        for one in (mine, theirs):
+            one.pop("unk_token", None)  # transformers' class for Qwen 2 has one unasked
+        assert mine == theirs, name
     load_model(tmp_path / "hf")
 
 
