@@ -41,7 +41,7 @@ def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
     whole at a time.
     """
     return [
-        Entry(name, tuple(getattr(p, "ds_shape", p.shape)), lambda p=p: _gathered(p, ranks))
+        Entry(name, tuple(getattr(p, "ds_shape", p.shape)), partial(_gathered, p, ranks))
         for name, p in model.named_parameters()
     ]
 
