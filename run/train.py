@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
         print_first(note)
     refuse_unfit_tokenizer(args.model, plan.tokenizer)
     pictures = plan.tower.pictures(args)
-    form, lines = export_format(args, plan, pictures)
+    form, lines = ("adapter", []) if args.model.lora_enable else export_format(args, plan, pictures)
     print_first(*lines)
     resolve = partial(
         resolve_ds_config,
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> None:
     if ranks.is_first:
         write_run_record(output_dir, args, resolved.config, num_steps)
     finished = Finished(plan, args.model, pictures, resolved.dtype, args.data.model_max_length)
-    if not trains_projector_only(args.model):
+    if form != "adapter" and not trains_projector_only(args.model):
         entries = planned_entries(finished)
         tried = from_first(ranks, lambda: try_export(finished, entries, form, output_dir, max_shard_bytes))
         print_first(tried)

@@ -1,15 +1,15 @@
 # T tokens, V vocabulary, N image tiles, S side of the tower's square
 """Whether transformers computes from an exported folder what the trained model does."""
 
-import json
 from pathlib import Path
 
 import psutil
 import torch
+from transformers import AutoConfig
 
 from llava_ds.batch import Batch
 from llava_ds.geometry import MediaLayout
-from llava_ds.model.hf import HF_CLASSES, TOLERANCE, HFModel, merged_embeds
+from llava_ds.model.hf import HF_CLASSES, TOLERANCE, HFModel, attention_options, merged_embeds
 from llava_ds.model.language import final_logits
 
 # Of the host's free memory that a second copy of the weights may take beside what is running.
@@ -42,8 +42,12 @@ def compare_reloaded(
     logits (T, V) of the trained model at every position. Returns the largest difference relative to the largest
     magnitude. Raises RuntimeError when it is above TOLERANCE.
     """
-    model_type = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))["model_type"]
-    reloaded = HF_CLASSES[model_type].from_pretrained(output_dir, dtype=logits.dtype, local_files_only=True).eval()
+    config = AutoConfig.from_pretrained(output_dir, local_files_only=True)
+    model_type = config.model_type
+    reloaded = HF_CLASSES[model_type].from_pretrained(
+        output_dir, dtype=logits.dtype, local_files_only=True, **attention_options(config)
+    )
+    reloaded.eval()
     batch = batch.to(torch.device("cpu"))
     pixels = ((batch.pixel_values.float() / 255 - mean.cpu()) / std.cpu()).to(logits.dtype)  # (N, 3, S, S)
     ids = batch.input_ids.clone()

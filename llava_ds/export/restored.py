@@ -41,6 +41,11 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     run_dir = checkpoint.resolve().parent
     run, record = read_run_record(run_dir)
     run = run.replaced(**moved)
+    if run.model.lora_enable:
+        raise ConfigError(
+            f"{checkpoint} is of a LoRA run: its adapter is what the run leaves in {run_dir}, and run/export.py merges "
+            "that folder"
+        )
     _check_bases(run, json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))["identity"]["flags"])
     plan = plan_model(run.model, run.data.model_max_length)
     pictures = plan.tower.pictures(run)

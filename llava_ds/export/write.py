@@ -12,6 +12,7 @@ from llava_ds.export.hf import hf_entries, write_hf
 from llava_ds.export.llava import llava_entries, projector_entries, write_llava, write_projector
 from llava_ds.model.assemble import assemble
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.weights import freed_memory_returns
 
 WRITERS = {"hf": write_hf, "llava": write_llava}
 ENTRIES = {"hf": hf_entries, "llava": llava_entries}
@@ -22,10 +23,11 @@ def export_live(
 ) -> None:
     """Write a model that is trained right now, "hf" or "llava". Every rank takes part; only rank 0 writes."""
     entries = live_entries(model, ranks)
-    if ranks.is_first:
-        WRITERS[form](finished, entries, output_dir, max_bytes)
-    else:
-        take_part(ENTRIES[form](finished, entries))  # in the same order, what has two places twice
+    with freed_memory_returns():
+        if ranks.is_first:
+            WRITERS[form](finished, entries, output_dir, max_bytes)
+        else:
+            take_part(ENTRIES[form](finished, entries))  # in the same order, what has two places twice
 
 
 def export_live_projector(finished: Finished, model: LlavaModel, output_dir: Path, ranks: Ranks) -> list[Path]:
