@@ -295,6 +295,12 @@ class TrainingArguments:
     resume: str = HfArg(
         default="auto", help="auto: go on from the newest whole checkpoint in --output_dir; a checkpoint's path; never."
     )
+    export_format: Literal["hf", "llava"] = HfArg(
+        default="hf",
+        help="What the finished model is written as: hf, for transformers; llava, for LLaVA's own code. Absent: hf, or "
+        "llava where transformers has no class for such a model.",
+    )
+    max_shard_size: str = HfArg(default="5GB", help="Largest file of the finished model's weights, like 5GB or 200MB.")
     dry_run: bool = HfArg(
         default=False,
         help="Check everything, print the plan, the first batch and the memory that is needed, and stop before the "

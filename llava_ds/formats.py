@@ -143,3 +143,12 @@ def to_hf(name: str) -> str:
     if name == NEWLINE:
         return "image_newline"
     return name
+
+
+def to_llava(name: str, kind: str) -> str:
+    """A parameter's name here to its name in a whole model's folder of LLaVA's, for a kind of projector."""
+    if name.startswith("vision_tower.tower."):
+        return "model.vision_tower.vision_tower.vision_model." + name.removeprefix("vision_tower.tower.")
+    if name.startswith(PROJECTOR) or name == NEWLINE:
+        return projector_to_llava(name, kind)
+    return name.removeprefix("language_model.")

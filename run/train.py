@@ -14,7 +14,6 @@ import torch
 from llava_ds.arguments import Arguments, steps_go_across_epochs, trained_parts, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
-from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
 from llava_ds.data.dataset import EncodedDataset, check_same_data, open_data
@@ -40,6 +39,13 @@ from llava_ds.ds_config.engine import check_engine
 from llava_ds.ds_config.native import compiling_notes
 from llava_ds.ds_config.optimizer import kernels_of
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
+from llava_ds.export.card import write_card
+from llava_ds.export.check import compare_reloaded, room_to_compare
+from llava_ds.export.finished import Finished, export_format
+from llava_ds.export.shards import num_bytes, parse_size
+from llava_ds.export.trial import try_export
+from llava_ds.export.write import export_live, export_live_projector, planned_entries
+from llava_ds.geometry import PictureOptions
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
 from llava_ds.model.folders import take_from_model
@@ -47,8 +53,9 @@ from llava_ds.model.language import length_note
 from llava_ds.model.quantize import exact_products
 from llava_ds.model.recompute import recompute_layers
 from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
+from llava_ds.report.history import write_trainer_state
 from llava_ds.report.progress import Progress
-from llava_ds.report.run_record import write_run_record
+from llava_ds.report.run_record import read_run_record, write_run_record
 from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
@@ -64,8 +71,7 @@ def main(argv: list[str]) -> None:
     quiet_libraries()
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
     args, more_notes = take_from_model(args)
-    if not args.model.lora_enable and (problems := export_problems(args)):
-        raise ConfigError("\n".join(problems))
+    max_shard_bytes = parse_size(args.training.max_shard_size)
     raw_config = read_ds_config(args.training.deepspeed_config)
     ranks = init_ranks()
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
@@ -79,6 +85,9 @@ def main(argv: list[str]) -> None:
     if note := length_note(plan.text_config, args.data.model_max_length):
         print_first(note)
     refuse_unfit_tokenizer(args.model, plan.tokenizer)
+    pictures = plan.tower.pictures(args)
+    form, lines = ("adapter", []) if args.model.lora_enable else export_format(args, plan, pictures)
+    print_first(*lines)
     resolve = partial(
         resolve_ds_config,
         raw_config,
@@ -90,7 +99,7 @@ def main(argv: list[str]) -> None:
     # What the data makes no difference to is refused before it is read.
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     args = together(ranks, partial(resolve, num_steps=known_steps)).args
-    dataset = _open_data(args, plan, ranks)
+    dataset = _open_data(args, plan, pictures, ranks)
     layout = Layout(
         ranks.rank,
         ranks.world_size,
@@ -121,6 +130,11 @@ def main(argv: list[str]) -> None:
     checkpoint.set_aside(output_dir, resume, ranks)
     if ranks.is_first:
         write_run_record(output_dir, args, resolved.config, num_steps)
+    finished = Finished(plan, args.model, pictures, resolved.dtype, args.data.model_max_length)
+    if form != "adapter" and not trains_projector_only(args.model):
+        entries = planned_entries(finished)
+        tried = from_first(ranks, lambda: try_export(finished, entries, form, output_dir, max_shard_bytes))
+        print_first(tried)
 
     # The model, the engine, and what the engine was in the middle of.
     torch.manual_seed(args.training.seed)
@@ -189,13 +203,15 @@ def main(argv: list[str]) -> None:
         deepspeed.comm.log_summary()
 
     # What it leaves.
+    if ranks.is_first:
+        write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
     if trains_projector_only(args.model):
-        paths = export_projector(model, plan, args.model, dataset.pictures, output_dir, ranks)
+        paths = export_live_projector(finished, model, output_dir, ranks)
         print_first(f"projector: {', '.join(map(str, paths))}")
     elif args.model.lora_enable:
         _export_adapter_and_check(engine, plan, args, dataset, output_dir, ranks)
     else:
-        _export_and_check(engine, plan, args, dataset, output_dir, ranks)
+        _export_and_check(engine, finished, form, max_shard_bytes, args, dataset, ranks)
 
 
 def _defaults(argv: list[str]) -> dict[str, object]:
@@ -220,8 +236,7 @@ def _same_everywhere(args: Arguments, raw_config: dict) -> dict[str, object]:
     return {**flags, "the DeepSpeed JSON": raw_config}
 
 
-def _open_data(args: Arguments, plan: ModelPlan, ranks: Ranks) -> EncodedDataset:
-    pictures = plan.tower.pictures(args)
+def _open_data(args: Arguments, plan: ModelPlan, pictures: PictureOptions, ranks: Ranks) -> EncodedDataset:
     with first_rank_first(ranks):  # and only it looks whether what was missing is there now
         dataset = open_data(args, plan.tokenizer, pictures, retry=ranks.is_first)
     check_same_data(dataset.fingerprint, ranks)
@@ -266,16 +281,26 @@ def _print_plan(
     )
 
 
-def _export_and_check(engine, plan: ModelPlan, args: Arguments, dataset, output_dir: Path, ranks: Ranks) -> None:
-    """The llava-hf folder, proven on one sample: transformers has to compute the same logits from it."""
+def _export_and_check(
+    engine, finished: Finished, form: str, max_shard_bytes: int, args: Arguments, dataset: EncodedDataset, ranks: Ranks
+) -> None:
+    """The finished model's folder. transformers' is proven on one sample: it has to give the same logits."""
+    output_dir = Path(args.training.output_dir)
     sample = dataset.example()
     batch = collate([sample], dataset.pictures).to(ranks.device)
     engine.eval()
     with torch.no_grad():
         # Not the engine, which would compute in autocast's precision: it is the weights that are compared.
         logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
-    export_hf(engine.module, plan, args.model, dataset.pictures, output_dir, ranks)
-    if ranks.is_first:
+    export_live(finished, engine.module, form, output_dir, max_shard_bytes, ranks)
+    if not ranks.is_first:
+        return
+    write_card(output_dir, form, args, output_dir, read_run_record(output_dir)[1])
+    if form == "llava":
+        print(f"model: {output_dir} (in LLaVA's format)")
+    elif problem := room_to_compare(num_bytes(planned_entries(finished), finished.dtype)):
+        print(f"model: {output_dir} ({problem})")
+    else:
         tower = engine.module.vision_tower
         layouts = [layout for _, layout in sample.media]
         difference = compare_reloaded(output_dir, batch, layouts, tower.mean, tower.std, logits)

@@ -16,7 +16,7 @@ LEVELS = [
     {"geometry", "batch", "formats", "distributed", "ds_config", "tokenizer"},
     {"data", "model"},
     {"train", "checkpoint", "report"},
-    {"infer", "tools", "tiny"},
+    {"export", "infer", "tools", "tiny"},
     {"run"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -17,13 +17,13 @@ from transformers.initialization import no_init_weights
 
 from llava_ds import formats
 from llava_ds.arguments import ModelArguments
-from llava_ds.checkpoint.export import TOLERANCE
 from llava_ds.checkpoint.gather import gathered
 from llava_ds.checkpoint.llava_config import llava_config
 from llava_ds.distributed import Ranks
 from llava_ds.geometry import PictureOptions
 from llava_ds.model import lora, quantize
 from llava_ds.model.build import ModelPlan
+from llava_ds.model.hf import TOLERANCE
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.weights import load_weights
 

@@ -27,10 +27,10 @@ class Prompt:
 def make_encoder(loaded: LoadedModel) -> Encoder:
     """The encoder of training, with the template that the model was exported with."""
     return Encoder(
-        loaded.processor.tokenizer,
+        loaded.tokenizer,
         EncodingOptions(
             loaded.version,
-            loaded.processor.tokenizer.model_max_length,
+            loaded.tokenizer.model_max_length,
             getattr(loaded.model.config, "mm_use_im_start_end", False),
         ),
     )
@@ -62,7 +62,7 @@ def answer(
             chosen = order[first : first + batch_size]
             batch = _batch(loaded, [ids[i] for i in chosen], [media[i] for i in chosen])
             new = loaded.model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stops)
-            for i, text in zip(chosen, loaded.processor.tokenizer.batch_decode(new, skip_special_tokens=True)):
+            for i, text in zip(chosen, loaded.tokenizer.batch_decode(new, skip_special_tokens=True)):
                 answers[i] = text.strip()
             bar.update(len(chosen))
     return answers
@@ -93,8 +93,7 @@ def _batch(loaded: LoadedModel, ids: list[list[int]], media: list[list[tuple]]) 
         for row, own in zip(ids, media)
     ]
     batch = collate(samples, loaded.pictures).to(device)
-    images = loaded.processor.image_processor
-    mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (images.image_mean, images.image_std))
+    mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
     pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
     embeds = merged_embeds(loaded.model, batch, pixels)  # (1, tokens of all prompts, D)
     lengths = [len(row) for row in ids]

@@ -131,8 +131,7 @@ def _fill(name: str, part: torch.nn.Module, plan: ModelPlan, args: ModelArgument
     opened = _open(name, plan)
     if opened is None:
         print_first(plan.why_fresh(name))
-        fresh = TensorSource(_fresh(name, plan, args, seed).state_dict(), "(fresh)")
-        load_weights(part, fresh, ranks, "--pretrain_mm_mlp_adapter")
+        load_weights(part, part_weights(name, plan, args, seed), ranks, "--pretrain_mm_mlp_adapter")
     else:
         load_weights(part, opened.weights, ranks, opened.what)
         print_first(*opened.report())
@@ -171,6 +170,12 @@ def _open(name: str, plan: ModelPlan) -> _Opened | None:
         return None
     never_run = sum(source.rename(on_disk) is not None for on_disk in files.unused)
     return _Opened(name, weights, source.flag, files, never_run)
+
+
+def part_weights(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> Weights:
+    """The weights that build_model gives a part."""
+    opened = _open(name, plan)
+    return TensorSource(_fresh(name, plan, args, seed).state_dict(), "(fresh)") if opened is None else opened.weights
 
 
 def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch.nn.Module:

@@ -4,13 +4,28 @@
 from functools import partial
 
 import torch
-from transformers import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration, PreTrainedConfig
+from transformers import (
+    LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+    LlavaOnevisionForConditionalGeneration,
+    PreTrainedConfig,
+)
 
 from llava_ds.batch import Batch
 from llava_ds.model.llava import merged
 from llava_ds.model.projector import with_newlines
 
-HF_CLASSES = {"llava": LlavaForConditionalGeneration, "llava_next": LlavaNextForConditionalGeneration}  # by model_type
+HFModel = LlavaForConditionalGeneration | LlavaNextForConditionalGeneration | LlavaOnevisionForConditionalGeneration
+
+HF_CLASSES = {  # by model_type
+    "llava": LlavaForConditionalGeneration,
+    "llava_next": LlavaNextForConditionalGeneration,
+    "llava_onevision": LlavaOnevisionForConditionalGeneration,
+}
+
+# Largest difference of logits, relative to their largest magnitude, at which another's model counts as the same: the
+# two sides add in another order.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 def attention_options(config: PreTrainedConfig) -> dict[str, object]:
@@ -22,9 +37,7 @@ def attention_options(config: PreTrainedConfig) -> dict[str, object]:
     return {"attn_implementation": {"text_config": "eager"}} if capped else {}
 
 
-def merged_embeds(
-    model: LlavaForConditionalGeneration | LlavaNextForConditionalGeneration, batch: Batch, pixels: torch.Tensor
-) -> torch.Tensor:
+def merged_embeds(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Tensor:
     """(1, T, D): a batch's token embeddings and features as training merges them; pixels (N, 3, S, S), normalised.
 
     transformers' own merge cuts every picture of a LlavaNext into tiles, also where a sample shows several, and knows
@@ -32,6 +45,8 @@ def merged_embeds(
     """
     inner, layer = model.model, model.config.vision_feature_layer
     embeds = model.get_input_embeddings()(batch.input_ids)
-    hidden = inner.vision_tower(pixels, output_hidden_states=True).hidden_states[layer][:, 1:]
+    hidden = inner.vision_tower(pixels, output_hidden_states=True).hidden_states[layer]
+    if model.config.vision_feature_select_strategy == "default":
+        hidden = hidden[:, 1:]  # without the class token
     newline = partial(with_newlines, inner.image_newline) if hasattr(inner, "image_newline") else None
     return merged(embeds, inner.multi_modal_projector(hidden), batch, newline)

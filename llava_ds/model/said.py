@@ -40,6 +40,7 @@ FIXED = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_featur
 def said_by_llava(config: dict) -> dict[str, object]:
     """The flags that a config.json in LLaVA's format holds."""
     values = {name: config.get(name, usual) for name, usual in LLAVA_SAYS.items()}
+    values["version"] = config.get("llava_ds_version")  # our own exports say it
     return _as_flags(values)
 
 

@@ -1,5 +1,6 @@
 """run.json and ds_config.json: what was run, with what, so that it can be repeated."""
 
+import dataclasses
 import importlib.metadata
 import json
 import platform
@@ -8,7 +9,8 @@ import sys
 from pathlib import Path
 
 from llava_ds import __version__
-from llava_ds.arguments import Arguments
+from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import DataError
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "safetensors", "pillow")
 
@@ -29,6 +31,23 @@ def write_run_record(output_dir: Path, args: Arguments, ds_config: dict, num_ste
     }
     for name, content in (("run.json", record), ("ds_config.json", ds_config)):
         (output_dir / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
+    """The flags in run.json, and all of it. Raises DataError where it is missing, or an other version's."""
+    path = output_dir / "run.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        flags = record["arguments"]
+        sections = [
+            cls(**{field.name: flags.pop(field.name) for field in dataclasses.fields(cls) if field.name in flags})
+            for cls in (ModelArguments, DataArguments, TrainingArguments)
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} can't be read ({error}): it says what the run was, and has to lie there") from error
+    if flags:
+        raise DataError(f"{path} has flags that this version does not know: {', '.join(flags)}")
+    return Arguments(*sections, frozenset()), record
 
 
 def _git_revision() -> str | None:

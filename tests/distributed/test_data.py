@@ -155,7 +155,7 @@ def test_a_qwen_on_tiles_ends_as_a_model_that_answers_in_its_own_template(runs):
     picture = runs["qwen"].parent / "torn" / "images" / "0.png"
     ids = prompt_ids(loaded, Prompt(messages, (str(picture),)))
     assert ids.count(loaded.model.config.image_token_id) > (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
-    text = loaded.processor.tokenizer.decode([i for i in ids if i != loaded.model.config.image_token_id])
+    text = loaded.tokenizer.decode([i for i in ids if i != loaded.model.config.image_token_id])
     assert text.endswith("<|im_start|>assistant\n") and "<|im_start|>user\n" in text
     assert loaded.model.generation_config.eos_token_id in (2, [2])  # <|im_end|>
     assert isinstance(answer(loaded, [Prompt(messages, (str(picture),))], max_new_tokens=3)[0], str)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from exporting import RANKS, export
 from launching import ROOT
 from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor
 
 from llava_ds.arguments import ModelArguments
-from llava_ds.checkpoint.export import compare_reloaded, export_hf
 from llava_ds.constants import ConfigError
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.encode import Encoder, EncodingOptions
@@ -21,14 +22,12 @@ from llava_ds.data.images import load_image, to_pixels
 from llava_ds.data.sample import Message
 from llava_ds.data.sources import read_samples
 from llava_ds.data.templates import render_prompt
-from llava_ds.distributed import Ranks
+from llava_ds.export.check import compare_reloaded
 from llava_ds.geometry import PictureOptions, media_layout
 from llava_ds.infer.evaluate import accuracy_by_kind, is_correct, questions_of, table, without_image
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model
 from llava_ds.model.build import build_model, plan_model
-
-RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 
 
 def square(plan) -> PictureOptions:
@@ -42,8 +41,7 @@ def built(tmp_path_factory):
     args = ModelArguments(**toys.write_base(folder / "base"))
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
-    (folder / "out").mkdir()
-    export_hf(model, plan, args, square(plan), folder / "out", RANKS)
+    export(model, plan, args, square(plan), folder / "out")
     return model, plan, args, folder / "out"
 
 
@@ -87,10 +85,9 @@ def test_a_wrong_export_is_noticed(built, data):
         compare_reloaded(folder, batch, [layout], tower.mean + 0.2, tower.std, logits)
 
 
-def test_large_models_are_written_in_shards_that_open_as_one(built, tmp_path, monkeypatch):
+def test_large_models_are_written_in_shards_that_open_as_one(built, tmp_path):
     model, plan, args, folder = built
-    monkeypatch.setattr("llava_ds.checkpoint.export.MAX_SHARD_BYTES", 40_000)
-    export_hf(model, plan, args, square(plan), tmp_path, RANKS)
+    export(model, plan, args, square(plan), tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     one, many = load_model(folder).model.state_dict(), load_model(tmp_path).model.state_dict()
     assert all(torch.equal(one[name], many[name]) for name in one)
@@ -158,10 +155,12 @@ def test_the_processor_of_todays_llama_tokenizer_gives_the_ids_of_training(tmp_p
     messages = (Message("human", "<image>\nWhat is it?"), Message("gpt", "a cat"), Message("human", "What?"))
     trained = Encoder(plan.tokenizer, EncodingOptions("v1", 512)).prompt_ids(messages, [9])
 
-    export_hf(model, plan, args, square(plan), tmp_path, RANKS)
+    export(model, plan, args, square(plan), tmp_path)
     loaded = load_model(tmp_path)
     picture = load_image(read_samples(*toys.write_data(tmp_path / "data", "i").values())[0].media[0].refs[0].path)
-    inputs = loaded.processor(text=render_prompt(list(messages), "v1"), images=picture, return_tensors="pt")
+    inputs = AutoProcessor.from_pretrained(tmp_path)(
+        text=render_prompt(list(messages), "v1"), images=picture, return_tensors="pt"
+    )
     image_token = loaded.model.config.image_token_id
     assert inputs["input_ids"][0].tolist() == [image_token if token == -200 else token for token in trained]
 
@@ -177,7 +176,7 @@ def test_a_model_trained_with_marks_around_pictures_is_asked_with_them(tmp_path)
     [trained] = encoder.encode_batch([((*asked, Message("gpt", "a cat")), [plan.images.num_tokens])])
     start = plan.tokenizer.convert_tokens_to_ids("<im_start>")
 
-    export_hf(model, plan, args, square(plan), tmp_path, RANKS)
+    export(model, plan, args, square(plan), tmp_path)
     loaded = load_model(tmp_path)
     ids = prompt_ids(loaded, Prompt(asked, (image,)))
     image_token = loaded.model.config.image_token_id

@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 import torch
 import toys
+from exporting import RANKS, export, finished
 from PIL import Image
 from transformers import AutoProcessor, LlavaNextForConditionalGeneration
 
-from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.checkpoint.export import compare_reloaded, export_hf, export_problems, export_projector
+from llava_ds.arguments import ModelArguments
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.images import load_image, load_media, probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.templates import Message, render_prompt
-from llava_ds.distributed import Ranks
+from llava_ds.export.check import compare_reloaded
+from llava_ds.export.write import export_live_projector
 from llava_ds.geometry import PictureOptions, media_layout
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model
 from llava_ds.model.build import build_model, plan_model
 
-RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 STAGE_0 = {"zero_optimization": {"stage": 0}}
 SIZES = [(60, 20), (20, 60), (45, 46), (24, 24), (90, 30), (5, 200), (33, 61)]
 
@@ -36,8 +36,7 @@ def anyres(tmp_path_factory):
     spec = plan.images
     pictures = PictureOptions(spec.size, spec.patch_size, spec.mean, "anyres", merge_type="spatial_unpad")
     model = build_model(plan, args, STAGE_0, torch.float32, 0, RANKS)
-    (folder / "out").mkdir()
-    export_hf(model, plan, args, pictures, folder / "out", RANKS)
+    export(model, plan, args, pictures, folder / "out")
     paths = []
     for i, (width, height) in enumerate(SIZES):
         paths.append(str(folder / f"{i}.png"))
@@ -123,7 +122,7 @@ def test_a_folder_of_others_is_read_by_its_class_and_processor(anyres, tmp_path)
     for name in ("llava_ds_pictures", "llava_ds_version"):
         delattr(loaded.model.config, name)
     loaded.model.save_pretrained(tmp_path)
-    loaded.processor.save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(anyres[4]).save_pretrained(tmp_path)
     again = load_model(tmp_path)
     five = ((24, 48), (48, 24), (48, 48), (72, 24), (24, 72))
     assert again.pictures == dataclasses.replace(anyres[3], pinpoints=five) and again.version == "v1"
@@ -131,7 +130,7 @@ def test_a_folder_of_others_is_read_by_its_class_and_processor(anyres, tmp_path)
 
 def test_the_newline_goes_with_the_projector_and_comes_back(anyres, tmp_path, capsys):
     model, plan, args, pictures, _, _ = anyres
-    paths = export_projector(model, plan, args, pictures, tmp_path, RANKS)
+    paths = export_live_projector(finished(model, plan, args, pictures), model, tmp_path, RANKS)
     written = torch.load(paths[0])
     assert torch.equal(written["model.image_newline"], model.newline.embedding) and len(written) == 5
     args = dataclasses.replace(args, pretrain_mm_mlp_adapter=str(paths[0]))
@@ -146,21 +145,3 @@ def test_the_newline_goes_with_the_projector_and_comes_back(anyres, tmp_path, ca
     assert not torch.equal(fresh.newline.embedding, model.newline.embedding)
     assert torch.equal(fresh.projector.layers[0].weight, model.projector.layers[0].weight)
     assert "old.bin holds no model.image_newline: the newline starts from random numbers" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("ratio", "merge", "message"),
-    [
-        ("anyres_max_9", "spatial_unpad", "does not scale features down: give --image_aspect_ratio anyres"),
-        ("anyres", "flat", "always leaves padding out: give --mm_patch_merge_type spatial_unpad"),
-        ("pad", "spatial_unpad", "has no newline: give --mm_patch_merge_type flat, or --image_aspect_ratio anyres"),
-        ("anyres", "spatial_unpad", None),
-        ("pad", "spatial", None),
-    ],
-)
-def test_what_transformers_has_no_class_for_is_told_before_training(ratio, merge, message):
-    model = ModelArguments(mm_patch_merge_type=merge)
-    args = Arguments(model, DataArguments(image_aspect_ratio=ratio), TrainingArguments(), frozenset())
-    problems = export_problems(args)
-    assert (len(problems) == 1 and message in problems[0]) if message else not problems
-    assert not export_problems(args.replaced(tune_mm_mlp_adapter=True))

@@ -1,0 +1,79 @@
+"""A finished model out of a checkpoint, without the processes that trained it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llava_ds.arguments import Arguments, trains_projector_only
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.state import ENGINE, TRAINER, folder_digest
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.export.deepspeed_files import engine_entries
+from llava_ds.export.entries import Entry, completed, read_entries
+from llava_ds.export.finished import Finished, hf_kind
+from llava_ds.model.build import part_weights, plan_model
+from llava_ds.report.run_record import read_run_record
+
+
+@dataclass(frozen=True)
+class Restored:
+    """form: what the run itself leaves, "hf", "llava" or "projector"; run, record: run.json's flags and all of it."""
+
+    finished: Finished
+    entries: list[Entry]
+    form: str
+    run: Arguments
+    run_dir: Path
+    record: dict
+
+
+def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) -> Restored:
+    """The model as a checkpoint has it. What trained comes from there, what was frozen from where it came from.
+
+    moved: other places of --model_name_or_path and --vision_tower than run.json's; dtype None: the training's.
+    Raises ConfigError or DataError for a damaged checkpoint, and for base models that are not there or not the same.
+    """
+    problem = commit.problem_with(checkpoint) if checkpoint.is_dir() else "there is no such folder"
+    if problem is not None:
+        raise DataError(f"{checkpoint} can't be used: {problem}")
+    run_dir = checkpoint.resolve().parent
+    run, record = read_run_record(run_dir)
+    run = run.replaced(**moved)
+    if run.model.lora_enable:
+        raise ConfigError(
+            f"{checkpoint} is of a LoRA run: its adapter is what the run leaves in {run_dir}, and run/export.py merges "
+            "that folder"
+        )
+    _check_bases(run, json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))["identity"]["flags"])
+    plan = plan_model(run.model, run.data.model_max_length)
+    pictures = plan.tower.pictures(run)
+    trained, trained_in = engine_entries(checkpoint / ENGINE)
+    finished = Finished(plan, run.model, pictures, dtype or trained_in, run.data.model_max_length)
+
+    parts = ["vision_tower", "projector", "language_model"] + ["newline"] * pictures.has_newline
+    frozen = [
+        entry
+        for part in parts
+        for entry in read_entries(part, part_weights(part, plan, run.model, run.training.seed), trained_in)
+    ]
+    form = run.training.export_format
+    if trains_projector_only(run.model):
+        form = "projector"
+    elif hf_kind(plan, run.model, pictures)[0] is None:
+        form = "llava"
+    return Restored(finished, completed(trained, frozen), form, run, run_dir, record)
+
+
+def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
+    """Compare the base models' folders with those that the run was trained on."""
+    problems = []
+    for name in ("model_name_or_path", "vision_tower"):
+        folder = Path(getattr(run.model, name))
+        if not (folder / "config.json").is_file():
+            problems.append(f"--{name} {folder} is not there any more: say where it lies now")
+        elif folder_digest(folder) != saved[name]:
+            problems.append(f"--{name} {folder} is not the model that this was trained on: name that one")
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,0 +1,86 @@
+"""An export tried before training: a run can't find out in its last minute that its model opens nowhere."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import AutoConfig, AutoTokenizer
+
+from llava_ds.constants import ConfigError
+from llava_ds.export.entries import Entry
+from llava_ds.export.finished import Finished
+from llava_ds.export.hf import hf_entries, write_hf
+from llava_ds.export.llava import llava_entries, write_llava
+from llava_ds.export.shards import num_bytes
+from llava_ds.model.hf import HF_CLASSES
+
+REMEDY = "or give --export_format llava, which LLaVA's own code opens"
+
+
+def try_export(finished: Finished, entries: list[Entry], form: str, output_dir: Path, max_bytes: int) -> str:
+    """Write the folder with holes where the weights would be, open it as its users will, and remove it again.
+
+    entries: of the model that will be trained, of which only names and shapes count. Returns a line to print. Raises
+    ConfigError for what would be missing, unknown or misshapen, and for a disk without room for the model.
+    """
+    written = (hf_entries if form == "hf" else llava_entries)(finished, entries)
+    total = num_bytes(written, finished.dtype)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    _check_room(output_dir, total)
+    with _scratch(output_dir) as folder:
+        (write_hf if form == "hf" else write_llava)(finished, entries, folder, max_bytes, holes=True)
+        if form == "hf":
+            _open_with_transformers(folder)
+    what = "transformers opens its names and shapes" if form == "hf" else "in LLaVA's format"
+    return f"the finished model will have {len(written)} tensors, {total / 1e9:,.3g} GB: {what}"
+
+
+def _check_room(output_dir: Path, total: int) -> None:
+    free = shutil.disk_usage(output_dir).free
+    if total > free:
+        raise ConfigError(
+            f"--output_dir {output_dir}: the finished model takes {total / 1e9:.1f} GB, but only {free / 1e9:.1f} GB "
+            "are free there: make room, or name another folder"
+        )
+
+
+@contextlib.contextmanager
+def _scratch(output_dir: Path) -> Iterator[Path]:
+    """A folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="export-trial-", dir=output_dir) as folder:
+        yield Path(folder)
+
+
+def _open_with_transformers(folder: Path) -> None:
+    try:
+        kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+        AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # On no device: the files' holes are never read.
+        _, report = HF_CLASSES[kind].from_pretrained(
+            folder,
+            device_map="meta",
+            dtype="auto",
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # the report has them
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"the finished model would not open in transformers ({error}): report this, {REMEDY}"
+        ) from error
+    problems = [
+        f"{len(names)} tensors {what}, the first is {sorted(map(str, names))[0]}"
+        for names, what in (
+            (report["missing_keys"], "would be missing"),
+            (report["unexpected_keys"], "it does not know"),
+            (report["mismatched_keys"], "would have another shape"),
+        )
+        if names
+    ]
+    if problems:
+        raise ConfigError(
+            f"transformers' {HF_CLASSES[kind].__name__} would not open the finished model: {'; '.join(problems)}: "
+            f"take another --model_name_or_path, {REMEDY}"
+        )

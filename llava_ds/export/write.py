@@ -1,0 +1,47 @@
+"""A finished model as the folder that was asked for."""
+
+from pathlib import Path
+
+import torch
+from transformers.initialization import no_init_weights
+
+from llava_ds.distributed import Ranks
+from llava_ds.export.entries import Entry, live_entries, take_part
+from llava_ds.export.finished import Finished
+from llava_ds.export.hf import hf_entries, write_hf
+from llava_ds.export.llava import llava_entries, projector_entries, write_llava, write_projector
+from llava_ds.model.assemble import assemble
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.weights import freed_memory_returns
+
+WRITERS = {"hf": write_hf, "llava": write_llava}
+ENTRIES = {"hf": hf_entries, "llava": llava_entries}
+
+
+def export_live(
+    finished: Finished, model: LlavaModel, form: str, output_dir: Path, max_bytes: int, ranks: Ranks
+) -> None:
+    """Write a model that is trained right now, "hf" or "llava". Every rank takes part; only rank 0 writes."""
+    entries = live_entries(model, ranks)
+    with freed_memory_returns():
+        if ranks.is_first:
+            WRITERS[form](finished, entries, output_dir, max_bytes)
+        else:
+            take_part(ENTRIES[form](finished, entries))  # in the same order, what has two places twice
+
+
+def export_live_projector(finished: Finished, model: LlavaModel, output_dir: Path, ranks: Ranks) -> list[Path]:
+    """Write the projector and the newline of a model that is trained right now; paths on rank 0."""
+    entries = projector_entries(finished, live_entries(model, ranks))
+    if ranks.is_first:
+        return write_projector(finished, entries, output_dir)
+    take_part(entries)
+    return []
+
+
+def planned_entries(finished: Finished) -> list[Entry]:
+    """Names and shapes of the model that will be trained, before it is built. They can't be read."""
+    plan = finished.plan
+    with torch.device("meta"), no_init_weights():
+        model = assemble(plan.text_config, plan.tower, finished.args, torch.empty(3), torch.empty(3))
+    return [Entry(name, tuple(p.shape), p.detach) for name, p in model.named_parameters()]

@@ -1,0 +1,100 @@
+"""Turn a checkpoint or a model folder into a model folder: python run/export.py output/mine/checkpoint-500 --format hf
+
+SOURCE is a checkpoint of run/train.py, of any ZeRO stage and number of ranks: neither the processes that wrote it nor
+their GPUs are needed. run.json beside it says what was trained; the base models have to lie where it says, or where
+--model_name_or_path and --vision_tower say. Or SOURCE is a whole LLaVA, in LLaVA's own format or transformers', or LoRA
+over one, which is merged into it.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.state import TRAINER
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.distributed import exit_for_bad_input, quiet_libraries
+from llava_ds.export.card import write_card, write_conversion_card
+from llava_ds.export.converted import open_folder
+from llava_ds.export.finished import Finished, hf_kind
+from llava_ds.export.llava import projector_entries, write_projector
+from llava_ds.export.restored import restore
+from llava_ds.export.shards import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.export.write import WRITERS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", metavar="SOURCE", help="checkpoint-<step> folder, or a model's")
+    parser.add_argument(
+        "--format",
+        choices=["hf", "llava", "projector"],
+        help="hf: for transformers; llava: for LLaVA's own code; projector: mm_projector.bin; absent: what the run "
+        "itself leaves, or hf",
+    )
+    parser.add_argument("--output_dir", help="folder to write; absent: the source's name with the format behind it")
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: as trained, or as it is")
+    parser.add_argument("--max_shard_size", default=DEFAULT_SHARD_SIZE, help="largest file (default: %(default)s)")
+    parser.add_argument("--model_name_or_path", help="where a checkpoint's base language model lies now")
+    parser.add_argument("--model_base", help="the model under an adapter")
+    parser.add_argument(
+        "--vision_tower", help="where the vision tower lies now; to LLaVA's format, the name that its loader opens"
+    )
+    parser.add_argument("--version", help="conversation template of a model folder that does not say it")
+    parser.add_argument("--overwrite", action="store_true", help="write into a folder that holds files already")
+    args = parser.parse_args()
+
+    max_bytes, dtype, source = parse_size(args.max_shard_size), DTYPES.get(args.dtype), Path(args.source)
+    quiet_libraries()
+    flags = ("model_name_or_path", "model_base", "vision_tower", "version")
+    given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+    if not source.is_dir():
+        raise ConfigError(f"{source}: there is no such folder")
+    restored = None
+    if (source / TRAINER).is_file() or (source / commit.MANIFEST).is_file():
+        if "version" in given:
+            raise ConfigError("--version goes with a model folder; run.json says a checkpoint's: leave it out")
+        restored = restore(source, given, dtype)
+        form, finished, entries = args.format or restored.form, restored.finished, restored.entries
+    else:
+        if "model_name_or_path" in given:
+            raise ConfigError("--model_name_or_path goes with a checkpoint, and this is none: leave it out")
+        form = args.format or "hf"
+        finished, entries, lines = open_folder(source, given, dtype, form)
+        print(*lines, sep="\n")
+    output_dir = _output_dir(args.output_dir or f"{str(source).rstrip('/')}-{form}", args.overwrite)
+    _check(form, finished)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if form == "projector":
+        write_projector(finished, projector_entries(finished, entries), output_dir)
+    else:
+        WRITERS[form](finished, entries, output_dir, max_bytes)
+    if restored is not None:
+        step = commit.step_of(source.resolve())
+        write_card(output_dir, form, restored.run, restored.run_dir, restored.record, step)
+    else:
+        write_conversion_card(output_dir, form, source)
+    print(f"{form}: {output_dir}")
+
+
+def _output_dir(path: str, overwrite: bool) -> Path:
+    folder = Path(path)
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise ConfigError(f"--output_dir {folder} is not empty: name another folder, or give --overwrite")
+    return folder
+
+
+def _check(form: str, finished: Finished) -> None:
+    kind, why = hf_kind(finished.plan, finished.args, finished.pictures)
+    if form == "hf" and kind is None:
+        raise ConfigError(f"--format hf is not possible: {why}; or give --format llava")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ConfigError, DataError) as error:
+        exit_for_bad_input(error, "run/export.py")

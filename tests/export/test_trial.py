@@ -1,0 +1,65 @@
+"""The export that is tried before training finds what the last minute would."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import toys
+
+from llava_ds.arguments import ModelArguments
+from llava_ds.constants import ConfigError
+from llava_ds.export.entries import Entry
+from llava_ds.export.finished import Finished
+from llava_ds.export.trial import try_export
+from llava_ds.export.write import planned_entries
+from llava_ds.geometry import PictureOptions
+from llava_ds.model.build import plan_model
+
+SHARD = 10**9
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Finished:
+    args = ModelArguments(**toys.write_base(tmp_path_factory.mktemp("trial") / "base"))
+    plan = plan_model(args, 512)
+    pictures = PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
+    return Finished(plan, args, pictures, torch.bfloat16, 512)
+
+
+def test_it_opens_what_will_be_written_and_leaves_nothing(finished, tmp_path):
+    entries = planned_entries(finished)
+    for form in ("hf", "llava"):
+        assert "the finished model will have 80 tensors" in try_export(finished, entries, form, tmp_path / "out", SHARD)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def without(name: str, entries: list[Entry]) -> list[Entry]:
+    return [entry for entry in entries if not entry.name.endswith(name)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            lambda e: without("layers.0.mlp.up_proj.weight", e),
+            "1 tensors would be missing, the first is model.language",
+        ),
+        (lambda e: [*e, replace(e[0], name="projector.layers.2.scale")], "1 tensors it does not know, the first is"),
+        (
+            lambda e: [*without("model.norm.weight", e), Entry("language_model.model.norm.weight", (31,), e[0].read)],
+            "1 tensors would have another shape, the first is",
+        ),
+    ],
+)
+def test_names_and_shapes_that_transformers_does_not_take_are_refused(finished, changed, message, tmp_path):
+    with pytest.raises(ConfigError, match="would not open the finished model: ") as error:
+        try_export(finished, changed(planned_entries(finished)), "hf", tmp_path, SHARD)
+    assert message in str(error.value) and "give --export_format llava" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_noticed_before_training(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ConfigError, match=r"takes 0\.0 GB, but only 0\.0 GB are free there: make room"):
+        try_export(finished, planned_entries(finished), "hf", tmp_path, SHARD)
