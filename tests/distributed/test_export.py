@@ -141,7 +141,7 @@ def test_damaged_checkpoints_and_other_base_models_are_refused(runs, tmp_path):
     next(checkpoint.glob("engine/*optim_states.pt")).unlink()
     with pytest.raises(DataError, match=r"optim_states\.pt is missing"):
         export(checkpoint)
-    with pytest.raises(DataError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="there is no such folder"):
         export(tmp_path / "nothing")
 
 
