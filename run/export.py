@@ -19,6 +19,7 @@ from llava_ds.export.card import write_card, write_conversion_card
 from llava_ds.export.converted import open_folder
 from llava_ds.export.finished import Finished, hf_kind
 from llava_ds.export.llava import projector_entries, write_projector
+from llava_ds.export.lora import write_restored_adapter
 from llava_ds.export.restored import restore
 from llava_ds.export.shards import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.export.write import WRITERS
@@ -31,9 +32,9 @@ def main() -> None:
     parser.add_argument("source", metavar="SOURCE", help="checkpoint-<step> folder, or a model's")
     parser.add_argument(
         "--format",
-        choices=["hf", "llava", "projector"],
-        help="hf: for transformers; llava: for LLaVA's own code; projector: mm_projector.bin; absent: what the run "
-        "itself leaves, or hf",
+        choices=["hf", "llava", "adapter", "projector"],
+        help="hf: for transformers; llava: for LLaVA's own code; adapter: of a LoRA run's checkpoint, which the other "
+        "two merge; projector: mm_projector.bin; absent: what the run itself leaves, or hf",
     )
     parser.add_argument("--output_dir", help="folder to write; absent: the source's name with the format behind it")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: as trained, or as it is")
@@ -66,9 +67,11 @@ def main() -> None:
         finished, entries, lines = open_folder(source, given, dtype, form)
         print(*lines, sep="\n")
     output_dir = _output_dir(args.output_dir or f"{str(source).rstrip('/')}-{form}", args.overwrite)
-    _check(form, finished)
+    _check(form, finished, is_lora_run=restored is not None and restored.run.model.lora_enable)
     output_dir.mkdir(parents=True, exist_ok=True)
-    if form == "projector":
+    if form == "adapter":
+        write_restored_adapter(finished, restored.trained, restored.entries, output_dir)
+    elif form == "projector":
         write_projector(finished, projector_entries(finished, entries), output_dir)
     else:
         WRITERS[form](finished, entries, output_dir, max_bytes)
@@ -87,7 +90,9 @@ def _output_dir(path: str, overwrite: bool) -> Path:
     return folder
 
 
-def _check(form: str, finished: Finished) -> None:
+def _check(form: str, finished: Finished, is_lora_run: bool) -> None:
+    if form == "adapter" and not is_lora_run:
+        raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
     kind, why = hf_kind(finished.plan, finished.args, finished.pictures)
     if form == "hf" and kind is None:
         raise ConfigError(f"--format hf is not possible: {why}; or give --format llava")

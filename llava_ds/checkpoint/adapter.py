@@ -105,26 +105,44 @@ def export_adapter(
     adapters = {n: p for n, p in named.items() if n.startswith(LANGUAGE_MODEL) and p.requires_grad}
     towers = {n: p for n, p in named.items() if n.startswith(formats.TOWER) and p.requires_grad}
     others = {n: p for n, p in named.items() if n.startswith((formats.PROJECTOR, formats.NEWLINE))}
-    tensors = {lora.to_peft(n.removeprefix(LANGUAGE_MODEL)): t for n, t in gathered(adapters.items(), ranks)}
+    tensors, beside = dict(gathered(adapters.items(), ranks)), dict(gathered({**others, **towers}.items(), ranks))
+    if not ranks.is_first:
+        return []
+    layers = [name for name, _ in lora.lora_layers(model.language_model)]
+    return write_adapter(plan, args, pictures, layers, tensors, beside, output_dir)
+
+
+def write_adapter(
+    plan: ModelPlan,
+    args: ModelArguments,
+    pictures: PictureOptions,
+    layers: list[str],
+    adapters: dict[str, torch.Tensor],
+    beside: dict[str, torch.Tensor],
+    output_dir: Path,
+) -> list[Path]:
+    """Write the folder of export_adapter: adapters, the language model's tensors that trained, and what lies beside
+    them, by their names here; layers: full names of those that have LoRA. Returns the paths."""
+    config = lora.lora_config(args, layers).to_dict()
+    written = {
+        **{key: config[key] for key in ADAPTER_KEYS},
+        "inference_mode": True,  # as peft writes it: who opens the folder does not train it
+        "target_modules": layers,  # peft has them in the order of a set, another in every process
+    }
     rest = {
-        formats.projector_to_llava(name, args.mm_projector_type): tensor
-        for name, tensor in gathered(others.items(), ranks)
-    } | {formats.tower_to_llava(name): tensor for name, tensor in gathered(towers.items(), ranks)}
+        formats.tower_to_llava(name)
+        if name.startswith(formats.TOWER)
+        else formats.projector_to_llava(name, args.mm_projector_type): tensor
+        for name, tensor in beside.items()
+    }
     names = (lora.ADAPTER_CONFIG, lora.ADAPTER_FILES[0], lora.NON_LORA, "config.json")
     paths = [output_dir / name for name in names]
-    if ranks.is_first:
-        layers = [name for name, _ in lora.lora_layers(model.language_model)]
-        config = lora.lora_config(args, layers).to_dict()
-        written = {
-            **{key: config[key] for key in ADAPTER_KEYS},
-            "inference_mode": True,  # as peft writes it: who opens the folder does not train it
-            "target_modules": layers,  # peft has them in the order of a set, another in every process
-        }
-        paths[0].write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, paths[1], metadata={"format": "pt"})
-        torch.save({lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}, paths[2])
-        fields = llava_config(plan, args, pictures)
-        paths[3].write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    paths[0].write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    tensors = {lora.to_peft(name.removeprefix(LANGUAGE_MODEL)): tensor for name, tensor in adapters.items()}
+    save_file(tensors, paths[1], metadata={"format": "pt"})
+    torch.save({lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}, paths[2])
+    fields = llava_config(plan, args, pictures)
+    paths[3].write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return paths
 
 

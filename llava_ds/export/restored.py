@@ -13,16 +13,19 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.deepspeed_files import engine_entries
 from llava_ds.export.entries import Entry, completed, read_entries
 from llava_ds.export.finished import Finished, hf_kind
+from llava_ds.export.lora import merged_entries
 from llava_ds.model.build import part_weights, plan_model
 from llava_ds.report.run_record import read_run_record
 
 
 @dataclass(frozen=True)
 class Restored:
-    """form: what the run itself leaves, "hf", "llava" or "projector"; run, record: run.json's flags and all of it."""
+    """entries: the whole model, LoRA merged; trained: what the checkpoint holds of it; form: what the run itself
+    leaves, "hf", "llava", "projector" or "adapter"; run, record: run.json's flags and all of it."""
 
     finished: Finished
     entries: list[Entry]
+    trained: list[Entry]
     form: str
     run: Arguments
     run_dir: Path
@@ -41,11 +44,6 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     run_dir = checkpoint.resolve().parent
     run, record = read_run_record(run_dir)
     run = run.replaced(**moved)
-    if run.model.lora_enable:
-        raise ConfigError(
-            f"{checkpoint} is of a LoRA run: its adapter is what the run leaves in {run_dir}, and run/export.py merges "
-            "that folder"
-        )
     _check_bases(run, json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))["identity"]["flags"])
     plan = plan_model(run.model, run.data.model_max_length)
     pictures = plan.tower.pictures(run)
@@ -61,17 +59,22 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     form = run.training.export_format
     if trains_projector_only(run.model):
         form = "projector"
+    elif run.model.lora_enable:
+        form = "adapter"
     elif hf_kind(plan, run.model, pictures)[0] is None:
         form = "llava"
-    return Restored(finished, completed(trained, frozen), form, run, run_dir, record)
+    whole = merged_entries(trained, frozen, run.model) if run.model.lora_enable else completed(trained, frozen)
+    return Restored(finished, whole, trained, form, run, run_dir, record)
 
 
 def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
     """Compare the base models' folders with those that the run was trained on."""
     problems = []
-    for name in ("model_name_or_path", "vision_tower"):
+    for name in ("model_name_or_path", "model_base", "vision_tower"):
+        if getattr(run.model, name) is None:  # a LLaVA may bring its own tower
+            continue
         folder = Path(getattr(run.model, name))
-        if not (folder / "config.json").is_file():
+        if not folder.is_dir():
             problems.append(f"--{name} {folder} is not there any more: say where it lies now")
         elif folder_digest(folder) != saved[name]:
             problems.append(f"--{name} {folder} is not the model that this was trained on: name that one")

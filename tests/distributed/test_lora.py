@@ -1,5 +1,6 @@
 """LoRA and QLoRA through the launcher: LLaVA's script, every ZeRO stage, a break and a resume, what a run leaves."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.checkpoint.commit import newest_whole
+from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks
 from llava_ds.model import lora
 from llava_ds.model.build import build_model, plan_model
@@ -61,7 +63,7 @@ def runs(tmp_path_factory) -> Path:
     todo = [
         t.run("still", ds_config(3), learning_rate=0, mm_projector_lr=0, max_steps=1),
         t.run("lora-0", ds_config(0)),
-        t.run("lora-3", ds_config(3)),
+        t.run("lora-3", ds_config(3), save_strategy="steps"),
         t.run("whole", ds_config(3), bits=4, **saves),
         t.run("resumed", ds_config(3), bits=4, **saves, resume=t.folder / "whole" / f"checkpoint-{SAVED}"),
         {**script, "cache_dir": t.folder / "cache"},
@@ -72,6 +74,39 @@ def runs(tmp_path_factory) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     (t.folder / "output.txt").write_text(done.stdout)
     return t.folder
+
+
+def export(*arguments: object) -> None:
+    """run/export.py in this process."""
+    spec = importlib.util.spec_from_file_location("export", ROOT / "run" / "export.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["run/export.py", *map(str, arguments)])
+        script.main()
+
+
+def test_a_checkpoint_gives_the_adapter_and_the_merged_model(runs, tmp_path):
+    """Of two ranks at ZeRO-3: what the run left, and what merging what it left gives."""
+    out = runs / "lora-3"
+    checkpoint = out / f"checkpoint-{STEPS}"
+    export(checkpoint, "--output_dir", tmp_path / "adapter")
+    for name in ("adapter_config.json", "config.json"):
+        assert json.loads((tmp_path / "adapter" / name).read_text()) == json.loads((out / name).read_text())
+    for name, read in ((ADAPTER, load_file), ("non_lora_trainables.bin", torch.load)):
+        ours, theirs = read(tmp_path / "adapter" / name), read(out / name)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+    export(checkpoint, "--format", "hf", "--output_dir", tmp_path / "merged")
+    export(out, "--format", "hf", "--output_dir", tmp_path / "folder", "--version", "v1")
+    merged, folder = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "folder"))
+    assert merged.keys() == folder.keys() and all(torch.equal(merged[name], folder[name]) for name in folder)
+    base = load_file(runs / "base" / "llama" / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert not torch.equal(merged[f"language_model.{name}"], base[name])
+
+    with pytest.raises(ConfigError, match="--format adapter goes with the checkpoint of a LoRA run, and this is none"):
+        export(tmp_path / "merged", "--format", "adapter", "--output_dir", tmp_path / "none")
 
 
 def largest_difference(one: Path, other: Path) -> float:
