@@ -12,7 +12,7 @@ from llava_ds.arguments import ModelArguments, trained_parts
 from llava_ds.checkpoint.adapter import write_adapter
 from llava_ds.export.entries import Entry
 from llava_ds.export.finished import Finished
-from llava_ds.model import lora
+from llava_ds.model import lora, quantize
 
 _A, _B = (f".lora_{half}.{lora.ADAPTER}.weight" for half in "AB")
 
@@ -20,8 +20,8 @@ _A, _B = (f".lora_{half}.{lora.ADAPTER}.weight" for half in "AB")
 def merged_entries(trained: Iterable[Entry], base: Iterable[Entry], args: ModelArguments) -> list[Entry]:
     """The whole model without LoRA: every weight W + scale * B A, added in float32 and rounded once.
 
-    trained: what a checkpoint holds; base: all that the run began with. After --bits it is the base's own weights that
-    LoRA is added to, not the packed ones.
+    trained: what a checkpoint holds; base: all that the run began with. After --bits, LoRA is added to what the packed
+    weights stand for, beside which it was trained.
     """
     by_name = {entry.name: entry for entry in trained}
     plain = {lora.plain_name(name): entry for name, entry in by_name.items() if not lora.is_lora(name)}
@@ -30,7 +30,7 @@ def merged_entries(trained: Iterable[Entry], base: Iterable[Entry], args: ModelA
         layer = entry.name.removesuffix(".weight")
         if layer + _A in by_name:
             a, b = by_name[layer + _A], by_name[layer + _B]
-            read = partial(_merged, entry, a, b, args.lora_alpha / args.lora_r)
+            read = partial(_merged, entry, a, b, args)
             merged.append(Entry(entry.name, entry.shape, read))
         else:
             own = plain.get(entry.name, entry)
@@ -38,10 +38,12 @@ def merged_entries(trained: Iterable[Entry], base: Iterable[Entry], args: ModelA
     return merged
 
 
-def _merged(weight: Entry, a: Entry, b: Entry, scale: float) -> torch.Tensor:
+def _merged(weight: Entry, a: Entry, b: Entry, args: ModelArguments) -> torch.Tensor:
     """Entries of W (O, I), A (R, I) and B (O, R) to the merged weight, in W's precision."""
     base = weight.read()
-    return torch.addmm(base.float(), b.read().float(), a.read().float(), alpha=scale).to(base.dtype)
+    held = base if args.bits == 16 else quantize.packed_and_back(base, args)
+    scale = args.lora_alpha / args.lora_r
+    return torch.addmm(held.float(), b.read().float(), a.read().float(), alpha=scale).to(base.dtype)
 
 
 def write_restored_adapter(

@@ -106,6 +106,15 @@ def pack(module: nn.Module, name: str, weight: torch.Tensor, device: torch.devic
     return layer.weight
 
 
+def packed_and_back(weight: torch.Tensor, args: ModelArguments) -> torch.Tensor:
+    """What a weight (O, I) stands for once it is packed as --bits says, float32; computed in the weight's precision."""
+    holder = nn.Module()
+    holder.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    quantize_layers(holder, ["linear"], args, weight.dtype)
+    pack(holder, "linear.weight", weight, weight.device)
+    return unpacked(holder.linear)
+
+
 def is_4bit(layer: nn.Module) -> bool:
     return hasattr(layer, "quant_storage")
 

@@ -105,6 +105,15 @@ def test_a_checkpoint_gives_the_adapter_and_the_merged_model(runs, tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
     assert not torch.equal(merged[f"language_model.{name}"], base[name])
 
+    out = runs / "whole"  # packed: LoRA is added to what the packed weights stand for
+    export(out / f"checkpoint-{STEPS}", "--format", "hf", "--output_dir", tmp_path / "packed")
+    name = "model.layers.0.mlp.up_proj"
+    adapter = load_file(out / ADAPTER)
+    a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+    stands_for = load_file(tmp_path / "packed" / "model.safetensors")[f"language_model.{name}.weight"] - 4 * b @ a
+    error = (stands_for - base[f"{name}.weight"]).abs().max()
+    assert 1e-2 < error / base[f"{name}.weight"].abs().max() < 0.2
+
     with pytest.raises(ConfigError, match="--format adapter goes with the checkpoint of a LoRA run, and this is none"):
         export(tmp_path / "merged", "--format", "adapter", "--output_dir", tmp_path / "none")
 
