@@ -20,7 +20,7 @@ from llava_ds.model.lora import trained_with_it
 from llava_ds.model.said import said_by_hf, said_by_llava, taken
 from llava_ds.model.sources import Overlaid, Source, Sources
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, vision_config
-from llava_ds.model.weight_files import WeightFiles, tensor_names
+from llava_ds.model.weight_files import WeightFiles, Weights, tensor_names
 from llava_ds.parsing import data_problems
 
 FLAG = "--model_name_or_path"
@@ -241,7 +241,7 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
     base = read_folder(base_path)
     config = _read_config(path) if (Path(path) / "config.json").is_file() else {}
     is_llava = _is_llavas(config.get("model_type")) and "text_config" not in config
-    in_llavas_names = base.projector is None or base.vision_config is None
+    in_llavas_names = is_llava or base.projector is None or base.vision_config is None
     from_llava = partial(formats.language_model_from_llava, trunk=trunk_name(base.text_config))
     renames: dict[str, Callable[[str], str | None]] = {
         "language_model": from_llava if in_llavas_names else base.language_model.rename,
@@ -259,7 +259,7 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
         if source is not None:
             changes = (*source.changes, partial(adapters.Merged, adapter=adapter, rename=rename))
             if over is not None:
-                changes = (*changes, partial(_overlay, over))
+                changes = (*changes, partial(_overlay, over, is_tower=part == "vision_tower"))
             found[part] = dataclasses.replace(source, changes=changes)
         else:
             found[part] = over
@@ -283,8 +283,9 @@ def _behind_prefix(rename: Callable[[str], str | None]) -> Callable[[str], str |
     return lambda name: rename(formats.plain_name(name))
 
 
-def _overlay(over: Source, below) -> Overlaid:
-    return Overlaid(below, over.open())
+def _overlay(over: Source, below: Weights, is_tower: bool) -> Overlaid:
+    """A tower comes whole in LLaVA's files, and is wanted up to its last layer that runs."""
+    return Overlaid(below, over.open(below.shapes.__contains__) if is_tower else over.open())
 
 
 def _refuse_strange(adapter: adapters.Adapter, beside: Path, renames) -> None:
