@@ -68,10 +68,10 @@ def tower_to_llava(name: str) -> str:
     return LLAVA_TOWER + name.removeprefix(TOWER)
 
 
-def language_model_from_llava(name: str) -> str | None:
+def language_model_from_llava(name: str, trunk: str = "model") -> str | None:
     """A name in LLaVA's format to the language model's; None for what LLaVA puts beside it."""
     beside = name.startswith(("model.mm_", "model.vision_", "model.image_"))
-    return None if beside else language_model_from_disk(name)
+    return None if beside else language_model_from_disk(name, trunk)
 
 
 def tower_from_llava(name: str) -> str | None:

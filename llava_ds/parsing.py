@@ -296,7 +296,7 @@ def _what_trains_problems(args: Arguments) -> list[str]:
             for name in four
             if getattr(model, name)
         ]
-    elif not parts:
+    elif model.tune_mm_mlp_adapter and model.freeze_mm_mlp_adapter:
         problems.append(
             "--tune_mm_mlp_adapter True trains the projector only, --freeze_mm_mlp_adapter True does not: choose one"
         )

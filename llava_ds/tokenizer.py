@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.convert_slow_tokenizer import import_protobuf
 
 from llava_ds.arguments import ModelArguments
@@ -29,7 +29,7 @@ _FIRST_SPACE_ONLY = "sentencepiece_first_space_only"
 def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, with character offsets. Raises ConfigError for a folder without one."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
+        tokenizer = _auto_tokenizer(path)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"--model_name_or_path {path} can't be opened: {error}") from error
     if not tokenizer.is_fast:
@@ -38,6 +38,18 @@ def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
             "add its tokenizer.json"
         )
     return as_llava(tokenizer)
+
+
+def _auto_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
+    except AttributeError:
+        # transformers 5.23 opens a config.json of a model_type that it does not know, as LLaVA's are, with its base
+        # class, which fails on rotary angles of Llama 3.1's kind, YaRN's and Phi-3's.
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
+        rest = PreTrainedConfig.from_dict(rest)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True, config=rest)
 
 
 def as_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -262,6 +262,10 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
             "True trains the projector only, --freeze_mm_mlp_adapter",
         ),
         (
+            ["--tune_mm_mlp_adapter", "--freeze_mm_mlp_adapter", "--unfreeze_mm_vision_tower"],
+            "True trains the projector only, --freeze_mm_mlp_adapter",
+        ),
+        (
             ["--tune_mm_mlp_adapter", "--mm_tunable_parts", "mm_mlp_adapter"],
             "True and --mm_tunable_parts both say what",
         ),

@@ -40,7 +40,10 @@ def write_card(
     """
     model, flags = args.model, args.as_dict()
     name = output_dir.resolve().name
-    base, tower = (Path(path).name for path in (model.model_name_or_path, model.vision_tower))
+    base = Path(model.model_name_or_path).name
+    tower = (
+        "its own vision tower" if model.vision_tower is None else f"the vision tower {Path(model.vision_tower).name}"
+    )
     data = Path(args.data.data_path).name if args.data.data_path is not None else "generated scenes"
     lines = [
         "---",
@@ -51,7 +54,7 @@ def write_card(
         "",
         f"# {name}",
         "",
-        f"{base} with the vision tower {tower}, trained with llava_ds on {data}.",
+        f"{base} with {tower}, trained with llava_ds on {data}.",
         "",
         *_numbers(run_dir, record, step),
         f"- trained: {', '.join(sorted(trained_parts(model)))}",

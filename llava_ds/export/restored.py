@@ -8,7 +8,7 @@ import torch
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.state import ENGINE, TRAINER, folder_digest
+from llava_ds.checkpoint.state import ENGINE, SETTINGS, TRAINER, folder_digest
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.deepspeed_files import engine_entries
 from llava_ds.export.entries import Entry, completed, read_entries
@@ -71,10 +71,13 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
     """Compare the base models' folders with those that the run was trained on."""
     problems = []
     for name in ("model_name_or_path", "model_base", "vision_tower"):
-        if getattr(run.model, name) is None:  # a LLaVA may bring its own tower
+        given = getattr(run.model, name)
+        if saved[name] is None:  # the model brings its own
+            if given is not None:
+                problems.append(f"--{name} {given}: the run was trained without this flag, leave it out")
             continue
-        folder = Path(getattr(run.model, name))
-        if not folder.is_dir():
+        folder = Path(given)
+        if not any((folder / file).is_file() for file in SETTINGS):
             problems.append(f"--{name} {folder} is not there any more: say where it lies now")
         elif folder_digest(folder) != saved[name]:
             problems.append(f"--{name} {folder} is not the model that this was trained on: name that one")

@@ -20,7 +20,7 @@ from llava_ds.model.lora import trained_with_it
 from llava_ds.model.said import said_by_hf, said_by_llava, taken
 from llava_ds.model.sources import Overlaid, Source, Sources
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, vision_config
-from llava_ds.model.weight_files import WeightFiles, tensor_names
+from llava_ds.model.weight_files import WeightFiles, Weights, tensor_names
 from llava_ds.parsing import data_problems
 
 FLAG = "--model_name_or_path"
@@ -121,10 +121,10 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
     kind = config.get("model_type")
     if kind in HF and "text_config" in config:
         return _read_hf(path, config)
-    if kind in LLAVA or kind == PUBLISHED:
-        return _read_llava(path, config)
     if kind == "llava_mpt":
         raise ConfigError(f"{FLAG} {path} is LLaVA's MPT, which is not here: give a model of another family")
+    if _is_llavas(kind):
+        return _read_llava(path, config)
     text_config = read_text_config(path)
     rename = partial(formats.language_model_from_disk, trunk=trunk_name(text_config))
     return ModelFolder(path, "a language model", text_config, Source(FLAG, path, rename), tokenizer=path)
@@ -148,6 +148,20 @@ def _read_config(path: str) -> dict:
     return config
 
 
+def _is_llavas(kind: object) -> bool:
+    """Whether a model_type is of LLaVA's own format: one of LLaVA's, or "llava_" before another language model's.
+
+    That is how checkpoint/llava_config.py calls those that LLaVA has no class for.
+    """
+    return kind == PUBLISHED or kind in LLAVA or _other_family(kind) is not None
+
+
+def _other_family(kind: object) -> str | None:
+    family = str(kind).removeprefix("llava_")
+    is_causal = family != kind and family in CONFIG_MAPPING and CONFIG_MAPPING[family] in MODEL_FOR_CAUSAL_LM_MAPPING
+    return family if is_causal else None
+
+
 def _read_llava(path: str, config: dict) -> ModelFolder:
     """LLaVA's own format. The tower's weights may be in it or not."""
     names = tensor_names(path)
@@ -156,11 +170,12 @@ def _read_llava(path: str, config: dict) -> ModelFolder:
     resampler = config.get("mm_resampler_type")
     if resampler not in (None, "", "None", "none", "spatial_pool"):
         raise ConfigError(f"{FLAG} {path} has a {resampler} resampler between tower and projector, which is not here")
+    text_config = _flat_text_config(path, config)
     return ModelFolder(
         path,
         "a LLaVA in LLaVA's format",
-        _flat_text_config(path, config),
-        Source(FLAG, path, formats.language_model_from_llava),
+        text_config,
+        Source(FLAG, path, partial(formats.language_model_from_llava, trunk=trunk_name(text_config))),
         tokenizer=path,
         flags=said_by_llava(config),
         projector=Source(FLAG, path, formats.projector_from_llava),
@@ -181,7 +196,7 @@ def _flat_text_config(path: str, config: dict) -> PreTrainedConfig:
             )
         language_model = ARCHITECTURES[architecture]
     else:
-        language_model = LLAVA[kind]
+        language_model = LLAVA.get(kind) or _other_family(kind)
     own = {key: value for key, value in config.items() if key not in _LLAVA_NAMES and not key.startswith(_LLAVA_FIELDS)}
     return CONFIG_MAPPING[language_model].from_dict(own)
 
@@ -225,10 +240,11 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
         raise ConfigError(f"--model_base {base_path} is an adapter itself: merge it, and give the folder of the result")
     base = read_folder(base_path)
     config = _read_config(path) if (Path(path) / "config.json").is_file() else {}
-    is_llava = config.get("model_type") in (*LLAVA, PUBLISHED) and "text_config" not in config
-    in_llavas_names = base.projector is None or base.vision_config is None
+    is_llava = _is_llavas(config.get("model_type")) and "text_config" not in config
+    in_llavas_names = is_llava or base.projector is None or base.vision_config is None
+    from_llava = partial(formats.language_model_from_llava, trunk=trunk_name(base.text_config))
     renames: dict[str, Callable[[str], str | None]] = {
-        "language_model": formats.language_model_from_llava if in_llavas_names else base.language_model.rename,
+        "language_model": from_llava if in_llavas_names else base.language_model.rename,
         "projector": formats.projector_from_llava if in_llavas_names else formats.projector_from_hf,
         "newline": formats.newline_from_llava,
         "vision_tower": formats.tower_from_llava if in_llavas_names else formats.tower_from_hf,
@@ -243,7 +259,7 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
         if source is not None:
             changes = (*source.changes, partial(adapters.Merged, adapter=adapter, rename=rename))
             if over is not None:
-                changes = (*changes, partial(_overlay, over))
+                changes = (*changes, partial(_overlay, over, is_tower=part == "vision_tower"))
             found[part] = dataclasses.replace(source, changes=changes)
         else:
             found[part] = over
@@ -267,8 +283,9 @@ def _behind_prefix(rename: Callable[[str], str | None]) -> Callable[[str], str |
     return lambda name: rename(formats.plain_name(name))
 
 
-def _overlay(over: Source, below) -> Overlaid:
-    return Overlaid(below, over.open())
+def _overlay(over: Source, below: Weights, is_tower: bool) -> Overlaid:
+    """A tower comes whole in LLaVA's files, and is wanted up to its last layer that runs."""
+    return Overlaid(below, over.open(below.shapes.__contains__) if is_tower else over.open())
 
 
 def _refuse_strange(adapter: adapters.Adapter, beside: Path, renames) -> None:

@@ -120,6 +120,30 @@ def test_an_adapter_over_hugging_faces_llava(old, base, tmp_path):
     torch.testing.assert_close(model.projector.layers[0].weight, merged["model.multi_modal_projector.linear_1.weight"])
 
 
+def test_a_lora_run_over_hugging_faces_llava_is_in_llavas_names(base, tmp_path):
+    """What such a run of this package's leaves, with a tower that trained."""
+    llava = llavas.hf_model(base)
+    under = llavas.write_hf(tmp_path / "base", base, llava)
+    adapter = tmp_path / "adapter"
+    tensors = {name: tensor + 1 for name, tensor in llavas.llava_names(llavas.tensors_of(llava)).items()}
+    beside = {name: tensor for name, tensor in tensors.items() if name.startswith(("model.mm_", "model.vision_"))}
+    llavas.write_idle_adapter(adapter, under | {"vision_tower": base["vision_tower"]}, beside)
+    config = llavas.llava_config(base, mm_vision_tower=None)
+    (adapter / "config.json").write_text(json.dumps(config))
+    model, _, _ = opened({"model_name_or_path": str(adapter)})
+    found = dict(model.named_parameters())
+    for there, here in (
+        ("mm_projector.2.bias", "projector.layers.2.bias"),
+        ("norm.weight", "language_model.model.norm.weight"),
+    ):
+        add = 1 if there.startswith("mm_") else 0
+        assert torch.equal(found[here], tensors[f"model.{there}"] - 1 + add)
+    embedding = "embeddings.patch_embedding.weight"
+    assert torch.equal(
+        found[f"vision_tower.tower.{embedding}"], tensors[f"model.vision_tower.vision_tower.vision_model.{embedding}"]
+    )
+
+
 def test_what_lies_beside_an_adapter_wins_over_the_base(base, tmp_path):
     llava = llavas.hf_model(base)
     llavas.write_llava(tmp_path / "llava", base, llava)

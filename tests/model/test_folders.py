@@ -7,6 +7,7 @@ import llavas
 import pytest
 import torch
 import toys
+from exporting import export
 from llavas import arguments, opened
 from transformers import LlavaConfig
 
@@ -344,3 +345,15 @@ def test_an_estimate_of_a_llava_is_that_of_its_parts(base, llava, tmp_path):
     folders = [WRITERS["hf"](tmp_path / "hf", base, llava), WRITERS["llava"](tmp_path / "llava", base, llava)]
     parts = shape_of_folders(arguments(base))
     assert all(shape_of_folders(arguments(flags)).parts == parts.parts for flags in folders)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gpt2"])
+def test_families_without_a_class_of_llavas_are_read_again_from_its_format(family, tmp_path):
+    """Also where transformers' own reading of the tokenizer's folder trips over the rotary angles (Phi-3)."""
+    flags = {**toys.write_language_model(tmp_path / "llm", family), **toys.write_tower(tmp_path / "tower")}
+    model, plan, args = opened({**flags, "version": "v1"})
+    export(model, plan, args.model, plan.tower.pictures(args), tmp_path / "llava", "llava")
+    again, _, said = opened({**flags, "model_name_or_path": str(tmp_path / "llava")})
+    assert said.model.version == "v1" and said.model.mm_projector_type == args.model.mm_projector_type
+    assert dict(again.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters()))
