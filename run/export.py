@@ -66,9 +66,8 @@ def main() -> None:
         form = args.format or "hf"
         finished, entries, lines = open_folder(source, given, dtype, form)
         print(*lines, sep="\n")
-    output_dir = _output_dir(args.output_dir or f"{str(source).rstrip('/')}-{form}", args.overwrite)
     _check(form, finished, is_lora_run=restored is not None and restored.run.model.lora_enable)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    output_dir = _empty_folder(args.output_dir or f"{str(source).rstrip('/')}-{form}", args.overwrite)
     if form == "adapter":
         write_restored_adapter(finished, restored.trained, restored.entries, output_dir)
     elif form == "projector":
@@ -83,9 +82,13 @@ def main() -> None:
     print(f"{form}: {output_dir}")
 
 
-def _output_dir(path: str, overwrite: bool) -> Path:
+def _empty_folder(path: str, overwrite: bool) -> Path:
     folder = Path(path)
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output_dir {folder} can't be made ({error.strerror}): name another folder") from error
+    if any(folder.iterdir()) and not overwrite:
         raise ConfigError(f"--output_dir {folder} is not empty: name another folder, or give --overwrite")
     return folder
 

@@ -51,6 +51,7 @@ HF = ("llava", "llava_next", "llava_onevision")  # with a text_config and a visi
 # Beginnings and names of the fields that are LLaVA's own.
 _LLAVA_FIELDS = ("mm_", "llava_ds_", "image_", "tune_mm_", "freeze_mm_", "unfreeze_mm_", "tokenizer_", "s2")
 _LLAVA_NAMES = {"use_mm_proj", "model_type", "architectures", "auto_map", "_name_or_path", "vision_tower_pretrained"}
+_OF_STAGE_1 = "it is what stage 1 leaves, which --pretrain_mm_mlp_adapter takes, beside the language model's"
 # What has to be equal for the weights of one tower to be another's.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
 
@@ -135,9 +136,7 @@ def _read_config(path: str) -> dict:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        hint = "expected the folder of a language model or of a LLaVA"
-        if (Path(path) / "mm_projector.bin").is_file():
-            hint = "it is what stage 1 leaves, which --pretrain_mm_mlp_adapter takes, beside the language model's"
+        hint = _OF_STAGE_1 if _is_stage_1s(path) else "expected the folder of a language model or of a LLaVA"
         raise ConfigError(f"{FLAG} {path} has no config.json: {hint}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{FLAG} {path}: config.json can't be read ({error})") from error
@@ -162,8 +161,20 @@ def _other_family(kind: object) -> str | None:
     return family if is_causal else None
 
 
+def _is_stage_1s(path: str) -> bool:
+    """Whether a folder holds a projector alone; LLaVA's whole models may have one beside their weights."""
+    names = {file.name for file in Path(path).iterdir()} if Path(path).is_dir() else set()
+    weights = any(
+        name.startswith(("model", "pytorch_model")) and name.endswith((".safetensors", ".bin", ".index.json"))
+        for name in names
+    )
+    return "mm_projector.bin" in names and not weights
+
+
 def _read_llava(path: str, config: dict) -> ModelFolder:
     """LLaVA's own format. The tower's weights may be in it or not."""
+    if _is_stage_1s(path):
+        raise ConfigError(f"{FLAG} {path} holds a projector and no model: {_OF_STAGE_1}")
     names = tensor_names(path)
     has_tower = any(formats.tower_from_llava(name) for name in names)
     has_newline = any(formats.newline_from_llava(name) for name in names)
@@ -189,7 +200,7 @@ def _flat_text_config(path: str, config: dict) -> PreTrainedConfig:
     """The language model's part of a config.json in LLaVA's format, as its own class reads it."""
     kind = config["model_type"]
     if kind == PUBLISHED:
-        [architecture] = config.get("architectures") or ["LlavaLlamaForCausalLM"]
+        architecture = (config.get("architectures") or ["LlavaLlamaForCausalLM"])[0]
         if architecture not in ARCHITECTURES:
             raise ConfigError(
                 f"{FLAG} {path}: architectures is {architecture!r}, expected one of {', '.join(ARCHITECTURES)}"
@@ -198,12 +209,22 @@ def _flat_text_config(path: str, config: dict) -> PreTrainedConfig:
     else:
         language_model = LLAVA.get(kind) or _other_family(kind)
     own = {key: value for key, value in config.items() if key not in _LLAVA_NAMES and not key.startswith(_LLAVA_FIELDS)}
-    return CONFIG_MAPPING[language_model].from_dict(own)
+    return _configuration(path, partial(CONFIG_MAPPING[language_model].from_dict, own))
+
+
+def _configuration(path: str, read: Callable[[], PreTrainedConfig]) -> PreTrainedConfig:
+    try:
+        return read()
+    except Exception as error:  # the classes of transformers check what they are given, with errors of many types
+        said = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{FLAG} {path}: config.json is not what transformers expects ({said}): copy it again"
+        ) from error
 
 
 def _read_hf(path: str, config: dict) -> ModelFolder:
     """transformers' Llava, LlavaNext and LlavaOnevision, with the names of any version."""
-    whole = AutoConfig.from_pretrained(path, local_files_only=True)
+    whole = _configuration(path, partial(AutoConfig.from_pretrained, path, local_files_only=True))
     text, where = whole.text_config, f"{FLAG} {path}"
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{where}: its text_config is a {text.model_type}, expected a language model")

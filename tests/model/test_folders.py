@@ -294,6 +294,14 @@ def test_a_missing_weight_is_refused_before_data_are_read(form, lost, base, llav
         ("{", "config.json can't be read"),
         ('{"model_type": "llava_mpt"}', "is LLaVA's MPT, which is not here"),
         ('{"model_type": "llava", "architectures": ["X"]}', "architectures is 'X', expected one of LlavaLlama"),
+        (
+            '{"model_type": "llava_llama", "num_attention_heads": 0, "rope_scaling": {"type": "x"}}',
+            "config.json is not what transformers expects",
+        ),
+        (
+            '{"model_type": "llava", "text_config": {"model_type": "x"}}',
+            "config.json is not what transformers expects (Unrecognized model type",
+        ),
         ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "is quantized: give the model that it was"),
         (None, "has no config.json: expected the folder of a language model or of a LLaVA"),
     ],
@@ -311,6 +319,9 @@ def test_folders_that_hold_nothing_usable_are_refused_in_one_message(config, exp
 def test_the_folder_of_stage_1_names_the_flag_that_takes_it(tmp_path):
     torch.save({}, tmp_path / "mm_projector.bin")
     with pytest.raises(ConfigError, match="it is what stage 1 leaves, which --pretrain_mm_mlp_adapter takes"):
+        read_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llava_llama"}')  # as stage 1 does leave it
+    with pytest.raises(ConfigError, match="holds a projector and no model: it is what stage 1 leaves"):
         read_folder(str(tmp_path))
 
 
