@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: as trained, or as it is")
     parser.add_argument("--max_shard_size", default=DEFAULT_SHARD_SIZE, help="largest file (default: %(default)s)")
     parser.add_argument("--model_name_or_path", help="where a checkpoint's base language model lies now")
+    parser.add_argument("--pretrain_mm_mlp_adapter", help="where the projector that a checkpoint began with lies now")
     parser.add_argument("--model_base", help="the model under an adapter")
     parser.add_argument(
         "--vision_tower", help="where the vision tower lies now; to LLaVA's format, the name that its loader opens"
@@ -50,7 +51,7 @@ def main() -> None:
 
     max_bytes, dtype, source = parse_size(args.max_shard_size), DTYPES.get(args.dtype), Path(args.source)
     quiet_libraries()
-    flags = ("model_name_or_path", "model_base", "vision_tower", "version")
+    flags = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "version")
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     if not source.is_dir():
         raise ConfigError(f"{source}: there is no such folder")
@@ -61,8 +62,9 @@ def main() -> None:
         restored = restore(source, given, dtype)
         form, finished, entries = args.format or restored.form, restored.finished, restored.entries
     else:
-        if "model_name_or_path" in given:
-            raise ConfigError("--model_name_or_path goes with a checkpoint, and this is none: leave it out")
+        for name in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
+            if name in given:
+                raise ConfigError(f"--{name} goes with a checkpoint, and this is none: leave it out")
         form = args.format or "hf"
         finished, entries, lines = open_folder(source, given, dtype, form)
         print(*lines, sep="\n")

@@ -35,7 +35,7 @@ class Restored:
 def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) -> Restored:
     """The model as a checkpoint has it. What trained comes from there, what was frozen from where it came from.
 
-    moved: other places of --model_name_or_path and --vision_tower than run.json's; dtype None: the training's.
+    moved: other places of --model_name_or_path and the like than run.json's; dtype None: the training's.
     Raises ConfigError or DataError for a damaged checkpoint, and for base models that are not there or not the same.
     """
     problem = commit.problem_with(checkpoint) if checkpoint.is_dir() else "there is no such folder"
@@ -68,7 +68,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
 
 
 def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
-    """Compare the base models' folders with those that the run was trained on."""
+    """Compare the base models' folders, and the projector's file, with those that the run was trained on."""
     problems = []
     for name in ("model_name_or_path", "model_base", "vision_tower"):
         given = getattr(run.model, name)
@@ -81,5 +81,10 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
             problems.append(f"--{name} {folder} is not there any more: say where it lies now")
         elif folder_digest(folder) != saved[name]:
             problems.append(f"--{name} {folder} is not the model that this was trained on: name that one")
+    projector = run.model.pretrain_mm_mlp_adapter
+    if projector is not None and not Path(projector).is_file():
+        problems.append(f"--pretrain_mm_mlp_adapter {projector} is not there any more: say where it lies now")
+    elif projector is not None and commit.sha256(Path(projector)) != saved["pretrain_mm_mlp_adapter"]:
+        problems.append(f"--pretrain_mm_mlp_adapter {projector} is not what this was trained from: name that one")
     if problems:
         raise ConfigError("\n".join(problems))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.checkpoint.commit import sha256
 from llava_ds.checkpoint.state import folder_digest
 from llava_ds.constants import ConfigError
 from llava_ds.export.card import write_card
@@ -39,3 +40,22 @@ def test_an_adapter_that_a_run_began_with_has_its_own_settings_and_a_base(tmp_pa
     (base / "config.json").write_text('{"hidden_size": 1}')
     with pytest.raises(ConfigError, match=r"--model_base .* is not the model that this was trained on"):
         _check_bases(run, saved)
+
+
+def test_the_projector_that_a_run_began_with_is_compared_and_may_have_moved(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    first, other = tmp_path / "first.bin", tmp_path / "other.bin"
+    first.write_bytes(b"1")
+    other.write_bytes(b"2")
+    saved = {"model_name_or_path": folder_digest(base), "model_base": None, "vision_tower": None}
+    saved["pretrain_mm_mlp_adapter"] = sha256(first)
+    run = run_with(model_name_or_path=str(base), pretrain_mm_mlp_adapter=str(first))
+    _check_bases(run, saved)
+    with pytest.raises(ConfigError, match=r"other\.bin is not what this was trained from: name that one"):
+        _check_bases(run.replaced(pretrain_mm_mlp_adapter=str(other)), saved)
+    first.rename(tmp_path / "moved.bin")
+    with pytest.raises(ConfigError, match=r"first\.bin is not there any more: say where it lies now"):
+        _check_bases(run, saved)
+    _check_bases(run.replaced(pretrain_mm_mlp_adapter=str(tmp_path / "moved.bin")), saved)
