@@ -27,7 +27,6 @@ from llava_ds.model.hf import TOLERANCE
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.weights import load_weights
 
-LANGUAGE_MODEL = "language_model."
 # The settings that peft has had since LLaVA's time. Later ones are at what they do when absent: an earlier peft, as
 # LLaVA's own code runs with, takes no key that it does not know.
 ADAPTER_KEYS = (
@@ -102,7 +101,7 @@ def export_adapter(
     Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
     """
     named = dict(model.named_parameters())
-    adapters = {n: p for n, p in named.items() if n.startswith(LANGUAGE_MODEL) and p.requires_grad}
+    adapters = {n: p for n, p in named.items() if n.startswith(formats.LANGUAGE_MODEL) and p.requires_grad}
     towers = {n: p for n, p in named.items() if n.startswith(formats.TOWER) and p.requires_grad}
     others = {n: p for n, p in named.items() if n.startswith((formats.PROJECTOR, formats.NEWLINE))}
     tensors, beside = dict(gathered(adapters.items(), ranks)), dict(gathered({**others, **towers}.items(), ranks))
@@ -138,7 +137,7 @@ def write_adapter(
     names = (lora.ADAPTER_CONFIG, lora.ADAPTER_FILES[0], lora.NON_LORA, "config.json")
     paths = [output_dir / name for name in names]
     paths[0].write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    tensors = {lora.to_peft(name.removeprefix(LANGUAGE_MODEL)): tensor for name, tensor in adapters.items()}
+    tensors = {lora.to_peft(name.removeprefix(formats.LANGUAGE_MODEL)): tensor for name, tensor in adapters.items()}
     save_file(tensors, paths[1], metadata={"format": "pt"})
     torch.save({lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}, paths[2])
     fields = llava_config(plan, args, pictures)

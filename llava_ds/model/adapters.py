@@ -13,11 +13,8 @@ import torch
 
 from llava_ds import formats
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.model.lora import ADAPTER_CONFIG, ADAPTER_FILES
 from llava_ds.model.weight_files import OpenedFile, WeightFiles, Weights
-
-CONFIG = "adapter_config.json"
-FILES = ("adapter_model.safetensors", "adapter_model.bin")
-NON_LORA = "non_lora_trainables.bin"
 
 # Settings of peft under which a merged weight is something else than W + scale * B A.
 OTHER_KINDS = (
@@ -47,29 +44,31 @@ class Adapter:
 
 def is_adapter(path: str | Path) -> bool:
     """Whether a folder holds an adapter rather than a model."""
-    return (Path(path) / CONFIG).is_file()
+    return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter(path: str | Path) -> Adapter:
     """The settings of an adapter's folder. Raises ConfigError for kinds of adapters that can't be merged here."""
     path = Path(path)
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         kind, alpha, alphas = config["peft_type"], float(config["lora_alpha"]), config.get("alpha_pattern") or {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--model_name_or_path {path}: {CONFIG} can't be read as settings of LoRA ({error!r})"
+            f"--model_name_or_path {path}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({error!r})"
         ) from error
     if kind != "LORA":
-        raise ConfigError(f"--model_name_or_path {path}: {CONFIG} describes a {kind} adapter, expected LORA")
+        raise ConfigError(f"--model_name_or_path {path}: {ADAPTER_CONFIG} describes a {kind} adapter, expected LORA")
     if other := [name for name in OTHER_KINDS if config.get(name)]:
         raise ConfigError(
-            f"--model_name_or_path {path}: {CONFIG} says {', '.join(other)}, which can't be merged here: merge the "
-            "adapter with peft (merge_and_unload), and give the folder of the result"
+            f"--model_name_or_path {path}: {ADAPTER_CONFIG} says {', '.join(other)}, which can't be merged here: merge "
+            "the adapter with peft (merge_and_unload), and give the folder of the result"
         )
-    file = next((path / name for name in FILES if (path / name).is_file()), None)
+    file = next((path / name for name in ADAPTER_FILES if (path / name).is_file()), None)
     if file is None:
-        raise ConfigError(f"--model_name_or_path {path} holds an {CONFIG}, but none of {', '.join(FILES)}")
+        raise ConfigError(
+            f"--model_name_or_path {path} holds an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}"
+        )
     return Adapter(path, file, config.get("base_model_name_or_path"), alpha, alphas, bool(config.get("use_rslora")))
 
 

@@ -16,7 +16,7 @@ from llava_ds.arguments import Arguments, ModelArguments, trains_projector_only
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.model import adapters
 from llava_ds.model.language import read_text_config, trunk_name
-from llava_ds.model.lora import trained_with_it
+from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, trained_with_it
 from llava_ds.model.said import said_by_hf, said_by_llava, taken
 from llava_ds.model.sources import Overlaid, Source, Sources
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, vision_config
@@ -115,7 +115,7 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
         return _read_adapter(path, model_base)
     if model_base is not None:
         raise ConfigError(
-            f"--model_base {model_base} goes with a LoRA adapter, but {FLAG} {path} has no {adapters.CONFIG}: leave "
+            f"--model_base {model_base} goes with a LoRA adapter, but {FLAG} {path} has no {ADAPTER_CONFIG}: leave "
             "it out"
         )
     config = _read_config(path)
@@ -270,7 +270,7 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
         "newline": formats.newline_from_llava,
         "vision_tower": formats.tower_from_llava if in_llavas_names else formats.tower_from_hf,
     }
-    beside = Path(path) / adapters.NON_LORA
+    beside = Path(path) / NON_LORA
     found = {}
     for part, rename in renames.items():
         source: Source | None = getattr(base, part)
@@ -285,7 +285,7 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
         else:
             found[part] = over
     if is_llava and found["projector"] is None:
-        raise DataError(f"{path} is LoRA of a LLaVA, but has no {adapters.NON_LORA} with its projector: copy it again")
+        raise DataError(f"{path} is LoRA of a LLaVA, but has no {NON_LORA} with its projector: copy it again")
     _refuse_strange(adapter, beside, renames.values())
     has_tokenizer = any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     return dataclasses.replace(
