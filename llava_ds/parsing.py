@@ -259,7 +259,8 @@ def training_problems(args: Arguments) -> list[str]:
     )
     for name in ("deepspeed_config", "pretrain_mm_mlp_adapter"):
         value = args.as_dict()[name]
-        check(value is None or os.path.isfile(value), f"--{name} {value}: there is no such file")
+        missing = "that is a folder: name a file in it" if os.path.isdir(value or "") else "there is no such file"
+        check(value is None or os.path.isfile(value), f"--{name} {value}: {missing}")
     check(
         training.output_dir is None or can_be_made(training.output_dir),
         f"--output_dir {training.output_dir} can't be written to: name another folder",

@@ -31,7 +31,10 @@ def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = _auto_tokenizer(path)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"--model_name_or_path {path} can't be opened: {error}") from error
+        reason = str(error)
+        if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            reason = "there is no tokenizer.json or tokenizer.model beside config.json: put the tokenizer's files there"
+        raise ConfigError(f"--model_name_or_path {path}: the tokenizer can't be opened: {reason}") from error
     if not tokenizer.is_fast:
         raise ConfigError(
             f"--model_name_or_path {path}: the tokenizer is a slow one, without character offsets: "

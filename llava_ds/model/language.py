@@ -18,8 +18,8 @@ def read_text_config(path: str | Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"--model_name_or_path {path} can't be opened: {error}") from error
-    if not hasattr(config, "hidden_size"):
-        raise ConfigError(f"--model_name_or_path {path} is a {config.model_type}: expected a language model")
+    if not hasattr(config, "hidden_size") or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"--model_name_or_path {path} is a {config.model_type}: expected a causal language model")
     return config
 
 

@@ -303,6 +303,7 @@ def test_a_missing_weight_is_refused_before_data_are_read(form, lost, base, llav
             "config.json is not what transformers expects (Unrecognized model type",
         ),
         ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "is quantized: give the model that it was"),
+        ('{"model_type": "t5"}', "is a t5: expected a causal language model"),
         (None, "has no config.json: expected the folder of a language model or of a LLaVA"),
     ],
 )
