@@ -87,6 +87,8 @@ def test_the_base_is_the_one_that_the_adapter_names_unless_a_flag_does(base, tmp
     assert args.model.model_base == base["model_name_or_path"]
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(dict(model.language_model.named_parameters())[name], merged[name])
+    with pytest.raises(ConfigError, match=r"is a LoRA adapter itself: .* Go on with it by --lora_weight_path .* over"):
+        opened({**flags, "lora_enable": True})
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "lmsys/vicuna-7b-v1.5"
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
