@@ -94,9 +94,9 @@ def read_parts(args: ModelArguments) -> Parts:
     folder = read_folder(args.model_name_or_path, args.model_base)
     if args.lora_enable and folder.base is not None:
         raise ConfigError(
-            f"--lora_enable True over {FLAG} {folder.path}, which is a LoRA adapter itself: an adapter of an adapter opens "
-            f"nowhere. Go on with it by --lora_weight_path {folder.path} over {FLAG} {folder.base}, or merge it with "
-            "run/export.py first"
+            f"--lora_enable True over {FLAG} {folder.path}, which is a LoRA adapter itself: an adapter of an adapter "
+            f"opens nowhere. Go on with it by --lora_weight_path {folder.path} over {FLAG} {folder.base}, or merge it "
+            "with run/export.py first"
         )
     tower, own, rest = _tower_of(folder, args)
     projector, newline = folder.projector, folder.newline
