@@ -9,7 +9,8 @@ def plot_loss(rows: list[dict], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5))
+    figure.subplots_adjust(left=0.1, right=0.88, bottom=0.2, top=0.92)  # finding them out would draw it twice
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
@@ -19,7 +20,7 @@ def plot_loss(rows: list[dict], path: Path, title: str) -> None:
     rate = axes.twinx()
     rate.plot(steps, [max(row["lr"]) for row in rows], color="tab:grey", linestyle=":", label="learning rate")
     rate.set_ylabel("learning rate")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(loc="lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -89,11 +89,12 @@ def check(run: Run, ranks: list[dict[str, int]]) -> None:
         assert rank["unnamed"] <= expected.buffers + 0.02 * expected.model_states
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.fixture(scope="module", params=[1, 2])
 def on_ranks(request, tmp_path_factory):
     return measured(request.param, tmp_path_factory.mktemp("memory") / "even", LLAMA, CLIP)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_model_states_are_what_exists(on_ranks, case):
     check(*on_ranks[case])

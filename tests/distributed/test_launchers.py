@@ -100,6 +100,7 @@ def no_ssh(folder: Path, node: int, port: int, flags: list[str]) -> list[str]:
     return [*DEEPSPEED, *where, "--master_addr", "127.0.0.1", "--master_port", str(port), str(TRAIN), *flags]
 
 
+@pytest.mark.full
 def test_two_launchers_without_ssh(folder, expected):
     port = free_port()
     done = run_together(*(no_ssh(folder, node, port, flags_of(folder, "no-ssh", f"cache-{node}")) for node in range(2)))

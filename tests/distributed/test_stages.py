@@ -196,7 +196,8 @@ def test_the_newline_trains_alike_partitioned_where_a_rank_shows_no_picture(runs
 
 def test_the_newline_is_drawn_by_the_seed_alone_and_has_learned(runs):
     base = runs["anyres", 0, 1].parent / "base"
-    args = ModelArguments(str(base / "llama"), str(base / "clip"), mm_patch_merge_type="spatial_unpad")
+    folders = {"model_name_or_path": str(base / "llama"), "vision_tower": str(base / "clip")}
+    args = ModelArguments(**folders, mm_patch_merge_type="spatial_unpad")
     plan, ranks = plan_model(args, 512), Ranks(0, 0, 1, torch.device("cpu"))
     fresh = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, ranks).newline.embedding
     trained = [load_file(runs[("anyres", *at)] / "model.safetensors")["image_newline"] for at in ((0, 1), (3, 2))]

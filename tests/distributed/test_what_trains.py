@@ -32,17 +32,9 @@ TRAINED = {
 }
 
 
-DAILY = ("everything", "output_layer")
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[tuple[str, int], Path]:
-    return trained(tmp_path_factory.mktemp("daily"), DAILY)
-
-
-@pytest.fixture(scope="module")
-def all_runs(tmp_path_factory) -> dict[tuple[str, int], Path]:
-    return trained(tmp_path_factory.mktemp("full"), CASES)
+    return trained(tmp_path_factory.mktemp("what_trains"), CASES)
 
 
 def trained(folder: Path, cases: Iterable[str]) -> dict[tuple[str, int], Path]:
@@ -82,12 +74,7 @@ def check(runs: dict[tuple[str, int], Path], case: str) -> None:
         assert {part for part, count in moved.items() if count} == TRAINED[case]
 
 
-@pytest.mark.parametrize("case", DAILY)
-def test_what_trains(runs, case):
-    check(runs, case)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
-def test_what_trains_of_all_flags(all_runs, case):
-    check(all_runs, case)
+def test_what_trains(runs, case):
+    check(runs, case)

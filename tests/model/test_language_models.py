@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from deepspeed.accelerator import get_accelerator
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import (
@@ -29,7 +30,7 @@ from transformers import (
 )
 
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks
+from llava_ds.distributed import Ranks, _use_gloo_without_compiling
 from llava_ds.formats import language_model_from_disk
 from llava_ds.model import attention, build
 from llava_ds.model.hf import attention_options
@@ -112,6 +113,7 @@ def one_rank(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(value))
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    _use_gloo_without_compiling(get_accelerator())
     deepspeed.init_distributed(verbose=False)
     yield
     torch.distributed.destroy_process_group()
