@@ -154,6 +154,7 @@ def features(tmp_path_factory) -> tuple[Path, str]:
     return folder, trained(folder, FEATURES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FEATURES)
 def test_nothing_changes_the_loss(features, name):
     folder, _ = features
@@ -168,6 +169,7 @@ def test_neither_compiling_nor_sharding_within_a_node_changes_it(tmp_path):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
 
 
+@pytest.mark.full
 def test_monitors_write_rates_and_losses_into_the_output_folder(features):
     folder, _ = features
     rows = (folder / "monitors" / "csv" / "Train_Samples_train_loss.csv").read_text().split()
@@ -180,6 +182,7 @@ def test_monitors_write_rates_and_losses_into_the_output_folder(features):
     assert bool(events) == (find_spec("tensorboard") is not None)
 
 
+@pytest.mark.full
 def test_timers_and_profilers_say_what_they_measured(features):
     folder, output = features
     assert output.count("bwd_allreduce_microstep") >= FEATURE_STEPS

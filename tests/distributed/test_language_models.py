@@ -52,6 +52,7 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(abs(a - b) for a, b in zip(*curves))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "how"), DAILY)
 def test_partitioned_and_recomputed_it_learns_the_same(daily, family, how):
     assert largest_difference(daily[family, "whole"], daily[family, how]) < 1e-5

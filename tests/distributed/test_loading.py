@@ -107,6 +107,7 @@ def test_every_kind_of_model_trains_alike(starts):
     assert all(curve == curves["language model"] for curve in curves.values()), curves
 
 
+@pytest.mark.full
 def test_rows_of_new_tokens_go_from_stage_to_stage(runs):
     folder = runs["marks"].parent
     before = load_file(folder / "base/llama/model.safetensors")["model.embed_tokens.weight"]
