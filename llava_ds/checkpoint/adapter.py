@@ -1,14 +1,10 @@
 # T tokens, D language-model width, V vocabulary
-"""What a LoRA run leaves: a folder that peft and LLaVA open. And the weights with LoRA merged into them."""
+"""What a LoRA run leaves: a folder that peft and LLaVA open."""
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-import deepspeed
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -34,60 +30,6 @@ ADAPTER_KEYS = (
     "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "r",
     "revision", "target_modules", "task_type",
 )  # fmt: skip
-
-
-class Merged(NamedTuple):
-    """A parameter as it is without LoRA: its name, its shape, and read(), which all ranks call together and in the same
-    order, and which gives the tensor on rank 0's CPU and None elsewhere."""
-
-    name: str
-    shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor | None]
-
-
-def merged_parameters(model: nn.Module, ranks: Ranks) -> Iterator[Merged]:
-    """The parameters of a model, partitioned or not, with LoRA merged: every name is the one without LoRA, every weight
-    W + scale * B A, added in float32 and rounded once to the precision that is trained in.
-
-    Packed weights (--bits) are what the run computed with, not what they were packed from. A model without LoRA gives
-    its parameters as they are. One layer is whole at a time.
-    """
-    with_lora = dict(lora.lora_layers(model))
-    for name, parameter in model.named_parameters():
-        plain = lora.plain_name(name)
-        if plain is None:
-            continue
-        owner, is_base, _ = name.rpartition(".base_layer.weight")
-        if is_base and owner in with_lora:
-            base = with_lora[owner].base_layer
-            shape = (base.out_features, base.in_features)
-            yield Merged(plain, shape, partial(_merged_weight, with_lora[owner], ranks))
-        else:
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            yield Merged(plain, shape, partial(_whole, parameter, ranks))
-
-
-def merged_tensors(model: nn.Module, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on CPU) of merged_parameters on rank 0, nothing elsewhere; every rank has to run through it."""
-    for name, _, read in merged_parameters(model, ranks):
-        tensor = read()
-        if ranks.is_first:
-            yield name, tensor
-
-
-def _whole(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
-    return next((tensor for _, tensor in gathered([("", parameter)], ranks)), None)
-
-
-@torch.no_grad()
-def _merged_weight(layer: nn.Module, ranks: Ranks) -> torch.Tensor | None:
-    adapter = [layer.lora_A[lora.ADAPTER].weight, layer.lora_B[lora.ADAPTER].weight]
-    whole = [p for p in (layer.base_layer.weight, *adapter) if hasattr(p, "ds_id")]
-    with deepspeed.zero.GatheredParameters(whole, enabled=bool(whole)):
-        if not ranks.is_first:
-            return None
-        weight = quantize.unpacked(layer.base_layer).float() + lora.delta(layer)
-        return weight.to("cpu", adapter[0].dtype)
 
 
 def export_adapter(

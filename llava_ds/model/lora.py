@@ -136,13 +136,6 @@ def from_peft(name: str) -> str:
     return re.sub(r"\.(lora_[AB])\.(?:default\.)?weight$", rf".\1.{ADAPTER}.weight", name)
 
 
-@torch.no_grad()
-def delta(layer: nn.Module) -> torch.Tensor:
-    """What LoRA adds to a layer's weight: scale * B A, (O, I) float32. Its matrices have to be whole (gathered)."""
-    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-    return layer.scaling[ADAPTER] * (b.float() @ a.float())
-
-
 # What --lora_weight_path names.
 
 

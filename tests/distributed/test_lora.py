@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from launching import ROOT, command_line, ds_config, launch, losses, run_many, toy_run
+from launching import ROOT, ds_config, losses, run_many, toy_run
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -62,17 +62,13 @@ def runs(tmp_path_factory) -> Path:
     script = {**t.given, **SCRIPT, "deepspeed": ds_config(3), "output_dir": t.folder / "script"}
     todo = [
         t.run("still", ds_config(3), learning_rate=0, mm_projector_lr=0, max_steps=1),
-        t.run("lora-0", ds_config(0)),
+        t.run("lora-0", ds_config(0), save_strategy="steps"),
         t.run("lora-3", ds_config(3), save_strategy="steps"),
         t.run("whole", ds_config(3), bits=4, **saves),
         t.run("resumed", ds_config(3), bits=4, **saves, resume=t.folder / "whole" / f"checkpoint-{SAVED}"),
         {**script, "cache_dir": t.folder / "cache"},
     ]
-    listed = t.folder / "runs.json"
-    listed.write_text(json.dumps([command_line(flags) for flags in todo]))
-    done = launch(2, ROOT / "tests" / "workers" / "lora_runs.py", str(listed))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (t.folder / "output.txt").write_text(done.stdout)
+    (t.folder / "output.txt").write_text(run_many(2, t.folder / "launch", todo))
     return t.folder
 
 
@@ -105,17 +101,16 @@ def test_a_checkpoint_gives_the_adapter_and_the_merged_model(runs, tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
     assert not torch.equal(merged[f"language_model.{name}"], base[name])
 
-    out = runs / "whole"  # packed: LoRA is added to what the packed weights stand for
-    export(out / f"checkpoint-{STEPS}", "--format", "hf", "--output_dir", tmp_path / "packed")
-    name = "model.layers.0.mlp.up_proj"
-    adapter = load_file(out / ADAPTER)
-    a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-    stands_for = load_file(tmp_path / "packed" / "model.safetensors")[f"language_model.{name}.weight"] - 4 * b @ a
-    error = (stands_for - base[f"{name}.weight"]).abs().max()
-    assert 1e-2 < error / base[f"{name}.weight"].abs().max() < 0.2
-
     with pytest.raises(ConfigError, match="--format adapter goes with the checkpoint of a LoRA run, and this is none"):
         export(tmp_path / "merged", "--format", "adapter", "--output_dir", tmp_path / "none")
+
+
+def merged(folder: Path) -> dict[str, torch.Tensor]:
+    """What run/export.py merges of a run's last checkpoint, by llava-hf's names."""
+    out = folder / "merged"
+    if not out.exists():
+        export(folder / f"checkpoint-{STEPS}", "--format", "hf", "--output_dir", out)
+    return load_file(out / "model.safetensors")
 
 
 def largest_difference(one: Path, other: Path) -> float:
@@ -195,17 +190,17 @@ def test_partitioned_weights_are_merged_as_peft_merges_them(runs):
     base = AutoModelForCausalLM.from_pretrained(runs / "base" / "llama")
     theirs = PeftModel.from_pretrained(base, runs / "lora-3").merge_and_unload().state_dict()
     for name in ("lora-0", "lora-3"):
-        ours = torch.load(runs / name / "merged.pt", weights_only=True)
-        for key, tensor in theirs.items():
-            assert (ours[f"language_model.{key}"] - tensor).abs().max() < 2e-5, (name, key)
+        ours = merged(runs / name)
+        for key, tensor in theirs.items():  # without the row of <image>
+            assert (ours[f"language_model.{key}"][: len(tensor)] - tensor).abs().max() < 2e-5, (name, key)
     others = torch.load(runs / "lora-3" / "non_lora_trainables.bin", weights_only=True)
-    assert torch.equal(ours["projector.layers.0.weight"], others[f"{PREFIX}.0.weight"])
+    assert torch.equal(ours["multi_modal_projector.linear_1.weight"], others[f"{PREFIX}.0.weight"])
 
 
 def test_packed_and_partitioned_weights_are_merged_from_what_they_stand_for(runs):
-    ours = torch.load(runs / "whole" / "merged.pt", weights_only=True)
+    ours = merged(runs / "whole")
     whole = load_file(runs / "base" / "llama" / "model.safetensors")
-    assert {key: ours[f"language_model.{key}"].shape for key in whole} == {key: t.shape for key, t in whole.items()}
+    assert all(ours[f"language_model.{key}"][: len(tensor)].shape == tensor.shape for key, tensor in whole.items())
     adapter = load_file(runs / "whole" / ADAPTER)
     for name in json.loads((runs / "whole" / "adapter_config.json").read_text())["target_modules"]:
         a, b = (adapter[f"base_model.model.{name}.lora_{m}.weight"] for m in "AB")

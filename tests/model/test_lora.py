@@ -21,12 +21,14 @@ from transformers import (
 )
 
 from llava_ds.arguments import ModelArguments
-from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter, merged_parameters, merged_tensors
+from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import collate
 from llava_ds.distributed import Ranks
+from llava_ds.export.entries import Entry, read_entries
+from llava_ds.export.lora import merged_entries
 from llava_ds.model import lora, quantize
-from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.build import ModelPlan, build_model, part_weights, plan_model
 from llava_ds.train.trainable import describe
 
 peft = pytest.importorskip("peft")
@@ -248,16 +250,29 @@ def test_llavas_own_way_to_open_it_gives_the_same_model(base, batch, tmp_path):
     assert (again - logits_of(model, batch)).abs().max() < 1e-4
 
 
+def entries_of(model: nn.Module) -> list[Entry]:
+    return [Entry(name, tuple(p.shape), p.detach) for name, p in model.named_parameters()]
+
+
+def merged_tensors(model: nn.Module, plan: ModelPlan, args: ModelArguments) -> dict[str, torch.Tensor]:
+    """The model with LoRA merged, as from a checkpoint, which holds what trains."""
+    trained = [entry for entry, p in zip(entries_of(model), model.parameters()) if p.requires_grad]
+    base = [e for part, _ in model.named_children() for e in read_entries(part, part_weights(part, plan, args, 42))]
+    merged = merged_entries(trained, base, args)
+    tensors = {entry.name: entry.read() for entry in merged}
+    assert all(tensors[entry.name].shape == entry.shape for entry in merged)
+    return tensors
+
+
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_merged_weights_compute_what_lora_beside_them_did(base, batch, bits):
     if bits < 16:
         pytest.importorskip("bitsandbytes")
-    model, plan, _ = built(base, bits=bits, lora_bias="all")
+    model, plan, args = built(base, bits=bits, lora_bias="all")
     train_a_little(model)
-    merged = dict(merged_tensors(model, RANKS))
+    merged = merged_tensors(model, plan, args)
     plain = build_model(plan, ModelArguments(**base), {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
     assert {name: p.shape for name, p in plain.named_parameters()} == {n: t.shape for n, t in merged.items()}
-    assert all(merged[name].shape == shape for name, shape, _ in merged_parameters(model, RANKS))
     unmerged = logits_of(plain, batch)
     plain.load_state_dict(merged, strict=False)
     logits = logits_of(model, batch)
@@ -272,7 +287,10 @@ def test_a_merged_weight_is_rounded_once():
     name, layer = next(lora.lora_layers(model))
     a, b = layer.lora_A.default.weight.double(), layer.lora_B.default.weight.double()
     exact = layer.base_layer.weight.double() + 2 * b @ a
-    found = dict(merged_tensors(model, RANKS))[f"{name}.weight"]
+    entries = entries_of(model)
+    base = [replace(entry, name=lora.plain_name(entry.name)) for entry in entries if not lora.is_lora(entry.name)]
+    [merged] = [entry for entry in merged_entries(entries, base, lora_args()) if entry.name == f"{name}.weight"]
+    found = merged.read()
     assert found.dtype == torch.bfloat16 and ((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
 
 
@@ -285,7 +303,7 @@ def test_without_lora_merging_gives_the_parameters(base):
         1,
         RANKS,
     )
-    merged = dict(merged_tensors(model, RANKS))
+    merged = {entry.name: entry.read() for entry in merged_entries([], entries_of(model), ModelArguments(**base))}
     assert merged.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(merged[name], p) for name, p in model.named_parameters())
 
