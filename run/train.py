@@ -13,9 +13,7 @@ import torch
 
 from llava_ds.arguments import Arguments, steps_go_across_epochs, trained_parts, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
-from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.collator import collate
 from llava_ds.data.dataset import EncodedDataset, check_same_data, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.loader import Layout, windows
@@ -39,23 +37,20 @@ from llava_ds.ds_config.engine import check_engine
 from llava_ds.ds_config.native import compiling_notes
 from llava_ds.ds_config.optimizer import kernels_of
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
-from llava_ds.export.card import write_card
-from llava_ds.export.check import compare_reloaded, room_to_compare
 from llava_ds.export.finished import Finished, export_format
-from llava_ds.export.shards import num_bytes, parse_size
+from llava_ds.export.leave import leave_result
+from llava_ds.export.shards import parse_size
 from llava_ds.export.trial import try_export
-from llava_ds.export.write import export_live, export_live_projector, planned_entries
+from llava_ds.export.write import planned_entries
 from llava_ds.geometry import PictureOptions
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
 from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
-from llava_ds.model.quantize import exact_products
 from llava_ds.model.recompute import recompute_layers
 from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
-from llava_ds.report.history import write_trainer_state
 from llava_ds.report.progress import Progress
-from llava_ds.report.run_record import read_run_record, write_run_record
+from llava_ds.report.run_record import write_run_record
 from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
@@ -202,16 +197,7 @@ def main(argv: list[str]) -> None:
     if resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
 
-    # What it leaves.
-    if ranks.is_first:
-        write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
-    if trains_projector_only(args.model):
-        paths = export_live_projector(finished, model, output_dir, ranks)
-        print_first(f"projector: {', '.join(map(str, paths))}")
-    elif args.model.lora_enable:
-        _export_adapter_and_check(engine, plan, args, dataset, output_dir, ranks)
-    else:
-        _export_and_check(engine, finished, form, max_shard_bytes, args, dataset, ranks)
+    leave_result(engine, finished, form, max_shard_bytes, args, dataset, ranks)
 
 
 def _defaults(argv: list[str]) -> dict[str, object]:
@@ -279,47 +265,6 @@ def _print_plan(
         *resolved.explain(),
         *lines,
     )
-
-
-def _export_and_check(
-    engine, finished: Finished, form: str, max_shard_bytes: int, args: Arguments, dataset: EncodedDataset, ranks: Ranks
-) -> None:
-    """The finished model's folder. transformers' is proven on one sample: it has to give the same logits."""
-    output_dir = Path(args.training.output_dir)
-    sample = dataset.example()
-    batch = collate([sample], dataset.pictures).to(ranks.device)
-    engine.eval()
-    with torch.no_grad():
-        # Not the engine, which would compute in autocast's precision: it is the weights that are compared.
-        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
-    export_live(finished, engine.module, form, output_dir, max_shard_bytes, ranks)
-    if not ranks.is_first:
-        return
-    write_card(output_dir, form, args, output_dir, read_run_record(output_dir)[1])
-    if form == "llava":
-        print(f"model: {output_dir} (in LLaVA's format)")
-    elif problem := room_to_compare(num_bytes(planned_entries(finished), finished.dtype)):
-        print(f"model: {output_dir} ({problem})")
-    else:
-        tower = engine.module.vision_tower
-        layouts = [layout for _, layout in sample.media]
-        difference = compare_reloaded(output_dir, batch, layouts, tower.mean, tower.std, logits)
-        print(f"model: {output_dir} (reloaded with transformers, logits differ by {difference:.1e} of the largest)")
-
-
-def _export_adapter_and_check(
-    engine, plan: ModelPlan, args: Arguments, dataset, output_dir: Path, ranks: Ranks
-) -> None:
-    """The folder of LLaVA and peft, proven on one sample: peft has to compute the same logits from it."""
-    batch = collate([dataset.example()], dataset.pictures).to(ranks.device)
-    engine.eval()
-    with torch.no_grad(), exact_products(engine.module):
-        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
-        embeds = engine.module.embed(batch)
-    export_adapter(engine.module, plan, args.model, dataset.pictures, output_dir, ranks)
-    if ranks.is_first:
-        difference = compare_reloaded_adapter(output_dir, plan, args.model, embeds, logits)
-        print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
 
 
 if __name__ == "__main__":
