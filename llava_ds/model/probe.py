@@ -58,12 +58,9 @@ def examine(config: PreTrainedConfig) -> Findings:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
-            small = _small(config)
-            model, reference = _build(small, attention.register()), _build(small, "eager")
+            model, reference = random_copy(config), _build(_small(config), "eager")
         except Exception as error:  # whatever a family's configuration or constructor does not like
             return Findings(f"no small copy of it can be built to try its attention ({_said(error)})")
-        for parameter in model.parameters():
-            _draw(parameter)
         reference.load_state_dict(model.state_dict())
         if problem := _end_problem(model) or _difference(model, reference):
             return Findings(problem)
@@ -86,6 +83,29 @@ def _config_problem(config: PreTrainedConfig) -> str | None:
     if not getattr(kind, "_supports_attention_backend", False):
         return NO_INTERFACE
     return None
+
+
+def random_copy(config: PreTrainedConfig) -> nn.Module:
+    """A small copy of a language model with random weights and this package's attention, float32, on the CPU."""
+    model = _build(_small(config), attention.register())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            _draw(parameter)
+    return model
+
+
+def random_inputs(model: nn.Module) -> dict[str, object]:
+    """What such a copy is given of three samples laid end to end, on its device."""
+    embedding = model.get_input_embeddings()
+    ids = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)))
+    embeds = embedding(ids.to(embedding.weight.device)).detach()  # (1, T, D)
+    return {
+        "inputs_embeds": embeds,
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].to(embeds.device),
+        "cu_seqlens": torch.tensor((0, *LENGTHS)).cumsum(0).int().to(embeds.device),
+        "max_seqlen": max(LENGTHS),
+        "use_cache": False,
+    }
 
 
 def _small(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -158,24 +178,9 @@ def _end_problem(model: nn.Module) -> str | None:
     return None
 
 
-def _inputs(embeds: torch.Tensor) -> dict[str, object]:
-    """What a trunk is given of samples of LENGTHS, laid end to end: embeds (1, T, D)."""
-    return {
-        "inputs_embeds": embeds,
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
-        "cu_seqlens": torch.tensor((0, *LENGTHS)).cumsum(0).int(),
-        "max_seqlen": max(LENGTHS),
-        "use_cache": False,
-    }
-
-
-def _random_embeds(model: nn.Module) -> torch.Tensor:
-    return model.get_input_embeddings()(torch.randint(0, VOCABULARY, (1, sum(LENGTHS))))  # (1, T, D)
-
-
 def _difference(model: nn.Module, reference: nn.Module) -> str | None:
-    embeds = _random_embeds(model)
-    inputs = _inputs(embeds)
+    inputs = random_inputs(model)
+    embeds = inputs["inputs_embeds"]
     kept = torch.arange(0, sum(LENGTHS), 2)  # every other token
     try:
         logits = model(**inputs, logits_to_keep=kept).logits[0]  # (T / 2, V)
@@ -193,7 +198,7 @@ def _difference(model: nn.Module, reference: nn.Module) -> str | None:
 
 def _last_layer_problem(model: nn.Module) -> str | None:
     """Why the last layer can't be computed at some positions only: few of one sample, many of another, none of one."""
-    inputs = _inputs(_random_embeds(model))
+    inputs = random_inputs(model)
     second = LENGTHS[0]
     kept = torch.tensor([0, *range(second + 2, second + LENGTHS[1] - 1)])
     for positions in (kept, kept[[0, -2]]):

@@ -99,7 +99,9 @@ def test_queries_at_kept_positions(monkeypatch, rule, block):
 def test_few_kept_queries_are_not_computed_as_all(monkeypatch):
     seen = []
     own = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *a, **k: seen.append(q.shape[2]) or own(q, *a, **k))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, *a, **k: seen.append(q.shape[2]) or own(q, *a, **k)
+    )
     query, key, value = tensors()
     attention.attend(query.index_select(2, KEPT), key, value, CU_SEQLENS, 9, Rule(0.25), KEPT)
     assert seen == [2, 9, 3]

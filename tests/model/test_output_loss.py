@@ -108,7 +108,10 @@ def test_no_more_logits_exist_than_a_chunks(monkeypatch):
     monkeypatch.setitem(output_loss.CHUNK_LOGITS, "cpu", 1)
     layer, hidden, targets = case()
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x), Products() as seen:
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x),
+        Products() as seen,
+    ):
         layer(hidden, targets=targets).backward()
     assert max(kept, default=0) <= WIDTH * VOCABULARY
     assert seen.largest == output_loss.MIN_ROWS * VOCABULARY < ROWS * VOCABULARY / 4
