@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(args.training.seed)
     torch.backends.cuda.matmul.allow_tf32 = args.training.tf32
     model = build_model(plan, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
-    print_first(attention_report(plan.text_config, ranks.device, resolved.dtype), plan.last_layer_note())
+    print_first(attention_report(plan.text_config, ranks.device, resolved.compute_dtype), plan.last_layer_note())
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, plan.text_config, ranks.device, resolved.dtype))
     choose_trainable(model, args)

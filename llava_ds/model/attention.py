@@ -5,6 +5,7 @@
 import functools
 import importlib.util
 import inspect
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -97,8 +98,7 @@ def attend(
     if chosen == SEGMENTS:
         return _per_segment(query, key, value, cu_seqlens, rule, kept)
     if kept is not None:
-        # The kernels' causal rule lays queries and keys end to end. What is computed for nothing is one attention of all
-        # the layers'.
+        # The kernels' causal rule takes as many queries as keys. What is computed for nothing is one layer's attention.
         query = _spread(query, kept, key.shape[2])
     out = KERNELS[chosen](query, key, value, cu_seqlens, max_seqlen, rule)
     return out if kept is None else out.index_select(1, kept)
@@ -176,7 +176,7 @@ def _per_segment(query, key, value, cu_seqlens, rule: Rule, kept: torch.Tensor |
     On CUDA it serves what no kernel there computes, and waits for the device once a layer.
     """
     starts = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(starts, starts[1:])]
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
     parts = [None] * len(lengths)
     if kept is not None:
         bounds = torch.searchsorted(kept, cu_seqlens.to(kept.dtype)).tolist()

@@ -44,9 +44,9 @@ def use_liger(
     worst, where = _largest_difference(config, device, dtype)
     if not worst <= TOLERANCE[dtype]:
         raise ConfigError(
-            f"{FLAG}: on a small copy of {config.model_type} in {str(dtype).removeprefix('torch.')}, {where} with Liger's "
-            f"kernels differ by {worst:.1e} of the largest from transformers' (at most {TOLERANCE[dtype]:.0e} is "
-            "rounding): train without it"
+            f"{FLAG}: on a small copy of {config.model_type} in {str(dtype).removeprefix('torch.')}, {where} with "
+            f"Liger's kernels differ by {worst:.1e} of the largest from transformers' (rounding is at most "
+            f"{TOLERANCE[dtype]:.0e}): train without it"
         )
     counts = put_in(language_model)
     return [

@@ -98,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _softmax_minus_target(
     logits: torch.Tensor, targets: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the summed cross-entropy, (rows, V) in the logits' precision, and that sum; logits are used up."""
+    """The gradient of the summed cross-entropy, (rows, V) in the logits' precision, and that sum. Uses logits up."""
     dtype = logits.dtype
     logits = logits.float()
     if softcap is not None:
