@@ -284,6 +284,11 @@ class TrainingArguments:
     torch_compile_backend: str | None = HfArg(
         default=None, help="Backend that --torch_compile takes; absent: inductor, as torch has it."
     )
+    use_liger_kernel: bool = HfArg(
+        default=False,
+        help="Use Liger's fused norms, rotary positions and SwiGLU in the language model (needs a GPU and the extra "
+        "llava_ds[liger]), after comparing them with transformers' own on a small copy.",
+    )
     seed: int = HfArg(default=42, help="Seed of initialisation and dropout.")
     data_seed: int | None = HfArg(default=None, help="Seed of the sample order; absent: --seed.")
     logging_steps: int = HfArg(default=1, help="Steps between readings of the loss (at least 1).")

@@ -43,10 +43,12 @@ from llava_ds.export.shards import parse_size
 from llava_ds.export.trial import try_export
 from llava_ds.export.write import planned_entries
 from llava_ds.geometry import PictureOptions
+from llava_ds.model.attention import attention_report
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
 from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
+from llava_ds.model.liger import check_liger, use_liger
 from llava_ds.model.recompute import recompute_layers
 from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.progress import Progress
@@ -71,6 +73,8 @@ def main(argv: list[str]) -> None:
     ranks = init_ranks()
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
+    if args.training.use_liger_kernel:
+        check_liger(ranks.device)
 
     # What will be trained on what: all of it is read and checked before a model is built.
     with first_rank_first(ranks):
@@ -135,6 +139,9 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(args.training.seed)
     torch.backends.cuda.matmul.allow_tf32 = args.training.tf32
     model = build_model(plan, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
+    print_first(attention_report(plan.text_config, ranks.device, resolved.compute_dtype), plan.last_layer_note())
+    if args.training.use_liger_kernel:
+        print_first(*use_liger(model.language_model, plan.text_config, ranks.device, resolved.dtype))
     choose_trainable(model, args)
     if args.training.gradient_checkpointing:
         block = resolved.config.get("activation_checkpointing") if asks_for(resolved.config) else None

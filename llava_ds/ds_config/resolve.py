@@ -19,7 +19,7 @@ from llava_ds.ds_config.compilation import resolve_compile
 from llava_ds.ds_config.draft import Draft, open_keys, value_at
 from llava_ds.ds_config.monitoring import resolve_monitoring
 from llava_ds.ds_config.optimizer import resolve_optimizer
-from llava_ds.ds_config.precision import resolve_precision
+from llava_ds.ds_config.precision import resolve_precision, torch_dtype
 from llava_ds.ds_config.scheduler import resolve_scheduler
 from llava_ds.ds_config.zero import resolve_zero
 
@@ -47,6 +47,12 @@ class ResolvedConfig:
         if self.config["bf16"]["enabled"]:
             return torch.bfloat16
         return torch.float16 if self.config["fp16"]["enabled"] else torch.float32
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The precision of matrix products and attention: autocast's, where that is on."""
+        autocast = self.config.get("torch_autocast", {})
+        return torch_dtype(autocast["dtype"]) if autocast.get("enabled") else self.dtype
 
     def explain(self) -> list[str]:
         """One line per filled value."""
