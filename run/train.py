@@ -48,17 +48,20 @@ from llava_ds.export.write import export_live, export_live_projector, planned_en
 from llava_ds.geometry import PictureOptions
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
+from llava_ds.model.flops import model_flops
 from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
 from llava_ds.model.quantize import exact_products
 from llava_ds.model.recompute import recompute_layers
 from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.history import write_trainer_state
+from llava_ds.report.peak import peak_flops
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import read_run_record, write_run_record
 from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
+from llava_ds.train.guard import settle_skipped_steps
 from llava_ds.train.loop import StepResult, TrainState, train
 from llava_ds.train.optimizer import start_engine
 from llava_ds.train.schedule import describe_schedule, total_steps
@@ -165,6 +168,8 @@ def main(argv: list[str]) -> None:
     # Train.
     state = TrainState(resume.step)
     allowed = 0 if args.data.on_bad_sample == "stop" else args.data.max_bad_fraction * dataset.num_records
+    peak, line = peak_flops(ranks.device, resolved.compute_dtype)
+    print_first(line)
     skipped = SkippedLog(output_dir / "skipped.jsonl", dataset.rejections(), allowed, resume.step, ranks)
     progress = Progress(
         output_dir,
@@ -173,6 +178,8 @@ def main(argv: list[str]) -> None:
         steps_per_epoch=per_epoch,
         batch_size=layout.batch_size,
         logging_steps=args.training.logging_steps,
+        flops=model_flops(plan.text_config, plan.tower, args.model),
+        peak_flops=peak,
         skipped=skipped,
         ranks=ranks,
         monitor=engine.monitor,
@@ -181,8 +188,9 @@ def main(argv: list[str]) -> None:
     def after_step(result: StepResult) -> float:
         started = time.perf_counter()
         saves = _saves_at(args, result.step, num_steps)
-        progress.after_step(result, engine.skipped_steps, flush=saves)
+        progress.after_step(result, flush=saves)
         if saves or (skipped.problem and args.training.save_strategy == "steps"):
+            settle_skipped_steps(engine)
             checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
         if skipped.problem:
             raise DataError(skipped.problem)

@@ -63,7 +63,7 @@ def resolve_precision(draft: Draft) -> None:
     _check_master_weights(draft)
 
 
-def _dtype(name: object) -> str | None:
+def dtype_name(name: object) -> str | None:
     """The short name of one that DeepSpeed knows a dtype by."""
     return next((short for short, names in DTYPES.items() if name in names), None)
 
@@ -103,7 +103,7 @@ def _autocast_dtype(draft: Draft) -> str | None:
         draft.refuse(
             "torch_autocast.enabled and zero_optimization.zero_quantized_weights exclude each other: choose one"
         )
-    return _dtype(draft.get("torch_autocast.dtype"))
+    return dtype_name(draft.get("torch_autocast.dtype"))
 
 
 def _check_loss_scaling_of_autocast(draft: Draft) -> None:
@@ -118,7 +118,7 @@ def _check_loss_scaling_of_autocast(draft: Draft) -> None:
 
 def _check_data_types(draft: Draft, model_dtype: str) -> None:
     """Refuse dtypes that DeepSpeed asserts against, or that its stage has no code for."""
-    params, grads = (_dtype(draft.get(f"data_types.{key}")) for key in ("param_dtype", "grad_accum_dtype"))
+    params, grads = (dtype_name(draft.get(f"data_types.{key}")) for key in ("param_dtype", "grad_accum_dtype"))
     if params not in (None, model_dtype):
         draft.refuse(f"data_types.param_dtype is {params}, but the run's precision is {model_dtype}: leave it out")
     if grads not in (None, model_dtype) and not draft.get("zero_optimization.stage"):
