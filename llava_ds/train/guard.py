@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: a tensor on the device, of steps not yet settled
 CLIP_EPSILON = 1e-6  # what DeepSpeed and torch add to the norm before they divide by it
@@ -25,7 +29,7 @@ def guard_steps(engine) -> None:
     All others keep DeepSpeed's own way.
     """
     optimizer, adam = engine.optimizer, engine.basic_optimizer
-    if not _is_fused_adam(adam) or engine.torch_autocast_z0_gradscaler or engine.zero_cpu_offload():
+    if not _is_fused_adam(adam) or engine.zero_cpu_offload() or _scales_loss(engine):
         return
     setattr(engine, SKIPPED, torch.zeros((), dtype=torch.int64, device=engine.device))
 
@@ -36,12 +40,14 @@ def guard_steps(engine) -> None:
         getattr(engine, SKIPPED).add_(invalid)
         return norm
 
-    if engine.zero_optimization():
+    if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
         _guard_zero(optimizer, judge)
-    elif optimizer is adam:
-        _guard_plain(engine, judge)
-    else:
+    elif isinstance(optimizer, BF16_Optimizer):
         _guard_bf16(optimizer, judge)
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        _guard_unfused(optimizer, judge)
+    else:
+        _guard_plain(engine, judge)
 
 
 def skipped_steps(engine) -> int | torch.Tensor:
@@ -61,6 +67,12 @@ def _is_fused_adam(optimizer: object) -> bool:
     return isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
 
 
+def _scales_loss(engine) -> bool:
+    """Whether steps are skipped to find a loss scale, which the host has to know of."""
+    scaler = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return engine.fp16_enabled() or scaler is not None
+
+
 def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Stages 1 to 3: each rank holds its part of every gradient."""
 
@@ -78,7 +90,7 @@ def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> Non
 
 
 def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Stage 0 in bf16: every rank holds all gradients, added up."""
+    """Stage 1 in bf16 with gradients accumulated in fp32: every rank holds all of them, added up."""
     _step_with(
         optimizer,
         bf16_optimizer,
@@ -90,6 +102,27 @@ def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> Non
             input_tensors, max_norm, global_norm
         ),
     )
+
+
+def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Stage 0 in bf16, of fp32 copies: DeepSpeed's step but for what it reads, tensor by tensor, on the host."""
+
+    def step(closure=None) -> None:
+        weights = [p for group in optimizer.fp16_groups for p in group]
+        copies = [p for group in optimizer.fp32_groups for p in group]
+        for weight, copy in zip(weights, copies):
+            copy.grad = torch.zeros_like(copy) if weight.grad is None else weight.grad.to(copy.dtype)
+        gradients = [copy.grad for copy in copies]
+        optimizer._global_grad_norm = judge(_norm(gradients, copies[0].device).float())
+        if optimizer.clip_grad > 0:
+            _clip(gradients, optimizer.clip_grad, optimizer._global_grad_norm)
+        optimizer.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, copies)
+        for copy in copies:
+            copy.grad = None
+
+    optimizer.step = step
 
 
 def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
