@@ -9,6 +9,7 @@ any other: the schedule goes on, and skipped steps are counted on the device.
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 
@@ -130,6 +131,7 @@ def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
     adam, step = engine.optimizer, engine.optimizer.step
     engine.clip_fp32_gradients = lambda: None
 
+    @functools.wraps(step)  # torch's schedules look for a mark on it
     def guarded(*args, **kwargs):
         gradients = [p.grad for group in adam.param_groups for p in group["params"] if p.grad is not None]
         adam._global_grad_norm = judge(_norm(gradients, engine.device).float())  # where the engine looks for it
