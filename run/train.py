@@ -53,7 +53,7 @@ from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
 from llava_ds.model.quantize import exact_products
 from llava_ds.model.recompute import recompute_layers
-from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
+from llava_ds.parsing import CHOOSE_DS_CONFIG, GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.history import write_trainer_state
 from llava_ds.report.peak import peak_flops
 from llava_ds.report.progress import Progress
@@ -61,6 +61,8 @@ from llava_ds.report.run_record import read_run_record, write_run_record
 from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
+from llava_ds.tools.choice import choose_for_ranks
+from llava_ds.tools.shapes import shape_of
 from llava_ds.train.guard import settle_skipped_steps
 from llava_ds.train.loop import StepResult, TrainState, train
 from llava_ds.train.optimizer import start_engine
@@ -68,6 +70,7 @@ from llava_ds.train.schedule import describe_schedule, total_steps
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 
 RECIPES = Path(__file__).parent / "recipes"
+DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 
 def main(argv: list[str]) -> None:
@@ -75,7 +78,8 @@ def main(argv: list[str]) -> None:
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
     args, more_notes = take_from_model(args)
     max_shard_bytes = parse_size(args.training.max_shard_size)
-    raw_config = read_ds_config(args.training.deepspeed_config)
+    chooses = args.training.deepspeed_config == CHOOSE_DS_CONFIG
+    raw_config = {} if chooses else read_ds_config(args.training.deepspeed_config)
     ranks = init_ranks()
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
@@ -91,6 +95,10 @@ def main(argv: list[str]) -> None:
     pictures = plan.tower.pictures(args)
     form, lines = ("adapter", []) if args.model.lora_enable else export_format(args, plan, pictures)
     print_first(*lines)
+    if chooses:
+        shape = shape_of(plan.text_config, plan.tower, args)
+        raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, plan.hidden_size, ranks)
+        print_first(line)
     resolve = partial(
         resolve_ds_config,
         raw_config,
