@@ -209,7 +209,10 @@ class TrainingArguments:
     """How it trains, and what it leaves."""
 
     deepspeed_config: str | None = HfArg(
-        default=None, aliases=["--deepspeed"], help="DeepSpeed JSON; every value 'auto' is filled from the flags."
+        default=None,
+        aliases=["--deepspeed"],
+        help="DeepSpeed JSON; every value 'auto' is filled from the flags. auto: the fastest of ds_configs/ in which "
+        "the run fits, by run/estimate.py (./auto names a file).",
     )
     output_dir: str | None = HfArg(default=None, help="Folder for everything that the run leaves.")
     num_train_epochs: float = HfArg(default=1.0, help="Passes over the data (above 0).")

@@ -224,7 +224,8 @@ def _use_gloo_without_compiling(accelerator) -> None:
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all ranks, in place."""
-    torch.distributed.all_reduce(values)
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(values)
     return values
 
 

@@ -42,6 +42,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "verbose_logging": (None, "what a run says does not depend on it"),
 }
 
+CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
 PATHS = (
     "model_name_or_path",
     "model_base",
@@ -255,12 +256,13 @@ def training_problems(args: Arguments) -> list[str]:
     )
     check(
         training.deepspeed_config is not None,
-        "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json",
+        "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json, or give auto",
     )
     for name in ("deepspeed_config", "pretrain_mm_mlp_adapter"):
         value = args.as_dict()[name]
         missing = "that is a folder: name a file in it" if os.path.isdir(value or "") else "there is no such file"
-        check(value is None or os.path.isfile(value), f"--{name} {value}: {missing}")
+        chosen = name == "deepspeed_config" and value == CHOOSE_DS_CONFIG
+        check(value is None or chosen or os.path.isfile(value), f"--{name} {value}: {missing}")
     check(
         training.output_dir is None or can_be_made(training.output_dir),
         f"--output_dir {training.output_dir} can't be written to: name another folder",

@@ -46,22 +46,28 @@ from llava_ds.geometry import PictureOptions
 from llava_ds.model.attention import attention_report
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
+from llava_ds.model.flops import model_flops
 from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
 from llava_ds.model.liger import check_liger, use_liger
 from llava_ds.model.recompute import recompute_layers
-from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
+from llava_ds.parsing import CHOOSE_DS_CONFIG, GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
+from llava_ds.report.peak import peak_flops
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
+from llava_ds.tools.choice import choose_for_ranks
+from llava_ds.tools.shapes import shape_of
+from llava_ds.train.guard import settle_skipped_steps
 from llava_ds.train.loop import StepResult, TrainState, train
 from llava_ds.train.optimizer import start_engine
 from llava_ds.train.schedule import describe_schedule, total_steps
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 
 RECIPES = Path(__file__).parent / "recipes"
+DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 
 def main(argv: list[str]) -> None:
@@ -69,7 +75,8 @@ def main(argv: list[str]) -> None:
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
     args, more_notes = take_from_model(args)
     max_shard_bytes = parse_size(args.training.max_shard_size)
-    raw_config = read_ds_config(args.training.deepspeed_config)
+    chooses = args.training.deepspeed_config == CHOOSE_DS_CONFIG
+    raw_config = {} if chooses else read_ds_config(args.training.deepspeed_config)
     ranks = init_ranks()
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
@@ -87,6 +94,10 @@ def main(argv: list[str]) -> None:
     pictures = plan.tower.pictures(args)
     form, lines = ("adapter", []) if args.model.lora_enable else export_format(args, plan, pictures)
     print_first(*lines)
+    if chooses:
+        shape = shape_of(plan.text_config, plan.tower, args)
+        raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, plan.hidden_size, ranks)
+        print_first(line)
     resolve = partial(
         resolve_ds_config,
         raw_config,
@@ -167,6 +178,8 @@ def main(argv: list[str]) -> None:
     # Train.
     state = TrainState(resume.step)
     allowed = 0 if args.data.on_bad_sample == "stop" else args.data.max_bad_fraction * dataset.num_records
+    peak, line = peak_flops(ranks.device, resolved.compute_dtype)
+    print_first(line)
     skipped = SkippedLog(output_dir / "skipped.jsonl", dataset.rejections(), allowed, resume.step, ranks)
     progress = Progress(
         output_dir,
@@ -175,6 +188,8 @@ def main(argv: list[str]) -> None:
         steps_per_epoch=per_epoch,
         batch_size=layout.batch_size,
         logging_steps=args.training.logging_steps,
+        flops=model_flops(plan.text_config, plan.tower, args.model),
+        peak_flops=peak,
         skipped=skipped,
         ranks=ranks,
         monitor=engine.monitor,
@@ -183,8 +198,9 @@ def main(argv: list[str]) -> None:
     def after_step(result: StepResult) -> float:
         started = time.perf_counter()
         saves = _saves_at(args, result.step, num_steps)
-        progress.after_step(result, engine.skipped_steps, flush=saves)
+        progress.after_step(result, flush=saves)
         if saves or (skipped.problem and args.training.save_strategy == "steps"):
+            settle_skipped_steps(engine)
             checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
         if skipped.problem:
             raise DataError(skipped.problem)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -66,14 +67,32 @@ class Layout:
         return plan_by_tokens(samples, [lengths[i] for i in samples], self.world_size, self.tokens_per_micro_batch)
 
 
+class Counts(NamedTuple):
+    """What a rank, or all of them, compute in an optimizer step. Broken samples, and the blank picture of a batch that
+    has none, don't count.
+
+    targets: supervised tokens; micro_batches: those that have any; pairs: of tokens of which one sees the other, the
+    sum of L (L + 1) / 2 over samples of L tokens; tiles: squares that the vision tower sees.
+    """
+
+    samples: int
+    tokens: int
+    targets: int
+    micro_batches: int
+    pairs: int
+    tiles: int
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """A batch, and what it holds: samples, tokens and supervised tokens; broken samples are not in it."""
+    """A batch, and what it holds, as Counts has it; broken samples are not in it."""
 
     batch: Batch
     num_samples: int
     num_tokens: int
     num_targets: int
+    num_pairs: int
+    num_tiles: int
     broken: tuple[BrokenSample, ...]
 
     def pin_memory(self) -> "MicroBatch":
@@ -98,13 +117,13 @@ class Window:
         return [micro.batch for micro in self.micro_batches]
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """Samples, tokens, supervised tokens, and micro-batches with any, that this rank really has.
-
-        Broken samples are left out.
-        """
-        rows = [(m.num_samples, m.num_tokens, m.num_targets, int(m.num_targets > 0)) for m in self.micro_batches]
-        return tuple(map(sum, zip(*rows)))
+    def counts(self) -> Counts:
+        """What this rank really has."""
+        rows = (
+            (m.num_samples, m.num_tokens, m.num_targets, int(m.num_targets > 0), m.num_pairs, m.num_tiles)
+            for m in self.micro_batches
+        )
+        return Counts(*map(sum, zip(*rows)))
 
     @property
     def broken(self) -> list[BrokenSample]:
@@ -146,11 +165,14 @@ def windows(
 def _micro_batch(samples: list[LoadedSample | BrokenSample], options: PictureOptions) -> MicroBatch:
     shown = [sample for sample in samples if isinstance(sample, LoadedSample)]
     batch = collate(shown, options)
+    lengths = [len(sample.input_ids) for sample in shown]
     return MicroBatch(
         batch=batch,
         num_samples=len(shown),
-        num_tokens=sum(len(sample.input_ids) for sample in shown),
+        num_tokens=sum(lengths),
         num_targets=len(batch.targets),
+        num_pairs=sum(length * (length + 1) // 2 for length in lengths),
+        num_tiles=sum(len(tiles) for sample in shown for tiles, _ in sample.media),
         broken=tuple(sample for sample in samples if isinstance(sample, BrokenSample)),
     )
 

@@ -125,6 +125,10 @@ def resolve_ds_config(
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)
+    by_torch = "optimizer" not in draft.config  # which goes without a look at the host, see train/guard.py
+    if draft.get("bf16.enabled") is True and draft.is_open("bf16.check_grad_overflow") and by_torch:
+        why = "non-finite gradients are skipped without waiting for the device"
+        draft.fill("bf16.check_grad_overflow", False, why)
     for key in open_keys(draft.config):
         if key not in draft.ruled | draft.wrong:
             draft.refuse(f'{key} is "auto", for which there is no rule: write a value')

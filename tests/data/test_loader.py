@@ -9,7 +9,7 @@ import toys
 
 from llava_ds.batch import Batch
 from llava_ds.data.dataset import EncodedDataset
-from llava_ds.data.loader import Layout, Window, windows
+from llava_ds.data.loader import Counts, Layout, Window, windows
 from llava_ds.data.sampler import SampleOrder
 
 CPU = torch.device("cpu")
@@ -93,10 +93,16 @@ def test_the_ranks_together_see_each_steps_samples_once(dataset, layout, world_s
         for window in step:
             assert window.num_planned == len(samples) and window.broken == []
             assert [micro.num_targets for micro in window.micro_batches] == [len(b.targets) for b in window.batches]
-        sums = tuple(map(sum, zip(*(window.counts for window in step))))
-        assert sums == tuple(
-            sum(part[i] for i in samples) for part in ([1] * len(dataset), dataset.lengths, dataset.num_targets)
-        ) + (sum(len(batch.targets) > 0 for window in step for batch in window.batches),)
+        sums = Counts(*map(sum, zip(*(window.counts for window in step))))
+        lengths = [dataset.lengths[i] for i in samples]
+        assert sums == Counts(
+            samples=len(samples),
+            tokens=sum(lengths),
+            targets=sum(dataset.num_targets[i] for i in samples),
+            micro_batches=sum(len(batch.targets) > 0 for window in step for batch in window.batches),
+            pairs=sum(seen for length in lengths for seen in range(1, length + 1)),
+            tiles=sum(KINDS[i] == "i" for i in samples),  # and no blank one of a batch without pictures
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

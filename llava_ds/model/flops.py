@@ -1,0 +1,129 @@
+# T tokens, L tokens of one sample, S supervised positions, N image tiles
+"""Useful floating-point operations of training, from the configurations alone: what MFU counts.
+
+A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for the gradient of its input, where something
+trains in it or before it, and 2 for its own, where it trains itself. Attention costs 4 times the width of all heads
+per layer and pair of tokens of which one sees the other, L (L + 1) / 2 in a sample, and twice that backward.
+
+Counted is what the maths of a step needs, whatever an implementation computes beyond it or saves: no padding, nothing
+computed again, no blank picture that stands for none; every layer at every token, a window as if it saw all before it;
+the output layer at supervised positions only. Norms, activations and the optimizer are left out, as is usual.
+Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+
+from llava_ds.arguments import ModelArguments, trained_parts, trains_new_rows
+from llava_ds.model.assemble import assemble
+from llava_ds.model.lora import linear_names
+from llava_ds.model.vision import TowerPlan
+
+MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs, forward and backward, of a token in all layers of the language model, of a pair of tokens in its
+    attention, of a tile in tower and projector, and of a supervised position in the output layer."""
+
+    per_token: float
+    per_pair: float
+    per_tile: float
+    per_target: float
+
+    def of(self, tokens: float, pairs: float, tiles: float, targets: float) -> float:
+        """FLOPs of so many of each: of a step, or of a sample. pairs: the sum of L (L + 1) / 2 over samples."""
+        return self.per_token * tokens + self.per_pair * pairs + self.per_tile * tiles + self.per_target * targets
+
+    @property
+    def pair_cost(self) -> float:
+        """c of what a sample costs, L + c L**2, in units of one token's matrices: half a pair's FLOPs."""
+        return self.per_pair / (2 * self.per_token)
+
+
+def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
+    """The FLOPs of a composition as the flags train it. It is built without memory, so every family is counted alike.
+
+    LoRA is counted with its own matrices; the weights of --bits like those of 16 bits.
+    """
+    with no_init_weights(), torch.device("meta"):
+        model = assemble(text, tower, args, torch.zeros(3), torch.zeros(3))
+    parts = trained_parts(args)
+    trains_tower, trains_projector = "vision_tower" in parts, "projector" in parts
+    trains_layers = "language_model" in parts and not args.lora_enable
+    before = trains_tower or trains_projector or trains_new_rows(args)
+    reaches_layers = before or "language_model" in parts  # whether gradients have to go back through the layers
+
+    llm = model.language_model
+    output = llm.get_output_embeddings()
+    layers = _weights_per_token(llm, text, output)
+    adapters = 0
+    if args.lora_enable:
+        linear = (llm.get_submodule(name) for name in linear_names(llm))
+        adapters = sum(args.lora_r * (layer.in_features + layer.out_features) for layer in linear)
+    tied = output.weight is llm.get_input_embeddings().weight
+    trains_output = trains_layers or ("output_layer" in parts and not tied)
+    return ModelFlops(
+        per_token=layers * _times(reaches_layers, trains_layers) + adapters * 6,
+        per_pair=4 * text.num_hidden_layers * _heads_width(text) * (3 if reaches_layers else 1),
+        per_tile=_tower_flops(model.vision_tower.tower, tower, trains_tower)
+        + _projector_flops(model.projector, tower, trains_tower, trains_projector),
+        per_target=output.weight.numel() * _times(reaches_layers, trains_output),
+    )
+
+
+def _times(passes: bool, trains: bool) -> int:
+    """FLOPs per weight and token: forward, the gradient that passes through, and the weight's own."""
+    return 2 + 2 * passes + 2 * trains
+
+
+def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module) -> float:
+    """Weights of all matrices but the output layer that a token meets: of experts, as many as it is sent to."""
+    dense = sum(m.weight.numel() for m in llm.modules() if isinstance(m, MATRICES) and m is not output)
+    experts = sum(p.numel() for p in llm.parameters() if p.ndim == 3)  # one matrix per expert
+    if not experts:
+        return dense
+    count = getattr(text, "num_local_experts", None) or text.num_experts
+    return dense + experts * text.num_experts_per_tok / count
+
+
+def _heads_width(text: PreTrainedConfig) -> int:
+    """The width of all query heads together."""
+    heads = text.num_attention_heads
+    return heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+
+
+def _tower_flops(tower: nn.Module, plan: TowerPlan, trains: bool) -> float:
+    """Of one tile, at every scale that S2 shows it in. The patches' own matrix has nothing to pass gradients on to."""
+    config = plan.config
+    is_siglip2 = config.model_type == "siglip2_vision_model"
+    patches = config.num_patches if is_siglip2 else (config.image_size // config.patch_size) ** 2
+    positions = patches + plan.has_class_token
+    embedding = tower.embeddings.patch_embedding
+    layers = _numel(m for m in tower.modules() if m is not embedding)
+    once = (
+        patches * embedding.weight.numel() * _times(False, trains)
+        + positions * layers * _times(trains, trains)
+        + 4 * plan.num_layers * config.hidden_size * positions**2 * (3 if trains else 1)
+    )
+    return once * sum((scale // plan.scales[0]) ** 2 for scale in plan.scales) if plan.scales else once
+
+
+def _projector_flops(projector: nn.Module, plan: TowerPlan, trains_tower: bool, trains: bool) -> float:
+    """Of one tile. Only a tower that trains needs the gradient of the features that come in."""
+    matrices = [m.weight.numel() for m in projector.modules() if isinstance(m, MATRICES)]
+    per_feature = sum(
+        weights * _times(trains_tower or (trains and index > 0), trains) for index, weights in enumerate(matrices)
+    )
+    return per_feature * plan.images.num_tokens
+
+
+def _numel(modules: Iterable[nn.Module]) -> int:
+    return sum(m.weight.numel() for m in modules if isinstance(m, MATRICES))

@@ -1,0 +1,110 @@
+"""FLOPs of training: the published model's figures, and torch's own count of what runs on tiny ones."""
+
+import pytest
+import torch
+import toys
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, CLIPVisionConfig, Siglip2VisionConfig
+
+from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.geometry import media_layout
+from llava_ds.model.assemble import assemble
+from llava_ds.model.flops import ModelFlops, model_flops
+from llava_ds.model.lora import add_lora
+from llava_ds.model.vision import plan_tower
+from llava_ds.tools.shapes import CLIP_L_336, NAMED
+from llava_ds.train.trainable import choose_trainable
+
+TERA = 1e12
+LENGTH, TARGETS = 20, 5
+PRODUCTS = ("mm", "addmm", "convolution", "convolution_backward")  # of weights: attention has kernels, or bmm
+
+
+def seven_b(**flags: object) -> ModelFlops:
+    args = ModelArguments(**flags)
+    tower = plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "here", args)
+    return model_flops(AutoConfig.for_model(**NAMED["llava-v1.5-7b"]), tower, args)
+
+
+def of_sample(flops: ModelFlops, length: int, targets: float) -> float:
+    return flops.of(length, length * (length + 1) / 2, 1, targets) / TERA
+
+
+def test_llava_7b_costs_what_was_worked_out_by_hand():
+    frozen = seven_b(freeze_mm_mlp_adapter=True, tune_mm_mlp_adapter=True, mm_projector_type="linear")
+    assert frozen.per_tile / TERA == pytest.approx(0.366 + 2 * 576 * 1024 * 4096 / TERA, rel=0.005)
+    assert of_sample(seven_b(), 847, 0.167 * 847) == pytest.approx(34.1, rel=0.01)
+    assert of_sample(seven_b(tune_mm_mlp_adapter=True), 613, 36) == pytest.approx(16.6, rel=0.01)
+
+
+def test_a_sample_costs_its_tokens_and_half_the_square_of_its_length():
+    flops = seven_b()
+    cost = [length + flops.pair_cost * length**2 for length in (1000, 4000)]
+    linear = flops.per_token * 1000 + flops.per_pair * 1000**2 / 2
+    assert linear / flops.per_token == pytest.approx(cost[0]) and cost[1] > 4.2 * cost[0]
+    # The exact number of pairs is within a token of the half square.
+    assert of_sample(flops, 4000, 0) - flops.per_tile / TERA == pytest.approx(
+        cost[1] * flops.per_token / TERA, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("family", toys.FAMILIES)
+def test_torch_counts_the_same_products_in_every_family(family):
+    for flags in ({}, {"tune_mm_mlp_adapter": True}):
+        counted, flops = count(toys.language_model_config(family), flags)
+        assert counted == pytest.approx(flops, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"unfreeze_mm_vision_tower": True},
+        {"unfreeze_mm_vision_tower": True, "freeze_mm_mlp_adapter": True},
+        {"lora_enable": True, "lora_r": 4, "lora_dropout": 0.0},
+        {"freeze_backbone": True, "freeze_mm_mlp_adapter": True},
+    ],
+    ids=["tower", "tower beyond a frozen projector", "lora", "output"],
+)
+def test_torch_counts_the_same_products_whatever_trains(flags):
+    counted, flops = count(toys.language_model_config("llama"), flags)
+    assert counted == pytest.approx(flops, rel=1e-9)
+
+
+@pytest.mark.parametrize("flags", [{"mm_projector_type": "pooler"}, {"mm_vision_select_layer": -1}])
+def test_torch_counts_the_same_products_of_other_pictures(flags):
+    config = CLIPVisionConfig(image_size=32, **toys.TOWER, patch_size=8)
+    counted, flops = count(toys.language_model_config("llama"), flags, config)
+    assert counted == pytest.approx(flops, rel=1e-9)
+    siglip = Siglip2VisionConfig(num_patches=16, **toys.TOWER, patch_size=8)
+    counted, flops = count(toys.language_model_config("llama"), flags, siglip)
+    assert counted == pytest.approx(flops, rel=1e-9)
+
+
+def count(text, flags: dict, vision=None) -> tuple[int, float]:
+    """FLOPs of a forward and backward over one sample with a picture, without attention's: torch's count, and ours."""
+    args = ModelArguments(**flags)
+    vision = vision or CLIPVisionConfig(image_size=toys.IMAGE_SIZE, **toys.TOWER, patch_size=toys.PATCH_SIZE)
+    tower = plan_tower(vision, {}, "here", args)
+    torch.manual_seed(0)
+    model = assemble(text, tower, args, torch.zeros(3), torch.ones(3))
+    if args.lora_enable:
+        add_lora(model.language_model, args, seed=0)
+    choose_trainable(model, Arguments(args, DataArguments(), TrainingArguments(), frozenset()))
+    spec = tower.images
+    ids = torch.randint(3, 300, (LENGTH,))
+    places = min(LENGTH - TARGETS - 1, spec.num_tokens)
+    ids[:places] = -200
+    labels = torch.full((LENGTH,), -100)
+    labels[-TARGETS:] = 7
+    options = toys.picture_options(size=spec.size, patch_size=spec.patch_size)
+    layout = media_layout("image", ((spec.size, spec.size),), 1, options)
+    pixels = torch.randint(0, 255, (1, 3, spec.size, spec.size), dtype=torch.uint8)
+    batch = collate([LoadedSample(ids, labels, [(pixels, layout)])], options)
+    with FlopCounterMode(display=False) as counter:
+        model(batch).backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if str(op).split(".")[-1] in PRODUCTS)
+    tile = model.vision_tower.tower.embeddings.num_patches + tower.has_class_token
+    attention = 4 * tower.num_layers * vision.hidden_size * tile**2 * (3 if args.unfreeze_mm_vision_tower else 1)
+    return products, model_flops(text, tower, args).of(LENGTH, 0, 1, TARGETS) - attention
