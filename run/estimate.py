@@ -17,7 +17,7 @@ from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_d
 from llava_ds.parsing import parse_arguments
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 from llava_ds.tools.fitting import GB, Run, advice, as_json, description, table
-from llava_ds.tools.planned import planned_run
+from llava_ds.tools.planned import Data, planned_run
 from llava_ds.tools.shapes import NAMED, ModelShape, shape_named, shape_of_folders
 
 DS_CONFIG = Path(__file__).parents[1] / "ds_configs" / "zero3.json"
@@ -99,7 +99,7 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
     )
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_micro_batch"):
         value = getattr(training, name)
-        check(value is None or value >= 1, f"--{name} is {value}: give 1 or more")
+        check(value in (None, "auto") or value >= 1, f"--{name} is {value}: give 1 or more")
     return found
 
 
@@ -112,13 +112,15 @@ def read_run(own: argparse.Namespace, args: Arguments) -> Run:
             args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
         shape = shape_of_folders(args)
     resolved = resolve(own, args, shape)
+    longest = args.data.model_max_length
     return planned_run(
         shape,
         resolved,
+        # Without data every sample may be a longest one.
+        Data(longest, own.supervised_fraction, share=resolved.args.training.per_device_train_batch_size * longest),
         num_gpus=own.num_gpus,
         gpus_per_node=own.gpus_per_node,
-        longest_sample=args.data.model_max_length,
-        supervised_fraction=own.supervised_fraction,
+        memory=None if own.gpu_memory is None else own.gpu_memory * GB,
     )
 
 
