@@ -151,13 +151,14 @@ class _Seen:
 
     bytes_of: dict[str, dict[int, int]] = field(default_factory=lambda: {"": {}})
     inputs: dict[str, int] = field(default_factory=dict)
+    input_pointers: set[int] = field(default_factory=set)  # of every layer, which torch may keep where a hook sees it
     ran: dict[str, list[nn.Module]] = field(default_factory=dict)
 
     def kept(self, probes: dict[str, nn.Module]) -> Kept:
         kinds = [
             LayerKind(name, self.ran[name], sum(self.bytes_of[name].values()), self.inputs[name]) for name in probes
         ]
-        inside = {pointer for name in probes for pointer in self.bytes_of[name]}
+        inside = self.input_pointers.union(*(self.bytes_of[name] for name in probes))
         others = sum(size for pointer, size in self.bytes_of[""].items() if pointer not in inside)
         return Kept(kinds, others)
 
@@ -185,6 +186,7 @@ def _watched(model: nn.Module, parts: dict[str, nn.Module], probes: dict[str, nn
         hidden, *others = args if args else (kwargs["hidden_states"],)
         named = {key: value for key, value in kwargs.items() if key != "hidden_states"}
         seen.ran.setdefault(name, []).append(layer)
+        seen.input_pointers.add(hidden.untyped_storage().data_ptr())
         if layer is probes[name]:
             seen.inputs[name] = hidden.untyped_storage().nbytes()
             seen.bytes_of[name] = {}

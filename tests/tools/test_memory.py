@@ -12,6 +12,7 @@ from llava_ds.arguments import Arguments, DataArguments, ModelArguments, Trainin
 from llava_ds.batch import Batch
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config import optimizer
+from llava_ds.ds_config.moments import MOMENTS, num_moments
 from llava_ds.model.assemble import assemble
 from llava_ds.model.lora import add_lora
 from llava_ds.model.vision import plan_tower
