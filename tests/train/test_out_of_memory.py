@@ -73,10 +73,8 @@ def test_the_rehearsal_says_so():
     watch, engine, _ = watched(0, OOM)
     with pytest.raises(ConfigError) as caught, watch.rehearsal(SimpleNamespace(samples=[6, 7])):
         engine(BATCH)
-    assert (
-        "in the rehearsal of the largest micro-batch, before step 5: 300 tokens, 4 image tiles, 2 samples (s106"
-        in str(caught.value)
-    )
+    where = "in the rehearsal of the largest micro-batch, before step 5: 300 tokens, 4 image tiles, 2 samples (s106"
+    assert where in str(caught.value)
 
 
 @pytest.mark.parametrize(
