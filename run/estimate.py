@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     if own.json:
         print(json.dumps(as_json(run, gpu_memory), indent=1))
         return
-    print(*description(run), *table(run, gpu_memory), sep="\n")
+    print(*description(run), *said_of_auto(args, run, gpu_memory), *table(run, gpu_memory), sep="\n")
     if gpu_memory is not None:
         print(advice(run, gpu_memory))
 
@@ -101,6 +101,21 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
         value = getattr(training, name)
         check(value in (None, "auto") or value >= 1, f"--{name} is {value}: give 1 or more")
     return found
+
+
+def said_of_auto(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]:
+    """A line about what auto would choose, where a flag says it."""
+    names = ("tokens_per_micro_batch", "gradient_checkpointing")
+    asked = ", ".join(f"--{name}" for name in names if getattr(args.training, name) == "auto")
+    if not asked or run.batch is None:
+        return []
+    if gpu_memory is None and args.training.activation_memory_gb is None:
+        return [f"auto ({asked}) goes by memory: give --gpu_memory; here it is as if there were enough of it"]
+    tokens, again = run.batch.num_tokens, run.batch.num_recomputed
+    return [
+        f"auto ({asked}), as estimated: {tokens:,} tokens a micro-batch, {again} of {run.shape.text.num_layers} layers "
+        "run again"
+    ]
 
 
 def read_run(own: argparse.Namespace, args: Arguments) -> Run:

@@ -1,4 +1,4 @@
-"""The rehearsal changes no number at any stage, and running out of memory on one rank ends all of them with one message.
+"""The rehearsal changes no number at any stage, and running out of memory on one rank ends all with one message.
 
 "off" keeps everything and, on a CPU, rehearses nothing; "auto" measures, chooses and rehearses.
 """
@@ -46,13 +46,8 @@ def runs(given, tmp_path_factory):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_run_is_bit_equal_with_and_without_it(runs, name):
     off, auto = runs[name, "off"], runs[name, "auto"]
-    rows = [
-        [
-            (row["loss"], row["grad_norm"], row["lr"], row["skipped_steps"])
-            for row in read_metrics(out / "metrics.jsonl")
-        ]
-        for out in (off, auto)
-    ]
+    fields = ("loss", "grad_norm", "lr", "skipped_steps")
+    rows = [[[row[name] for name in fields] for row in read_metrics(out / "metrics.jsonl")] for out in (off, auto)]
     assert rows[0] == rows[1]
     expected, found = (load_file(out / "model.safetensors") for out in (off, auto))
     assert expected.keys() == found.keys()
