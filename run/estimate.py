@@ -18,7 +18,7 @@ from llava_ds.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 from llava_ds.tools.choice import choose_ds_config
 from llava_ds.tools.fitting import GB, Run, advice, as_json, description, table
-from llava_ds.tools.planned import planned_run
+from llava_ds.tools.planned import Data, planned_run
 from llava_ds.tools.shapes import NAMED, ModelShape, shape_named, shape_of_folders
 
 DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
     if own.json:
         print(json.dumps(as_json(run, gpu_memory), indent=1))
         return
-    print(*description(run), *table(run, gpu_memory), sep="\n")
+    print(*description(run), *said_of_auto(args, run, gpu_memory), *table(run, gpu_memory), sep="\n")
     if gpu_memory is not None:
         print(advice(run, gpu_memory))
 
@@ -104,8 +104,23 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
     )
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_micro_batch"):
         value = getattr(training, name)
-        check(value is None or value >= 1, f"--{name} is {value}: give 1 or more")
+        check(value in (None, "auto") or value >= 1, f"--{name} is {value}: give 1 or more")
     return found
+
+
+def said_of_auto(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]:
+    """A line about what auto would choose, where a flag says it."""
+    names = ("tokens_per_micro_batch", "gradient_checkpointing")
+    asked = ", ".join(f"--{name}" for name in names if getattr(args.training, name) == "auto")
+    if not asked or run.batch is None:
+        return []
+    if gpu_memory is None and args.training.activation_memory_gb is None:
+        return [f"auto ({asked}) goes by memory: give --gpu_memory; here it is as if there were enough of it"]
+    tokens, again = run.batch.num_tokens, run.batch.num_recomputed
+    return [
+        f"auto ({asked}), as estimated: {tokens:,} tokens a micro-batch, {again} of {run.shape.text.num_layers} layers "
+        "run again"
+    ]
 
 
 def read_run(own: argparse.Namespace, args: Arguments) -> Run:
@@ -117,13 +132,15 @@ def read_run(own: argparse.Namespace, args: Arguments) -> Run:
             args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
         shape = shape_of_folders(args)
     resolved = resolve(own, args, shape)
+    longest = args.data.model_max_length
     return planned_run(
         shape,
         resolved,
+        # Without data every sample may be a longest one.
+        Data(longest, own.supervised_fraction, share=resolved.args.training.per_device_train_batch_size * longest),
         num_gpus=own.num_gpus,
         gpus_per_node=own.gpus_per_node,
-        longest_sample=args.data.model_max_length,
-        supervised_fraction=own.supervised_fraction,
+        memory=None if own.gpu_memory is None else own.gpu_memory * GB,
     )
 
 

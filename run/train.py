@@ -3,6 +3,7 @@
 Without --model_name_or_path it trains the tiny model that ships with the package on generated pictures.
 """
 
+import dataclasses
 import sys
 import time
 from functools import partial
@@ -34,6 +35,7 @@ from llava_ds.distributed import (
 from llava_ds.ds_config.activation import asks_for
 from llava_ds.ds_config.compilation import deep_compiles
 from llava_ds.ds_config.engine import check_engine
+from llava_ds.ds_config.moments import num_moments
 from llava_ds.ds_config.native import compiling_notes
 from llava_ds.ds_config.optimizer import kernels_of
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
@@ -59,10 +61,14 @@ from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
 from llava_ds.tools.choice import choose_for_ranks
+from llava_ds.tools.here import planned_here
 from llava_ds.tools.shapes import shape_of
 from llava_ds.train.guard import settle_skipped_steps
+from llava_ds.train.kept import choose_layers
 from llava_ds.train.loop import StepResult, TrainState, train
 from llava_ds.train.optimizer import start_engine
+from llava_ds.train.out_of_memory import MemoryWatch
+from llava_ds.train.rehearsal import heaviest_micro_batch, missing_states, rehearse
 from llava_ds.train.schedule import describe_schedule, total_steps
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 
@@ -98,30 +104,34 @@ def main(argv: list[str]) -> None:
         shape = shape_of(plan.text_config, plan.tower, args)
         raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, plan.hidden_size, ranks)
         print_first(line)
+    asked = args
     resolve = partial(
         resolve_ds_config,
         raw_config,
-        args,
         world_size=ranks.world_size,
         hidden_size=plan.hidden_size,
         device_type=ranks.device.type,
     )
     # What the data makes no difference to is refused before it is read.
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
-    args = together(ranks, partial(resolve, num_steps=known_steps)).args
+    known = together(ranks, partial(resolve, asked, num_steps=known_steps))
+    args = known.args
     dataset = _open_data(args, plan, pictures, ranks)
     layout = Layout(
         ranks.rank,
         ranks.world_size,
         args.training.per_device_train_batch_size,
         args.training.gradient_accumulation_steps,
-        args.training.tokens_per_micro_batch,
+        None,
         steps_go_across_epochs(args.training),
     )
     order = _sample_order(args, dataset, layout)
+    tokens = _tokens_per_micro_batch(known, plan, dataset, order, ranks)
+    layout = dataclasses.replace(layout, tokens_per_micro_batch=tokens)
+    asked, args = (flags.replaced(tokens_per_micro_batch=tokens) for flags in (asked, args))
     per_epoch = layout.steps_per_epoch(order)
     num_steps = total_steps(args.training, per_epoch)
-    resolved = together(ranks, partial(resolve, num_steps=num_steps))
+    resolved = together(ranks, partial(resolve, asked, num_steps=num_steps))
     # A compiler that only some machines have decides which Adam is filled in.
     same = {"the resolved optimizer": resolved.config.get("optimizer")}
     check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
@@ -133,9 +143,10 @@ def main(argv: list[str]) -> None:
     resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))
     _print_plan(args, resolved, dataset, layout, num_steps, per_epoch, lines)
     if args.training.dry_run:
+        planned = planned_here(resolved, plan, dataset, order, ranks)
         if ranks.is_first:
             print_first(*dry_run.first_batch(dataset, layout, order, resume.step, num_steps, plan.tokenizer))
-            print_first(*dry_run.memory(resolved, plan, dataset, ranks))
+            print_first(*dry_run.memory(planned, ranks))
         return
     checkpoint.set_aside(output_dir, resume, ranks)
     if ranks.is_first:
@@ -154,29 +165,45 @@ def main(argv: list[str]) -> None:
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, plan.text_config, ranks.device, resolved.dtype))
     choose_trainable(model, args)
-    if args.training.gradient_checkpointing:
+    checkpointing, recomputed = args.training.gradient_checkpointing, {}
+    if checkpointing != "off":
         block = resolved.config.get("activation_checkpointing") if asks_for(resolved.config) else None
         every = args.training.gradient_checkpointing_every_n_layers
+        recomputed["language model"] = model.language_model
         count = recompute_layers(model.language_model, every, block)
-        print_first(f"{count} layers of the language model run again in backward")
+        lines = [f"{count} layers of the language model run again in backward"]
         if "vision_tower" in trained_parts(args.model):
+            recomputed["vision tower"] = model.vision_tower.tower
             count = recompute_layers(model.vision_tower.tower, every)
-            print_first(f"{count} layers of the vision tower run again in backward")
+            lines.append(f"{count} layers of the vision tower run again in backward")
+        print_first(*lines if checkpointing == "all" else ())
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe(model, groups))
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
     engine = start_engine(model, groups, resolved, num_steps, ranks.device)
     check_engine(engine, resolved)
+    if resume.path is not None:
+        checkpoint.restore(engine, resume, ranks)
+    state = TrainState(resume.step)
+    moments, budget = num_moments(resolved.config), args.training.activation_memory_gb
+    watch = MemoryWatch(engine, resolved, dataset, layout, order, state, ranks)
+    heaviest = None
+    if state.step < num_steps and (ranks.device.type == "cuda" or checkpointing == "auto"):
+        heaviest = heaviest_micro_batch(dataset, layout, order, state.step, num_steps, ranks.device)
+    if heaviest and checkpointing == "auto":
+        with watch.rehearsal(heaviest):
+            print_first(*choose_layers(engine, heaviest, recomputed, moments, budget, ranks))
     if deep_compiles(resolved.config):
         engine.compile()
     elif args.training.torch_compile:
         count = compile_layers(model, args.training.torch_compile_backend)
         print_first(f"{count} layers are compiled when they first run")
-    if resume.path is not None:
-        checkpoint.restore(engine, resume, ranks)
+    if heaviest:
+        with watch.rehearsal(heaviest):
+            rehearse(engine, heaviest, missing_states(engine, moments))
+        del heaviest
 
     # Train.
-    state = TrainState(resume.step)
     allowed = 0 if args.data.on_bad_sample == "stop" else args.data.max_bad_fraction * dataset.num_records
     peak, line = peak_flops(ranks.device, resolved.compute_dtype)
     print_first(line)
@@ -215,7 +242,8 @@ def main(argv: list[str]) -> None:
         num_workers=args.data.dataloader_num_workers,
         device=ranks.device,
     )
-    train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
+    with watch:
+        train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
     progress.close(title=f"{output_dir.name}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks")
     if resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
@@ -263,6 +291,23 @@ def _sample_order(args: Arguments, dataset: EncodedDataset, layout: Layout) -> S
         lengths=dataset.lengths_for(how),
         micro_batch_size=layout.micro_batch_size,
     )
+
+
+def _tokens_per_micro_batch(
+    resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
+) -> int | None:
+    """The flag's number. auto: the one that the run to go on with has, for another would round otherwise; else as many
+    as have room."""
+    training = resolved.args.training
+    name = "tokens_per_micro_batch"
+    if training.tokens_per_micro_batch != "auto":
+        return training.tokens_per_micro_batch
+    saved = from_first(ranks, lambda: checkpoint.saved_flags(training.resume, Path(training.output_dir)))
+    tokens, why = saved.get(name), "as the run that is gone on with has it"
+    if tokens is None:
+        tokens, why = planned_here(resolved, plan, dataset, order, ranks).batch.num_tokens, "chosen for this memory"
+    print_first(f"--{name} {tokens} ({why})")
+    return tokens
 
 
 def _saves_at(args: Arguments, step: int, num_steps: int) -> bool:

@@ -61,6 +61,12 @@ class Layout:
             in_turn = itertools.chain.from_iterable(zip(*plan))  # the first micro-batch of every rank, and so on
             yield [sample for micro_batch in in_turn for sample in micro_batch], plan
 
+    def heaviest(self, order: SampleOrder, lengths: list[int], start_step: int, num_steps: int) -> list[int]:
+        """The samples of the micro-batch with most tokens over all ranks and steps that are still to come."""
+        steps = itertools.islice(self.steps(order, lengths, start_step), num_steps - start_step)
+        micro_batches = (micro for _, plan in steps for of_rank in plan for micro in of_rank)
+        return max(micro_batches, key=lambda micro: sum(lengths[i] for i in micro))
+
     def _plan(self, samples: list[int], lengths: list[int]) -> list[list[list[int]]]:
         if self.tokens_per_micro_batch is None:
             return plan_by_count(samples, self.world_size, self.num_micro_batches, self.micro_batch_size)

@@ -6,16 +6,17 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-def recompute_layers(language_model: nn.Module, every: int = 1, block: dict | None = None) -> int:
+def recompute_layers(part: nn.Module, every: int = 1, block: dict | None = None) -> int:
     """Keep only the input of every n-th layer, and run the layer again in backward. Returns how many layers those are.
 
+    part: a language model or a vision tower.
     block: activation_checkpointing of the DeepSpeed JSON, where it asks for something: then DeepSpeed's own function
     does it, which can put the kept inputs into CPU memory or one buffer; number_checkpoints of it is how many layers.
     """
     # transformers 5.23 has given it another name, and warns of the old one.
-    new = getattr(language_model, "activation_checkpointing_enable", None)
-    (new or language_model.gradient_checkpointing_enable)({"use_reentrant": False})
-    layers = [module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    new = getattr(part, "activation_checkpointing_enable", None)
+    (new or part.gradient_checkpointing_enable)({"use_reentrant": False})
+    layers = repeated_layers(part)
     count = (block or {}).get("number_checkpoints")
     chosen = set(range(0, len(layers), every)) if count is None else _spread(min(count, len(layers)), len(layers))
     if block is not None:
@@ -36,6 +37,18 @@ def recompute_layers(language_model: nn.Module, every: int = 1, block: dict | No
         if block is not None:
             layer._gradient_checkpointing_func = _by_deepspeed
     return len(chosen)
+
+
+def recompute_only(layers: list[GradientCheckpointingLayer], count: int) -> None:
+    """Of layers that recompute_layers was called for, let that many run again, evenly spread, and the others not."""
+    chosen = _spread(count, len(layers))
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index in chosen
+
+
+def repeated_layers(part: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers that can run again, in the order in which they run."""
+    return [module for module in part.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _spread(count: int, total: int) -> set[int]:

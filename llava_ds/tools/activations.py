@@ -29,12 +29,12 @@ from llava_ds.tools.shapes import ModelShape, TextShape, TowerShape
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes at a time. checkpoint_every: 0 keeps everything, n recomputes every n-th layer."""
+    """What a rank computes at a time. num_recomputed: layers of the language model that run again in backward."""
 
     num_tokens: int
     num_supervised: int
     num_tiles: int
-    checkpoint_every: int = 0
+    num_recomputed: int = 0
 
 
 def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
@@ -43,7 +43,7 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
         return 0
     text, w = shape.text, weight_bytes
     tokens = batch.num_tokens
-    again = layer_bytes(text, tokens, w) if batch.checkpoint_every else 0  # the layer that is computed once more
+    again = layer_bytes(text, tokens, w) if batch.num_recomputed else 0  # the layer that is computed once more
     head = kept_by_head(text, batch, w)
     below = kept_bytes(shape, batch, w) - head
     rows = min(batch.num_supervised, chunk_rows(text.vocab, "cuda"))
@@ -56,8 +56,8 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
 def kept_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
     """What exists between forward and backward, for backward's sake."""
     text, tower, w, tokens = shape.text, shape.tower, weight_bytes, batch.num_tokens
-    recomputed = -(-text.num_layers // batch.checkpoint_every) if batch.checkpoint_every else 0
-    layers = (text.num_layers - recomputed) * layer_bytes(text, tokens, w) + recomputed * tokens * w * text.hidden
+    again = batch.num_recomputed
+    layers = (text.num_layers - again) * layer_bytes(text, tokens, w) + again * tokens * w * text.hidden
     width = tower.hidden + (2 * text.hidden if tower.projector_layers > 1 else 0)
     projector = batch.num_tiles * w * (tower.num_patches * width + tower.hidden)
     rotary = 2 * tokens * w * text.query // text.num_heads
