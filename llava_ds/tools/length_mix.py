@@ -54,9 +54,7 @@ class LengthMix:
     targets: np.ndarray
 
 
-def length_mix(
-    parts: dict[str, Part], num_samples: int, seed: int, picture_tokens: int = PICTURE_TOKENS
-) -> LengthMix:
+def length_mix(parts: dict[str, Part], num_samples: int, seed: int, picture_tokens: int = PICTURE_TOKENS) -> LengthMix:
     """num_samples samples of the parts (FINETUNE, PRETRAIN), drawn in proportion to their numbers of records."""
     rng = np.random.default_rng(seed)
     table = list(parts.values())
