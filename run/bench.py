@@ -15,11 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import exit_for_bad_input, quiet_libraries
 from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
-from llava_ds.tools.bench import comparison, workload
-from llava_ds.tools.bench.comparison import PADDED, RECOMPUTED, SIDES, Spread
+from llava_ds.tools.bench import comparison, preset, workload
+from llava_ds.tools.bench.comparison import OURS, PADDED, RECOMPUTED, SIDES, Spread
 from llava_ds.tools.bench.table import Row, markdown, plot_steps
 from llava_ds.tools.bench.training import Case, run_case, work_of_steps, write_case, write_json
 from llava_ds.tools.bench.workload import Shape
@@ -76,7 +78,7 @@ def main(argv: list[str]) -> None:
     parts = {}
     for name in own.only:
         print(f"{name} ...", flush=True)
-        parts[name] = PARTS[name](name, own, folder / name)
+        parts[name] = {**PARTS, **PRESETS}[name](name, own, folder / name)
     rows = [row for part in parts.values() for row in part.rows]
     measured = {
         "machine": machine(),
@@ -101,18 +103,28 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--only", help=f"some of {', '.join(PARTS)}, with commas (default: all)")
-    parser.add_argument("--rounds", type=int, help="runs of each side (default: 3, with --quick 1)")
+    parser.add_argument(
+        "--rounds", type=int, help="runs of each side, with --preset timed steps (default: 3, with --quick 1)"
+    )
     parser.add_argument("--quick", action="store_true", help="toy sizes: whether it works, not how fast it is")
     parser.add_argument(
         "--grouped",
         action="store_true",
         help="stage 2 in the order of LLaVA's sampler, which pads less; default: as drawn, as the Trainer does",
     )
+    parser.add_argument(
+        "--preset",
+        choices=list(PRESETS),
+        help="instead of all this: LLaVA-1.5-7B in both stages on one GPU of 141 GB, with random weights",
+    )
+    parser.add_argument("--train_flags", default="", help="with --preset: more flags of run/train.py, in one argument")
     parser.add_argument("--output_dir", type=Path, default=Path("output/bench"), help="default: %(default)s")
     own = parser.parse_args(argv)
     own.only = list(PARTS) if own.only is None else own.only.split(",")
     if unknown := [name for name in own.only if name not in PARTS]:
         raise ConfigError(f"--only names {', '.join(unknown)}: give some of {', '.join(PARTS)}")
+    if own.preset is not None:
+        own.only = [own.preset]
     own.rounds = (1 if own.quick else 3) if own.rounds is None else own.rounds
     if own.rounds < 1:
         raise ConfigError(f"--rounds is {own.rounds}: give 1 or more")
@@ -150,6 +162,20 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
             "runs": comparison.as_json(runs),
         }
         steps[title] = {side: [run.step_time_s[WARM_UP:] for run in runs if run.side == side] for side in SIDES}
+    return Part(rows, measured, steps)
+
+
+def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
+    """LLaVA-1.5-7B on one GPU, both stages; without a GPU a toy."""
+    lines = preset.not_measured(torch.cuda.is_available())
+    print(*lines, sep="\n")
+    rows, measured, steps = [], {"notes": lines}, {}
+    for stage in preset.STAGES:
+        num_steps = preset.WARM_UP + own.rounds + 1
+        result = preset.run_stage(stage, folder, TRAIN, write_tokenizer, num_steps, own.train_flags.split())
+        rows += result.rows(stage.asked)
+        measured[stage.name] = asdict(result)
+        steps[f"{stage.name} on {result.device}"] = {OURS: [result.step_time_s]}
     return Part(rows, measured, steps)
 
 
@@ -195,6 +221,7 @@ def _lines(path: str) -> list[str]:
 
 # Name on --only: what measures it.
 PARTS = {"stage2": compare_training, "stage1": compare_training}
+PRESETS = {"gpu-7b": run_preset}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Two ways to train the same, timed in turns: what each run says, whether they did the same, and how they compare."""
 
 import json
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,15 +61,15 @@ def _gemm(peak_file: Path) -> float:
 
 def largest_difference(runs: list[Run]) -> dict[str, float]:
     """Of loss and gradient norm: the largest difference of any run's step from the first run's, relative."""
-    first = runs[0]
-    return {
-        name: max(
+    first, found = runs[0], {}
+    for name in ("loss", "grad_norm"):
+        differences = [
             abs(value - expected) / abs(expected)
             for run in runs
             for value, expected in zip(getattr(run, name), getattr(first, name), strict=True)
-        )
-        for name in ("loss", "grad_norm")
-    }
+        ]
+        found[name] = math.nan if any(map(math.isnan, differences)) else max(differences)
+    return found
 
 
 def refuse_different(runs: list[Run], what: str, allowed: float = LARGEST_DIFFERENCE) -> dict[str, float]:

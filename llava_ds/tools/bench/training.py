@@ -26,7 +26,7 @@ from llava_ds.tools.length_mix import FINETUNE, PRETRAIN, length_mix
 HERE = Path(__file__).parent
 BESIDE_PEAK, HF_TRAINER = HERE / "beside_peak.py", HERE / "hf_trainer.py"
 
-SEED = 3  # with it the few steps have the padded share of the whole mix
+SEED = 13  # with it the few steps have about the padded share of the whole mix
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def run_case(case: Case, flags: list[str], folder: Path, train: Path, num_ranks:
     return runs
 
 
-def launch(num_ranks: int, command: list[str], log: Path, threads_per_rank: int = 1) -> None:
-    """Run a script through the deepspeed launcher on CPU ranks.
+def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -> None:
+    """Run a script through the deepspeed launcher, on CPU ranks of one thread each or on GPUs.
 
     Raises ConfigError with the end of its log where it fails.
     """
@@ -145,12 +145,11 @@ def launch(num_ranks: int, command: list[str], log: Path, threads_per_rank: int 
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
-    environment |= {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": str(threads_per_rank),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parents[2]), environment.get("PYTHONPATH")])),
-    }
+    if on_cpu:
+        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    paths = [str(HERE.parents[2]), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     with log.open("w") as file:
         done = subprocess.run([*launcher, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:

@@ -13,6 +13,7 @@ from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditional
 from llava_ds.tools.length_mix import PICTURE_TOKENS, LengthMix
 
 WORDS = [f"{a}{b}" for a in "bdfglmnp" for b in "aeiou"]  # of one token each
+DIFFERENT_PICTURES = 256  # they cost the same to read again
 MARKS = 11  # tokens of the template around a question: <s>, [INST], [/INST] and a line's end
 IMAGE_TOKEN_INDEX = 3  # in transformers' folder: the id of a byte that no text has
 
@@ -102,6 +103,23 @@ def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
     write_processor(folder, shape)
 
 
+def write_hollow_model(folder: Path, shape: Shape) -> None:
+    """The same folder in bfloat16, all zeros, which take no room on the disk: the weights are drawn on the device."""
+    shape.config(dtype="bfloat16").save_pretrained(folder)
+    with torch.device("meta"):
+        tensors = LlavaForConditionalGeneration(shape.config()).state_dict()
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    written = json.dumps(header).encode()
+    written += b" " * (-len(written) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(written).to_bytes(8, "little") + written)
+        file.truncate(8 + len(written) + end)
+    write_processor(folder, shape)
+
+
 def write_processor(folder: Path, shape: Shape) -> None:
     """How pictures are prepared, as CLIP says it."""
     size = shape.picture_size
@@ -118,7 +136,10 @@ def write_samples(folder: Path, shape: Shape, mix: LengthMix, *, captions: bool,
     """
     rng, words = np.random.default_rng(seed), random.Random(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    size, records = shape.picture_size, []
+    for index in range(min(DIFFERENT_PICTURES, len(mix.tokens))):
+        pixels = rng.integers(0, 256, (shape.picture_size, shape.picture_size, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "images" / f"{index}.png", compress_level=0)
+    records = []
     text = mix.tokens - mix.pictures * PICTURE_TOKENS
     for index, (written, targets, has_picture) in enumerate(zip(text, mix.targets, mix.pictures)):
         answer = max(1, round(targets * shape.scale) - 1)  # </s> is one
@@ -127,9 +148,7 @@ def write_samples(folder: Path, shape: Shape, mix: LengthMix, *, captions: bool,
         record: dict[str, object] = {"id": f"s{index}"}
         if has_picture:
             human = f"<image>\n{human}"
-            record["image"] = f"{index}.png"
-            pixels = rng.integers(0, 256, (size, size, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / "images" / f"{index}.png", compress_level=0)
+            record["image"] = f"{index % DIFFERENT_PICTURES}.png"
         record["conversations"] = [
             {"from": "human", "value": human},
             {"from": "gpt", "value": _words(words, answer)},
