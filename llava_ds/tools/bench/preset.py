@@ -78,7 +78,7 @@ class Measured:
         rows = [
             Row(f"{said}: tokens/s", Spread.of(self.tokens_per_s), "{:,.0f}"),
             Row(
-                f"{said}: of products measured, {self.gemm_flops / 1e12:.1f} TFLOP/s", Spread.of(self.of_gemm), "{:.1%}"
+                f"{said}: of products measured, {self.gemm_flops / 1e12:.3g} TFLOP/s", Spread.of(self.of_gemm), "{:.1%}"
             ),
             Row(f"{said}: peak memory", Spread.of([self.peak_memory_bytes / 1e9]), "{:.1f} GB"),
         ]
@@ -151,7 +151,7 @@ def read_measured(stage: Stage, output_dir: Path, report_file: Path, useful_flop
     report = json.loads(report_file.read_text())
     rows = read_metrics(output_dir / "metrics.jsonl")
     timed = slice(WARM_UP, len(rows) - 1)
-    useful, seconds = useful_flops[timed], [row["step_time_s"] for row in rows[timed]]
+    useful, seconds = useful_flops[timed], report["step_time_s"][timed]
     speed = [flops / s for flops, s in zip(useful, seconds)]
     on_cuda = torch.cuda.is_available()
     return Measured(
@@ -160,7 +160,7 @@ def read_measured(stage: Stage, output_dir: Path, report_file: Path, useful_flop
         step_time_s=seconds,
         data_wait_s=[row["data_wait_s"] for row in rows[timed]],
         loss=[row["loss"] for row in rows[timed]],
-        tokens_per_s=[row["tokens_per_s"] for row in rows[timed]],
+        tokens_per_s=[row["tokens"] / s for row, s in zip(rows[timed], seconds)],
         useful_flops=useful,
         peak_memory_bytes=max(row["peak_memory_bytes"] for row in rows),
         gemm_flops=report["gemm_flops_per_rank"],

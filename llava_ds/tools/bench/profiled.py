@@ -7,8 +7,10 @@ so that 14 GB of random weights need not lie on a disk; products of zeros, which
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -22,13 +24,10 @@ from llava_ds.tools.bench.beside_peak import gemm_flops
 def main(argv: list[str]) -> None:
     report_file, script, *flags = argv
     train = load_script(Path(script))
-    report: dict[str, object] = {"gemm_flops_per_rank": None, "idle_share": None, "kernel_seconds": None}
+    report: dict[str, object] = {"idle_share": None, "kernel_seconds": None}
     train.build_model = drawn_after(train.build_model)
     train.train = profiled(train.train, report)
-    nothing = {"try_export": lambda *_: "nothing is exported", "export_live_projector": lambda *_: []}
-    for name, instead in {**nothing, "_export_and_check": lambda *_: None}.items():
-        assert hasattr(train, name), f"run/train.py has no {name}"
-        setattr(train, name, instead)
+    without_export(train)
     train.main(flags)
     if torch.distributed.get_rank() == 0:
         Path(report_file).write_text(json.dumps(report), encoding="utf-8")
@@ -41,6 +40,18 @@ def load_script(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def without_export(train: ModuleType) -> None:
+    """Leave out what run/train.py tries before training and writes after it: neither is timed, and 7B takes minutes."""
+    instead = {
+        "try_export": lambda *_: "nothing is exported",
+        "export_live_projector": lambda *_: [],
+        "_export_and_check": lambda *_: None,
+    }
+    for name, function in instead.items():
+        assert hasattr(train, name), f"run/train.py has no {name}"
+        setattr(train, name, function)
 
 
 def drawn_after(build_model: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -66,25 +77,27 @@ def draw(model: nn.Module, std: float = 0.02) -> None:
 
 
 def profiled(train: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
-    """The training loop, after a measurement of matrix products; on CUDA its last step is profiled into the report."""
+    """The training loop, after a measurement of matrix products. Into the report go the seconds of every step, and on
+    CUDA what a profile of the last one says."""
 
     def run(engine, steps, state, num_steps, reduction, ranks, after_step) -> None:
         on_cuda = ranks.device.type == "cuda"
         dtype = next(engine.module.parameters()).dtype
         report["gemm_flops_per_rank"] = gemm_flops(ranks.device, dtype, 8192 if on_cuda else 512)
         with contextlib.ExitStack() as stack:
-            profilers = []
+            profilers, ends = [], [time.perf_counter()]
 
             def after(result) -> float:
+                if on_cuda:
+                    torch.cuda.synchronize()  # else the time of what is queued would be the next step's
+                ends.append(time.perf_counter())
                 if on_cuda and result.step == num_steps - 1:
-                    torch.cuda.synchronize()
                     activities = [torch.profiler.ProfilerActivity.CUDA]
                     profilers.append(stack.enter_context(torch.profiler.profile(activities=activities)))
-                elif profilers:
-                    torch.cuda.synchronize()
                 return after_step(result)
 
             train(engine, steps, state, num_steps, reduction, ranks, after)
+        report["step_time_s"] = [end - start for start, end in itertools.pairwise(ends)]
         if profilers:
             report.update(idle_of(profilers[0].events()))
 

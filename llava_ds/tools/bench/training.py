@@ -24,7 +24,9 @@ from llava_ds.tools.bench.workload import Shape
 from llava_ds.tools.length_mix import FINETUNE, PRETRAIN, length_mix
 
 HERE = Path(__file__).parent
-BESIDE_PEAK, HF_TRAINER = HERE / "beside_peak.py", HERE / "hf_trainer.py"
+BESIDE_PEAK, HF_TRAINER, LOOP_OVERHEAD = (
+    HERE / f"{name}.py" for name in ("beside_peak", "hf_trainer", "loop_overhead")
+)
 
 SEED = 13  # with it the few steps have about the padded share of the whole mix
 
