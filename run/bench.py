@@ -117,7 +117,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--preset",
         choices=list(PRESETS),
-        help="instead of all this: LLaVA-1.5-7B in both stages on one GPU of 141 GB, with random weights",
+        help="instead of all this: LLaVA-1.5-7B in both stages on one H200, with random weights",
     )
     parser.add_argument("--train_flags", default="", help="with --preset: more flags of run/train.py, in one argument")
     parser.add_argument("--output_dir", type=Path, default=Path("output/bench"), help="default: %(default)s")

@@ -42,7 +42,7 @@ class Stage:
     asked: float
 
 
-# Weights, gradients and Adam's states of 6.76 billion parameters take 108 GB of 141. ZeRO-3 on a single GPU, because it
+# Weights, gradients and Adam's states of 6.76 billion parameters take 108 GB of an H200's 149. ZeRO-3 on a single GPU, because it
 # updates them in parts: at 1 and 2 the fp32 gradients of all of them would take 27 GB more, and flattening them 14.
 # What is left holds the activations of 4,096 tokens without recomputing any.
 STAGES = (
