@@ -42,9 +42,9 @@ class Stage:
     asked: float
 
 
-# Weights, gradients and Adam's states of 6.76 billion parameters take 108 GB of an H200's 149. ZeRO-3 on a single GPU, because it
-# updates them in parts: at 1 and 2 the fp32 gradients of all of them would take 27 GB more, and flattening them 14.
-# What is left holds the activations of 4,096 tokens without recomputing any.
+# Weights, gradients and Adam's states of 6.76 billion parameters take 108 GB of an H200's 149. ZeRO-3 on a single GPU,
+# because it updates them in parts: at 1 and 2 the fp32 gradients of all of them would take 27 GB more, and flattening
+# them 14. What is left holds the activations of 4,096 tokens without recomputing any.
 STAGES = (
     Stage("stage 1", captions=True, samples=256, zero_stage=2, tokens_per_micro_batch=8192, asked=0.50),
     Stage("stage 2", captions=False, samples=128, zero_stage=3, tokens_per_micro_batch=4096, asked=0.465),
