@@ -200,6 +200,22 @@ def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
     return Part(rows, measured, {})
 
 
+def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
+    """Pictures a second and core: LLaVA's path, ours, and the fast one, of other pictures in every round."""
+    from llava_ds.tools.bench_loader import measure_decoding
+
+    size = {"num_images": 3, "seconds": 1.0} if own.quick else {"num_images": 12, "seconds": 30.0}
+    measured = [measure_decoding(**size, seed=number) for number in range(own.rounds)]
+    rows = []
+    for ratio in ("pad", "square"):
+        columns = {name: Spread.of([found[ratio][name] for found in measured]) for name in measured[0][ratio]}
+        for way, said in (("llava", "LLaVA's path"), ("ours", "exact"), ("fast", "--fast_image_decoding")):
+            rows.append(Row(f"pictures/s and core, {ratio}: {said}", columns[f"{way}_per_s"], "{:.0f}"))
+        rows.append(Row(f"{ratio}: --fast_image_decoding over LLaVA's path", columns["fast_over_llava"], asked=2.5))
+        rows.append(Row(f"{ratio}: its largest error, of 255 (at most 2 is asked)", columns["max_error"], "{:.0f}"))
+    return Part(rows, measured, {})
+
+
 def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """LLaVA-1.5-7B on one GPU, both stages; without a GPU a toy."""
     lines = preset.not_measured(torch.cuda.is_available())
@@ -255,7 +271,13 @@ def _lines(path: str) -> list[str]:
 
 
 # Name on --only: what measures it.
-PARTS = {"stage2": compare_training, "stage1": compare_training, "loop": measure_loop, "loss": measure_loss}
+PARTS = {
+    "stage2": compare_training,
+    "stage1": compare_training,
+    "loader": measure_loader,
+    "loop": measure_loop,
+    "loss": measure_loss,
+}
 PRESETS = {"gpu-7b": run_preset}
 
 
