@@ -57,8 +57,8 @@ def without_export(train: ModuleType) -> None:
 def drawn_after(build_model: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """build_model, followed by draw."""
 
-    def build(*args: object) -> nn.Module:
-        model = build_model(*args)
+    def build(*args: object, **more: object) -> nn.Module:
+        model = build_model(*args, **more)
         draw(model)
         return model
 
