@@ -32,11 +32,11 @@ PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
 LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
          $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--num_accelerators 2")')
 
-.PHONY: install pretrain finetune evaluate ablation doctor test test-full lint clean help
+.PHONY: install pretrain finetune evaluate ablation doctor bench test test-full lint clean help
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune evaluate ablation doctor test test-full lint clean'
+	@echo 'targets: install pretrain finetune evaluate ablation doctor bench test test-full lint clean'
 
 install: $(VENV)/.installed
 
@@ -79,6 +79,11 @@ ablation: install
 # Whether training can start on this machine: make doctor ARGS="--deepspeed_config ds_configs/zero3.json"
 doctor: install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python run/doctor.py $(ARGS)
+
+# How fast it is beside transformers' Trainer: half an hour on two idle cores; make bench ARGS=--quick only tries it.
+# On a large GPU: make bench ARGS="--preset gpu-7b"
+bench: install
+	$(BIN)/python run/bench.py $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -42,6 +42,7 @@ setup(
         "video": ["av>=14"],
         "wandb": ["wandb"],
         "demo": ["gradio"],
-        "dev": ["pytest", "pytest-xdist", "ruff", "av", "peft", "bitsandbytes"],  # av: the tests decode a video
+        "bench": ["accelerate>=1.1"],  # what transformers' Trainer, the other side, asks for
+        "dev": ["pytest", "pytest-xdist", "ruff", "av", "peft", "bitsandbytes", "accelerate"],  # av: a video is decoded
     },
 )
