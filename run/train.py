@@ -3,7 +3,6 @@
 Without --model_name_or_path it trains the tiny model that ships with the package on generated pictures.
 """
 
-import dataclasses
 import sys
 import time
 from functools import partial
@@ -12,13 +11,12 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from llava_ds.arguments import Arguments, steps_go_across_epochs, trained_parts, trains_projector_only
+from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import EncodedDataset, check_same_data, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
-from llava_ds.data.loader import Layout, windows
-from llava_ds.data.sampler import SampleOrder
+from llava_ds.data.loader import Layout, sample_order, windows
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
     Ranks,
@@ -32,7 +30,6 @@ from llava_ds.distributed import (
     quiet_libraries,
     together,
 )
-from llava_ds.ds_config.activation import asks_for
 from llava_ds.ds_config.compilation import deep_compiles
 from llava_ds.ds_config.engine import check_engine
 from llava_ds.ds_config.moments import num_moments
@@ -52,8 +49,8 @@ from llava_ds.model.flops import model_flops
 from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
 from llava_ds.model.liger import check_liger, use_liger
-from llava_ds.model.recompute import recompute_layers
-from llava_ds.parsing import CHOOSE_DS_CONFIG, GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
+from llava_ds.model.recompute import mark_layers
+from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.peak import peak_flops
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
@@ -61,7 +58,7 @@ from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
 from llava_ds.tools.choice import choose_for_ranks
-from llava_ds.tools.here import planned_here
+from llava_ds.tools.here import planned_here, tokens_per_micro_batch
 from llava_ds.tools.shapes import shape_of
 from llava_ds.train.guard import settle_skipped_steps
 from llava_ds.train.kept import choose_layers
@@ -117,17 +114,10 @@ def main(argv: list[str]) -> None:
     known = together(ranks, partial(resolve, asked, num_steps=known_steps))
     args = known.args
     dataset = _open_data(args, plan, pictures, ranks)
-    layout = Layout(
-        ranks.rank,
-        ranks.world_size,
-        args.training.per_device_train_batch_size,
-        args.training.gradient_accumulation_steps,
-        None,
-        steps_go_across_epochs(args.training),
-    )
-    order = _sample_order(args, dataset, layout)
-    tokens = _tokens_per_micro_batch(known, plan, dataset, order, ranks)
-    layout = dataclasses.replace(layout, tokens_per_micro_batch=tokens)
+    order = sample_order(args, dataset, ranks)
+    tokens = tokens_per_micro_batch(known, plan, dataset, order, ranks)
+    flops = model_flops(plan.text_config, plan.tower, args.model)
+    layout = Layout.of(args.training, ranks, tokens, flops.pair_cost)
     asked, args = (flags.replaced(tokens_per_micro_batch=tokens) for flags in (asked, args))
     per_epoch = layout.steps_per_epoch(order)
     num_steps = total_steps(args.training, per_epoch)
@@ -165,18 +155,8 @@ def main(argv: list[str]) -> None:
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, plan.text_config, ranks.device, resolved.dtype))
     choose_trainable(model, args)
-    checkpointing, recomputed = args.training.gradient_checkpointing, {}
-    if checkpointing != "off":
-        block = resolved.config.get("activation_checkpointing") if asks_for(resolved.config) else None
-        every = args.training.gradient_checkpointing_every_n_layers
-        recomputed["language model"] = model.language_model
-        count = recompute_layers(model.language_model, every, block)
-        lines = [f"{count} layers of the language model run again in backward"]
-        if "vision_tower" in trained_parts(args.model):
-            recomputed["vision tower"] = model.vision_tower.tower
-            count = recompute_layers(model.vision_tower.tower, every)
-            lines.append(f"{count} layers of the vision tower run again in backward")
-        print_first(*lines if checkpointing == "all" else ())
+    recomputed, lines = mark_layers(model, args, resolved.config)
+    print_first(*lines)
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe(model, groups))
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
@@ -187,10 +167,10 @@ def main(argv: list[str]) -> None:
     state = TrainState(resume.step)
     moments, budget = num_moments(resolved.config), args.training.activation_memory_gb
     watch = MemoryWatch(engine, resolved, dataset, layout, order, state, ranks)
-    heaviest = None
-    if state.step < num_steps and (ranks.device.type == "cuda" or checkpointing == "auto"):
+    heaviest, chooses_layers = None, args.training.gradient_checkpointing == "auto"
+    if state.step < num_steps and (ranks.device.type == "cuda" or chooses_layers):
         heaviest = heaviest_micro_batch(dataset, layout, order, state.step, num_steps, ranks.device)
-    if heaviest and checkpointing == "auto":
+    if heaviest and chooses_layers:
         with watch.rehearsal(heaviest):
             print_first(*choose_layers(engine, heaviest, recomputed, moments, budget, ranks))
     if deep_compiles(resolved.config):
@@ -215,7 +195,7 @@ def main(argv: list[str]) -> None:
         steps_per_epoch=per_epoch,
         batch_size=layout.batch_size,
         logging_steps=args.training.logging_steps,
-        flops=model_flops(plan.text_config, plan.tower, args.model),
+        flops=flops,
         peak_flops=peak,
         skipped=skipped,
         ranks=ranks,
@@ -278,36 +258,6 @@ def _open_data(args: Arguments, plan: ModelPlan, pictures: PictureOptions, ranks
         dataset = open_data(args, plan.tokenizer, pictures, retry=ranks.is_first)
     check_same_data(dataset.fingerprint, ranks)
     return dataset
-
-
-def _sample_order(args: Arguments, dataset: EncodedDataset, layout: Layout) -> SampleOrder:
-    data, training = args.data, args.training
-    how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), "random" if data.shuffle else "file")
-    return SampleOrder(
-        num_samples=len(dataset),
-        batch_size=layout.batch_size,
-        seed=training.seed if training.data_seed is None else training.data_seed,
-        how=how,
-        lengths=dataset.lengths_for(how),
-        micro_batch_size=layout.micro_batch_size,
-    )
-
-
-def _tokens_per_micro_batch(
-    resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
-) -> int | None:
-    """The flag's number. auto: the one that the run to go on with has, for another would round otherwise; else as many
-    as have room."""
-    training = resolved.args.training
-    name = "tokens_per_micro_batch"
-    if training.tokens_per_micro_batch != "auto":
-        return training.tokens_per_micro_batch
-    saved = from_first(ranks, lambda: checkpoint.saved_flags(training.resume, Path(training.output_dir)))
-    tokens, why = saved.get(name), "as the run that is gone on with has it"
-    if tokens is None:
-        tokens, why = planned_here(resolved, plan, dataset, order, ranks).batch.num_tokens, "chosen for this memory"
-    print_first(f"--{name} {tokens} ({why})")
-    return tokens
 
 
 def _saves_at(args: Arguments, step: int, num_steps: int) -> bool:

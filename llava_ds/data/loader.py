@@ -12,12 +12,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from llava_ds.arguments import Arguments, TrainingArguments, steps_go_across_epochs
 from llava_ds.batch import Batch
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 from llava_ds.data.sampler import SampleOrder
+from llava_ds.distributed import Ranks
 from llava_ds.geometry import PictureOptions
+from llava_ds.parsing import GROUPINGS
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,19 @@ class Layout:
     tokens_per_micro_batch: int | None
     across_epochs: bool = False
     pair_cost: float = 0.0
+
+    @classmethod
+    def of(cls, training: TrainingArguments, ranks: Ranks, tokens: int | None, pair_cost: float) -> "Layout":
+        """As the flags say. tokens: what --tokens_per_micro_batch came to."""
+        return cls(
+            ranks.rank,
+            ranks.world_size,
+            training.per_device_train_batch_size,
+            training.gradient_accumulation_steps,
+            tokens,
+            steps_go_across_epochs(training),
+            pair_cost,
+        )
 
     @property
     def batch_size(self) -> int:
@@ -83,6 +99,20 @@ class Layout:
         tokens = np.array(lengths)
         costs = tokens + (self.pair_cost * tokens**2).astype(np.int64)
         return lambda samples: plan_by_tokens(samples, tokens[samples], world_size, bound, costs[samples])
+
+
+def sample_order(args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> SampleOrder:
+    """The order that the flags ask for."""
+    data, training = args.data, args.training
+    how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), "random" if data.shuffle else "file")
+    return SampleOrder(
+        num_samples=len(dataset),
+        batch_size=ranks.world_size * training.per_device_train_batch_size * training.gradient_accumulation_steps,
+        seed=training.seed if training.data_seed is None else training.data_seed,
+        how=how,
+        lengths=dataset.lengths_for(how),
+        micro_batch_size=training.per_device_train_batch_size,
+    )
 
 
 class Counts(NamedTuple):

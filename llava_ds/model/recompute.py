@@ -5,6 +5,29 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from llava_ds.arguments import Arguments, trained_parts
+from llava_ds.ds_config.activation import asks_for
+from llava_ds.model.llava import LlavaModel
+
+
+def mark_layers(model: LlavaModel, args: Arguments, ds_config: dict) -> tuple[dict[str, nn.Module], list[str]]:
+    """Mark the layers that run again in backward, as --gradient_checkpointing and the resolved JSON say.
+
+    Returns the parts that they are of, by name, none with "off", and lines that say how many. With "auto" all are
+    marked, for train/kept.py to choose among, and no line is due yet.
+    """
+    if args.training.gradient_checkpointing == "off":
+        return {}, []
+    every = args.training.gradient_checkpointing_every_n_layers
+    block = ds_config.get("activation_checkpointing") if asks_for(ds_config) else None
+    parts = {"language model": model.language_model}
+    counts = [recompute_layers(model.language_model, every, block)]
+    if "vision_tower" in trained_parts(args.model):
+        parts["vision tower"] = model.vision_tower.tower
+        counts.append(recompute_layers(model.vision_tower.tower, every))
+    lines = [f"{count} layers of the {name} run again in backward" for name, count in zip(parts, counts)]
+    return parts, lines if args.training.gradient_checkpointing == "all" else []
+
 
 def recompute_layers(part: nn.Module, every: int = 1, block: dict | None = None) -> int:
     """Keep only the input of every n-th layer, and run the layer again in backward. Returns how many layers those are.

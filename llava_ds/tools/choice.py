@@ -8,10 +8,10 @@ import torch
 
 from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks, from_first, gather
+from llava_ds.distributed import Ranks, from_first, gather, local_ranks
 from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.tools.fitting import GB, Run, advice, fits
-from llava_ds.tools.planned import planned_run
+from llava_ds.tools.planned import Data, planned_run
 from llava_ds.tools.shapes import ModelShape
 
 SUPERVISED = 0.25  # of the tokens, before the data is read; LLaVA-1.5's instruction data have about a sixth
@@ -60,6 +60,7 @@ def choose_ds_config(
     free, so that a resumed run decides alike; None: as much as it takes. Raises ConfigError where none fits, with what
     would, or where the flags can't be trained with any.
     """
+    longest = args.data.model_max_length
     refused: ConfigError | None = None
     runs: dict[str, Run] = {}
     for name, why in candidates(args, world_size, device_type).items():
@@ -74,10 +75,11 @@ def choose_ds_config(
         run = runs[name] = planned_run(
             shape,
             resolved,
+            # Before the data is read every sample may be a longest one.
+            Data(longest, SUPERVISED, share=resolved.args.training.per_device_train_batch_size * longest),
             num_gpus=world_size,
             gpus_per_node=ranks_per_node,
-            longest_sample=args.data.model_max_length,
-            supervised_fraction=SUPERVISED,
+            memory=device_memory,
         )
         needs = run.estimate()
         if fits(needs.total, device_memory) and (node_memory is None or fits(needs.cpu, node_memory)):
@@ -100,7 +102,7 @@ def choose_for_ranks(
 
     On CPU ranks share the machine's memory evenly.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
+    local = local_ranks()
     node = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     is_cpu = ranks.device.type == "cpu"
     own = node // local if is_cpu else torch.cuda.get_device_properties(ranks.device).total_memory

@@ -6,7 +6,6 @@ allocator says how much the whole needed, so that gradients, ZeRO's buffers and 
 what was available when forward ended.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from llava_ds.distributed import Ranks, gather
+from llava_ds.distributed import Ranks, gather, local_ranks
 from llava_ds.model.recompute import recompute_only, repeated_layers
 from llava_ds.train.rehearsal import Heaviest, missing_states, weightless
 from llava_ds.train.trainable import num_elements
@@ -232,11 +231,6 @@ def free_memory(device: torch.device) -> float:
     import psutil
 
     return psutil.virtual_memory().available / local_ranks()
-
-
-def local_ranks() -> int:
-    """How many ranks this machine has."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _or(value: int | None, other: int) -> int:
