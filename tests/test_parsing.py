@@ -327,7 +327,8 @@ def test_tokens_of_a_micro_batch_are_a_number_or_auto():
 
 def test_missing_output_dir_and_config_are_named():
     message = refused("--output_dir", "out")
-    assert message == "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json"
+    missing = "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json, or give auto"
+    assert message == missing
     assert refused("--deepspeed", ZERO2) == "--output_dir is missing: name the folder for what the run leaves"
 
 

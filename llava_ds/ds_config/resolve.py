@@ -18,7 +18,7 @@ from llava_ds.ds_config.batch import resolve_batch
 from llava_ds.ds_config.compilation import resolve_compile
 from llava_ds.ds_config.draft import Draft, open_keys, value_at
 from llava_ds.ds_config.monitoring import resolve_monitoring
-from llava_ds.ds_config.optimizer import resolve_optimizer
+from llava_ds.ds_config.optimizer import offloads, resolve_optimizer
 from llava_ds.ds_config.precision import resolve_precision, torch_dtype
 from llava_ds.ds_config.scheduler import resolve_scheduler
 from llava_ds.ds_config.zero import resolve_zero
@@ -125,8 +125,10 @@ def resolve_ds_config(
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)
-    by_torch = "optimizer" not in draft.config  # which goes without a look at the host, see train/guard.py
-    if draft.get("bf16.enabled") is True and draft.is_open("bf16.check_grad_overflow") and by_torch:
+    # What train/guard.py needs: torch's fused AdamW beside the weights, and a norm.
+    normed = draft.get("zero_optimization.compute_grad_norm") is not False
+    guarded = "optimizer" not in draft.config and not offloads(draft) and normed
+    if draft.get("bf16.enabled") is True and draft.is_open("bf16.check_grad_overflow") and guarded:
         why = "non-finite gradients are skipped without waiting for the device"
         draft.fill("bf16.check_grad_overflow", False, why)
     for key in open_keys(draft.config):

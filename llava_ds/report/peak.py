@@ -30,7 +30,7 @@ PEAKS: dict[str, tuple[float, float | None]] = {
     r"(NVIDIA |Tesla )?V100.*": (125, None),
     r"(NVIDIA |Tesla )?T4": (65, None),
 }
-GEMM_SIDE, GEMM_SIDE_CPU = 8192, 1024
+GEMM_SIDE, GEMM_SIDES_CPU = 8192, (128, 1024)
 GEMM_TIME_S = 0.2
 
 
@@ -60,16 +60,20 @@ def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | No
 
 def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIME_S) -> float:
     """FLOP/s of the fastest of several square products, for about so many seconds."""
-    side = GEMM_SIDE if device.type == "cuda" else GEMM_SIDE_CPU
-    one, other = torch.ones(side, side, dtype=dtype, device=device), torch.ones(side, side, dtype=dtype, device=device)
     if device.type == "cuda":
-        return 2 * side**3 / _cuda_time_s(one, other, time_s)
-    times, started = [], time.perf_counter()
-    while not times or time.perf_counter() - started < time_s:
+        one, other = (torch.ones(GEMM_SIDE, GEMM_SIDE, dtype=dtype, device=device) for _ in range(2))
+        return 2 * GEMM_SIDE**3 / _cuda_time_s(one, other, time_s)
+    # From a small one on: where a CPU does not know the type, a large one would take minutes.
+    best, side, started = 0.0, GEMM_SIDES_CPU[0], time.perf_counter()
+    while not best or time.perf_counter() - started < time_s:
+        one, other = torch.ones(side, side, dtype=dtype), torch.ones(side, side, dtype=dtype)
         before = time.perf_counter()
         one @ other
-        times.append(time.perf_counter() - before)
-    return 2 * side**3 / min(times)
+        needed = max(time.perf_counter() - before, 1e-9)
+        best = max(best, 2 * side**3 / needed)
+        if side < GEMM_SIDES_CPU[1] and needed < time_s / 32:  # twice the side takes eight times as long
+            side *= 2
+    return best
 
 
 def _cuda_time_s(one: torch.Tensor, other: torch.Tensor, time_s: float) -> float:

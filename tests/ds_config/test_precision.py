@@ -149,3 +149,20 @@ def test_a_gpu_that_only_imitates_bfloat16_is_told_so(monkeypatch):
     assert refused({}, device_type="cuda", bf16=True) == [says + "use --fp16 True, or fp32"]
     assert refused(autocast(), device_type="cuda") == [says + 'write "dtype": "float16", or fp32']
     resolve(ZERO1, device_type="cuda", fp16=True)
+
+
+def test_torchs_adamw_goes_without_the_overflow_check_of_bf16_and_others_keep_it():
+    key = "check_grad_overflow"
+    plain = resolve({"zero_optimization": {"stage": 2}}, bf16=True)
+    assert plain.config["bf16"][key] is False and f"bf16.{key}" in plain.reasons
+    assert key not in resolve({"zero_optimization": {"stage": 2}}).config["bf16"]
+    assert resolve({"bf16": {"enabled": True, key: True}}).config["bf16"][key] is True
+    unguarded = (
+        {"optimizer": {"type": "SGD"}, "zero_allow_untested_optimizer": True},
+        {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    )
+    assert all(key not in resolve(raw, bf16=True).config["bf16"] for raw in unguarded)
