@@ -146,8 +146,8 @@ class DataArguments:
     )
     fast_image_decoding: bool = HfArg(
         default=False,
-        help="Resize pictures by torch instead of Pillow: about 3 times LLaVA's pictures a second, no value more than 2 "
-        "of 255 from LLaVA's.",
+        help="Resize pictures by torch instead of Pillow: some 3 times LLaVA's pictures a second, no value more than 2 "
+        "of 255 from the exact one.",
     )
     video_fps: int = HfArg(default=1, help="Frames taken from a second of a video file (at least 1).")
     frames_upbound: int = HfArg(
