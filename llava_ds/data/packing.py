@@ -121,24 +121,25 @@ def _even_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_toke
     return places if all(load <= max_tokens or len(pack) < 2 for load, pack in zip(loads, places)) else None
 
 
-def _entries(weights: np.ndarray) -> list[int]:
+def _entries(weights: np.ndarray) -> np.ndarray:
     """Weight and position of every sample as one number, rising from the heaviest: quick to sort, find and move.
 
     entry // count is the weight below zero, entry % count the position.
     """
     count = len(weights)
-    return np.sort(np.arange(count) - weights * count).tolist()
+    return np.sort(np.arange(count) - weights * count)
 
 
 def _spread(weights: np.ndarray, num_packs: int) -> tuple[list[list[int]], list[int]]:
     """The heaviest first, each into the lightest pack. Returns packs of entries, and the weight of each."""
-    count = len(weights)
+    entries = _entries(weights)
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     heap = list(range(num_packs))  # weight * num_packs + pack
-    for entry in _entries(weights):
+    steps = -(entries // max(1, len(weights))) * num_packs
+    for entry, step in zip(entries.tolist(), steps.tolist()):
         lightest = heap[0]
         packs[lightest % num_packs].append(entry)
-        heapq.heapreplace(heap, lightest - entry // count * num_packs)
+        heapq.heapreplace(heap, lightest + step)
     loads = [0] * num_packs
     for load in heap:
         loads[load % num_packs] = load // num_packs
@@ -150,7 +151,7 @@ def _best_fit(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
     packs: list[list[int]] = []
     count = len(lengths)
     rooms: list[int] = []  # room * count + pack, sorted
-    for entry in _entries(lengths):
+    for entry in _entries(lengths).tolist():
         length = -(entry // count)
         found = bisect.bisect_left(rooms, length * count)
         if found < len(rooms):
