@@ -6,7 +6,7 @@ import functools
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from llava_ds import geometry
 from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
 from llava_ds.data import video
 from llava_ds.data.files import opened_file
+from llava_ds.data.resize import bands
 from llava_ds.data.sample import FileRef, Media
+from llava_ds.data.squares import cut, to_pixels, too_narrow
 from llava_ds.geometry import MediaLayout, PictureOptions, Size
 
 # Raster formats whose decoders run no program and open no other file. Not ICO: it hides pictures of other sizes.
@@ -24,10 +26,6 @@ FORMATS = (
     "JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "PCX", "TGA",
 )  # fmt: skip
 
-# What --fast_image_decoding lets libjpeg leave, in multiples of the size that is needed. More is slower and nearer.
-DRAFT_MARGIN = 2
-
-_BAND_PIXELS = 4_000_000  # converted or padded at a time, so that no second copy of a large picture is made
 _PADDED_TIMES = 8  # how many times the bound of pixels a padded picture may have, some seconds of work
 _HEADER_BYTES = 8 << 20  # that may stand before the pixels: profiles, thumbnails, other metadata
 _BYTES_PER_PIXEL = 16  # of four floats; what is compressed has fewer
@@ -66,22 +64,22 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     layout depends on it.
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
     """
-    size, mean, bound = options.size, options.mean, options.max_pixels
+    size, mean, bound, fast = options.size, options.mean, options.max_pixels, options.fast_decoding
     if media.kind == "video":
         frames = video.frames(media.refs[0], sizes, options)
-        return torch.stack([to_pixels(frame, size, _aspect_ratio(media, options), mean, bound) for frame in frames])
+        ratio = _aspect_ratio(media, options)
+        return torch.stack([to_pixels(frame, size, ratio, mean, bound, fast) for frame in frames])
     tiles = []
     aspect_ratio = _aspect_ratio(media, options)
     tiled = media.kind == "image" and layout.num_tiles > 1
     for ref, expected in zip(_taken(media, options), sizes, strict=True):
         pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
-        least = functools.partial(_least_size, aspect_ratio=aspect_ratio, pinpoint=pinpoint, options=options)
-        picture = _load(ref, bound, expected if tiled else None, least if options.fast_decoding else None)
+        picture = _load(ref, bound, expected if tiled else None)
         if tiled:
-            tiles += _cut(picture, expected, pinpoint, size)
+            tiles += cut(picture, expected, pinpoint, size, fast)
         else:
             _check_resized(ref, picture.size, aspect_ratio, options)  # it may have changed since it was probed
-            tiles.append(to_pixels(picture, size, aspect_ratio, mean, bound))
+            tiles.append(to_pixels(picture, size, aspect_ratio, mean, bound, fast))
     return torch.stack(tiles)
 
 
@@ -113,33 +111,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
         else:
             image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")  # which would make a copy
     whole = Image.new("RGB", image.size)
-    for top, bottom in _bands(*image.size):
+    for top, bottom in bands(*image.size):
         part = image.crop((0, top, image.width, bottom)).convert("RGBA")
         ground = Image.new("RGBA", part.size, "white")
         whole.paste(Image.alpha_composite(ground, part).convert("RGB"), (0, top))
     return whole
-
-
-def to_pixels(
-    image: Image.Image, size: int, aspect_ratio: str, mean: tuple[float, ...], max_pixels: int = MAX_IMAGE_PIXELS
-) -> torch.Tensor:
-    """(3, size, size) uint8. "pad" keeps everything on the mean colour, "square" and "original" crop the centre,
-    "stretch" changes the proportions.
-
-    Raises DataError for a picture so narrow that its resized form would have more than max_pixels.
-    Source: LLaVA's process_images and transformers' CLIPImageProcessor (PIL), up to rescaling and normalisation.
-    """
-    if aspect_ratio == "pad":
-        return _tensor(_padded(image, size, tuple(int(value * 255) for value in mean)))
-    if aspect_ratio == "stretch":
-        return _tensor(_resized(image, (size, size)))
-    width, height = geometry.resized_size(*image.size, size)
-    if width * height > max_pixels:
-        raise DataError(_too_narrow(image.size, (width, height)))
-    image = _resized(image, (width, height))
-    return _tensor(image.crop(geometry.centre_box(*image.size, size)))
 
 
 @contextlib.contextmanager
@@ -191,19 +169,14 @@ def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
     return Image.open(file, formats=_known_formats())
 
 
-def _load(
-    ref: FileRef, max_pixels: int, expected: Size | None = None, least_of: Callable[[Size], Size] | None = None
-) -> Image.Image:
-    """The picture in RGB and upright. least_of: a JPEG may be scaled down while decoding, to no less than this."""
+def _load(ref: FileRef, max_pixels: int, expected: Size | None = None) -> Image.Image:
+    """The picture in RGB and upright."""
     with _opened(ref, max_pixels) as (image, turn, size):
         if expected is not None and size != expected:
             raise FileChanged(
                 f"{ref.path} has {size[0]} x {size[1]} pixels, but had {expected[0]} x {expected[1]} when the data "
                 "was checked: it was changed since; start again to check it anew"
             )
-        if least_of is not None:
-            least = least_of(size)
-            image.draft(None, (least[1], least[0]) if turn >= 5 else least)
         stored = image.size
         image.load()
         if image.size != stored:
@@ -259,84 +232,7 @@ def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: Picture
     stretched = options.size, size[1]  # half-way, see _resized
     resized = stretched if aspect_ratio == "stretch" else geometry.resized_size(*size, options.size)
     if resized[0] * resized[1] > options.max_pixels:
-        raise DataError(f"{ref.path}: {_too_narrow(size, resized)}")
-
-
-def _too_narrow(size: Size, resized: Size) -> str:
-    return (
-        f"a picture of {size[0]} x {size[1]} would be resized to {resized[0]} x {resized[1]}: "
-        "leave it out, or use --image_aspect_ratio pad"
-    )
-
-
-def _least_size(size: Size, aspect_ratio: str, pinpoint: Size | None, options: PictureOptions) -> Size:
-    """The smallest size in which a picture may be decoded and still be scaled down for every use of it."""
-    side = options.size
-    if pinpoint is not None:
-        fitted = geometry.fitted_size(size, pinpoint)
-        needed = max(fitted[0], side), max(fitted[1], side)
-    elif aspect_ratio == "pad":
-        needed = geometry.fitted_size(size, (side, side))
-    elif aspect_ratio == "stretch":
-        needed = side, side
-    else:
-        needed = geometry.resized_size(*size, side)
-    return DRAFT_MARGIN * needed[0], DRAFT_MARGIN * needed[1]
-
-
-def _cut(image: Image.Image, size: Size, pinpoint: Size, side: int) -> list[torch.Tensor]:
-    """The overview, stretched to a square, and the tiles of the picture on black, row by row.
-
-    Source: LLaVA's process_anyres_image, which resizes by Pillow's default for RGB, bicubic.
-    """
-    fitted = geometry.fitted_size(size, pinpoint)
-    canvas = Image.new("RGB", pinpoint, (0, 0, 0))
-    corner = (pinpoint[0] - fitted[0]) // 2, (pinpoint[1] - fitted[1]) // 2
-    canvas.paste(_resized(image, fitted), corner)
-    overview = _resized(image, (side, side))
-    boxes = [
-        (left, top, left + side, top + side)
-        for top in range(0, pinpoint[1], side)
-        for left in range(0, pinpoint[0], side)
-    ]
-    return [_tensor(overview), *(_tensor(canvas.crop(box)) for box in boxes)]
-
-
-def _resized(image: Image.Image, size: Size) -> Image.Image:
-    """The picture in another size, bicubic, in width first and then in height: LLaVA's pixels with any Pillow.
-
-    Pillow 13 begins with the height where that is less work, and rounds otherwise: by up to 15 of 255 in a stretched
-    overview.
-    """
-    narrow = image.resize((size[0], image.height), Image.Resampling.BICUBIC)
-    return narrow.resize(size, Image.Resampling.BICUBIC)
-
-
-def _padded(image: Image.Image, size: int, colour: tuple[int, ...]) -> Image.Image:
-    """The picture in the middle of a square, which is resized to size x size.
-
-    The square is made and narrowed a band at a time, which gives the same pixels as _resized; and
-    all rows of padding are one row. Source: LLaVA's expand2square.
-    """
-    side, left, top = geometry.square_padding(*image.size)
-    row = Image.new("RGB", (side, 1), colour).resize((size, 1), Image.Resampling.BICUBIC)
-    narrow = row.resize((size, side), Image.Resampling.NEAREST)
-    for first, last in _bands(side, image.height):
-        band = Image.new("RGB", (side, last - first), colour)
-        band.paste(image, (left, -first))
-        narrow.paste(band.resize((size, last - first), Image.Resampling.BICUBIC), (0, top + first))
-    return narrow.resize((size, size), Image.Resampling.BICUBIC)
-
-
-def _bands(width: int, height: int) -> Iterator[tuple[int, int]]:
-    """(first, last) rows of bands of some million pixels."""
-    step = max(1, _BAND_PIXELS // width)
-    for first in range(0, height, step):
-        yield first, min(first + step, height)
-
-
-def _tensor(image: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()  # (3, S, S)
+        raise DataError(f"{ref.path}: {too_narrow(size, resized)}")
 
 
 @functools.cache

@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from llava_ds.batch import Batch
@@ -22,7 +23,9 @@ from llava_ds.geometry import PictureOptions
 class Layout:
     """How the samples of a step are laid out on ranks and micro-batches.
 
+    tokens_per_micro_batch: packs of at most this many, evened out by cost; None: micro-batches by count.
     across_epochs: steps of whole micro-batches, on into the next epoch, as LLaVA's trainer has them.
+    pair_cost: a sample of L tokens costs L + pair_cost * L**2, the second part for attention.
     """
 
     rank: int
@@ -31,6 +34,7 @@ class Layout:
     num_micro_batches: int
     tokens_per_micro_batch: int | None
     across_epochs: bool = False
+    pair_cost: float = 0.0
 
     @property
     def batch_size(self) -> int:
@@ -52,7 +56,8 @@ class Layout:
         lengths: those of the whole data set.
         """
         if not self.across_epochs:
-            yield from ((samples, self._plan(samples, lengths)) for samples in order.steps(start_step))
+            planned = self._planner(lengths)
+            yield from ((samples, planned(samples)) for samples in order.steps(start_step))
             return
         epochs = map(order.epoch, itertools.count())
         plans = plans_across_epochs(epochs, self.world_size, self.num_micro_batches, self.micro_batch_size)
@@ -60,10 +65,23 @@ class Layout:
             in_turn = itertools.chain.from_iterable(zip(*plan))  # the first micro-batch of every rank, and so on
             yield [sample for micro_batch in in_turn for sample in micro_batch], plan
 
-    def _plan(self, samples: list[int], lengths: list[int]) -> list[list[list[int]]]:
-        if self.tokens_per_micro_batch is None:
-            return plan_by_count(samples, self.world_size, self.num_micro_batches, self.micro_batch_size)
-        return plan_by_tokens(samples, [lengths[i] for i in samples], self.world_size, self.tokens_per_micro_batch)
+    def heaviest(self, order: SampleOrder, lengths: list[int], start_step: int, num_steps: int) -> list[int]:
+        """The samples of the micro-batch with most tokens, over all ranks and the steps from start_step to num_steps.
+
+        The first one of several; none if no step is left.
+        """
+        plans = itertools.islice(self.steps(order, lengths, start_step), num_steps - start_step)
+        micro_batches = (micro for _, plan in plans for rank in plan for micro in rank)
+        return max(micro_batches, key=lambda micro: sum([lengths[i] for i in micro]), default=[])
+
+    def _planner(self, lengths: list[int]) -> Callable[[list[int]], list[list[list[int]]]]:
+        """From the samples of a step to its plan."""
+        world_size, bound = self.world_size, self.tokens_per_micro_batch
+        if bound is None:
+            return lambda samples: plan_by_count(samples, world_size, self.num_micro_batches, self.micro_batch_size)
+        tokens = np.array(lengths)
+        costs = tokens + (self.pair_cost * tokens**2).astype(np.int64)
+        return lambda samples: plan_by_tokens(samples, tokens[samples], world_size, bound, costs[samples])
 
 
 @dataclass(frozen=True)
@@ -126,10 +144,11 @@ def windows(
 
     Any step can be started from at once, for its samples follow from the order and its number.
     """
-    plans = _PlannedSteps(dataset, layout, order, start_step, num_steps)
+    planned = itertools.islice(layout.steps(order, dataset.lengths, start_step), num_steps - start_step)
+    plans, ahead = itertools.tee(planned)  # planned once, though the loader runs ahead of the loop
     loader = torch.utils.data.DataLoader(
         dataset,
-        batch_sampler=_MicroBatches(plans),
+        batch_sampler=(micro_batch for _, plan in ahead for micro_batch in plan[layout.rank]),
         num_workers=num_workers,
         collate_fn=partial(_micro_batch, options=dataset.pictures),
         generator=torch.Generator(),  # the loader draws a seed, by default from the global one
@@ -153,29 +172,3 @@ def _micro_batch(samples: list[LoadedSample | BrokenSample], options: PictureOpt
         num_targets=len(batch.targets),
         broken=tuple(sample for sample in samples if isinstance(sample, BrokenSample)),
     )
-
-
-@dataclass(frozen=True)
-class _PlannedSteps:
-    """The samples and the plan of every step, made anew each time it is iterated: the loader runs ahead of the loop."""
-
-    dataset: EncodedDataset
-    layout: Layout
-    order: SampleOrder
-    start_step: int
-    num_steps: int
-
-    def __iter__(self) -> Iterator[tuple[list[int], list[list[list[int]]]]]:
-        steps = self.layout.steps(self.order, self.dataset.lengths, self.start_step)
-        yield from itertools.islice(steps, self.num_steps - self.start_step)
-
-
-@dataclass(frozen=True)
-class _MicroBatches:
-    """This rank's micro-batches of all steps in a row, as lists of indices: a batch sampler for torch's DataLoader."""
-
-    plans: _PlannedSteps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _, plan in self.plans:
-            yield from plan[self.plans.layout.rank]

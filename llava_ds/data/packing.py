@@ -3,8 +3,15 @@
 The plan follows from the samples' lengths alone, so every rank makes the same one and nothing is communicated.
 """
 
+import bisect
+import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+_EVEN_ENOUGH = 0.01  # of a pack: the heaviest and the lightest may differ by this
+_EXCHANGES = 2  # of samples, per pack, at most
 
 
 def plan_by_count(
@@ -52,24 +59,150 @@ def plans_across_epochs(
                 step = []
 
 
-def plan_by_tokens(samples: list[int], lengths: list[int], world_size: int, max_tokens: int) -> list[list[list[int]]]:
-    """Balanced packs of at most max_tokens tokens each (a longer sample is a pack of its own).
+def plan_by_tokens(
+    samples: list[int],
+    lengths: Sequence[int],
+    world_size: int,
+    max_tokens: int,
+    costs: Sequence[int] | None = None,
+) -> list[list[list[int]]]:
+    """Packs of at most max_tokens tokens (a longer sample is one of its own), in few rounds and evened out by cost.
 
-    lengths: tokens of each of the samples. Returns [rank][micro-batch] -> samples; every rank has the same number of
-    micro-batches, as ZeRO-3 needs, and some may be empty. Longest first into the pack with the fewest tokens.
+    lengths and costs are of each of the samples, above 0; without costs it is the tokens that are evened out. Returns
+    [rank][micro-batch] -> samples, heaviest first: as many on every rank, as ZeRO-3 needs, and empty ones only where
+    samples are too few. In a round every rank waits for the slowest: packs of one cost waste nothing, full ones and a
+    light last one do.
     """
-    order = sorted(range(len(samples)), key=lambda i: (-lengths[i], i))
-    rounds = max(1, -(-sum(min(length, max_tokens) for length in lengths) // (max_tokens * world_size)))
-    while True:
-        packs: list[list[int]] = [[] for _ in range(world_size * rounds)]
-        fill = [0] * len(packs)
-        for i in order:
-            target = min(range(len(packs)), key=lambda p: (fill[p], p))
-            packs[target].append(i)
-            fill[target] += lengths[i]
-        if all(tokens <= max_tokens or len(pack) == 1 for tokens, pack in zip(fill, packs)):
+    lengths = np.asarray(lengths, np.int64)
+    costs = lengths if costs is None else np.asarray(costs, np.int64)
+    fewest = _whole_rounds(_least_packs(lengths, max_tokens), world_size)
+    packs = _even_packs(lengths, costs, fewest, max_tokens)
+    if packs is None:
+        full = _best_fit(lengths, max_tokens)
+        most = _whole_rounds(len(full), world_size)
+        packs = _even_packs(lengths, costs, most, max_tokens) if most > fewest else None
+        packs = packs or full + [[] for _ in range(most - len(full))]
+    # What is heaviest runs out of memory, if anything does: at once, and not in an hour.
+    cost_of = costs.tolist()
+    packs = sorted(packs, key=lambda pack: -sum([cost_of[i] for i in pack]))
+    packs = [[samples[i] for i in pack] for pack in packs]
+    return [packs[rank::world_size] for rank in range(world_size)]
+
+
+def _whole_rounds(num_packs: int, world_size: int) -> int:
+    return max(1, -(-num_packs // world_size)) * world_size
+
+
+def _least_packs(lengths: np.ndarray, max_tokens: int) -> int:
+    """Packs that are needed at the very least."""
+    own = lengths > max_tokens
+    total = int(lengths[~own].sum())
+    halves = int((2 * lengths > max_tokens).sum())  # no two of them go together
+    return max(halves, int(own.sum()) - (-total // max_tokens))
+
+
+def _even_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_tokens: int) -> list[list[int]] | None:
+    """Positions of the samples in packs of nearly one cost; None if these don't keep the bound."""
+    count = len(lengths)
+    packs, loads = _spread(costs, num_packs)
+    mean, by_tokens = sum(loads) / num_packs, costs is lengths
+    slack = min(_EVEN_ENOUGH * mean, max_tokens - mean) if by_tokens else _EVEN_ENOUGH * mean
+    _even(packs, loads, count, max(0, int(slack)), 0)
+    places = [[entry % count for entry in pack] for pack in packs]
+    if not by_tokens:
+        tokens = lengths.tolist()
+        loads = [sum([tokens[i] for i in pack]) for pack in places]
+        if max(loads) > max_tokens:  # packs of one cost are not of one length
+            packs = [sorted([i - tokens[i] * count for i in pack]) for pack in places]
+            _even(packs, loads, count, 0, max_tokens)
+            places = [[entry % count for entry in pack] for pack in packs]
+    return places if all(load <= max_tokens or len(pack) < 2 for load, pack in zip(loads, places)) else None
+
+
+def _entries(weights: np.ndarray) -> list[int]:
+    """Weight and position of every sample as one number, rising from the heaviest: quick to sort, find and move.
+
+    entry // count is the weight below zero, entry % count the position.
+    """
+    count = len(weights)
+    return np.sort(np.arange(count) - weights * count).tolist()
+
+
+def _spread(weights: np.ndarray, num_packs: int) -> tuple[list[list[int]], list[int]]:
+    """The heaviest first, each into the lightest pack. Returns packs of entries, and the weight of each."""
+    count = len(weights)
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    heap = list(range(num_packs))  # weight * num_packs + pack
+    for entry in _entries(weights):
+        lightest = heap[0]
+        packs[lightest % num_packs].append(entry)
+        heapq.heapreplace(heap, lightest - entry // count * num_packs)
+    loads = [0] * num_packs
+    for load in heap:
+        loads[load % num_packs] = load // num_packs
+    return packs, loads
+
+
+def _best_fit(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
+    """Positions of the samples in packs: the longest first, each into the fullest that has room."""
+    packs: list[list[int]] = []
+    count = len(lengths)
+    rooms: list[int] = []  # room * count + pack, sorted
+    for entry in _entries(lengths):
+        length = -(entry // count)
+        found = bisect.bisect_left(rooms, length * count)
+        if found < len(rooms):
+            room = rooms.pop(found) - length * count
+        else:
+            room = max(0, max_tokens - length) * count + len(packs)
+            packs.append([])
+        packs[room % count].append(entry % count)
+        bisect.insort(rooms, room)
+    return packs
+
+
+def _even(packs: list[list[int]], loads: list[int], count: int, slack: int, bound: int) -> None:
+    """Exchange samples of the heaviest packs for lighter ones of the lightest, in place.
+
+    Until they are no more than slack apart, or none is above bound, or nothing helps. packs of entries; loads: their
+    weights; count: samples. None becomes heavier than the heaviest was, and what is alone in a heavy one stays so.
+    """
+    ranked = sorted(zip(loads, range(len(packs))))
+    for _ in range(_EXCHANGES * len(packs)):
+        (heavy, h), (light, p) = ranked[-1], ranked[0]
+        if heavy - light <= slack or heavy <= bound:
             break
-        rounds += 1
-    # Back to the samples' order within a pack, and packs dealt out heaviest first.
-    packs = [sorted(pack) for pack in sorted(packs, key=lambda pack: -sum(lengths[i] for i in pack))]
-    return [[[samples[i] for i in packs[r * world_size + rank]] for r in range(rounds)] for rank in range(world_size)]
+        del ranked[-1]
+        entry, other = _exchange(packs[h], packs[p], heavy - light, slack, count) if len(packs[h]) > 1 else (0, 0)
+        if not entry:  # the next one may have something to give
+            continue
+        packs[h].remove(entry)
+        bisect.insort(packs[p], entry)
+        if other:
+            packs[p].remove(other)
+            bisect.insort(packs[h], other)
+        moved = other // count - entry // count
+        loads[h], loads[p] = heavy - moved, light + moved
+        del ranked[0]
+        bisect.insort(ranked, (loads[h], h))
+        bisect.insort(ranked, (loads[p], p))
+
+
+def _exchange(heavy: list[int], light: list[int], apart: int, slack: int, count: int) -> tuple[int, int]:
+    """An entry of the heavy pack and one of the light one, or 0 for none, whose exchange halves what they are apart.
+
+    As nearly as there are two, or well within slack. (0, 0) if none bring them nearer to each other.
+    """
+    half = apart * count // 2
+    best, found = half - count, (0, 0)
+    for entry in heavy:
+        wanted = entry + half
+        k = bisect.bisect_left(light, wanted)
+        other = light[k] if k < len(light) else 0
+        if abs(other - wanted) < best:
+            best, found = abs(other - wanted), (entry, other)
+        if k and wanted - light[k - 1] < best:
+            best, found = wanted - light[k - 1], (entry, light[k - 1])
+        if best <= slack * count // 4:
+            break
+    return found

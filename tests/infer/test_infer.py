@@ -18,9 +18,10 @@ from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.encode import Encoder, EncodingOptions
-from llava_ds.data.images import load_image, to_pixels
+from llava_ds.data.images import load_image
 from llava_ds.data.sample import Message
 from llava_ds.data.sources import read_samples
+from llava_ds.data.squares import to_pixels
 from llava_ds.data.templates import render_prompt
 from llava_ds.export.check import compare_reloaded
 from llava_ds.geometry import PictureOptions, media_layout
