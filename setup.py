@@ -26,7 +26,7 @@ setup(
         "protobuf",
         "datasets>=4",
         "safetensors",
-        "pillow>=11",
+        "pillow>=11.2",
         "numpy",
         "pydantic>=2",  # these two come with deepspeed
         "psutil",

@@ -209,7 +209,10 @@ class TrainingArguments:
     """How it trains, and what it leaves."""
 
     deepspeed_config: str | None = HfArg(
-        default=None, aliases=["--deepspeed"], help="DeepSpeed JSON; every value 'auto' is filled from the flags."
+        default=None,
+        aliases=["--deepspeed"],
+        help="DeepSpeed JSON; every value 'auto' is filled from the flags. auto: the fastest of ds_configs/ in which "
+        "the run fits, by run/estimate.py (./auto names a file).",
     )
     output_dir: str | None = HfArg(default=None, help="Folder for everything that the run leaves.")
     num_train_epochs: float = HfArg(default=1.0, help="Passes over the data (above 0).")
@@ -221,10 +224,11 @@ class TrainingArguments:
         help="Samples per optimizer step over all ranks. Given, accumulation follows from it, so that the same run "
         "results on any number of ranks; --per_device_train_batch_size is then an upper bound.",
     )
-    tokens_per_micro_batch: int | None = HfArg(
+    tokens_per_micro_batch: int | str | None = HfArg(
         default=None,
         help="Lay the samples of an optimizer step on ranks and micro-batches of at most this many tokens, balanced, "
-        "instead of by count. Changes the layout only: loss and gradient stay those of the step.",
+        "instead of by count. auto: as many as memory has room for and a step needs. Changes the layout only: loss and "
+        "gradient stay those of the step.",
     )
     steps_across_epochs: bool | None = HfArg(
         default=None,
@@ -271,11 +275,20 @@ class TrainingArguments:
     bf16: bool = HfArg(default=False, help="Train in bfloat16 with fp32 master weights.")
     fp16: bool = HfArg(default=False, help="Train in float16 with loss scaling (needs a GPU).")
     tf32: bool = HfArg(default=False, help="Allow TF32 matrix products for fp32 on CUDA.")
-    gradient_checkpointing: bool = HfArg(
-        default=False, help="Recompute the language model's layers in backward to save memory."
+    gradient_checkpointing: str = HfArg(
+        default="off",
+        metadata={"nargs": "?", "const": "all"},
+        help="Layers of the language model (and of a tower that trains) that run again in backward instead of keeping "
+        "what they made: off (False), all (True), or auto: as few as memory allows, which the largest micro-batch "
+        "shows before the first step.",
     )
     gradient_checkpointing_every_n_layers: int = HfArg(
-        default=1, help="With --gradient_checkpointing: recompute every n-th layer only (at least 1)."
+        default=1, help="With --gradient_checkpointing all: recompute every n-th layer only (at least 1)."
+    )
+    activation_memory_gb: float | None = HfArg(
+        default=None,
+        help="GB (10^9 bytes) of each device that a micro-batch's activations may take, for --gradient_checkpointing "
+        "auto and --tokens_per_micro_batch auto; absent: what is free. For a GPU that is shared.",
     )
     torch_compile: bool = HfArg(
         default=False,
@@ -283,6 +296,11 @@ class TrainingArguments:
     )
     torch_compile_backend: str | None = HfArg(
         default=None, help="Backend that --torch_compile takes; absent: inductor, as torch has it."
+    )
+    use_liger_kernel: bool = HfArg(
+        default=False,
+        help="Use Liger's fused norms, rotary positions and SwiGLU in the language model (needs a GPU and the extra "
+        "llava_ds[liger]), after comparing them with transformers' own on a small copy.",
     )
     seed: int = HfArg(default=42, help="Seed of initialisation and dropout.")
     data_seed: int | None = HfArg(default=None, help="Seed of the sample order; absent: --seed.")

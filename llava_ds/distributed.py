@@ -58,7 +58,7 @@ def init_ranks() -> Ranks:
     if note is not None:
         print_first(note)
     local_rank = int(os.environ["LOCAL_RANK"])
-    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    local_size = local_ranks()
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         _use_gloo_without_compiling(accelerator)
@@ -85,6 +85,11 @@ def init_ranks() -> Ranks:
     ranks = Ranks(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), device, patient)
     check_same(_versions(), ranks, "install the same on every machine: pip install -c constraints.txt -e .")
     return ranks
+
+
+def local_ranks() -> int:
+    """How many ranks this machine has, as the launcher tells them."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def device_index(local_rank: int, num_devices: int, started_by_srun: bool) -> int:
@@ -224,7 +229,8 @@ def _use_gloo_without_compiling(accelerator) -> None:
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all ranks, in place."""
-    torch.distributed.all_reduce(values)
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(values)
     return values
 
 

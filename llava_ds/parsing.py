@@ -22,6 +22,13 @@ from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
 
 NO = ("False", "false", "0")
 
+# Values of --gradient_checkpointing: LLaVA's scripts say whether, as Hugging Face's do.
+CHECKPOINTING = {
+    **{name: name for name in ("off", "all", "auto")},
+    **dict.fromkeys(("true", "t", "yes", "y", "1"), "all"),
+    **dict.fromkeys(("false", "f", "no", "n", "0"), "off"),
+}
+
 # Flags of LLaVA's and LLaVA-NeXT's scripts whose wish is met, or does not arise, here: the values that may be given
 # (None: any), and why no code reads them. They are named once at the start of a run.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
@@ -42,6 +49,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "verbose_logging": (None, "what a run says does not depend on it"),
 }
 
+CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
 PATHS = (
     "model_name_or_path",
     "model_base",
@@ -128,7 +136,8 @@ def parse_arguments(
     if args.model.lora_weight_path == "":  # LLaVA's way to say none
         args = args.replaced(lora_weight_path=None)
 
-    notes, problems = [], []
+    args, problems = _typed(args)
+    notes = []
     for name, (allowed, reason) in WITHOUT_EFFECT.items():
         value = getattr(rest, name)
         if value is None:
@@ -142,6 +151,24 @@ def parse_arguments(
     if problems:
         raise ConfigError("\n".join(problems))
     return args, notes
+
+
+def _typed(args: Arguments) -> tuple[Arguments, list[str]]:
+    """The flags that take words beside numbers or beside True and False, as code reads them, and a line for each value
+    that is neither."""
+    values, problems = {}, []
+    asked = args.training.gradient_checkpointing
+    if (known := CHECKPOINTING.get(asked.lower())) is None:
+        problems.append(f"--gradient_checkpointing {asked} is unknown: give off, all or auto (or False or True)")
+    values["gradient_checkpointing"] = known or "off"
+    tokens = args.training.tokens_per_micro_batch
+    if tokens not in (None, "auto"):
+        try:
+            values["tokens_per_micro_batch"] = int(tokens)
+        except ValueError:
+            problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, or auto")
+            values["tokens_per_micro_batch"] = None
+    return args.replaced(**values), problems
 
 
 def data_problems(args: Arguments) -> list[str]:
@@ -229,6 +256,16 @@ def training_problems(args: Arguments) -> list[str]:
     ):
         value = args.as_dict()[name]
         check(value is None or (math.isfinite(value) and value >= 0), f"--{name} is {value}: give 0 or more")
+    budget = training.activation_memory_gb
+    check(
+        budget is None or (math.isfinite(budget) and budget > 0),
+        f"--activation_memory_gb is {budget}: give GB above 0, like 40",
+    )
+    check(
+        budget is None or "auto" in (training.gradient_checkpointing, training.tokens_per_micro_batch),
+        f"--activation_memory_gb {budget} is what --gradient_checkpointing auto and --tokens_per_micro_batch auto may "
+        "use: give one of them, or leave it out",
+    )
     for name in ("adam_beta1", "adam_beta2"):
         check(0 <= args.as_dict()[name] < 1, f"--{name} is {args.as_dict()[name]}: give a value from 0 to below 1")
     check(0 <= training.warmup_ratio <= 1, f"--warmup_ratio is {training.warmup_ratio}: give a value from 0 to 1")
@@ -255,12 +292,13 @@ def training_problems(args: Arguments) -> list[str]:
     )
     check(
         training.deepspeed_config is not None,
-        "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json",
+        "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json, or give auto",
     )
     for name in ("deepspeed_config", "pretrain_mm_mlp_adapter"):
         value = args.as_dict()[name]
         missing = "that is a folder: name a file in it" if os.path.isdir(value or "") else "there is no such file"
-        check(value is None or os.path.isfile(value), f"--{name} {value}: {missing}")
+        chosen = name == "deepspeed_config" and value == CHOOSE_DS_CONFIG
+        check(value is None or chosen or os.path.isfile(value), f"--{name} {value}: {missing}")
     check(
         training.output_dir is None or can_be_made(training.output_dir),
         f"--output_dir {training.output_dir} can't be written to: name another folder",
@@ -365,7 +403,7 @@ def lora_problems(args: Arguments) -> list[str]:
 def _below(args: Arguments, **least: int) -> list[str]:
     """A line for every flag below the least that it may be."""
     values = args.as_dict()
-    wrong = [name for name in least if values[name] is not None and values[name] < least[name]]
+    wrong = [name for name in least if values[name] not in (None, "auto") and values[name] < least[name]]
     return [f"--{name} is {values[name]}: give {least[name]} or more" for name in wrong]
 
 

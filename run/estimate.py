@@ -1,7 +1,7 @@
 """How much memory training needs: python run/estimate.py --model llava-v1.5-7b --num_gpus 8 --gpu_memory 80
 
 Takes the flags of run/train.py (recipes too), and instead of folders a named size or a number of parameters. No weights
-are read and no GPU is needed. GB are 10**9 bytes.
+are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose.
 """
 
 import argparse
@@ -14,13 +14,14 @@ from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import exit_for_bad_input, quiet_libraries
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
-from llava_ds.parsing import parse_arguments
+from llava_ds.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
+from llava_ds.tools.choice import choose_ds_config
 from llava_ds.tools.fitting import GB, Run, advice, as_json, description, table
-from llava_ds.tools.planned import planned_run
+from llava_ds.tools.planned import Data, planned_run
 from llava_ds.tools.shapes import NAMED, ModelShape, shape_named, shape_of_folders
 
-DS_CONFIG = Path(__file__).parents[1] / "ds_configs" / "zero3.json"
+DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 MOST_GPUS = 100_000
 SUPERVISED = 0.25  # of the tokens; LLaVA-1.5's instruction data have about a sixth
 
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> None:
     if own.json:
         print(json.dumps(as_json(run, gpu_memory), indent=1))
         return
-    print(*description(run), *table(run, gpu_memory), sep="\n")
+    print(*description(run), *said_of_auto(args, run, gpu_memory), *table(run, gpu_memory), sep="\n")
     if gpu_memory is not None:
         print(advice(run, gpu_memory))
 
@@ -97,10 +98,29 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
         own.zero_stage is None or training.deepspeed_config is None,
         "--zero_stage and --deepspeed_config both name a stage: give one of them",
     )
+    check(
+        training.deepspeed_config != CHOOSE_DS_CONFIG or own.gpu_memory is not None,
+        "--deepspeed_config auto chooses what fits a GPU: give --gpu_memory",
+    )
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_micro_batch"):
         value = getattr(training, name)
-        check(value is None or value >= 1, f"--{name} is {value}: give 1 or more")
+        check(value in (None, "auto") or value >= 1, f"--{name} is {value}: give 1 or more")
     return found
+
+
+def said_of_auto(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]:
+    """A line about what auto would choose, where a flag says it."""
+    names = ("tokens_per_micro_batch", "gradient_checkpointing")
+    asked = ", ".join(f"--{name}" for name in names if getattr(args.training, name) == "auto")
+    if not asked or run.batch is None:
+        return []
+    if gpu_memory is None and args.training.activation_memory_gb is None:
+        return [f"auto ({asked}) goes by memory: give --gpu_memory; here it is as if there were enough of it"]
+    tokens, again = run.batch.num_tokens, run.batch.num_recomputed
+    return [
+        f"auto ({asked}), as estimated: {tokens:,} tokens a micro-batch, {again} of {run.shape.text.num_layers} layers "
+        "run again"
+    ]
 
 
 def read_run(own: argparse.Namespace, args: Arguments) -> Run:
@@ -112,28 +132,36 @@ def read_run(own: argparse.Namespace, args: Arguments) -> Run:
             args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
         shape = shape_of_folders(args)
     resolved = resolve(own, args, shape)
+    longest = args.data.model_max_length
     return planned_run(
         shape,
         resolved,
+        # Without data every sample may be a longest one.
+        Data(longest, own.supervised_fraction, share=resolved.args.training.per_device_train_batch_size * longest),
         num_gpus=own.num_gpus,
         gpus_per_node=own.gpus_per_node,
-        longest_sample=args.data.model_max_length,
-        supervised_fraction=own.supervised_fraction,
+        memory=None if own.gpu_memory is None else own.gpu_memory * GB,
     )
 
 
 def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> ResolvedConfig:
     """The DeepSpeed JSON as training would fill it on these GPUs."""
-    raw = read_ds_config(args.training.deepspeed_config or DS_CONFIG)
+    hidden_size = shape.text.hidden if shape.text is not None else 4096
+    training_on = {"world_size": own.num_gpus, "hidden_size": hidden_size, "device_type": "cuda", "here": False}
+    if args.training.deepspeed_config == CHOOSE_DS_CONFIG:
+        memory, per_node = own.gpu_memory * GB, own.gpus_per_node
+        raw, line = choose_ds_config(
+            DS_CONFIGS, shape, args, ranks_per_node=per_node, device_memory=memory, **training_on
+        )
+        print(line, file=sys.stderr)
+        return resolve_ds_config(raw, args, **training_on)
+    raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
     if args.training.deepspeed_config is None:
         default_stage = 2 if trains_projector_only(args.model) else 3
         raw["zero_optimization"]["stage"] = default_stage if own.zero_stage is None else own.zero_stage
         if not {"bf16", "fp16"} & args.given:
             args = args.replaced(bf16=True)
-    hidden_size = shape.text.hidden if shape.text is not None else 4096
-    return resolve_ds_config(
-        raw, args, world_size=own.num_gpus, hidden_size=hidden_size, device_type="cuda", here=False
-    )
+    return resolve_ds_config(raw, args, **training_on)
 
 
 if __name__ == "__main__":

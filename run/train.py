@@ -11,15 +11,12 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from llava_ds.arguments import Arguments, steps_go_across_epochs, trained_parts, trains_projector_only
+from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
-from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.collator import collate
 from llava_ds.data.dataset import EncodedDataset, check_same_data, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
-from llava_ds.data.loader import Layout, windows
-from llava_ds.data.sampler import SampleOrder
+from llava_ds.data.loader import Layout, sample_order, windows
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
     Ranks,
@@ -33,38 +30,47 @@ from llava_ds.distributed import (
     quiet_libraries,
     together,
 )
-from llava_ds.ds_config.activation import asks_for
 from llava_ds.ds_config.compilation import deep_compiles
 from llava_ds.ds_config.engine import check_engine
+from llava_ds.ds_config.moments import num_moments
 from llava_ds.ds_config.native import compiling_notes
 from llava_ds.ds_config.optimizer import kernels_of
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
-from llava_ds.export.card import write_card
-from llava_ds.export.check import compare_reloaded, room_to_compare
 from llava_ds.export.finished import Finished, export_format
-from llava_ds.export.shards import num_bytes, parse_size
+from llava_ds.export.leave import leave_result
+from llava_ds.export.shards import parse_size
 from llava_ds.export.trial import try_export
-from llava_ds.export.write import export_live, export_live_projector, planned_entries
+from llava_ds.export.write import planned_entries
 from llava_ds.geometry import PictureOptions
+from llava_ds.model.attention import attention_report
 from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.compiled import compile_layers
+from llava_ds.model.flops import model_flops
 from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
-from llava_ds.model.quantize import exact_products
-from llava_ds.model.recompute import recompute_layers
-from llava_ds.parsing import GROUPINGS, PATHS, build_parser, parse_arguments, read_recipe
-from llava_ds.report.history import write_trainer_state
+from llava_ds.model.liger import check_liger, use_liger
+from llava_ds.model.recompute import mark_layers
+from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS, build_parser, parse_arguments, read_recipe
+from llava_ds.report.peak import peak_flops
 from llava_ds.report.progress import Progress
-from llava_ds.report.run_record import read_run_record, write_run_record
+from llava_ds.report.run_record import write_run_record
 from llava_ds.report.skipped import SkippedLog
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
+from llava_ds.tools.choice import choose_for_ranks
+from llava_ds.tools.here import planned_here, tokens_per_micro_batch
+from llava_ds.tools.shapes import shape_of
+from llava_ds.train.guard import settle_skipped_steps
+from llava_ds.train.kept import choose_layers
 from llava_ds.train.loop import StepResult, TrainState, train
 from llava_ds.train.optimizer import start_engine
+from llava_ds.train.out_of_memory import MemoryWatch
+from llava_ds.train.rehearsal import heaviest_micro_batch, missing_states, rehearse
 from llava_ds.train.schedule import describe_schedule, total_steps
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 
 RECIPES = Path(__file__).parent / "recipes"
+DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 
 def main(argv: list[str]) -> None:
@@ -72,10 +78,13 @@ def main(argv: list[str]) -> None:
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
     args, more_notes = take_from_model(args)
     max_shard_bytes = parse_size(args.training.max_shard_size)
-    raw_config = read_ds_config(args.training.deepspeed_config)
+    chooses = args.training.deepspeed_config == CHOOSE_DS_CONFIG
+    raw_config = {} if chooses else read_ds_config(args.training.deepspeed_config)
     ranks = init_ranks()
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
+    if args.training.use_liger_kernel:
+        check_liger(ranks.device)
 
     # What will be trained on what: all of it is read and checked before a model is built.
     with first_rank_first(ranks):
@@ -88,30 +97,31 @@ def main(argv: list[str]) -> None:
     pictures = plan.tower.pictures(args)
     form, lines = ("adapter", []) if args.model.lora_enable else export_format(args, plan, pictures)
     print_first(*lines)
+    if chooses:
+        shape = shape_of(plan.text_config, plan.tower, args)
+        raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, plan.hidden_size, ranks)
+        print_first(line)
+    asked = args
     resolve = partial(
         resolve_ds_config,
         raw_config,
-        args,
         world_size=ranks.world_size,
         hidden_size=plan.hidden_size,
         device_type=ranks.device.type,
     )
     # What the data makes no difference to is refused before it is read.
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
-    args = together(ranks, partial(resolve, num_steps=known_steps)).args
+    known = together(ranks, partial(resolve, asked, num_steps=known_steps))
+    args = known.args
     dataset = _open_data(args, plan, pictures, ranks)
-    layout = Layout(
-        ranks.rank,
-        ranks.world_size,
-        args.training.per_device_train_batch_size,
-        args.training.gradient_accumulation_steps,
-        args.training.tokens_per_micro_batch,
-        steps_go_across_epochs(args.training),
-    )
-    order = _sample_order(args, dataset, layout)
+    order = sample_order(args, dataset, ranks)
+    tokens = tokens_per_micro_batch(known, plan, dataset, order, ranks)
+    flops = model_flops(plan.text_config, plan.tower, args.model)
+    layout = Layout.of(args.training, ranks, tokens, flops.pair_cost)
+    asked, args = (flags.replaced(tokens_per_micro_batch=tokens) for flags in (asked, args))
     per_epoch = layout.steps_per_epoch(order)
     num_steps = total_steps(args.training, per_epoch)
-    resolved = together(ranks, partial(resolve, num_steps=num_steps))
+    resolved = together(ranks, partial(resolve, asked, num_steps=num_steps))
     # A compiler that only some machines have decides which Adam is filled in.
     same = {"the resolved optimizer": resolved.config.get("optimizer")}
     check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
@@ -123,9 +133,10 @@ def main(argv: list[str]) -> None:
     resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))
     _print_plan(args, resolved, dataset, layout, num_steps, per_epoch, lines)
     if args.training.dry_run:
+        planned = planned_here(resolved, plan, dataset, order, ranks)
         if ranks.is_first:
             print_first(*dry_run.first_batch(dataset, layout, order, resume.step, num_steps, plan.tokenizer))
-            print_first(*dry_run.memory(resolved, plan, dataset, ranks))
+            print_first(*dry_run.memory(planned, ranks))
         return
     checkpoint.set_aside(output_dir, resume, ranks)
     if ranks.is_first:
@@ -140,31 +151,42 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(args.training.seed)
     torch.backends.cuda.matmul.allow_tf32 = args.training.tf32
     model = build_model(plan, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
+    print_first(attention_report(plan.text_config, ranks.device, resolved.compute_dtype), plan.last_layer_note())
+    if args.training.use_liger_kernel:
+        print_first(*use_liger(model.language_model, plan.text_config, ranks.device, resolved.dtype))
     choose_trainable(model, args)
-    if args.training.gradient_checkpointing:
-        block = resolved.config.get("activation_checkpointing") if asks_for(resolved.config) else None
-        every = args.training.gradient_checkpointing_every_n_layers
-        count = recompute_layers(model.language_model, every, block)
-        print_first(f"{count} layers of the language model run again in backward")
-        if "vision_tower" in trained_parts(args.model):
-            count = recompute_layers(model.vision_tower.tower, every)
-            print_first(f"{count} layers of the vision tower run again in backward")
+    recomputed, lines = mark_layers(model, args, resolved.config)
+    print_first(*lines)
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe(model, groups))
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
     engine = start_engine(model, groups, resolved, num_steps, ranks.device)
     check_engine(engine, resolved)
+    if resume.path is not None:
+        checkpoint.restore(engine, resume, ranks)
+    state = TrainState(resume.step)
+    moments, budget = num_moments(resolved.config), args.training.activation_memory_gb
+    watch = MemoryWatch(engine, resolved, dataset, layout, order, state, ranks)
+    heaviest, chooses_layers = None, args.training.gradient_checkpointing == "auto"
+    if state.step < num_steps and (ranks.device.type == "cuda" or chooses_layers):
+        heaviest = heaviest_micro_batch(dataset, layout, order, state.step, num_steps, ranks.device)
+    if heaviest and chooses_layers:
+        with watch.rehearsal(heaviest):
+            print_first(*choose_layers(engine, heaviest, recomputed, moments, budget, ranks))
     if deep_compiles(resolved.config):
         engine.compile()
     elif args.training.torch_compile:
         count = compile_layers(model, args.training.torch_compile_backend)
         print_first(f"{count} layers are compiled when they first run")
-    if resume.path is not None:
-        checkpoint.restore(engine, resume, ranks)
+    if heaviest:
+        with watch.rehearsal(heaviest):
+            rehearse(engine, heaviest, missing_states(engine, moments))
+        del heaviest
 
     # Train.
-    state = TrainState(resume.step)
     allowed = 0 if args.data.on_bad_sample == "stop" else args.data.max_bad_fraction * dataset.num_records
+    peak, line = peak_flops(ranks.device, resolved.compute_dtype)
+    print_first(line)
     skipped = SkippedLog(output_dir / "skipped.jsonl", dataset.rejections(), allowed, resume.step, ranks)
     progress = Progress(
         output_dir,
@@ -173,6 +195,8 @@ def main(argv: list[str]) -> None:
         steps_per_epoch=per_epoch,
         batch_size=layout.batch_size,
         logging_steps=args.training.logging_steps,
+        flops=flops,
+        peak_flops=peak,
         skipped=skipped,
         ranks=ranks,
         monitor=engine.monitor,
@@ -181,8 +205,9 @@ def main(argv: list[str]) -> None:
     def after_step(result: StepResult) -> float:
         started = time.perf_counter()
         saves = _saves_at(args, result.step, num_steps)
-        progress.after_step(result, engine.skipped_steps, flush=saves)
+        progress.after_step(result, flush=saves)
         if saves or (skipped.problem and args.training.save_strategy == "steps"):
+            settle_skipped_steps(engine)
             checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
         if skipped.problem:
             raise DataError(skipped.problem)
@@ -197,21 +222,13 @@ def main(argv: list[str]) -> None:
         num_workers=args.data.dataloader_num_workers,
         device=ranks.device,
     )
-    train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
+    with watch:
+        train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
     progress.close(title=f"{output_dir.name}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks")
     if resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
 
-    # What it leaves.
-    if ranks.is_first:
-        write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
-    if trains_projector_only(args.model):
-        paths = export_live_projector(finished, model, output_dir, ranks)
-        print_first(f"projector: {', '.join(map(str, paths))}")
-    elif args.model.lora_enable:
-        _export_adapter_and_check(engine, plan, args, dataset, output_dir, ranks)
-    else:
-        _export_and_check(engine, finished, form, max_shard_bytes, args, dataset, ranks)
+    leave_result(engine, finished, form, max_shard_bytes, args, dataset, ranks)
 
 
 def _defaults(argv: list[str]) -> dict[str, object]:
@@ -243,19 +260,6 @@ def _open_data(args: Arguments, plan: ModelPlan, pictures: PictureOptions, ranks
     return dataset
 
 
-def _sample_order(args: Arguments, dataset: EncodedDataset, layout: Layout) -> SampleOrder:
-    data, training = args.data, args.training
-    how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), "random" if data.shuffle else "file")
-    return SampleOrder(
-        num_samples=len(dataset),
-        batch_size=layout.batch_size,
-        seed=training.seed if training.data_seed is None else training.data_seed,
-        how=how,
-        lengths=dataset.lengths_for(how),
-        micro_batch_size=layout.micro_batch_size,
-    )
-
-
 def _saves_at(args: Arguments, step: int, num_steps: int) -> bool:
     training = args.training
     return training.save_strategy == "steps" and (step % training.save_steps == 0 or step == num_steps)
@@ -279,47 +283,6 @@ def _print_plan(
         *resolved.explain(),
         *lines,
     )
-
-
-def _export_and_check(
-    engine, finished: Finished, form: str, max_shard_bytes: int, args: Arguments, dataset: EncodedDataset, ranks: Ranks
-) -> None:
-    """The finished model's folder. transformers' is proven on one sample: it has to give the same logits."""
-    output_dir = Path(args.training.output_dir)
-    sample = dataset.example()
-    batch = collate([sample], dataset.pictures).to(ranks.device)
-    engine.eval()
-    with torch.no_grad():
-        # Not the engine, which would compute in autocast's precision: it is the weights that are compared.
-        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
-    export_live(finished, engine.module, form, output_dir, max_shard_bytes, ranks)
-    if not ranks.is_first:
-        return
-    write_card(output_dir, form, args, output_dir, read_run_record(output_dir)[1])
-    if form == "llava":
-        print(f"model: {output_dir} (in LLaVA's format)")
-    elif problem := room_to_compare(num_bytes(planned_entries(finished), finished.dtype)):
-        print(f"model: {output_dir} ({problem})")
-    else:
-        tower = engine.module.vision_tower
-        layouts = [layout for _, layout in sample.media]
-        difference = compare_reloaded(output_dir, batch, layouts, tower.mean, tower.std, logits)
-        print(f"model: {output_dir} (reloaded with transformers, logits differ by {difference:.1e} of the largest)")
-
-
-def _export_adapter_and_check(
-    engine, plan: ModelPlan, args: Arguments, dataset, output_dir: Path, ranks: Ranks
-) -> None:
-    """The folder of LLaVA and peft, proven on one sample: peft has to compute the same logits from it."""
-    batch = collate([dataset.example()], dataset.pictures).to(ranks.device)
-    engine.eval()
-    with torch.no_grad(), exact_products(engine.module):
-        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=ranks.device))
-        embeds = engine.module.embed(batch)
-    export_adapter(engine.module, plan, args.model, dataset.pictures, output_dir, ranks)
-    if ranks.is_first:
-        difference = compare_reloaded_adapter(output_dir, plan, args.model, embeds, logits)
-        print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,13 +60,27 @@ def test_all_stages_stand_side_by_side_with_a_verdict_and_advice(main, capsys):
 def test_flags_of_training_mean_the_same_here(figures):
     """A recipe's batch is shared out as on these GPUs, and the command line wins over it."""
     recipe = ("--model", "llava-v1.5-7b", "--recipe", str(ROOT / "run/recipes/llava-v1.5-7b-finetune.yaml"))
-    found = figures(*recipe, "--num_gpus", "32")
+    found = figures(*recipe, "--num_gpus", "32", "--gradient_checkpointing", "True")
     assert found["micro_batch"] == {
-        "num_tokens": 4 * 2048, "num_supervised": 2048, "num_tiles": 14, "checkpoint_every": 1
+        "num_tokens": 4 * 2048, "num_supervised": 2048, "num_tiles": 14, "num_recomputed": 32
     }  # fmt: skip
     found = figures(*recipe, "--num_gpus", "4", "--tokens_per_micro_batch", "4096", "--gradient_checkpointing", "False")
-    assert found["micro_batch"]["num_tokens"] == 4096 and found["micro_batch"]["checkpoint_every"] == 0
+    assert found["micro_batch"]["num_tokens"] == 4096 and found["micro_batch"]["num_recomputed"] == 0
     assert found["setup"]["accumulates"]
+
+
+def test_auto_is_shown_as_what_it_would_choose(main, capsys):
+    flags = ["--model", "llava-v1.5-7b", "--num_gpus", "8", "--tokens_per_micro_batch", "auto"]
+    auto = [*flags, "--per_device_train_batch_size", "16", "--gradient_checkpointing", "auto"]
+    said = []
+    for memory in ([], ["--gpu_memory", "80"], ["--gpu_memory", "40"]):
+        main([*auto, *memory])
+        said.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("auto (")))
+    assert "give --gpu_memory" in said[0]
+    # 80 GB have room for a full micro-batch of 8,192 tokens that keeps everything, 40 GB for one of them recomputed.
+    tokens, again = ([int(n.replace(",", "")) for n in re.findall(r"[\d,]*\d", line)[:2]] for line in said[1:])
+    assert tokens[0] > 8192 and tokens[1] == 0
+    assert again[0] == 8192 and 0 < again[1] <= 32
 
 
 def test_stage_1_trains_the_projector_alone(figures):

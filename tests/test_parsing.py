@@ -240,6 +240,8 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("image_grid_pinpoints", "[(24,48)]", "needs --image_aspect_ratio anyres, which is square"),
         ("on_bad_sample", "guess", "invalid choice: 'guess'"),
         ("bf16", "perhaps", "--bf16"),
+        ("tokens_per_micro_batch", "many", "give one, or auto"),
+        ("gradient_checkpointing", "some", "give off, all or auto"),
         ("save_steps", "many", "--save_steps"),
     ],
 )  # fmt: skip
@@ -277,6 +279,16 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
             "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",
         ),
         (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket makes another"),
+        (["--activation_memory_gb", "4"], "give one of them, or leave it out"),
+        (["--activation_memory_gb", "-1", "--gradient_checkpointing", "auto"], "is -1.0: give GB above 0"),
+        (
+            ["--loss_reduction", "micro_batch", "--tokens_per_micro_batch", "auto"],
+            "--loss_reduction micro_batch depends on the layout, which --tokens_per_micro_batch changes",
+        ),
+        (
+            ["--steps_across_epochs", "True", "--tokens_per_micro_batch", "auto"],
+            "--steps_across_epochs True counts in micro-batches of --per_device_train_batch_size samples",
+        ),
         (
             ["--steps_across_epochs", "True", "--tokens_per_micro_batch", "900"],
             "--steps_across_epochs True counts in micro-batches of --per_device_train_batch_size samples",
@@ -285,6 +297,32 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
 )
 def test_flags_that_do_not_go_together_are_refused(argv, expected):
     assert expected in refused(*NEEDED, *argv)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ((), "off"),
+        (("off",), "off"),
+        (("False",), "off"),
+        (("all",), "all"),
+        (("True",), "all"),
+        (("true",), "all"),
+        (("auto",), "auto"),
+    ],
+)
+def test_recomputation_is_asked_for_by_name_or_as_llavas_scripts_do(words, meant):
+    given = ["--gradient_checkpointing", *words] if words else []
+    args, _ = parse_arguments([*map(str, NEEDED), *given])
+    assert args.training.gradient_checkpointing == meant
+    bare, _ = parse_arguments([*map(str, NEEDED), "--gradient_checkpointing"])
+    assert bare.training.gradient_checkpointing == "all"
+
+
+def test_tokens_of_a_micro_batch_are_a_number_or_auto():
+    for word, meant in (("8192", 8192), ("auto", "auto")):
+        args, _ = parse_arguments([*map(str, NEEDED), "--tokens_per_micro_batch", word])
+        assert args.training.tokens_per_micro_batch == meant
 
 
 def test_missing_output_dir_and_config_are_named():
@@ -371,9 +409,11 @@ def test_llavas_lora_scripts_parse(lora_script):
 def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
     recipe = read_recipe(Path(__file__).parents[1] / "run" / "recipes" / "llava-v1.5-7b-lora.yaml")
     args, _ = parse_arguments(lora_script)
-    same = set(recipe) - {"train_batch_size", "save_steps"}
+    same = set(recipe) - {"train_batch_size", "save_steps", "gradient_checkpointing"}
     assert {name: args.as_dict()[name] for name in same} == {name: recipe[name] for name in same}
     assert recipe["train_batch_size"] == 16 * 8  # on the script's 8 GPUs
+    # The script recomputes every layer, whatever the memory: it changes no result.
+    assert (args.training.gradient_checkpointing, recipe["gradient_checkpointing"]) == ("all", "auto")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ FREE_FLAGS = {
     "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
     "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",
     "max_shard_size",
+    # Which layers run again in backward changes no result: what runs out of memory goes on with other values.
+    "gradient_checkpointing", "gradient_checkpointing_every_n_layers", "activation_memory_gb",
 }  # fmt: skip
 
 
@@ -122,6 +124,20 @@ class ResumePoint:
 
     path: Path | None = None
     step: int = 0
+
+
+def saved_flags(resume: str, output_dir: Path) -> dict[str, object]:
+    """The flags of the run that a resume would go on with, as its newest checkpoint has them; none for a fresh start.
+
+    Not of what was verified: for values that a run chose for itself and has to keep.
+    """
+    paths = {"auto": commit.checkpoints(output_dir), "never": []}.get(resume, [Path(resume)])
+    for path in paths:
+        try:
+            return json.loads((path / TRAINER).read_text(encoding="utf-8"))["identity"]["flags"]
+        except (OSError, ValueError, KeyError):
+            continue  # a damaged one, which is refused, and said so, where it is looked for
+    return {}
 
 
 def find_resume_point(resume: str, output_dir: Path, identity: RunIdentity) -> tuple[ResumePoint, list[str]]:

@@ -7,16 +7,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from llava_ds.arguments import Arguments, TrainingArguments, steps_go_across_epochs
 from llava_ds.batch import Batch
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 from llava_ds.data.sampler import SampleOrder
+from llava_ds.distributed import Ranks
 from llava_ds.geometry import PictureOptions
+from llava_ds.parsing import GROUPINGS
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,19 @@ class Layout:
     tokens_per_micro_batch: int | None
     across_epochs: bool = False
     pair_cost: float = 0.0
+
+    @classmethod
+    def of(cls, training: TrainingArguments, ranks: Ranks, tokens: int | None, pair_cost: float) -> "Layout":
+        """As the flags say. tokens: what --tokens_per_micro_batch came to."""
+        return cls(
+            ranks.rank,
+            ranks.world_size,
+            training.per_device_train_batch_size,
+            training.gradient_accumulation_steps,
+            tokens,
+            steps_go_across_epochs(training),
+            pair_cost,
+        )
 
     @property
     def batch_size(self) -> int:
@@ -84,14 +101,46 @@ class Layout:
         return lambda samples: plan_by_tokens(samples, tokens[samples], world_size, bound, costs[samples])
 
 
+def sample_order(args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> SampleOrder:
+    """The order that the flags ask for."""
+    data, training = args.data, args.training
+    how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), "random" if data.shuffle else "file")
+    return SampleOrder(
+        num_samples=len(dataset),
+        batch_size=ranks.world_size * training.per_device_train_batch_size * training.gradient_accumulation_steps,
+        seed=training.seed if training.data_seed is None else training.data_seed,
+        how=how,
+        lengths=dataset.lengths_for(how),
+        micro_batch_size=training.per_device_train_batch_size,
+    )
+
+
+class Counts(NamedTuple):
+    """What a rank, or all of them, compute in an optimizer step. Broken samples, and the blank picture of a batch that
+    has none, don't count.
+
+    targets: supervised tokens; micro_batches: those that have any; pairs: of tokens of which one sees the other, the
+    sum of L (L + 1) / 2 over samples of L tokens; tiles: squares that the vision tower sees.
+    """
+
+    samples: int
+    tokens: int
+    targets: int
+    micro_batches: int
+    pairs: int
+    tiles: int
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """A batch, and what it holds: samples, tokens and supervised tokens; broken samples are not in it."""
+    """A batch, and what it holds, as Counts has it; broken samples are not in it."""
 
     batch: Batch
     num_samples: int
     num_tokens: int
     num_targets: int
+    num_pairs: int
+    num_tiles: int
     broken: tuple[BrokenSample, ...]
 
     def pin_memory(self) -> "MicroBatch":
@@ -116,13 +165,13 @@ class Window:
         return [micro.batch for micro in self.micro_batches]
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """Samples, tokens, supervised tokens, and micro-batches with any, that this rank really has.
-
-        Broken samples are left out.
-        """
-        rows = [(m.num_samples, m.num_tokens, m.num_targets, int(m.num_targets > 0)) for m in self.micro_batches]
-        return tuple(map(sum, zip(*rows)))
+    def counts(self) -> Counts:
+        """What this rank really has."""
+        rows = (
+            (m.num_samples, m.num_tokens, m.num_targets, int(m.num_targets > 0), m.num_pairs, m.num_tiles)
+            for m in self.micro_batches
+        )
+        return Counts(*map(sum, zip(*rows)))
 
     @property
     def broken(self) -> list[BrokenSample]:
@@ -165,10 +214,13 @@ def windows(
 def _micro_batch(samples: list[LoadedSample | BrokenSample], options: PictureOptions) -> MicroBatch:
     shown = [sample for sample in samples if isinstance(sample, LoadedSample)]
     batch = collate(shown, options)
+    lengths = [len(sample.input_ids) for sample in shown]
     return MicroBatch(
         batch=batch,
         num_samples=len(shown),
-        num_tokens=sum(len(sample.input_ids) for sample in shown),
+        num_tokens=sum(lengths),
         num_targets=len(batch.targets),
+        num_pairs=sum(length * (length + 1) // 2 for length in lengths),
+        num_tiles=sum(len(tiles) for sample in shown for tiles, _ in sample.media),
         broken=tuple(sample for sample in samples if isinstance(sample, BrokenSample)),
     )

@@ -80,7 +80,9 @@ def plan_by_tokens(
     if packs is None:
         full = _best_fit(lengths, max_tokens)
         most = _whole_rounds(len(full), world_size)
-        packs = _even_packs(lengths, costs, most, max_tokens) if most > fewest else None
+        # One round more than is possible by arithmetic is often found where best fit needs two.
+        for num_packs in sorted({min(fewest + world_size, most), most} - {fewest}):
+            packs = packs or _even_packs(lengths, costs, num_packs, max_tokens)
         packs = packs or full + [[] for _ in range(most - len(full))]
     # What is heaviest runs out of memory, if anything does: at once, and not in an hour.
     cost_of = costs.tolist()

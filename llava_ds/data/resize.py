@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import numpy as np
+import pyarrow as pa
 import torch
 from PIL import Image
 
@@ -65,25 +66,34 @@ def _by_torch(
 ) -> torch.Tensor:
     """The picture, its corner there on a canvas of the colour, all of which is resized.
 
-    A pixel is an int32 of four bytes, as Pillow keeps it: quicker to fill and to copy than three of them, and nothing
-    has to be repacked for torch's kernel.
+    A pixel is an int32 of four bytes, as Pillow keeps it: read where it lies, for of a small picture's time the copies
+    and their fresh memory would take a third.
     """
+    parts = list(bands(canvas[0], image.height))
+    if len(parts) == 1 and canvas == image.size:
+        return _planes_of(_interpolated(_packed(image), size))
     filler = int.from_bytes(bytes((*colour, 255)), sys.byteorder, signed=True)
     narrow = torch.full((canvas[1], size[0]), filler, dtype=torch.int32)
-    for first, last in bands(canvas[0], image.height):
-        whole = last - first == image.height
-        band = _packed(image if whole else image.crop((0, first, image.width, last)))
+    for first, last in parts:
+        band = _packed(image if len(parts) == 1 else image.crop((0, first, image.width, last)))
         if canvas[0] > image.width:
             picture, band = band, torch.full((last - first, canvas[0]), filler, dtype=torch.int32)
             band[:, corner[0] : corner[0] + image.width] = picture
         narrow[corner[1] + first : corner[1] + last] = _interpolated(band, (size[0], last - first))
-    return _unpacked(_interpolated(narrow, size))[0, :3]
+    return _planes_of(_interpolated(narrow, size))
 
 
 def _packed(image: Image.Image) -> torch.Tensor:
-    """(h, w) int32."""
-    pixels = np.frombuffer(image.tobytes("raw", "RGBX"), np.int32).reshape(image.height, image.width)
-    return torch.from_numpy(pixels.copy())  # torch warns of memory that can't be written to
+    """(h, w) int32, the picture's own memory where it is in one piece: not to be written to."""
+    try:
+        pixels = pa.array(image).values
+    except ValueError:  # in several, which a band is only if the environment says so (PILLOW_BLOCK_SIZE, _ALIGNMENT)
+        pixels = pa.array(np.frombuffer(image.tobytes("raw", "RGBX"), np.uint8))
+    return torch.from_dlpack(pixels).view(torch.int32).view(image.height, image.width)
+
+
+def _planes_of(pixels: torch.Tensor) -> torch.Tensor:
+    return _unpacked(pixels)[0, :3]  # (3, h, w)
 
 
 def _unpacked(pixels: torch.Tensor) -> torch.Tensor:

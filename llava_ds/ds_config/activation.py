@@ -21,21 +21,21 @@ def resolve_activation_checkpointing(draft: Draft) -> None:
                     f"{needed} too, for DeepSpeed makes one buffer for that many partitioned inputs of layers"
                 )
     if (asked := asks_for(draft.config)) is None:
-        if "gradient_checkpointing_every_n_layers" in args.given and not args.training.gradient_checkpointing:
+        if "gradient_checkpointing_every_n_layers" in args.given and args.training.gradient_checkpointing != "all":
             every = args.training.gradient_checkpointing_every_n_layers
-            draft.refuse(f"--gradient_checkpointing_every_n_layers {every} needs --gradient_checkpointing True")
+            draft.refuse(f"--gradient_checkpointing_every_n_layers {every} needs --gradient_checkpointing all")
         return
-    if "gradient_checkpointing" in args.given and not args.training.gradient_checkpointing:
-        draft.refuse(
-            f"{SECTION}.{asked} is set in the DeepSpeed JSON but --gradient_checkpointing is False: remove one of them"
-        )
+    flag = args.training.gradient_checkpointing
+    if "gradient_checkpointing" in args.given and flag != "all":
+        remedy = "give all, or remove the section" if flag == "auto" else "remove one of them"
+        draft.refuse(f"{SECTION}.{asked} is set in the DeepSpeed JSON but --gradient_checkpointing is {flag}: {remedy}")
     if number is not None and "gradient_checkpointing_every_n_layers" in args.given:
         every = args.training.gradient_checkpointing_every_n_layers
         draft.refuse(
             f"{SECTION}.number_checkpoints is {number} in the DeepSpeed JSON but "
             f"--gradient_checkpointing_every_n_layers is {every}: remove one of them, both say which layers run again"
         )
-    draft.args = args.replaced(gradient_checkpointing=True)
+    draft.args = args.replaced(gradient_checkpointing="all")
 
 
 def asks_for(config: dict) -> str | None:

@@ -23,7 +23,7 @@ def resolve_compile(draft: Draft) -> None:
             "compile.deepcompile is true in the DeepSpeed JSON but --torch_compile is True: both compile the model, "
             "remove one of them"
         )
-    if training.gradient_checkpointing:  # which a section of the JSON that asks for something has set by now
+    if training.gradient_checkpointing != "off":  # which a section of the JSON that asks for something has set by now
         draft.refuse(
             "compile.deepcompile is true in the DeepSpeed JSON with activation checkpointing: DeepCompile decides by "
             "itself what is kept, remove one of them"

@@ -68,6 +68,11 @@ def _dtype(name: object) -> str | None:
     return next((short for short, names in DTYPES.items() if name in names), None)
 
 
+def torch_dtype(name: object) -> torch.dtype:
+    """torch's dtype of any name that DeepSpeed knows it by."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[_dtype(name)]
+
+
 def _gpu_without_bf16() -> str | None:
     """The name of the GPU, if it only imitates bfloat16."""
     if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):

@@ -1,21 +1,26 @@
-# H query heads, K key heads, T tokens of all samples laid end to end, L tokens of one sample, E head width
+# H query heads, K key heads, T tokens of all samples laid end to end, S of them kept, L tokens of one sample,
+# E head width
 """Attention over samples laid end to end: no sample sees another, and no T x T mask exists."""
 
 import functools
 import importlib.util
 import inspect
+import itertools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from llava_ds.constants import ConfigError
 
 NAME = "llava_ds_varlen"
+
+# The bodies, best first.
+FLASH_3, FLASH_2, TORCH, SEGMENTS = "flash-attn 3", "flash-attn 2", "torch's varlen kernel", "SDPA sample by sample"
 
 MAX_FUSED_WIDTH = 256  # of a head, in flash-attn's and torch's kernels
 BLOCK = 512  # queries at a time under a window or a soft cap, where no kernel does it
@@ -56,57 +61,156 @@ def varlen_attention(
     """
     if s_aux is not None:
         raise ConfigError("the language model has attention sinks, which no body here computes: choose another model")
-    width = query.shape[-1]
     rule = Rule(
-        width**-0.5 if scaling is None else scaling,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout,
         sliding_window if sliding_window is not None and sliding_window < max_seqlen else None,
         softcap,
     )
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    # The fused kernels know half precision only, and heads up to a width that is the same for all three.
-    fused = query.device.type == "cuda" and half and width == value.shape[-1] <= MAX_FUSED_WIDTH
-    if fused and has_flash_attn() and not (softcap is not None and dropout):  # it has no dropout under a soft cap
-        out = _flash_attn_varlen(query, key, value, cu_seqlens, max_seqlen, rule)
-    elif fused and softcap is None and (rule.window is None or _is_newer_varlen()):
-        out = _torch_varlen(query, key, value, cu_seqlens, max_seqlen, rule)
-    else:
-        out = _per_segment(query, key, value, cu_seqlens, rule)
-    return out, None
+    return attend(query, key, value, cu_seqlens, max_seqlen, rule), None
 
 
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    rule: Rule,
+    kept: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """varlen_attention by a Rule. With kept (S,), ascending positions in T, queries are those: (1, H, S, E).
+
+    Returns (1, T, H, E), with kept (1, S, H, E).
+    """
+    if torch.is_autocast_enabled(query.device.type):  # rotary angles have made float32 of what half precision gave
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    width = query.shape[-1]
+    chosen = _choose(
+        query.device.type,
+        query.dtype,
+        width if width == value.shape[-1] else None,
+        rule.window is not None,
+        rule.softcap is not None,
+        rule.dropout > 0,
+    )
+    if chosen == SEGMENTS:
+        return _per_segment(query, key, value, cu_seqlens, rule, kept)
+    if kept is not None:
+        # The kernels' causal rule takes as many queries as keys. What is computed for nothing is one layer's attention.
+        query = _spread(query, kept, key.shape[2])
+    out = KERNELS[chosen](query, key, value, cu_seqlens, max_seqlen, rule)
+    return out if kept is None else out.index_select(1, kept)
+
+
+def _spread(query: torch.Tensor, kept: torch.Tensor, length: int) -> torch.Tensor:
+    """Queries (1, H, S, E) at their positions, zeros elsewhere: (1, H, length, E)."""
+    heads, width = query.shape[1], query.shape[3]
+    return query.new_zeros(1, heads, length, width).index_copy(2, kept, query)
+
+
+@torch.compiler.assume_constant_result  # it asks for packages and devices, which don't change
 @functools.cache
-def has_flash_attn() -> bool:
-    """Whether the flash extra is installed."""
-    return importlib.util.find_spec("flash_attn") is not None
+def _choose(device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool) -> str:
+    return _bodies(device, dtype, width, window, softcap, dropout)[0]
+
+
+def _bodies(
+    device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool
+) -> tuple[str, dict[str, str]]:
+    """The best body for tensors of that kind, and why each better one is not it.
+
+    width: of a head; None if those of queries and values differ. window, softcap, dropout: whether there is one.
+    """
+    why: dict[str, str] = {}
+    for body in (FLASH_3, FLASH_2, TORCH):
+        problem = _problem(body, device, dtype, width, window, softcap, dropout)
+        if problem is None:
+            return body, why
+        why[body] = problem
+    return SEGMENTS, why
+
+
+def _problem(
+    body: str, device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool
+) -> str | None:
+    if device != "cuda":
+        return f"needs a CUDA device, this is {device}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in half precision only, not in {str(dtype).removeprefix('torch.')}"
+    if width is None or width > MAX_FUSED_WIDTH:
+        return f"needs heads of one width of at most {MAX_FUSED_WIDTH}"
+    if body == FLASH_3:
+        if importlib.util.find_spec("flash_attn_interface") is None:
+            return "not installed"
+        if torch.cuda.get_device_capability()[0] != 9:
+            return "made for Hopper GPUs"
+        return "has no dropout" if dropout else None
+    if body == FLASH_2:
+        if importlib.util.find_spec("flash_attn") is None:
+            return "not installed (the extra llava_ds[flash])"
+        return "has no dropout under a soft cap" if softcap and dropout else None
+    if softcap:
+        return "has no soft cap"
+    return "has no windows before torch 2.11" if window and not _is_newer_varlen() else None
+
+
+def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """A line: which body computes the language model's attention on a device in a precision, and why no better one."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds)
+    softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    dropout = getattr(config, "attention_dropout", 0.0) > 0
+    body, why = _bodies(device.type, dtype, width, window, softcap, dropout)
+    reasons = "; ".join(f"{other} {problem}" for other, problem in why.items())
+    return f"attention: {body}" + (f" ({reasons})" if why else "")
 
 
 @torch.compiler.disable  # how many samples a pack has, and how long they are, would each be compiled anew
-def _per_segment(query, key, value, cu_seqlens, rule: Rule) -> torch.Tensor:
+def _per_segment(query, key, value, cu_seqlens, rule: Rule, kept: torch.Tensor | None = None) -> torch.Tensor:
     """A sample at a time: the CPU's body, where reading the boundaries waits for nothing.
 
     On CUDA it serves what no kernel there computes, and waits for the device once a layer.
     """
-    lengths = cu_seqlens.diff().tolist()
-    samples = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))
+    starts = cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    parts = [None] * len(lengths)
+    if kept is not None:
+        bounds = torch.searchsorted(kept, cu_seqlens.to(kept.dtype)).tolist()
+        parts = [kept[i:j] - start for i, j, start in zip(bounds, bounds[1:], starts)]
+    queries = query.split(lengths if kept is None else [len(part) for part in parts], 2)
+    samples = zip(queries, key.split(lengths, 2), value.split(lengths, 2), parts)
     # Some models take a view of it, so it has to be contiguous.
-    return torch.cat([_sample(q, k, v, rule).transpose(1, 2) for q, k, v in samples], 1)  # (1, T, H, E)
+    return torch.cat([_sample(q, k, v, rule, part).transpose(1, 2) for q, k, v, part in samples], 1)  # (1, T, H, E)
 
 
-def _sample(query, key, value, rule: Rule) -> torch.Tensor:
-    """(1, H, L, E), by blocks of queries where torch has no kernel for the rule: no L x L matrix is kept."""
-    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
+def _sample(query, key, value, rule: Rule, kept: torch.Tensor | None = None) -> torch.Tensor:
+    """(1, H, L, E), by blocks of queries where torch has no kernel for the rule: no L x L matrix is kept.
+
+    With kept, positions within the sample, (1, H, len(kept), E).
+    """
+    length, grouped = key.shape[2], query.shape[1] != key.shape[1]
     window = rule.window if rule.window is not None and rule.window < length else length
     options = {"scale": rule.scaling, "dropout_p": rule.dropout, "enable_gqa": grouped}
+    if query.shape[2] == 0:
+        return query
     if rule.softcap is None and window == length:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+        if kept is None:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+        if 2 * len(kept) > length:  # the causal kernel leaves out half of the scores, a mask none
+            query = _spread(query, kept, length)
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+            return out.index_select(2, kept)
+    positions = torch.arange(length, device=query.device) if kept is None else kept
     blocks = []
-    for start in range(0, length, BLOCK):
-        end, first = min(start + BLOCK, length), max(0, start - window + 1)
-        i, j = (torch.arange(begin, end, device=query.device) for begin in (start, first))
-        distance = i[:, None] - j
+    for q, i in zip(query.split(BLOCK, 2), positions.split(BLOCK)):
+        first, end = max(0, int(i[0]) - window + 1), int(i[-1]) + 1
+        distance = i[:, None] - torch.arange(first, end, device=query.device)
         seen = (distance >= 0) & (distance < window)  # (queries, keys)
-        q, k, v = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        k, v = key[:, :, first:end], value[:, :, first:end]
         if rule.softcap is None:
             blocks.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **options))
         else:
@@ -122,6 +226,27 @@ def _capped(query, key, value, seen: torch.Tensor, rule: Rule) -> torch.Tensor:
     scores = (query @ key.transpose(2, 3)).float() * rule.scaling  # (1, H, queries, keys)
     scores = (rule.softcap * torch.tanh(scores / rule.softcap)).masked_fill(~seen, -torch.inf)
     return F.dropout(scores.softmax(-1), rule.dropout).to(value.dtype) @ value
+
+
+def _flash_attn_3(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torch.Tensor:
+    from flash_attn_interface import flash_attn_varlen_func
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, E)
+    out = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        softmax_scale=rule.scaling,
+        causal=True,
+        window_size=_before_and_after(rule),
+        softcap=rule.softcap or 0.0,
+    )
+    out = out[0] if isinstance(out, tuple) else out  # the versions up to 2025 give the log-sums, too
+    return out[None]  # (1, T, H, E)
 
 
 def _flash_attn_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torch.Tensor:
@@ -167,6 +292,9 @@ def _is_newer_varlen() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+KERNELS = {FLASH_3: _flash_attn_3, FLASH_2: _flash_attn_varlen, TORCH: _torch_varlen}
 
 
 def _before_and_after(rule: Rule) -> tuple[int, int]:

@@ -38,6 +38,13 @@ class ModelPlan:
     tower: TowerPlan
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
+    whole_last_layer: str | None  # why it is computed at all positions; None if at supervised ones
+
+    def last_layer_note(self) -> str:
+        """A line about where the last layer of the language model is computed."""
+        if self.whole_last_layer is None:
+            return "last layer of the language model: queries and MLP at supervised positions only"
+        return f"last layer of the language model: at all positions ({self.whole_last_layer})"
 
     def why_fresh(self, part: str) -> str:
         """A line about a part that nobody brings."""
@@ -65,7 +72,7 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     lora.check_lora(args)
     parts = read_parts(args)
     text_config, sources = parts.text_config, parts.sources
-    refuse_unfit_language_model(args.model_name_or_path, text_config)
+    findings = refuse_unfit_language_model(args.model_name_or_path, text_config)
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
     tokenizer = open_tokenizer(parts.folder.tokenizer)
@@ -74,7 +81,7 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
         text_config, sources = with_rows(text_config, sources, tokenizer, added, args)
     with torch.device("meta"):
         build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises for what can't be
-    plan = ModelPlan(text_config, parts.tower, tokenizer, sources)
+    plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer)
     with no_init_weights(), torch.device("meta"):
         model = assemble(text_config, plan.tower, args, torch.zeros(3), torch.zeros(3))
     for name, part in model.named_children():
@@ -112,6 +119,8 @@ def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: to
     birthplace = ranks.device if args.bits == 16 else torch.device("cpu")
     with _construction(ds_config, dtype, birthplace, zero3):
         model = assemble(plan.text_config, plan.tower, args, mean, std)
+    if plan.whole_last_layer is None:
+        model.shorten_last_layer()
     assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
     assert not unpartitioned, f"built outside zero.Init: {unpartitioned[:3]}"

@@ -6,10 +6,11 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from llava_ds.batch import Batch
+from llava_ds.model import last_layer, output_loss
+from llava_ds.model.language import final_logits
 from llava_ds.model.projector import Newline, Projector
 from llava_ds.model.vision import VisionTower
 
@@ -30,23 +31,43 @@ class LlavaModel(nn.Module):
         if newline is not None:
             self.newline = newline
         self.language_model = language_model
+        self._softcap = getattr(language_model.config, "final_logit_softcapping", None)
+        self._short_last_layer = False
+        output_loss.add_loss(language_model.get_output_embeddings())
+
+    def shorten_last_layer(self) -> None:
+        """Compute the last layer of the language model at supervised positions only, in training.
+
+        For those families of which probe.py says that it changes nothing.
+        """
+        last_layer.shorten(self.language_model)
+        self._short_last_layer = True
 
     def forward(self, batch: Batch, logits_at: torch.Tensor | None = None) -> torch.Tensor:
         """The cross-entropy summed over the S supervised positions, float32, a scalar.
 
         With logits_at, (S,) indices into T, the output layer there instead: (S, V).
         """
-        positions = batch.target_positions if logits_at is None else logits_at
-        output = self.language_model(
+        wanted = batch.target_positions if logits_at is None else logits_at
+        options = {}
+        if self._short_last_layer and logits_at is None:
+            # No kernel is asked for zero rows: where nothing is supervised, one position is computed for nothing.
+            options["kept_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
+        # Not the whole language model, whose output layer knows no targets.
+        trunk = self.language_model.base_model(
             inputs_embeds=self.embed(batch),
             position_ids=batch.position_ids,
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
-            logits_to_keep=positions,
             use_cache=False,
+            **options,
         )
-        logits = output.logits[0]  # (1, S, V) -> (S, V)
-        return logits if logits_at is not None else F.cross_entropy(logits.float(), batch.targets, reduction="sum")
+        hidden = trunk.last_hidden_state[0]  # (1, T, D) to (T, D), or those of kept positions
+        hidden = hidden[: len(wanted)] if options else hidden.index_select(0, wanted)  # (S, D)
+        output_layer = self.language_model.get_output_embeddings()
+        if logits_at is not None:
+            return final_logits(output_layer(hidden), self.language_model.config)
+        return output_layer(hidden, targets=batch.targets, softcap=self._softcap)
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """Token embeddings with the pictures' features in their places: (1, T, D).

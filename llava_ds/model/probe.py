@@ -6,13 +6,14 @@ with a mask that is not there, and what they leave out changes the maths without
 """
 
 import copy
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from llava_ds.constants import ConfigError
-from llava_ds.model import attention
+from llava_ds.model import attention, last_layer
 from llava_ds.model.language import MLP_WIDTHS, final_logits
 
 EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
@@ -23,21 +24,50 @@ NO_INTERFACE = "its attention or its positions don't follow transformers' interf
 TOLERANCE = 1e-3  # of the largest logit; in fp32 the same maths differ by 1e-6, others by far more
 
 
-def refuse_unfit_language_model(path: str, config: PreTrainedConfig) -> None:
+class Findings(NamedTuple):
+    """problem: why a language model can't be trained here; None if it can.
+
+    whole_last_layer: why its last layer has to be computed at all positions; None if supervised ones are enough.
+    """
+
+    problem: str | None
+    whole_last_layer: str | None = None
+
+
+def refuse_unfit_language_model(path: str, config: PreTrainedConfig) -> Findings:
     """Raise ConfigError for a language model that would not be trained as it is meant to be."""
-    if problem := language_model_problem(config):
+    findings = examine(config)
+    if findings.problem:
         raise ConfigError(
-            f"--model_name_or_path {path} is of the kind {config.model_type}, which can't be trained here: {problem}"
+            f"--model_name_or_path {path} is of the kind {config.model_type}, which can't be trained here: "
+            f"{findings.problem}"
         )
+    return findings
 
 
-def language_model_problem(config: PreTrainedConfig) -> str | None:
-    """Why the language model can't be trained here; None if it can.
+def examine(config: PreTrainedConfig) -> Findings:
+    """What of a language model can be computed here.
 
     A small copy with random weights has to give the same logits for samples laid end to end, with this package's
     attention, as for each of them by itself, with transformers' own. And its logits have to be what the output layer
-    makes of the last hidden states, for there is nothing else at the end of transformers' Llava.
+    makes of the last hidden states, for there is nothing else at the end of transformers' Llava. If its last layer is
+    of the kind that last_layer.py computes at some positions only, it has to give the same there.
     """
+    if problem := _config_problem(config):
+        return Findings(problem)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            model, reference = random_copy(config), _build(_small(config), "eager")
+        except Exception as error:  # whatever a family's configuration or constructor does not like
+            return Findings(f"no small copy of it can be built to try its attention ({_said(error)})")
+        reference.load_state_dict(model.state_dict())
+        if problem := _end_problem(model) or _difference(model, reference):
+            return Findings(problem)
+        return Findings(None, _last_layer_problem(model))
+
+
+def _config_problem(config: PreTrainedConfig) -> str | None:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None or config.is_encoder_decoder:
         return "it is no language model of one causal stack"
@@ -52,21 +82,37 @@ def language_model_problem(config: PreTrainedConfig) -> str | None:
         )
     if not getattr(kind, "_supports_attention_backend", False):
         return NO_INTERFACE
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        try:
-            small = _small(config)
-            model, reference = _build(small, attention.register()), _build(small, "eager")
-        except Exception as error:  # whatever a family's configuration or constructor does not like
-            return f"no small copy of it can be built to try its attention ({_said(error)})"
+    return None
+
+
+def random_copy(config: PreTrainedConfig) -> nn.Module:
+    """A small copy of a language model with random weights and this package's attention, float32, on the CPU."""
+    model = _build(_small(config), attention.register())
+    with torch.no_grad():
         for parameter in model.parameters():
             _draw(parameter)
-        reference.load_state_dict(model.state_dict())
-        return _end_problem(model) or _difference(model, reference)
+    return model
+
+
+def random_inputs(model: nn.Module) -> dict[str, object]:
+    """What such a copy is given of three samples laid end to end, on its device."""
+    embedding = model.get_input_embeddings()
+    ids = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)))
+    embeds = embedding(ids.to(embedding.weight.device)).detach()  # (1, T, D)
+    return {
+        "inputs_embeds": embeds,
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].to(embeds.device),
+        "cu_seqlens": torch.tensor((0, *LENGTHS)).cumsum(0).int().to(embeds.device),
+        "max_seqlen": max(LENGTHS),
+        "use_cache": False,
+    }
 
 
 def _small(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration with few heads, of their own width, and with one layer of each kind, two at least."""
+    """The configuration with few heads, of their own width, and with one layer of each kind, two at least.
+
+    The last layer is the model's last one.
+    """
     small = copy.deepcopy(config)
     heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     own_width = getattr(config, "head_dim", None)
@@ -94,7 +140,7 @@ def _small(config: PreTrainedConfig) -> PreTrainedConfig:
     depth = config.num_hidden_layers
     per_layer = {name: v for name, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == depth}
     kinds = list(zip(*per_layer.values())) if per_layer else [()] * depth
-    chosen = sorted({kinds.index(kind) for kind in kinds})
+    chosen = sorted({depth - 1 - kinds[::-1].index(kind) for kind in kinds})
     if len(chosen) < 2:
         chosen = list(range(min(2, depth)))
     small.num_hidden_layers = len(chosen)
@@ -133,17 +179,9 @@ def _end_problem(model: nn.Module) -> str | None:
 
 
 def _difference(model: nn.Module, reference: nn.Module) -> str | None:
-    ids = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)))
-    embeds = model.get_input_embeddings()(ids)  # (1, T, D)
-    offsets = torch.tensor((0, *LENGTHS)).cumsum(0)
+    inputs = random_inputs(model)
+    embeds = inputs["inputs_embeds"]
     kept = torch.arange(0, sum(LENGTHS), 2)  # every other token
-    inputs = {
-        "inputs_embeds": embeds,
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
-        "cu_seqlens": offsets.int(),
-        "max_seqlen": max(LENGTHS),
-        "use_cache": False,
-    }
     try:
         logits = model(**inputs, logits_to_keep=kept).logits[0]  # (T / 2, V)
         hidden = model.base_model(**inputs)[0]  # (1, T, D)
@@ -155,6 +193,23 @@ def _difference(model: nn.Module, reference: nn.Module) -> str | None:
         return f"its logits for samples laid end to end are not those of each by itself: {NO_INTERFACE}"
     if _distance(final_logits(model.get_output_embeddings()(hidden[0, kept]), model.config), logits) > TOLERANCE:
         return "its logits are changed behind the output layer in a way that transformers' Llava does not know"
+    return None
+
+
+def _last_layer_problem(model: nn.Module) -> str | None:
+    """Why the last layer can't be computed at some positions only: few of one sample, many of another, none of one."""
+    inputs = random_inputs(model)
+    second = LENGTHS[0]
+    kept = torch.tensor([0, *range(second + 2, second + LENGTHS[1] - 1)])
+    for positions in (kept, kept[[0, -2]]):
+        expected = model.base_model(**inputs)[0][0, positions]  # (S, D)
+        try:
+            last_layer.shorten(model)
+            found = model.base_model(**inputs, kept_positions=positions)[0][0]
+        except Exception as error:  # a layer of another kind lacks some part, or is called otherwise
+            return f"it is not of the kind of Llama's: {_said(error)}"
+        if found.shape != expected.shape or _distance(found, expected) > TOLERANCE:
+            return "it is not of the kind of Llama's: its output would be another"
     return None
 
 

@@ -5,17 +5,41 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from llava_ds.arguments import Arguments, trained_parts
+from llava_ds.ds_config.activation import asks_for
+from llava_ds.model.llava import LlavaModel
 
-def recompute_layers(language_model: nn.Module, every: int = 1, block: dict | None = None) -> int:
+
+def mark_layers(model: LlavaModel, args: Arguments, ds_config: dict) -> tuple[dict[str, nn.Module], list[str]]:
+    """Mark the layers that run again in backward, as --gradient_checkpointing and the resolved JSON say.
+
+    Returns the parts that they are of, by name, none with "off", and lines that say how many. With "auto" all are
+    marked, for train/kept.py to choose among, and no line is due yet.
+    """
+    if args.training.gradient_checkpointing == "off":
+        return {}, []
+    every = args.training.gradient_checkpointing_every_n_layers
+    block = ds_config.get("activation_checkpointing") if asks_for(ds_config) else None
+    parts = {"language model": model.language_model}
+    counts = [recompute_layers(model.language_model, every, block)]
+    if "vision_tower" in trained_parts(args.model):
+        parts["vision tower"] = model.vision_tower.tower
+        counts.append(recompute_layers(model.vision_tower.tower, every))
+    lines = [f"{count} layers of the {name} run again in backward" for name, count in zip(parts, counts)]
+    return parts, lines if args.training.gradient_checkpointing == "all" else []
+
+
+def recompute_layers(part: nn.Module, every: int = 1, block: dict | None = None) -> int:
     """Keep only the input of every n-th layer, and run the layer again in backward. Returns how many layers those are.
 
+    part: a language model or a vision tower.
     block: activation_checkpointing of the DeepSpeed JSON, where it asks for something: then DeepSpeed's own function
     does it, which can put the kept inputs into CPU memory or one buffer; number_checkpoints of it is how many layers.
     """
     # transformers 5.23 has given it another name, and warns of the old one.
-    new = getattr(language_model, "activation_checkpointing_enable", None)
-    (new or language_model.gradient_checkpointing_enable)({"use_reentrant": False})
-    layers = [module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    new = getattr(part, "activation_checkpointing_enable", None)
+    (new or part.gradient_checkpointing_enable)({"use_reentrant": False})
+    layers = repeated_layers(part)
     count = (block or {}).get("number_checkpoints")
     chosen = set(range(0, len(layers), every)) if count is None else _spread(min(count, len(layers)), len(layers))
     if block is not None:
@@ -36,6 +60,18 @@ def recompute_layers(language_model: nn.Module, every: int = 1, block: dict | No
         if block is not None:
             layer._gradient_checkpointing_func = _by_deepspeed
     return len(chosen)
+
+
+def recompute_only(layers: list[GradientCheckpointingLayer], count: int) -> None:
+    """Of layers that recompute_layers was called for, let that many run again, evenly spread, and the others not."""
+    chosen = _spread(count, len(layers))
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index in chosen
+
+
+def repeated_layers(part: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers that can run again, in the order in which they run."""
+    return [module for module in part.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _spread(count: int, total: int) -> set[int]:

@@ -1,11 +1,15 @@
 """What a person sees while it trains, and the files that hold the same: the bar, metrics.jsonl, loss.png."""
 
+import dataclasses
 import resource
+import time
 from pathlib import Path
 
 import torch
 
-from llava_ds.distributed import Ranks, progress_bar
+from llava_ds.data.loader import Counts
+from llava_ds.distributed import Ranks, all_sum, progress_bar
+from llava_ds.model.flops import ModelFlops
 from llava_ds.report.metrics import MetricsLog, read_metrics
 from llava_ds.report.plots import plot_loss
 from llava_ds.report.skipped import SkippedLog
@@ -23,44 +27,60 @@ class Progress:
         steps_per_epoch: int,
         batch_size: int,
         logging_steps: int,
+        flops: ModelFlops,
+        peak_flops: float,
         skipped: SkippedLog,
         ranks: Ranks,
         monitor,
     ) -> None:
-        """batch_size: samples of an optimizer step; monitor: the engine's, which feeds what the DeepSpeed JSON
-        switches on (TensorBoard, CSV, W&B, Comet)."""
+        """batch_size: samples of an optimizer step; peak_flops: of this rank's device, per second; monitor: the
+        engine's, which feeds what the DeepSpeed JSON switches on (TensorBoard, CSV, W&B, Comet)."""
         self.batch_size, self.monitor = batch_size, monitor
         self.output_dir, self.ranks = output_dir, ranks
         self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
+        self.flops, self.peak_flops = flops, peak_flops * ranks.world_size
         self.skipped = skipped
         self.pending: list = []
+        self.waited_s = 0.0  # for the device when it was last read, which is in the time of the step that followed
         self.log = MetricsLog(output_dir / "metrics.jsonl", resume_step) if ranks.is_first else None
         self.bar = progress_bar(total=max_steps, initial=resume_step, desc=output_dir.name, unit="step")
 
-    def after_step(self, result, skipped_steps: int, flush: bool = False) -> None:
-        """result: a StepResult of the loop; skipped_steps: the engine's count of steps without an update.
-
-        flush: whether to write at once, so that the log does not lag behind a checkpoint.
-        """
-        self.pending.append((result, skipped_steps))
+    def after_step(self, result, flush: bool = False) -> None:
+        """result: a StepResult of the loop; flush: whether to write at once, so that the log does not lag behind a
+        checkpoint, whose time is not a step's."""
+        self.pending.append(result)
         if flush or len(self.pending) == self.logging_steps or result.step == self.max_steps:
             self.flush()
+        if flush:
+            self.waited_s = 0.0
 
     def flush(self) -> None:
-        """Write what is pending."""
-        rows = [self._row(result, skipped) for result, skipped in self.pending]
-        if rows and self.ranks.is_first:
+        """Write what is pending. All ranks call it together."""
+        if not self.pending:
+            return
+        started = time.perf_counter()
+        read = [_on_host(result, *values) for result, values in zip(self.pending, self._values())]
+        waited_s = time.perf_counter() - started
+        # Steps are queued faster than the device takes them: only those read together have a time of their own.
+        seconds = sum(result.step_time_s for result in read) - self.waited_s + waited_s
+        self.waited_s = waited_s
+        tokens = sum(result.counts.tokens for result in read)
+        flops = sum(self.flops.of(c.tokens, c.pairs, c.tiles, c.targets) for c in (result.counts for result in read))
+        rates = {"tokens_per_s": round(tokens / seconds, 1), "mfu": round(flops / seconds / self.peak_flops, 6)}
+        rows = [self._row(result, rates) for result in read]
+        if self.ranks.is_first:
             self.log.write(rows)
             if self.monitor.enabled:
                 # DeepSpeed's own name and axis for the loss, which its engine does not write.
                 name = "Train/Samples/train_loss"
                 self.monitor.write_events([(name, row["loss"], row["step"] * self.batch_size) for row in rows])
             self.bar.set_postfix_str(
-                f"loss {rows[-1]['loss']:.4f}, lr {max(rows[-1]['lr']):.2e}, {rows[-1]['tokens_per_s']:,.0f} tokens/s",
+                f"loss {rows[-1]['loss']:.4f}, lr {max(rows[-1]['lr']):.2e}, {rates['tokens_per_s']:,.0f} tokens/s, "
+                f"MFU {rates['mfu']:.1%}",
                 refresh=False,
             )
             self.bar.update(len(rows))
-        self.skipped.add([result for result, _ in self.pending])
+        self.skipped.add(read)
         self.pending.clear()
 
     def close(self, title: str) -> None:
@@ -72,25 +92,51 @@ class Progress:
             if rows:
                 plot_loss(rows, self.output_dir / "loss.png", title)
 
-    def _row(self, result, skipped_steps: int) -> dict:
-        samples, tokens, targets, _ = map(int, result.counts)
+    def _values(self) -> list[list]:
+        """Loss, gradient norm, skipped steps, counts and means of what is pending, in one look at the device."""
+        results, device = self.pending, self.ranks.device
+        losses = all_sum(torch.stack([result.loss for result in results]))
+        rest = [value for result in results for value in (result.grad_norm, result.skipped_steps)]
+        on_device = [value for value in rest if isinstance(value, torch.Tensor)]
+        table = [losses.double(), *(result.counts for result in results)]
+        table += [value.to(device).double().reshape(1) for value in on_device]
+        numbers = iter(torch.cat(table).tolist())
+        losses = [next(numbers) for _ in results]
+        counts = [Counts(*(int(next(numbers)) for _ in Counts._fields)) for _ in results]
+        rest = iter([next(numbers) if isinstance(value, torch.Tensor) else value for value in rest])
+        means = [None if result.means is None else self._means_of_all(result.means) for result in results]
+        return [[loss, next(rest), next(rest), *others] for loss, *others in zip(losses, counts, means)]
+
+    def _means_of_all(self, means: torch.Tensor) -> list[list[float]]:
+        """(ranks, micro-batches) of each rank's (micro-batches,)."""
+        table = means.new_zeros(self.ranks.world_size, len(means))
+        table[self.ranks.rank] = means
+        return all_sum(table).tolist()
+
+    def _row(self, result, rates: dict[str, float]) -> dict:
         row = {
             "step": result.step,
             "epoch": result.step / self.steps_per_epoch,
-            "loss": float(result.loss),
+            "loss": result.loss,
             "lr": result.lr,
-            "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
-            "samples": samples,
-            "tokens": tokens,
-            "supervised_tokens": targets,
+            "grad_norm": result.grad_norm,
+            "samples": result.counts.samples,
+            "tokens": result.counts.tokens,
+            "supervised_tokens": result.counts.targets,
             "step_time_s": round(result.step_time_s, 6),
             "data_wait_s": round(result.data_wait_s, 6),
-            "tokens_per_s": round(tokens / result.step_time_s, 1),
+            **rates,
             "peak_memory_bytes": peak_memory_bytes(self.ranks.device),
-            "skipped_steps": skipped_steps,
-            "broken_samples": result.num_planned - samples,
+            "skipped_steps": int(result.skipped_steps),
+            "broken_samples": result.num_planned - result.counts.samples,
         }
-        return row if result.means is None else {**row, "micro_batch_losses": result.means.tolist()}
+        return row if result.means is None else {**row, "micro_batch_losses": result.means}
+
+
+def _on_host(result, loss: float, grad_norm: float | None, skipped_steps: float, counts: Counts, means: list | None):
+    """A StepResult with numbers in the place of tensors."""
+    values = {"loss": loss, "counts": counts, "skipped_steps": skipped_steps, "means": means}
+    return dataclasses.replace(result, **values, grad_norm=None if grad_norm is None else float(grad_norm))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,7 +1,5 @@
 """What a run would start with: its first optimizer step, and the memory that it needs."""
 
-import os
-
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -9,13 +7,9 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import Layout, windows
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks
-from llava_ds.ds_config.resolve import ResolvedConfig
-from llava_ds.model.build import ModelPlan
 from llava_ds.report.data_page import in_terminal
-from llava_ds.tools.fitting import advice, description, table
-from llava_ds.tools.planned import planned_run
+from llava_ds.tools.fitting import Run, advice, description, table
 from llava_ds.tools.samples import shown_sample
-from llava_ds.tools.shapes import shape_of
 
 LONGEST_TEXT = 800  # characters shown of a sample
 
@@ -61,17 +55,8 @@ def first_batch(
     return lines
 
 
-def memory(resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, ranks: Ranks) -> list[str]:
+def memory(run: Run, ranks: Ranks) -> list[str]:
     """The table of run/estimate.py for this run and its data; with a GPU, whether it fits."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
-    run = planned_run(
-        shape_of(plan.text_config, plan.tower, resolved.args),
-        resolved,
-        num_gpus=ranks.world_size,
-        gpus_per_node=local,
-        longest_sample=max(dataset.lengths),
-        supervised_fraction=sum(dataset.num_targets) / sum(dataset.lengths),
-    )
     gpu_memory = None
     if ranks.device.type == "cuda":
         gpu_memory = torch.cuda.get_device_properties(ranks.device).total_memory

@@ -14,7 +14,6 @@ HEADROOM = 0.1  # of a GPU's memory, left for the CUDA context, NCCL and fragmen
 MOST_DOUBLINGS = 6  # of the GPUs that are proposed
 DEVICES = ("none", "cpu", "nvme")  # the further, the slower
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"))  # optimizer, param: as proposed
-RECOMPUTED = {0: "every activation kept", 1: "every layer recomputed"}
 CELL = 13  # the least width of a column
 
 ROWS = {
@@ -71,8 +70,8 @@ def describe_change(run: Run, other: Run) -> str:
     said = []
     if other.setup.num_gpus != run.setup.num_gpus:
         said.append(_gpus(other.setup))
-    if run.batch is not None and other.batch.checkpoint_every != run.batch.checkpoint_every:
-        said.append("--gradient_checkpointing True")
+    if run.batch is not None and other.batch.num_recomputed != run.batch.num_recomputed:
+        said.append("--gradient_checkpointing all")
     if other.placement.stage != run.placement.stage:
         said.append(f"ZeRO-{other.placement.stage}")
     if run.batch is not None and other.batch.num_tokens != run.batch.num_tokens:
@@ -128,8 +127,7 @@ def description(run: Run) -> list[str]:
             "no activations: only the number of parameters is known"
             if batch is None
             else f"{batch.num_tokens:,} tokens a micro-batch at most, {batch.num_supervised:,} supervised, "
-            f"{batch.num_tiles} image tiles, "
-            + RECOMPUTED.get(batch.checkpoint_every, f"one layer of {batch.checkpoint_every} recomputed")
+            f"{batch.num_tiles} image tiles, " + _recomputed(batch.num_recomputed, text.num_layers)
         ),
     ]
     if batch is not None and text is not None and not text.is_llamas:
@@ -163,7 +161,7 @@ def _changed(run: Run) -> Iterator[Run]:
     """The run and its changes, the smallest first."""
     recompute, halvings = [False], [0]
     if run.batch is not None:
-        recompute += [True] if run.batch.checkpoint_every != 1 else []
+        recompute += [True] if run.batch.num_recomputed != run.shape.text.num_layers else []
         halvings += [h for h in range(1, 32) if run.batch.num_tokens >> h >= run.longest_sample]
     stages = range(run.placement.stage, 4)
     own = (run.placement.optimizer, run.placement.param)
@@ -184,7 +182,7 @@ def _changed(run: Run) -> Iterator[Run]:
             num_tokens=run.batch.num_tokens >> halved,
             num_supervised=run.batch.num_supervised >> halved,
             num_tiles=max(1, run.batch.num_tiles >> halved),
-            checkpoint_every=1 if recomputed else run.batch.checkpoint_every,
+            num_recomputed=run.shape.text.num_layers if recomputed else run.batch.num_recomputed,
         )
         setup = dataclasses.replace(run.setup, num_gpus=run.setup.num_gpus << doublings)
         yield dataclasses.replace(run, placement=placement, setup=setup, batch=batch)
@@ -204,6 +202,12 @@ def _name(placement: Placement) -> str:
     offloaded = {"opt": placement.optimizer, "param": placement.param}
     words = " + ".join(f"{device} {part}" for part, device in offloaded.items() if device != "none")
     return next((name for name, p in PLACEMENTS.items() if p == placement), f"{placement.stage} + {words}")
+
+
+def _recomputed(count: int, num_layers: int) -> str:
+    if count in (0, num_layers):
+        return "every layer recomputed" if count else "every activation kept"
+    return f"{count} of {num_layers} layers recomputed"
 
 
 def _gpus(setup: Setup) -> str:

@@ -9,6 +9,7 @@ import torch
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.loader import Window
 from llava_ds.distributed import Ranks, all_sum
+from llava_ds.train.guard import skipped_steps
 from llava_ds.train.loss import loss_scales
 
 
@@ -21,17 +22,18 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step was. loss and counts are on the device: reading them waits for the step.
+    """What one optimizer step was. Tensors are on the device: reading one waits for the step.
 
-    counts: samples, tokens, supervised tokens and micro-batches of all ranks (see Window.counts), without broken
-    samples; num_planned: samples with them; broken: those of this rank; means: (ranks, micro-batches), each one's mean
-    loss, where those are what is averaged. No batch is kept alive by it.
+    loss: this rank's part, which those of all ranks add up to; counts: Window.counts of all ranks, (6,) float64;
+    skipped_steps: so far; num_planned: samples with the broken ones, of all ranks; broken: those of this rank;
+    means: (micro-batches,), this rank's mean losses, where those are what is averaged. No batch is kept alive by it.
     """
 
     step: int
     loss: torch.Tensor
     counts: torch.Tensor
-    grad_norm: object  # as the engine gives it: a number, a tensor, or None at stage 0
+    grad_norm: object  # as the engine gives it: a number, a tensor, or None
+    skipped_steps: object  # a number or a tensor
     lr: list[float]
     num_planned: int
     broken: list[BrokenSample]
@@ -49,7 +51,7 @@ def train(
     ranks: Ranks,
     after_step: Callable[[StepResult], float],
 ) -> None:
-    """Run optimizer steps until max_steps.
+    """Run optimizer steps until max_steps, without ever waiting for the device.
 
     after_step sees every one of them on every rank: it logs and saves, and returns the seconds that are not the
     step's. A step's time runs from the end of the one before, so that work still queued on the device is counted once.
@@ -60,30 +62,39 @@ def train(
         window = next(windows)  # this rank's micro-batches of one optimizer step
         lr = [group["lr"] for group in engine.optimizer.param_groups]
         # A picture may break after it was checked: what counts is what the ranks really have, not what was planned.
-        counts = all_sum(torch.tensor(window.counts, dtype=torch.float64, device=ranks.device))
+        counts = all_sum(_on_device(window.counts, ranks.device))
         scales = loss_scales(window, loss_reduction, counts, ranks.world_size)
-        loss = torch.zeros((), device=ranks.device)
-        means = torch.zeros(ranks.world_size, len(scales), device=ranks.device)
+        sums = []
         for i, (batch, scale) in enumerate(zip(window.batches, scales)):
             loss_sum = engine(batch)  # over this micro-batch's supervised tokens
             engine.set_gradient_accumulation_boundary(i == len(scales) - 1)
             engine.backward(loss_sum * scale, scale_wrt_gas=False)
             engine.step()
-            loss += loss_sum.detach() * (scale / ranks.world_size)
-            means[ranks.rank, i] = loss_sum.detach() / max(1, window.micro_batches[i].num_targets)
+            sums.append(loss_sum.detach())
         state.step += 1
         finished = time.perf_counter()
-        grad_norm = engine.get_global_grad_norm()
         result = StepResult(
             step=state.step,
-            loss=all_sum(loss),
+            loss=torch.stack(sums).dot(torch.stack(scales)) / ranks.world_size,
             counts=counts,
-            grad_norm=grad_norm,
+            grad_norm=engine.get_global_grad_norm(),
+            skipped_steps=skipped_steps(engine),
             lr=lr,
             num_planned=window.num_planned,
             broken=window.broken,
             data_wait_s=window.data_wait_s,
             step_time_s=finished - started,
-            means=all_sum(means) if loss_reduction == "micro_batch" else None,
+            means=_means(sums, window) if loss_reduction == "micro_batch" else None,
         )
         started = finished + after_step(result)
+
+
+def _on_device(numbers: tuple, device: torch.device) -> torch.Tensor:
+    """(n,) float64. From pageable memory a copy would wait for all that is queued on the device."""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def _means(sums: list[torch.Tensor], window: Window) -> torch.Tensor:
+    """(micro-batches,) from the summed losses."""
+    return torch.stack([total / max(1, micro.num_targets) for total, micro in zip(sums, window.micro_batches)])

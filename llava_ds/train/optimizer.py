@@ -7,6 +7,7 @@ from torch import nn
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config.resolve import ResolvedConfig
 from llava_ds.ds_config.zero import offload_device
+from llava_ds.train.guard import guard_steps
 from llava_ds.train.schedule import scheduler_factory
 from llava_ds.train.trainable import num_elements
 
@@ -30,7 +31,7 @@ def start_engine(
                 lr=training.learning_rate,
                 betas=(training.adam_beta1, training.adam_beta2),
                 eps=training.adam_epsilon,
-                fused=device.type == "cuda" and not offloaded,
+                fused=not offloaded,
             )
         }
     peaks: list[dict] = []
@@ -43,6 +44,7 @@ def start_engine(
     _keep_adagrads_groups(engine)
     _take_back_first_step(engine)
     check_groups(engine, peaks, meant)
+    guard_steps(engine)
     return engine
 
 

@@ -8,7 +8,7 @@ import llavas
 import torch
 import toys
 
-from llava_ds.checkpoint.state import RunIdentity
+from llava_ds.checkpoint.state import TRAINER, RunIdentity, saved_flags
 from llava_ds.model.folders import take_from_model
 
 CONFIG = {"zero_optimization": {"stage": 3}}
@@ -39,3 +39,15 @@ def test_the_base_under_an_adapter_belongs_to_it(tmp_path):
     config = Path(base["model_name_or_path"]) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5e5}))
     assert [line.split()[0] for line in identity(flags).differences(vars(first))] == ["--model_base"]
+
+
+def test_what_a_run_chose_for_itself_is_read_from_its_newest_checkpoint(tmp_path):
+    for step, tokens in ((2, 640), (10, 704), (4, 640)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        trainer = {"identity": {"flags": {"tokens_per_micro_batch": tokens}}}
+        (tmp_path / f"checkpoint-{step}" / TRAINER).write_text(json.dumps(trainer))
+    assert saved_flags("auto", tmp_path) == {"tokens_per_micro_batch": 704}
+    assert saved_flags(str(tmp_path / "checkpoint-2"), tmp_path / "other") == {"tokens_per_micro_batch": 640}
+    (tmp_path / "checkpoint-10" / TRAINER).write_text("{")  # damaged
+    assert saved_flags("auto", tmp_path) == {"tokens_per_micro_batch": 640}
+    assert saved_flags("never", tmp_path) == saved_flags("auto", tmp_path / "other") == {}

@@ -8,8 +8,10 @@ import torch
 import toys
 
 from llava_ds.batch import Batch
+from llava_ds.data import loader
 from llava_ds.data.dataset import EncodedDataset
-from llava_ds.data.loader import Layout, Window, windows
+from llava_ds.data.loader import Counts, Layout, Window, windows
+from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.sampler import SampleOrder
 
 CPU = torch.device("cpu")
@@ -93,10 +95,16 @@ def test_the_ranks_together_see_each_steps_samples_once(dataset, layout, world_s
         for window in step:
             assert window.num_planned == len(samples) and window.broken == []
             assert [micro.num_targets for micro in window.micro_batches] == [len(b.targets) for b in window.batches]
-        sums = tuple(map(sum, zip(*(window.counts for window in step))))
-        assert sums == tuple(
-            sum(part[i] for i in samples) for part in ([1] * len(dataset), dataset.lengths, dataset.num_targets)
-        ) + (sum(len(batch.targets) > 0 for window in step for batch in window.batches),)
+        sums = Counts(*map(sum, zip(*(window.counts for window in step))))
+        lengths = [dataset.lengths[i] for i in samples]
+        assert sums == Counts(
+            samples=len(samples),
+            tokens=sum(lengths),
+            targets=sum(dataset.num_targets[i] for i in samples),
+            micro_batches=sum(len(batch.targets) > 0 for window in step for batch in window.batches),
+            pairs=sum(seen for length in lengths for seen in range(1, length + 1)),
+            tiles=sum(KINDS[i] == "i" for i in samples),  # and no blank one of a batch without pictures
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -124,6 +132,30 @@ def test_starting_at_a_step_gives_the_windows_from_there(dataset):
     layout = Layout(1, 2, **LAYOUTS["by count"])
     whole, part = collect(dataset, layout, 6), collect(dataset, layout, 6, start_step=4)
     assert len(part) == 2 and all(equal(a, b) for a, b in zip(whole[4:], part))
+
+
+@pytest.mark.parametrize("settings", [*LAYOUTS.values(), {**LAYOUTS["by count"], "across_epochs": True}], ids=str)
+def test_the_heaviest_micro_batch_of_the_steps_that_are_left(dataset, settings):
+    layouts = [Layout(rank, 2, **settings, pair_cost=1e-3) for rank in range(2)]
+    order = order_of(dataset, layouts[0])
+    for start_step, num_steps in ((0, 1), (1, 8), (7, 8)):
+        ranks = [collect(dataset, one, num_steps, start_step) for one in layouts]
+        shown = [samples_in(batch, dataset) for rank in ranks for window in rank for batch in window.batches]
+        tokens = [sum(dataset.lengths[i] for i in samples) for samples in shown]
+        for layout in layouts:  # every rank finds the same one
+            heaviest = layout.heaviest(order, dataset.lengths, start_step, num_steps)
+            assert sum(dataset.lengths[i] for i in heaviest) == max(tokens)
+            assert sorted(heaviest) in [sorted(samples) for samples in shown]
+    assert layouts[0].heaviest(order, dataset.lengths, 3, 3) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_step_is_planned_once(dataset, workers, monkeypatch):
+    planned = []
+    monkeypatch.setattr(loader, "plan_by_tokens", lambda *args: planned.append(args[0]) or plan_by_tokens(*args))
+    layout = Layout(0, 1, **LAYOUTS["by tokens"])
+    collect(dataset, layout, 5, workers=workers)
+    assert planned == list(itertools.islice(order_of(dataset, layout).steps(), 5))
 
 
 def test_loading_leaves_the_global_generator_alone(dataset):

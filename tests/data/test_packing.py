@@ -6,6 +6,7 @@ import random
 import pytest
 
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
+from llava_ds.tools.length_mix import FINETUNE, length_mix
 
 
 def check_places_all_once(plan: list[list[list[int]]], samples: list[int], world_size: int) -> None:
@@ -85,6 +86,90 @@ def test_a_plan_follows_from_the_lengths_alone():
     for samples, lengths, world_size in cases()[:20]:
         plan = plan_by_tokens(samples, lengths, world_size, 300)
         assert plan == plan_by_tokens(list(samples), list(lengths), world_size, 300)
+
+
+def loads(plan: list[list[list[int]]], weights: list[int]) -> list[list[int]]:
+    """[rank][micro-batch] -> the sum of its samples' weights, where the samples are 0, 1, 2, ..."""
+    return [[sum(weights[sample] for sample in micro) for micro in rank] for rank in plan]
+
+
+def best_fit_decreasing(lengths: list[int], bound: int) -> int:
+    """How many packs it takes."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms.remove(min(fitting))
+        rooms.append(min(fitting, default=bound) - length)
+    return len(rooms)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("picture_tokens", [144, 576])
+@pytest.mark.parametrize(("count", "world_size"), [(512, 1), (1024, 1), (512, 2), (2048, 8)])
+def test_packs_of_a_large_step_are_full_and_of_one_cost(count, world_size, picture_tokens, seed):
+    lengths = length_mix(FINETUNE, count, seed, picture_tokens).tokens.tolist()
+    costs = [int(length + 2e-5 * length**2) for length in lengths]
+    bound = 8192
+    plan = plan_by_tokens(list(range(count)), lengths, world_size, bound, costs)
+    check_places_all_once(plan, list(range(count)), world_size)
+    tokens, work = loads(plan, lengths), loads(plan, costs)
+    assert max(itertools.chain(*tokens)) <= bound
+    packs = world_size * len(plan[0])
+    fewest = -(-sum(lengths) // bound)  # if samples could be cut up
+    assert packs <= world_size * -(-(fewest + 1) // world_size)
+    # Whole rounds may leave more room, by arithmetic: what counts is that nobody waits.
+    assert sum(lengths) / (packs * bound) > 0.97 or packs == world_size * -(-fewest // world_size)
+    assert sum(map(sum, work)) / (world_size * sum(map(max, zip(*work)))) > 0.99
+
+
+def test_never_more_rounds_than_best_fit_decreasing_needs():
+    rng = random.Random(2)
+    for _ in range(300):
+        bound, world_size = rng.choice([100, 1000]), rng.choice([1, 2, 3, 8])
+        lengths = [
+            rng.randint(1, rng.choice([bound // 9, bound // 2, bound, 2 * bound])) for _ in range(rng.randint(1, 60))
+        ]
+        plan = plan_by_tokens(list(range(len(lengths))), lengths, world_size, bound)
+        assert len(plan[0]) <= -(-best_fit_decreasing(lengths, bound) // world_size)
+        assert all(
+            tokens <= bound or len(micro) == 1
+            for rank, r in zip(plan, loads(plan, lengths))
+            for micro, tokens in zip(rank, r)
+        )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize(
+    "lengths",
+    [[700] * 128, [1] * 128, [8192] * 9, [8192, *[1] * 40], [60_000, *[700] * 60], [1], [], [4097] * 16, [4096] * 32],
+    ids=["equal", "tiny", "full", "one full", "one huge", "one", "none", "over half", "half"],
+)
+def test_hostile_lengths(lengths, world_size):
+    samples = list(range(len(lengths)))
+    costs = [length + length**2 // 1000 for length in lengths]
+    for weights in (None, costs):
+        plan = plan_by_tokens(samples, lengths, world_size, 8192, weights)
+        check_places_all_once(plan, samples, world_size)
+        tokens = loads(plan, lengths)
+        for rank, sums in zip(plan, tokens):
+            assert all(total <= 8192 or len(micro) == 1 for micro, total in zip(rank, sums))
+        if len(samples) >= world_size * len(plan[0]):
+            assert min(itertools.chain(*tokens)) > 0  # an empty micro-batch costs a whole round of communication
+        assert len(plan[0]) == max(1, -(-best_fit_decreasing(lengths, 8192) // world_size))
+
+
+def test_heaviest_micro_batches_come_first_and_go_by_cost():
+    for samples, lengths, world_size in cases():
+        costs = [length + length**2 // 50 for length in lengths]
+        plan = plan_by_tokens(list(range(len(samples))), lengths, world_size, 100, costs)
+        for rank in loads(plan, costs):
+            assert rank == sorted(rank, reverse=True)
+    # Two samples of 100 tokens cost as much as thirteen of 50 where pairs weigh heavily.
+    lengths = [100, 100, *[50] * 13]
+    plan = plan_by_tokens(list(range(15)), lengths, 2, 10**6, [length + length**2 for length in lengths])
+    first, second = (sum(lengths[i] + lengths[i] ** 2 for i in rank[0]) for rank in plan)
+    assert abs(first - second) <= 2550
 
 
 # What LLaVA's trainer (transformers 4.37) made of 18 samples in micro-batches of 4, epoch after epoch: sizes by step.

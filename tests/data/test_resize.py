@@ -52,3 +52,15 @@ def test_a_picture_in_bands_is_the_same(monkeypatch):
     whole = found()
     monkeypatch.setattr(resize_module, "_BAND_PIXELS", 100)
     assert all(torch.equal(one, other) for one, other in zip(whole, found()))
+
+
+def test_a_picture_that_pillow_keeps_in_pieces_is_the_same():
+    size = Image.core.get_block_size()
+    found = []
+    for one in (4096, size):
+        Image.core.set_block_size(one)
+        try:
+            found += [padded(picture, 24, COLOUR, True) for picture in pictures(60, 40)]
+        finally:
+            Image.core.set_block_size(size)
+    assert all(torch.equal(one, other) for one, other in zip(found[:3], found[3:]))

@@ -108,8 +108,8 @@ WRONG = [
     ({"bf16": {"enabled": False}, **zero()}, {"bf16": True}, f"bf16.enabled is false {J} but --bf16 is True: {EQUAL}"),
     (
         {"activation_checkpointing": {"cpu_checkpointing": True}},
-        {"gradient_checkpointing": False},
-        f"activation_checkpointing.cpu_checkpointing is set {J} but --gradient_checkpointing is False: remove one of them",
+        {"gradient_checkpointing": "off"},
+        f"activation_checkpointing.cpu_checkpointing is set {J} but --gradient_checkpointing is off: remove one of them",
     ),
     (
         {"activation_checkpointing": {"number_checkpoints": 4}},

@@ -4,6 +4,8 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
+import toys
 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention
@@ -43,7 +45,7 @@ def by_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule
     return torch.cat(parts, 2).transpose(1, 2)
 
 
-def attend(query, key, value, rule: Rule, cu_seqlens: torch.Tensor = CU_SEQLENS) -> torch.Tensor:
+def through_the_interface(query, key, value, rule: Rule, cu_seqlens: torch.Tensor = CU_SEQLENS) -> torch.Tensor:
     out, weights = attention.varlen_attention(
         None,
         query,
@@ -65,7 +67,7 @@ def attend(query, key, value, rule: Rule, cu_seqlens: torch.Tensor = CU_SEQLENS)
 def test_the_cpu_body_and_its_gradients(monkeypatch, rule, block):
     monkeypatch.setattr(attention, "BLOCK", block)
     inputs, others = ([x.requires_grad_() for x in tensors()] for _ in range(2))
-    out, expected = attend(*inputs, rule), by_formula(*others, rule)
+    out, expected = through_the_interface(*inputs, rule), by_formula(*others, rule)
     assert (out - expected).abs().max() < 1e-6
     generator = torch.Generator().manual_seed(1)
     out.backward(direction := torch.randn(out.shape, generator=generator))
@@ -74,9 +76,64 @@ def test_the_cpu_body_and_its_gradients(monkeypatch, rule, block):
         assert (found.grad - wanted.grad).abs().max() < 1e-5
 
 
+# Few of the first sample, none of the second, most of the third, all of the last.
+KEPT = torch.tensor([1, 4, 6, 7, 8, 10, 11, 13, 15, 16, 17])
+
+
+@pytest.mark.parametrize("block", [2, 512])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_queries_at_kept_positions(monkeypatch, rule, block):
+    monkeypatch.setattr(attention, "BLOCK", block)
+    inputs, others = ([x.requires_grad_() for x in tensors()] for _ in range(2))
+    query, key, value = inputs
+    out = attention.attend(query.index_select(2, KEPT), key, value, CU_SEQLENS, 9, rule, KEPT)
+    expected = by_formula(*others, rule).index_select(1, KEPT)
+    assert out.shape == (1, len(KEPT), 4, 16) and (out - expected).abs().max() < 1e-6
+    generator = torch.Generator().manual_seed(1)
+    out.backward(direction := torch.randn(out.shape, generator=generator))
+    expected.backward(direction.double())
+    for found, wanted in zip(inputs, others):
+        assert (found.grad - wanted.grad).abs().max() < 1e-5
+
+
+def test_few_kept_queries_are_not_computed_as_all(monkeypatch):
+    seen = []
+    own = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, *a, **k: seen.append(q.shape[2]) or own(q, *a, **k)
+    )
+    query, key, value = tensors()
+    attention.attend(query.index_select(2, KEPT), key, value, CU_SEQLENS, 9, Rule(0.25), KEPT)
+    assert seen == [2, 9, 3]
+
+
+def test_a_kernel_gets_kept_queries_at_their_places(monkeypatch):
+    """It lays queries and keys of a sample end to end, so it is given all of them."""
+
+    def kernel(query, key, value, cu_seqlens, max_seqlen, rule):
+        assert query.shape[2] == key.shape[2]
+        return by_formula(query, key, value, rule).float()
+
+    monkeypatch.setattr(attention, "_choose", lambda *_: attention.TORCH)
+    monkeypatch.setitem(attention.KERNELS, attention.TORCH, kernel)
+    query, key, value = tensors()
+    out = attention.attend(query.index_select(2, KEPT), key, value, CU_SEQLENS, 9, RULES[2], KEPT)
+    assert (out - by_formula(query, key, value, RULES[2]).index_select(1, KEPT)).abs().max() < 1e-6
+
+
+def test_under_autocast_all_is_of_its_precision(monkeypatch):
+    """Rotary angles are float32 there, and what they turn is."""
+    monkeypatch.setattr(attention, "_per_segment", lambda *tensors: tensors[:3])
+    query, key, value = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = attention.attend(query, key, value.bfloat16(), CU_SEQLENS, 9, Rule(0.25))
+    assert {x.dtype for x in seen} == {torch.bfloat16}
+
+
 def test_a_window_that_no_sample_fills_is_none():
     query, key, value = tensors()
-    assert torch.equal(attend(query, key, value, Rule(0.25, window=9)), attend(query, key, value, Rule(0.25)))
+    windowed, plain = (through_the_interface(query, key, value, rule) for rule in (Rule(0.25, window=9), Rule(0.25)))
+    assert torch.equal(windowed, plain)
 
 
 def test_scores_are_not_kept_for_backward(monkeypatch):
@@ -142,6 +199,67 @@ def test_what_flash_attn_is_asked_for(monkeypatch, rule):
     assert (out - by_formula(query, key, value, rule)).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("with_sums", [False, True])  # as the versions up to 2025 return them
+def test_what_flash_attn_3_is_asked_for(monkeypatch, rule, with_sums):
+    def flash(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap
+    ):
+        """hopper/flash_attn_interface.py: windows and caps as flash-attn 2 has them."""
+        assert causal and window_size[1] == 0 and (cu_seqlens_q.tolist(), max_seqlen_q) == (CU_SEQLENS.tolist(), 9)
+        assert cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q
+        before = window_size[0]
+        rule = Rule(softmax_scale, 0.0, None if before == -1 else before + 1, softcap or None)
+        out = by_formula(*(x.transpose(0, 1)[None] for x in (q, k, v)), rule)[0].float()
+        return (out, None) if with_sums else out
+
+    module = types.SimpleNamespace(flash_attn_varlen_func=flash)
+    monkeypatch.setitem(__import__("sys").modules, "flash_attn_interface", module)
+    query, key, value = tensors()
+    out = attention._flash_attn_3(query, key, value, CU_SEQLENS, 9, rule)
+    assert (out - by_formula(query, key, value, rule)).abs().max() < 1e-6
+
+
+CASES = [
+    # installed, capability, dtype, heads, what the model has; the body, and the reason of each better one
+    ((), 9, "bfloat16", {}, "torch's varlen kernel", ["not installed", "not installed (the extra llava_ds[flash])"]),
+    (("flash_attn", "flash_attn_interface"), 9, "float16", {}, "flash-attn 3", []),
+    (("flash_attn", "flash_attn_interface"), 8, "bfloat16", {}, "flash-attn 2", ["made for Hopper GPUs"]),
+    (("flash_attn", "flash_attn_interface"), 9, "bfloat16", {"attention_dropout": 0.1}, "flash-attn 2", ["no dropout"]),
+    (
+        ("flash_attn", "flash_attn_interface"),
+        9,
+        "float32",
+        {},
+        "SDPA sample by sample",
+        ["half precision only, not in float32"] * 3,
+    ),
+    (("flash_attn",), 9, "bfloat16", {"head_dim": 512}, "SDPA sample by sample", ["one width of at most 256"] * 3),
+    ((), 9, "bfloat16", {"family": "gemma2"}, "SDPA sample by sample", ["not installed"] * 2 + ["has no soft cap"]),
+]
+
+
+@pytest.mark.parametrize(("installed", "capability", "dtype", "model", "body", "reasons"), CASES)
+def test_the_best_body_that_fits_is_chosen_and_reported(
+    monkeypatch, installed, capability, dtype, model, body, reasons
+):
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    config = toys.language_model_config(**{"family": "llama", **model})
+    report = attention.attention_report(config, torch.device("cuda"), getattr(torch, dtype))
+    assert report.startswith(f"attention: {body}")
+    found = report.removeprefix(f"attention: {body}").strip(" ()").split("; ") if reasons else []
+    assert len(found) == len(reasons)
+    for reason, line, better in zip(reasons, found, (attention.FLASH_3, attention.FLASH_2, attention.TORCH)):
+        assert line.startswith(better) and reason.rstrip(")") in line
+
+
+def test_without_a_gpu_the_report_says_so():
+    config = toys.language_model_config("llama")
+    report = attention.attention_report(config, torch.device("cpu"), torch.bfloat16)
+    assert report.startswith("attention: SDPA sample by sample (flash-attn 3 needs a CUDA device, this is cpu; ")
+
+
 def test_dropout_on_cuda_without_flash_attn_names_the_extra():
     query, key, value = tensors()
     with pytest.raises(ConfigError, match=r"llava_ds\[flash\]"):
@@ -160,5 +278,5 @@ def test_sinks_are_refused():
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_cuda_bodies(rule):
     query, key, value = tensors(torch.bfloat16, "cuda")
-    out = attend(query, key, value, rule, CU_SEQLENS.cuda())
+    out = through_the_interface(query, key, value, rule, CU_SEQLENS.cuda())
     assert (out.double().cpu() - by_formula(query, key, value, rule)).abs().max() < 2e-2

@@ -44,7 +44,7 @@ from llava_ds.model.language import (
     names_in_hf,
     trunk_name,
 )
-from llava_ds.model.probe import language_model_problem, refuse_unfit_language_model
+from llava_ds.model.probe import examine, refuse_unfit_language_model
 from llava_ds.model.weight_files import WeightFiles
 from llava_ds.model.weights import load_weights
 
@@ -139,7 +139,7 @@ def test_every_family_passes_the_probe(family):
     config = toys.language_model_config(family)
     before = config.to_dict()
     state = torch.get_rng_state()
-    assert language_model_problem(config) is None
+    assert examine(config).problem is None
     assert config.to_dict() == before and torch.equal(torch.get_rng_state(), state)
 
 
@@ -157,7 +157,7 @@ def test_the_probe_notices_what_an_attention_leaves_out(monkeypatch, wrong):
         return "careless"
 
     monkeypatch.setattr(attention, "register", registered)
-    problem = language_model_problem(toys.language_model_config("gemma2"))
+    problem = examine(toys.language_model_config("gemma2")).problem
     assert problem == f"its logits for samples laid end to end are not those of each by itself: {INTERFACE}"
 
 

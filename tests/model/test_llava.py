@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import toys
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from llava_ds import formats
@@ -15,7 +16,7 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.distributed import Ranks
 from llava_ds.geometry import MediaLayout, PictureOptions, media_layout
 from llava_ds.model.build import ModelPlan, build_model, plan_model
-from llava_ds.model.llava import LlavaModel
+from llava_ds.model.llava import LlavaModel, merged
 from llava_ds.model.projector import Newline
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
@@ -176,6 +177,28 @@ def test_the_newline_has_a_zero_gradient_where_it_is_not_shown_and_an_exact_one_
     newline = Newline(4).to(torch.bfloat16)
     newline(torch.zeros(0, 4, dtype=torch.bfloat16), 2048).sum().backward()
     assert newline.embedding.grad.tolist() == [2048.0] * 4
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pictures_are_placed_in_at_most_five_operations_none_of_which_asks_the_host(model, dataset, dtype):
+    batch = batch_of(dataset, list(range(8)))
+    features = model.image_features(batch.pixel_values).to(dtype)
+    embeds = model.language_model.get_input_embeddings()(batch.input_ids)
+    with Operations() as seen:
+        merged(embeds, features, batch, None)
+    assert set(seen.names) <= {"view", "index_select", "unsqueeze", "_to_copy", "index_copy"} and len(seen.names) <= 5
 
 
 def test_the_tower_has_no_layer_behind_the_selected_one(model, plan):

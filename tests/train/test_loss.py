@@ -12,7 +12,7 @@ def windows(targets: list[list[int]]):
     """A window per rank with micro-batches of so many supervised tokens, and the counts of all."""
     every = [[SimpleNamespace(num_targets=n) for n in rank] for rank in targets]
     flat = [n for rank in targets for n in rank]
-    counts = torch.tensor([len(flat), 100, sum(flat), sum(n > 0 for n in flat)], dtype=torch.float64)
+    counts = torch.tensor([len(flat), 100, sum(flat), sum(n > 0 for n in flat), 900, 3], dtype=torch.float64)
     return [SimpleNamespace(micro_batches=micros) for micros in every], counts
 
 

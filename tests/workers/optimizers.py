@@ -16,10 +16,11 @@ from run_many import load_train
 from torch import nn
 
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import init_ranks, quiet_libraries
+from llava_ds.distributed import all_sum, init_ranks, quiet_libraries
 from llava_ds.ds_config.engine import check_engine
 from llava_ds.ds_config.resolve import resolve_ds_config
 from llava_ds.parsing import parse_arguments
+from llava_ds.train.guard import skipped_steps
 from llava_ds.train.loop import TrainState, train
 from llava_ds.train.optimizer import start_engine
 from llava_ds.train.trainable import parameter_groups
@@ -72,7 +73,12 @@ def windows(rank: int):
             for _ in range(2)
         ]
         yield SimpleNamespace(
-            batches=batches, micro_batches=batches, counts=[2, 12, 12, 2], num_planned=2, broken=[], data_wait_s=0.0
+            batches=batches,
+            micro_batches=batches,
+            counts=[2, 12, 12, 2, 50, 0],
+            num_planned=2,
+            broken=[],
+            data_wait_s=0.0,
         )
 
 
@@ -91,7 +97,7 @@ def run(case: dict, folder: Path, ranks) -> dict:
     losses, rates = [], []
 
     def after_step(result) -> float:
-        losses.append(result.loss.item())
+        losses.append(all_sum(result.loss).item())
         rates.append(result.lr)
         return 0.0
 
@@ -103,7 +109,7 @@ def run(case: dict, folder: Path, ranks) -> dict:
         "optimizer": type(engine.basic_optimizer).__name__,
         "computed_in": str(model.computed_in),
         "scale": getattr(engine.optimizer, "loss_scale", None),
-        "skipped": engine.skipped_steps,
+        "skipped": int(skipped_steps(engine)),
     }
     engine.destroy()
     return answer

@@ -1,0 +1,91 @@
+"""What a finished run leaves in its folder: a projector, a model or an adapter, the latter two proven on one sample."""
+
+from pathlib import Path
+
+import torch
+
+from llava_ds.arguments import Arguments, trains_projector_only
+from llava_ds.batch import Batch
+from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
+from llava_ds.data.collator import collate
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.distributed import Ranks, print_first
+from llava_ds.export.card import write_card
+from llava_ds.export.check import compare_reloaded, room_to_compare
+from llava_ds.export.finished import Finished
+from llava_ds.export.shards import num_bytes
+from llava_ds.export.write import export_live, export_live_projector, planned_entries
+from llava_ds.model.quantize import exact_products
+from llava_ds.report.history import write_trainer_state
+from llava_ds.report.run_record import read_run_record
+
+
+def leave_result(
+    engine, finished: Finished, form: str, max_shard_bytes: int, args: Arguments, dataset: EncodedDataset, ranks: Ranks
+) -> None:
+    """Write what the run was for into --output_dir; all ranks call it together.
+
+    engine: that trained; form: "hf", "llava", or "adapter" with LoRA; a run that trains the projector leaves that
+    alone. Raises RuntimeError where the reloaded folder does not compute what the trained model does.
+    """
+    output_dir = Path(args.training.output_dir)
+    if ranks.is_first:
+        write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
+    if trains_projector_only(args.model):
+        paths = export_live_projector(finished, engine.module, output_dir, ranks)
+        print_first(f"projector: {', '.join(map(str, paths))}")
+    elif form == "adapter":
+        _leave_adapter(engine, finished, args, dataset, output_dir, ranks)
+    else:
+        _leave_model(engine, finished, form, max_shard_bytes, args, dataset, output_dir, ranks)
+
+
+def _leave_model(
+    engine,
+    finished: Finished,
+    form: str,
+    max_shard_bytes: int,
+    args: Arguments,
+    dataset: EncodedDataset,
+    output_dir: Path,
+    ranks: Ranks,
+) -> None:
+    """The finished model's folder. transformers' is proven on one sample: it has to give the same logits."""
+    sample = dataset.example()
+    batch = collate([sample], dataset.pictures).to(ranks.device)
+    engine.eval()
+    with torch.no_grad():
+        logits = _logits_everywhere(engine, batch)
+    export_live(finished, engine.module, form, output_dir, max_shard_bytes, ranks)
+    if not ranks.is_first:
+        return
+    write_card(output_dir, form, args, output_dir, read_run_record(output_dir)[1])
+    if form == "llava":
+        print(f"model: {output_dir} (in LLaVA's format)")
+    elif problem := room_to_compare(num_bytes(planned_entries(finished), finished.dtype)):
+        print(f"model: {output_dir} ({problem})")
+    else:
+        tower = engine.module.vision_tower
+        layouts = [layout for _, layout in sample.media]
+        difference = compare_reloaded(output_dir, batch, layouts, tower.mean, tower.std, logits)
+        print(f"model: {output_dir} (reloaded with transformers, logits differ by {difference:.1e} of the largest)")
+
+
+def _leave_adapter(
+    engine, finished: Finished, args: Arguments, dataset: EncodedDataset, output_dir: Path, ranks: Ranks
+) -> None:
+    """The folder of LLaVA and peft, proven on one sample: peft has to compute the same logits from it."""
+    batch = collate([dataset.example()], dataset.pictures).to(ranks.device)
+    engine.eval()
+    with torch.no_grad(), exact_products(engine.module):
+        logits = _logits_everywhere(engine, batch)
+        embeds = engine.module.embed(batch)
+    export_adapter(engine.module, finished.plan, args.model, dataset.pictures, output_dir, ranks)
+    if ranks.is_first:
+        difference = compare_reloaded_adapter(output_dir, finished.plan, args.model, embeds, logits)
+        print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
+
+
+def _logits_everywhere(engine, batch: Batch) -> torch.Tensor:
+    """(T, V). Not by the engine, which would compute in autocast's precision: it is the weights that are compared."""
+    return engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device))

@@ -1,0 +1,117 @@
+# S supervised positions, D width of the language model, V vocabulary
+"""The output layer and the cross-entropy in one, over chunks of rows: logits never exist for more than a chunk.
+
+Loss and gradients come in the same pass, three matrix products in all, as in Liger's linear cross-entropy
+(arXiv 2410.10989); here without waiting for the device to count targets.
+"""
+
+import types
+
+import torch
+from torch import nn
+
+# Logits of a chunk. On a GPU many, for every chunk reads and adds to a gradient as large as the output layer; on a CPU
+# as few as keep its caches warm.
+CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
+MIN_ROWS = 64  # of a chunk, whatever the vocabulary: products of fewer are slow
+
+
+def add_loss(output_layer: nn.Linear) -> None:
+    """Let the output layer give the loss, too: output_layer(hidden, targets=targets, softcap=cap).
+
+    hidden (S, D); targets (S,) int64: the cross-entropy of its logits there, summed, float32, a scalar. With softcap
+    c, logits x count as c * tanh(x / c). It is a call of the layer, so that ZeRO-3's hooks gather the weight for it.
+    Without targets the layer is as before.
+    """
+    output_layer.forward = types.MethodType(_forward, output_layer)
+
+
+def _forward(
+    self: nn.Linear, hidden: torch.Tensor, *, targets: torch.Tensor | None = None, softcap: float | None = None
+) -> torch.Tensor:
+    if targets is None:
+        return type(self).forward(self, hidden)
+    return linear_cross_entropy(hidden, self.weight, targets, softcap)
+
+
+@torch.compiler.disable  # how many chunks there are would be compiled anew
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
+) -> torch.Tensor:
+    """Cross-entropy of hidden @ weight.T, summed: hidden (S, D), weight (V, D), targets (S,) int64, any S.
+
+    Computes in the precision of hidden, or autocast's; softmax and sums in float32. Backward can run once.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    backward = torch.is_grad_enabled()
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(hidden, weight, targets, softcap, backward)
+
+
+def chunk_rows(vocabulary: int, device_type: str) -> int:
+    """How many rows of logits exist at a time."""
+    return max(MIN_ROWS, CHUNK_LOGITS["cpu" if device_type == "cpu" else "cuda"] // vocabulary)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, softcap, backward):
+        wants_hidden, wants_weight = (backward and wanted for wanted in ctx.needs_input_grad[:2])
+        rows = chunk_rows(len(weight), hidden.device.type)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Sums over several chunks are kept in float32, as a product keeps its own.
+        d_weight = None
+        if wants_weight and len(hidden) == 0:
+            d_weight = torch.zeros_like(weight)
+        elif wants_weight and len(hidden) > rows:
+            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(hidden), rows):
+            h = hidden[start : start + rows]
+            d_logits, chunk_loss = _softmax_minus_target(h @ weight.T, targets[start : start + rows], softcap)
+            loss += chunk_loss
+            if wants_hidden:
+                torch.mm(d_logits, weight, out=d_hidden[start : start + rows])
+            if not wants_weight:
+                continue
+            if d_weight is None:
+                d_weight = d_logits.T @ h
+            elif d_weight.dtype == h.dtype:
+                d_weight.addmm_(d_logits.T, h)
+            else:
+                d_weight += d_logits.T @ h
+        ctx.gradients = d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        if ctx.gradients is None:
+            raise RuntimeError("the loss was propagated backward a second time: its gradients were given away")
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(None if gradient is None else gradient.mul_(upstream) for gradient in gradients), None, None, None
+
+
+def _softmax_minus_target(
+    logits: torch.Tensor, targets: torch.Tensor, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of the summed cross-entropy, (rows, V) in the logits' precision, and that sum. Uses logits up."""
+    dtype = logits.dtype
+    logits = logits.float()
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+        slope = 1 - (logits / softcap).square_()
+    targets = targets[:, None]
+    at_target = logits.gather(1, targets)
+    largest = logits.amax(1, keepdim=True)
+    weights = logits.sub_(largest).exp_()
+    total = weights.sum(1, keepdim=True)
+    loss = (total.log() + largest - at_target).sum()
+    gradient = weights.div_(total)
+    gradient.scatter_add_(1, targets, torch.full_like(at_target, -1.0))
+    if softcap is not None:
+        gradient.mul_(slope)
+    return gradient.to(dtype), loss

@@ -1,0 +1,85 @@
+"""The peak of a device, which model FLOPs are measured against."""
+
+import re
+import time
+
+import torch
+
+TERA = 1e12
+# Dense (no sparsity) tensor-core figures of the vendors' data sheets, in TFLOP/s: half precision (bf16, or fp16 where a
+# GPU has no bf16, added up in fp32), and tf32, None where a GPU has none. By a pattern of the name that torch reports,
+# the first that matches it all.
+PEAKS: dict[str, tuple[float, float | None]] = {
+    r"(NVIDIA )?(GB200|B200).*": (2250, 1125),
+    r"(NVIDIA )?(H100|H200|H800) PCIe.*": (756, 378),
+    r"(NVIDIA )?H100 NVL.*": (835, 417.5),
+    r"(NVIDIA )?H200 NVL.*": (835.5, 418),
+    r"(NVIDIA )?(GH200|H100|H200|H800).*": (989.4, 494.7),
+    r"(NVIDIA )?H20": (148, 74),
+    r"(NVIDIA )?A(100|800).*": (312, 156),
+    r"(NVIDIA )?A30": (165, 82),
+    r"(NVIDIA )?A40": (149.7, 74.8),
+    r"(NVIDIA )?A10": (125, 62.5),
+    r"(NVIDIA )?L40S": (362.05, 183),
+    r"(NVIDIA )?L40": (181.05, 90.5),
+    r"(NVIDIA )?L4": (121, 60),
+    r"(NVIDIA )?RTX A6000": (154.8, 77.4),
+    r"(NVIDIA )?RTX 6000 Ada Generation": (364.2, 182.1),
+    r"(NVIDIA )?GeForce RTX 4090( D)?": (165.2, 82.6),
+    r"(NVIDIA )?GeForce RTX 3090( Ti)?": (71, 35.6),
+    r"(NVIDIA |Tesla )?V100.*": (125, None),
+    r"(NVIDIA |Tesla )?T4": (65, None),
+}
+GEMM_SIDE, GEMM_SIDE_CPU = 8192, 1024
+GEMM_TIME_S = 0.2
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOP/s of a device in a precision, and a line that says where they come from.
+
+    The vendor's figure by the GPU's name; for others, for CPUs and for fp32 without tf32 what a square product of
+    matrices reaches here.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+    known = vendor_peak(name, dtype, torch.backends.cuda.matmul.allow_tf32)
+    short = str(dtype).removeprefix("torch.")
+    if known is not None:
+        return known, f"MFU is of {known / TERA:g} TFLOP/s, the vendor's dense figure for {name} in {short}"
+    measured = gemm_peak(device, dtype)
+    return measured, f"MFU is of {measured / TERA:.3g} TFLOP/s, what a product of matrices reaches on {name} in {short}"
+
+
+def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
+    """FLOP/s by a GPU's name as torch reports it; None where there is no figure."""
+    found = next((peaks for pattern, peaks in PEAKS.items() if re.fullmatch(pattern, name)), None)
+    if found is None or (dtype == torch.float32 and not tf32):
+        return None
+    figure = found[1] if dtype == torch.float32 else found[0]
+    return None if figure is None else figure * TERA
+
+
+def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIME_S) -> float:
+    """FLOP/s of the fastest of several square products, for about so many seconds."""
+    side = GEMM_SIDE if device.type == "cuda" else GEMM_SIDE_CPU
+    one, other = torch.ones(side, side, dtype=dtype, device=device), torch.ones(side, side, dtype=dtype, device=device)
+    if device.type == "cuda":
+        return 2 * side**3 / _cuda_time_s(one, other, time_s)
+    times, started = [], time.perf_counter()
+    while not times or time.perf_counter() - started < time_s:
+        before = time.perf_counter()
+        one @ other
+        times.append(time.perf_counter() - before)
+    return 2 * side**3 / min(times)
+
+
+def _cuda_time_s(one: torch.Tensor, other: torch.Tensor, time_s: float) -> float:
+    """The shortest time of a product; the first is warm-up."""
+    times, started = [], time.perf_counter()
+    while len(times) < 2 or time.perf_counter() - started < time_s:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        one @ other
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1000)
+    return min(times)

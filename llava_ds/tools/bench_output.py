@@ -1,0 +1,125 @@
+# T tokens of all samples laid end to end, S supervised positions, D width of the language model, V vocabulary
+"""What the loss over supervised rows costs beside the usual one: logits of all tokens, then cross-entropy."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llava_ds.constants import IGNORE_INDEX
+from llava_ds.model.output_loss import add_loss
+
+
+def measure_output_loss(
+    num_tokens: int = 2048,
+    hidden_size: int = 256,
+    vocabulary: int = 32000,
+    supervised_fraction: float = 0.167,
+    repeats: int = 3,
+    trains: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> dict[str, object]:
+    """Seconds and bytes of output layer and loss, forward and backward, both ways in turn; the medians and ratios.
+
+    ours: rows of supervised positions through the output layer's own loss; full: all rows through the output layer,
+    float32, torch's cross-entropy with the others ignored. bytes: the most that tensors made on the way took at once,
+    gradients among them, weights and hidden states not. trains: whether the output layer does. On CPU as many threads
+    as torch has now: set one before.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(hidden_size, vocabulary, bias=False, device=device, dtype=dtype).requires_grad_(trains)
+    hidden = torch.randn(num_tokens, hidden_size, device=device, dtype=dtype)  # (T, D)
+    positions = torch.randperm(num_tokens, device=device)[: round(num_tokens * supervised_fraction)].sort().values
+    labels = torch.full((num_tokens,), IGNORE_INDEX, device=device)
+    labels[positions] = targets = torch.randint(vocabulary, positions.shape, device=device)  # (S,)
+    add_loss(layer)
+
+    def full(states: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(layer(states).float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+    def ours(states: torch.Tensor) -> torch.Tensor:
+        return layer(states.index_select(0, positions), targets=targets)
+
+    def once(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, torch.Tensor]:
+        layer.weight.grad = None
+        states = hidden.clone().requires_grad_()
+        loss = loss_of(states)
+        loss.backward()
+        return loss.item(), states.grad
+
+    ways = {"ours": ours, "full": full}
+    values = {name: once(way) for name, way in ways.items()}  # warms up
+    memory = {name: _peak_bytes(lambda way=way: once(way), device) for name, way in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            _wait(device)
+            started = time.perf_counter()
+            once(way)
+            _wait(device)
+            times[name].append(time.perf_counter() - started)
+    seconds = {name: statistics.median(found) for name, found in times.items()}
+    (our_loss, our_gradient), (full_loss, full_gradient) = values["ours"], values["full"]
+    return {
+        "num_tokens": num_tokens,
+        "num_supervised": len(positions),
+        "hidden_size": hidden_size,
+        "vocabulary": vocabulary,
+        "output_layer_trains": trains,
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "seconds": seconds,
+        "all_seconds": times,
+        "peak_bytes": memory,
+        "times_faster": seconds["full"] / seconds["ours"],
+        "times_less_memory": memory["full"] / memory["ours"],
+        "loss_difference": abs(our_loss - full_loss) / full_loss,
+        "gradient_difference": ((our_gradient - full_gradient).abs().max() / full_gradient.abs().max()).item(),
+    }
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _peak_bytes(run: Callable[[], object], device: str) -> int:
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with _Storages() as storages:
+        run()
+    return storages.peak
+
+
+class _Storages(TorchDispatchMode):
+    """The most bytes at a time of what operations return; buffers within an operation are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        given = {id_of(x) for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)}
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in given:
+                storage = tensor.untyped_storage()
+                self.alive[id_of(tensor)] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: kept for key, kept in self.alive.items() if not kept[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,122 @@
+"""--deepspeed_config auto: the fastest of this repository's DeepSpeed configurations in which a run fits."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from llava_ds.arguments import Arguments
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks, from_first, gather, local_ranks
+from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
+from llava_ds.tools.fitting import GB, Run, advice, fits
+from llava_ds.tools.planned import Data, planned_run
+from llava_ds.tools.shapes import ModelShape
+
+SUPERVISED = 0.25  # of the tokens, before the data is read; LLaVA-1.5's instruction data have about a sixth
+
+
+def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, str]:
+    """Names of configurations, the fastest first, and why each is that fast.
+
+    Sharding costs traffic and buys memory: a lone rank has nothing to share, and several do best with the optimizer
+    shared out, where gradients travel once per optimizer step, or during backward. What is offloaded crosses PCIe.
+    """
+    if world_size == 1:
+        # DeepSpeed's float16 begins at stage 1.
+        found = {"zero1" if args.training.fp16 else "zero0": "on one rank there is nothing to share out"}
+    elif args.training.gradient_accumulation_steps > 1:
+        found = {
+            "zero1": "gradients travel once per optimizer step, not once per micro-batch",
+            "zero2": "the rank keeps its own part of the gradients only",
+        }
+    else:
+        found = {"zero2": "gradients travel during backward, and each rank updates its part of the weights"}
+    # On one rank it shares nothing out either, but updates a part of the weights at a time.
+    found["zero3"] = "weights have to be shared out, too" if world_size > 1 else "the optimizer has to go in parts"
+    if device_type != "cpu":  # whose memory is the device's
+        found["zero2_offload"] = "the optimizer's states have to lie in CPU memory"
+        found["zero3_offload"] = "everything has to lie in CPU memory"
+    return found
+
+
+def choose_ds_config(
+    folder: Path,
+    shape: ModelShape,
+    args: Arguments,
+    *,
+    world_size: int,
+    ranks_per_node: int,
+    device_type: str,
+    hidden_size: int,
+    device_memory: float,
+    node_memory: float | None = None,
+    here: bool = True,
+) -> tuple[dict, str]:
+    """The DeepSpeed JSON, and a line that says which and why: the first candidate that fits by run/estimate.py.
+
+    folder: of the configurations; device_memory, node_memory: bytes, all there are and not those that happen to be
+    free, so that a resumed run decides alike; None: as much as it takes. Raises ConfigError where none fits, with what
+    would, or where the flags can't be trained with any.
+    """
+    longest = args.data.model_max_length
+    refused: ConfigError | None = None
+    runs: dict[str, Run] = {}
+    for name, why in candidates(args, world_size, device_type).items():
+        raw = read_ds_config(folder / f"{name}.json")
+        try:
+            resolved = resolve_ds_config(
+                raw, args, world_size=world_size, hidden_size=hidden_size, device_type=device_type, here=here
+            )
+        except ConfigError as error:  # what this machine can't compile, or the flags rule out
+            refused = refused or error
+            continue
+        run = runs[name] = planned_run(
+            shape,
+            resolved,
+            # Before the data is read every sample may be a longest one.
+            Data(longest, SUPERVISED, share=resolved.args.training.per_device_train_batch_size * longest),
+            num_gpus=world_size,
+            gpus_per_node=ranks_per_node,
+            memory=device_memory,
+        )
+        needs = run.estimate()
+        if fits(needs.total, device_memory) and (node_memory is None or fits(needs.cpu, node_memory)):
+            return raw, (
+                f"--deepspeed_config auto: {name}.json, for {why}; about {needs.total / GB:.1f} of "
+                f"{device_memory / GB:.1f} GB are needed at most"
+            )
+    if not runs:
+        raise refused
+    first = next(iter(runs.values()))
+    raise ConfigError(
+        f"--deepspeed_config auto: none of {', '.join(runs)} fits by the estimate. {advice(first, device_memory)}"
+    )
+
+
+def choose_for_ranks(
+    folder: Path, shape: ModelShape, args: Arguments, hidden_size: int, ranks: Ranks
+) -> tuple[dict, str]:
+    """The same for the ranks that are there, by the smallest memory that one of them has. All ranks call it together.
+
+    On CPU ranks share the machine's memory evenly.
+    """
+    local = local_ranks()
+    node = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    is_cpu = ranks.device.type == "cpu"
+    own = node // local if is_cpu else torch.cuda.get_device_properties(ranks.device).total_memory
+    everyone = gather((own, node, local), ranks)
+    choose = partial(
+        choose_ds_config,
+        folder,
+        shape,
+        args,
+        world_size=ranks.world_size,
+        ranks_per_node=max(many for _, _, many in everyone),
+        device_type=ranks.device.type,
+        hidden_size=hidden_size,
+        device_memory=min(device for device, _, _ in everyone),
+        node_memory=min(memory for _, memory, _ in everyone),
+    )
+    return from_first(ranks, choose)  # what can be compiled may differ between machines

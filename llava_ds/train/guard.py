@@ -1,0 +1,175 @@
+"""Steps whose gradients are not finite change nothing, and nobody waits for the device to find that out.
+
+DeepSpeed 0.19.8 reads the norm of the gradients on the host to skip such a step, at ZeRO 1 to 3 and at stage 0 in bf16,
+with clipping once more per parameter group. At stage 0 in fp32 it does not look, nor in bf16 at 1 and 2 once
+bf16.check_grad_overflow is false, and all weights are lost. torch's fused Adam can be told by a tensor on the device
+(found_inf, which GradScaler uses) to leave weights, moments and its count as they are. Where that is the optimizer, the
+norm is computed here, in one collective, and DeepSpeed's own looks at it are left out. To the host such a step is like
+any other: the schedule goes on, and skipped steps are counted on the device.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: a tensor on the device, of steps not yet settled
+CLIP_EPSILON = 1e-6  # what DeepSpeed and torch add to the norm before they divide by it
+
+
+def guard_steps(engine) -> None:
+    """Guard an engine's steps on the device, where its optimizer is torch's fused Adam beside its weights.
+
+    All others keep DeepSpeed's own way.
+    """
+    optimizer, adam = engine.optimizer, engine.basic_optimizer
+    if not _is_fused_adam(adam) or engine.zero_cpu_offload() or _scales_loss(engine):
+        return
+    setattr(engine, SKIPPED, torch.zeros((), dtype=torch.int64, device=engine.device))
+
+    def judge(norm: torch.Tensor) -> torch.Tensor:
+        """The norm, after Adam was told whether to step."""
+        invalid = ~torch.isfinite(norm)
+        adam.found_inf = invalid.float()
+        getattr(engine, SKIPPED).add_(invalid)
+        return norm
+
+    if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
+        _guard_zero(optimizer, judge)
+    elif isinstance(optimizer, BF16_Optimizer):
+        _guard_bf16(optimizer, judge)
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        _guard_unfused(optimizer, judge)
+    else:
+        _guard_plain(engine, judge)
+
+
+def skipped_steps(engine) -> int | torch.Tensor:
+    """Steps without an update so far: a tensor on the device, where they are counted there."""
+    waiting = getattr(engine, SKIPPED, None)
+    return engine.skipped_steps if waiting is None else waiting + engine.skipped_steps
+
+
+def settle_skipped_steps(engine) -> None:
+    """Put the count of the device into the engine's, which its checkpoints hold. Waits for the device."""
+    if hasattr(engine, SKIPPED):
+        engine.skipped_steps += int(getattr(engine, SKIPPED))
+        getattr(engine, SKIPPED).zero_()
+
+
+def _is_fused_adam(optimizer: object) -> bool:
+    return isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
+
+
+def _scales_loss(engine) -> bool:
+    """Whether steps are skipped to find a loss scale, which the host has to know of."""
+    scaler = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return engine.fp16_enabled() or scaler is not None
+
+
+def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Stages 1 to 3: each rank holds its part of every gradient."""
+
+    def total_norm() -> torch.Tensor:
+        parts = [g for i in range(len(optimizer.averaged_gradients)) for g in optimizer.averaged_gradients[i]]
+        squares = _norm([g for g in parts if not getattr(g, "_zero_padding", False)], optimizer.device).square()
+        torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
+        return judge(squares.sqrt().float())
+
+    if hasattr(optimizer, "sub_group_to_group_id"):  # stage 3 combines a list of norms
+        optimizer._get_norm_groups = lambda: [total_norm()]
+    else:
+        optimizer.scaled_global_norm = total_norm
+    _step_with(optimizer, sys.modules[type(optimizer).__module__], is_invalid_grad_norm=lambda norm: False)
+
+
+def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Stage 1 in bf16 with gradients accumulated in fp32: every rank holds all of them, added up."""
+    _step_with(
+        optimizer,
+        bf16_optimizer,
+        get_global_norm_of_tensors=lambda input_tensors, **_: judge(
+            _norm(input_tensors, input_tensors[0].device).float()
+        ),
+        is_invalid_grad_norm=lambda norm: False,
+        clip_tensors_by_global_norm=lambda input_tensors, max_norm, global_norm, **_: _clip(
+            input_tensors, max_norm, global_norm
+        ),
+    )
+
+
+def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Stage 0 in bf16, of fp32 copies: DeepSpeed's step but for what it reads, tensor by tensor, on the host."""
+
+    def step(closure=None) -> None:
+        weights = [p for group in optimizer.fp16_groups for p in group]
+        copies = [p for group in optimizer.fp32_groups for p in group]
+        for weight, copy in zip(weights, copies):
+            copy.grad = torch.zeros_like(copy) if weight.grad is None else weight.grad.to(copy.dtype)
+        gradients = [copy.grad for copy in copies]
+        optimizer._global_grad_norm = judge(_norm(gradients, copies[0].device).float())
+        if optimizer.clip_grad > 0:
+            _clip(gradients, optimizer.clip_grad, optimizer._global_grad_norm)
+        optimizer.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, copies)
+        for copy in copies:
+            copy.grad = None
+
+    optimizer.step = step
+
+
+def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Stage 0 in fp32: the engine's own clipping comes before the step, and is done within it instead."""
+    adam, step = engine.optimizer, engine.optimizer.step
+    engine.clip_fp32_gradients = lambda: None
+
+    @functools.wraps(step)  # torch's schedules look for a mark on it
+    def guarded(*args, **kwargs):
+        gradients = [p.grad for group in adam.param_groups for p in group["params"] if p.grad is not None]
+        adam._global_grad_norm = judge(_norm(gradients, engine.device).float())  # where the engine looks for it
+        if engine.gradient_clipping() > 0:
+            _clip(gradients, engine.gradient_clipping(), adam._global_grad_norm)
+        return step(*args, **kwargs)
+
+    adam.step = guarded
+
+
+def _step_with(optimizer, module, **others: Callable) -> None:
+    """Let an optimizer's step see other functions under these names of the module that it is written in."""
+    step = optimizer.step
+
+    def guarded(*args, **kwargs):
+        with _replaced(module, others):
+            return step(*args, **kwargs)
+
+    optimizer.step = guarded
+
+
+@contextlib.contextmanager
+def _replaced(module, others: dict[str, Callable]) -> Iterator[None]:
+    own = {name: getattr(module, name) for name in others}
+    vars(module).update(others)
+    try:
+        yield
+    finally:
+        vars(module).update(own)
+
+
+def _norm(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
+    """The L2 norm of all together, a float64 scalar, as DeepSpeed adds it up."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _clip(tensors: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    torch._foreach_mul_(tensors, (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0))

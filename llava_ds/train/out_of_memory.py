@@ -1,0 +1,150 @@
+"""Out of memory, said once and so that a person can act on it: what was computed, what was in use, what to change."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from llava_ds.arguments import TrainingArguments
+from llava_ds.batch import Batch
+from llava_ds.constants import ConfigError
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.loader import Layout
+from llava_ds.data.sampler import SampleOrder
+from llava_ds.distributed import Ranks
+from llava_ds.ds_config.resolve import ResolvedConfig
+from llava_ds.ds_config.zero import offload_device
+from llava_ds.train.loop import TrainState
+from llava_ds.train.rehearsal import Heaviest
+
+GB = 10**9
+MOST_NAMED = 8  # samples
+
+
+class MemoryWatch:
+    """Within it, running out of memory becomes a ConfigError that names the samples and the flags to change.
+
+    It notes what the engine is given, so that it can be said.
+    """
+
+    def __init__(
+        self,
+        engine,
+        resolved: ResolvedConfig,
+        dataset: EncodedDataset,
+        layout: Layout,
+        order: SampleOrder,
+        state: TrainState,
+        ranks: Ranks,
+    ) -> None:
+        self._resolved, self._dataset, self._ranks, self._state = resolved, dataset, ranks, state
+        self._steps = lambda step: layout.steps(order, dataset.lengths, step)
+        self._rehearsed: list[int] | None = None
+        self._step = self._index = -1  # the step, and which of its micro-batches
+        self._batch: Batch | None = None
+        engine.register_forward_pre_hook(self._note)
+
+    def _note(self, _: torch.nn.Module, inputs: tuple) -> None:
+        self._index = self._index + 1 if self._step == self._state.step else 0
+        self._step, self._batch = self._state.step, inputs[0]
+
+    def __enter__(self) -> None:
+        self._step, self._batch = -1, None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and _is_out_of_memory(error):
+            longest = max(self._dataset.lengths)
+            said = [
+                f"out of memory on {self._where()}",
+                f"  {in_use(self._ranks.device)}, ZeRO stage {self._resolved.zero_stage}: {str(error).splitlines()[0]}",
+                *(f"  {line}" for line in advice(self._resolved, self._batch, longest)),
+            ]
+            raise ConfigError("\n".join(said)) from error
+
+    @contextmanager
+    def rehearsal(self, heaviest: Heaviest) -> Iterator[None]:
+        """The same for what is run before the first step."""
+        self._rehearsed = heaviest.samples
+        with self:
+            yield
+        self._rehearsed = None
+
+    def _where(self) -> str:
+        """The rank, the step, and the micro-batch with its samples."""
+        said = f"rank {self._ranks.rank} ({self._ranks.device})"
+        if self._batch is None:
+            return f"{said} before the first micro-batch"
+        if self._rehearsed is not None:
+            said += f" in the rehearsal of the largest micro-batch, before step {self._step + 1:,}"
+            samples = self._rehearsed
+        else:
+            _, plan = next(self._steps(self._step))
+            mine = plan[self._ranks.rank]
+            samples = mine[self._index]
+            said += f" in step {self._step + 1:,}, micro-batch {self._index + 1} of {len(mine)}"
+        ids = [str(self._dataset.row(int(self._dataset.rows[i]))["id"]) for i in samples[:MOST_NAMED]]
+        more = f" and {len(samples) - MOST_NAMED:,} more" if len(samples) > MOST_NAMED else ""
+        return (
+            f"{said}: {self._batch.input_ids.shape[1]:,} tokens, {len(self._batch.pixel_values):,} image tiles, "
+            f"{len(samples):,} samples ({', '.join(ids)}{more})"
+        )
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """On a CPU torch has no type of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def in_use(device: torch.device) -> str:
+    """What the device's memory holds."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return (
+            f"{torch.cuda.memory_allocated(device) / GB:.1f} GB in use, "
+            f"{torch.cuda.memory_reserved(device) / GB:.1f} reserved, {free / GB:.1f} of {total / GB:.1f} free"
+        )
+    import psutil
+
+    memory = psutil.virtual_memory()
+    used = psutil.Process().memory_info().rss
+    return f"{used / GB:.1f} GB in use, {memory.available / GB:.1f} of {memory.total / GB:.1f} free on this machine"
+
+
+def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:
+    """What to change, the cheapest first."""
+    training, stage = resolved.args.training, resolved.zero_stage
+    lines = [*_about_layers(training), *_about_tokens(training, batch, longest_sample)]
+    if stage < 3:
+        lines.append(f"--deepspeed_config ds_configs/zero{stage + 1}.json, or higher, on several GPUs: shares more out")
+    if offload_device(resolved.config, "offload_optimizer") == "none":
+        name = "zero3_offload" if stage == 3 else "zero2_offload"
+        lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states into the node's memory, slower")
+    return ["to need less, the cheapest first:", *(f"  {line}" for line in lines)]
+
+
+def _about_layers(training: TrainingArguments) -> list[str]:
+    if training.gradient_checkpointing == "off":
+        return ["--gradient_checkpointing auto: layers run again in backward, as few as fit (all: every one)"]
+    if training.gradient_checkpointing == "auto" or training.gradient_checkpointing_every_n_layers > 1:
+        return ["--gradient_checkpointing all, of every layer: the least that layers can keep"]
+    return []
+
+
+def _about_tokens(training: TrainingArguments, batch: Batch | None, longest_sample: int) -> list[str]:
+    tokens = max(longest_sample, batch.input_ids.shape[1] if batch is not None else 0)
+    least = max(longest_sample, tokens // 2)
+    lines = []
+    if training.loss_reduction == "token" and not training.steps_across_epochs and least < tokens:
+        lines.append(f"--tokens_per_micro_batch {least}: the same steps in more, smaller micro-batches")
+    size = training.per_device_train_batch_size
+    if training.tokens_per_micro_batch is None and size > 1:
+        half = size // 2
+        more = (
+            ""
+            if training.train_batch_size
+            else (f" --gradient_accumulation_steps {training.gradient_accumulation_steps * 2}")
+        )
+        lines.append(f"--per_device_train_batch_size {half}{more}: likewise")
+    if least >= tokens:
+        lines.append(f"--model_max_length below {longest_sample}: the longest sample alone does not fit")
+    return lines

@@ -1,0 +1,139 @@
+"""A last layer at kept positions alone gives the loss and the gradients of the whole one."""
+
+from functools import partial
+
+import pytest
+import torch
+import toys
+from transformers import AutoModelForCausalLM
+
+from llava_ds.arguments import ModelArguments
+from llava_ds.batch import Batch
+from llava_ds.model import attention
+from llava_ds.model.compiled import compile_layers
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.lora import add_lora
+from llava_ds.model.probe import examine
+from llava_ds.model.projector import build_projector
+from llava_ds.model.recompute import recompute_layers
+
+LENGTHS = (20, 1, 45, 33, 9)  # on both sides of the toys' windows
+SHORT = ("llama", "qwen2", "qwen2_5", "qwen3", "mistral")
+# Few of a sample, none of the second and last, most of the third.
+SOME = (3, 17, 18, *range(24, 64), 70, 90, 97)
+
+
+def batch_of(kept: tuple[int, ...]) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    total = sum(LENGTHS)
+    none = torch.zeros(0, dtype=torch.int64)
+    return Batch(
+        input_ids=torch.randint(0, 400, (1, total), generator=generator),
+        position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        cu_seqlens=torch.tensor((0, *LENGTHS)).cumsum(0).int(),
+        max_seqlen=max(LENGTHS),
+        target_positions=torch.tensor(kept, dtype=torch.int64),
+        targets=torch.randint(0, 400, (len(kept),), generator=generator),
+        pixel_values=torch.zeros(1, 3, 2, 2, dtype=torch.uint8),
+        pool_index=torch.zeros(0, 1, dtype=torch.int64),
+        pool_weight=torch.zeros(0, 1),
+        image_positions=none,
+        feature_index=none,
+    )
+
+
+class Tower(torch.nn.Module):
+    """Features of a blank picture."""
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(pixel_values), 1, 8)
+
+
+def trained_once(family: str, short: bool, kept: tuple[int, ...] = SOME, change=None) -> tuple[float, dict, LlavaModel]:
+    """Loss, gradients and the model; change is done to it before."""
+    torch.manual_seed(0)
+    config = toys.language_model_config(family)
+    language_model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register())
+    model = LlavaModel(Tower(), build_projector("linear", 8, config.hidden_size), language_model).train()
+    if short:
+        model.shorten_last_layer()
+    if change is not None:
+        change(model)
+    loss = model(batch_of(kept))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, model
+
+
+def assert_same(short: tuple, whole: tuple) -> None:
+    assert short[0] == pytest.approx(whole[0], rel=1e-6)
+    for name, gradient in whole[1].items():
+        largest = gradient.abs().max().item()
+        torch.testing.assert_close(short[1][name], gradient, rtol=0, atol=1e-5 * max(largest, 1e-3), msg=name)
+
+
+@pytest.mark.parametrize("kept", [SOME, (70,), tuple(range(sum(LENGTHS))), ()], ids=["some", "one", "all", "none"])
+@pytest.mark.parametrize("family", SHORT)
+def test_loss_and_gradients_are_those_of_the_whole_layer(family, kept):
+    short, whole = (trained_once(family, how, kept) for how in (True, False))
+    assert_same(short, whole)
+    assert all(gradient is not None for gradient in short[1].values())  # all take part, whatever is supervised
+    assert bool(kept) == any(gradient.any() for gradient in short[1].values())
+
+
+def lora(model: LlavaModel) -> None:
+    pytest.importorskip("peft")
+    add_lora(model.language_model, ModelArguments(lora_enable=True, lora_r=2, lora_dropout=0.0), seed=0)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter)
+
+
+def freeze(model: LlavaModel) -> None:
+    model.language_model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lora,
+        freeze,
+        lambda model: recompute_layers(model.language_model),
+        lambda model: recompute_layers(model.language_model, 2),
+        pytest.param(partial(compile_layers, backend="eager"), marks=pytest.mark.full),
+        lambda model: (recompute_layers(model.language_model), compile_layers(model, "eager")),
+    ],
+    ids=["lora", "frozen", "recomputed", "every second recomputed", "compiled", "recomputed and compiled"],
+)
+def test_it_goes_with_all_that_is_done_to_layers(change):
+    assert_same(trained_once("qwen3", True, change=change), trained_once("qwen3", False, change=change))
+
+
+def test_it_computes_at_kept_positions_only_and_is_recomputed_as_a_whole():
+    rows = []
+
+    def watch(model: LlavaModel, recompute: bool) -> None:
+        layer = model.language_model.model.layers[-1]
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.mlp.up_proj, model.language_model.lm_head):
+            part.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[-2]))
+        if recompute:
+            recompute_layers(model.language_model)
+
+    trained_once("llama", True, change=partial(watch, recompute=False))
+    kept, total = len(SOME), sum(LENGTHS)
+    assert rows == [kept, total, kept, kept]
+    rows.clear()
+    trained_once("llama", True, change=partial(watch, recompute=True))
+    assert rows == [kept, total, kept, kept, kept, total, kept]
+
+
+def test_logits_at_any_positions_are_those_of_the_whole_layer():
+    positions = torch.tensor([7, 3, 3, 90])
+    logits = [trained_once("mistral", short)[2](batch_of(SOME), logits_at=positions) for short in (True, False)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", toys.FAMILIES)
+def test_the_probe_knows_which_families_have_such_a_layer(family):
+    problem = examine(toys.language_model_config(family)).whole_last_layer
+    assert (problem is None) == (family in SHORT)
+    assert problem is None or problem.startswith("it is not of the kind of Llama's: ")

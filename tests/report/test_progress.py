@@ -1,0 +1,84 @@
+"""What is read of the device together is written as one number per step, and rates are of the steps read together."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llava_ds.data.dataset import BrokenSample
+from llava_ds.distributed import Ranks
+from llava_ds.model.flops import ModelFlops
+from llava_ds.report.metrics import read_metrics
+from llava_ds.report.progress import Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A StepResult, which lies beside this package."""
+
+    step: int
+    loss: object
+    counts: object
+    grad_norm: object
+    skipped_steps: object
+    lr: list
+    num_planned: int
+    broken: list[BrokenSample]
+    data_wait_s: float
+    step_time_s: float
+    means: object = None
+
+
+def result(step: int, time_s: float, grad_norm: object = 1.5, **more: object) -> Result:
+    counts = torch.tensor([4, 100 * step, 10, 2, 5000, 3], dtype=torch.float64)
+    loss = torch.tensor(step / 2)
+    return Result(step, loss, counts, grad_norm, 0, [1e-3], 4, [], 0.0, time_s, **more)
+
+
+@pytest.fixture
+def progress(tmp_path, monkeypatch) -> Progress:
+    monkeypatch.setattr("llava_ds.report.progress.all_sum", lambda values: values)
+    monkeypatch.setattr("llava_ds.report.progress.time.perf_counter", lambda: 0.0)
+    return Progress(
+        tmp_path,
+        resume_step=0,
+        max_steps=5,
+        steps_per_epoch=5,
+        batch_size=4,
+        logging_steps=2,
+        flops=ModelFlops(per_token=1e6, per_pair=1e3, per_tile=1e7, per_target=1e5),
+        peak_flops=1e9,
+        skipped=SimpleNamespace(add=lambda results: None),
+        ranks=Ranks(0, 0, 1, torch.device("cpu")),
+        monitor=SimpleNamespace(enabled=False),
+    )
+
+
+def test_rates_are_of_useful_work_over_the_steps_that_are_read_together(progress, tmp_path):
+    progress.after_step(result(1, 0.1))
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    progress.after_step(result(2, 0.9, torch.tensor(2.5), means=torch.tensor([1.0, 3.0])))
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert (first["loss"], second["loss"], first["grad_norm"], second["grad_norm"]) == (0.5, 1.0, 1.5, 2.5)
+    assert (first["tokens"], second["tokens"], second["supervised_tokens"]) == (100, 200, 10)
+    assert first["tokens_per_s"] == second["tokens_per_s"] == 300.0
+    flops = 300 * 1e6 + 2 * (5000 * 1e3 + 3 * 1e7 + 10 * 1e5)
+    assert first["mfu"] == second["mfu"] == pytest.approx(flops / 1e9, rel=1e-5)
+    assert second["micro_batch_losses"] == [[1.0, 3.0]] and "micro_batch_losses" not in first
+
+
+def test_what_the_device_still_had_to_do_counts_once(progress, tmp_path, monkeypatch):
+    """The wait at the first reading is in the second's first step, as the loop measures."""
+    times = iter([0.0, 3.0, 10.0, 14.0])
+    monkeypatch.setattr("llava_ds.report.progress.time.perf_counter", lambda: next(times))
+    for step, time_s in ((1, 0.5), (2, 0.5), (3, 3.5), (4, 0.5)):
+        progress.after_step(result(step, time_s))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["tokens_per_s"] for row in rows] == [75.0, 75.0, 140.0, 140.0]  # 4 s, and 4 - 3 + 4 s
+
+
+def test_skipped_steps_and_a_missing_norm_are_written_as_they_are(progress, tmp_path):
+    progress.after_step(dataclasses.replace(result(1, 1.0, None), skipped_steps=torch.tensor(1)), flush=True)
+    row = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert row["grad_norm"] is None and row["skipped_steps"] == 1 and row["mfu"] > 0

@@ -1,0 +1,124 @@
+"""Running out of memory is one message: what was computed and in use, and the flags to change with their values."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ds_json import arguments
+
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks
+from llava_ds.ds_config.resolve import ResolvedConfig
+from llava_ds.train.loop import TrainState
+from llava_ds.train.out_of_memory import MemoryWatch
+
+CPU = torch.device("cpu")
+BATCH = SimpleNamespace(input_ids=torch.zeros(1, 300), pixel_values=torch.zeros(4, 1))
+
+
+class Engine(torch.nn.Module):
+    """Runs out of memory in the forward after this many."""
+
+    def __init__(self, whole: int, error: Exception) -> None:
+        super().__init__()
+        self.left, self.error = whole, error
+
+    def forward(self, batch: object) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+
+
+def watched(whole: int, error: Exception, stage: int = 1, **flags: object) -> tuple[MemoryWatch, Engine, TrainState]:
+    zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if flags.pop("offloaded", False) else {})}
+    resolved = ResolvedConfig({"zero_optimization": zero}, arguments(**flags), {})
+    dataset = SimpleNamespace(lengths=[40] * 20, rows=range(100, 120), row=lambda row: {"id": f"s{row}"})
+    plans = {4: [[[0]], [[1, 2], [*range(3, 14)]]], 5: [[[14]], [[15]]]}  # by step, rank and micro-batch
+    layout = SimpleNamespace(steps=lambda order, lengths, step: iter([(None, plans[step])]))
+    engine, state = Engine(whole, error), TrainState(4)
+    return MemoryWatch(engine, resolved, dataset, layout, None, state, Ranks(1, 1, 2, CPU)), engine, state
+
+
+def said(watch: MemoryWatch, engine: Engine, batches: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught, watch:
+        for _ in range(batches):
+            engine(BATCH)
+    return str(caught.value)
+
+
+OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_the_micro_batch_is_named_with_its_samples():
+    watch, engine, _ = watched(1, OOM)
+    first, second, *_ = said(watch, engine, 2).splitlines()
+    assert first == (
+        "out of memory on rank 1 (cpu) in step 5, micro-batch 2 of 2: 300 tokens, 4 image tiles, 11 samples "
+        "(s103, s104, s105, s106, s107, s108, s109, s110 and 3 more)"
+    )
+    assert "GB in use" in second and second.endswith("ZeRO stage 1: CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_the_next_step_counts_its_own_micro_batches():
+    watch, engine, state = watched(2, OOM)
+    with watch:
+        engine(BATCH)
+        engine(BATCH)
+        state.step = 5
+        with pytest.raises(ConfigError, match=r"in step 6, micro-batch 1 of 1: .* \(s115\)"), watch:
+            engine(BATCH)
+
+
+def test_the_rehearsal_says_so():
+    watch, engine, _ = watched(0, OOM)
+    with pytest.raises(ConfigError) as caught, watch.rehearsal(SimpleNamespace(samples=[6, 7])):
+        engine(BATCH)
+    where = "in the rehearsal of the largest micro-batch, before step 5: 300 tokens, 4 image tiles, 2 samples (s106"
+    assert where in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "absent"),
+    [
+        (
+            {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2},
+            [
+                "--gradient_checkpointing auto",
+                "--tokens_per_micro_batch 150:",
+                "--per_device_train_batch_size 8 --gradient_accumulation_steps 4:",
+                "zero2.json",
+                "zero2_offload.json",
+            ],
+            [],
+        ),
+        (
+            {"gradient_checkpointing": "auto", "per_device_train_batch_size": 4, "train_batch_size": 8, "stage": 3},
+            ["--gradient_checkpointing all", "--per_device_train_batch_size 2:", "zero3_offload.json"],
+            ["accumulation", "zero4"],
+        ),
+        (
+            {"gradient_checkpointing": "all", "tokens_per_micro_batch": 300, "stage": 3, "offloaded": True},
+            ["--tokens_per_micro_batch 150:"],
+            ["checkpointing", "per_device", "zero"],
+        ),
+        (
+            {"loss_reduction": "micro_batch", "per_device_train_batch_size": 4},
+            ["--per_device_train_batch_size 2"],
+            ["tokens_per_micro_batch"],
+        ),
+    ],
+)
+def test_advice_fits_the_flags(flags, expected, absent):
+    watch, engine, _ = watched(0, OOM, **{"stage": 1, **flags})
+    advice = said(watch, engine).split("cheapest first:")[1]
+    places = [advice.index(part) for part in expected]
+    assert places == sorted(places)
+    assert not any(part in advice for part in absent), advice
+
+
+def test_a_cpus_allocator_counts_and_other_errors_pass_through():
+    watch, engine, _ = watched(0, RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+    assert said(watch, engine).startswith("out of memory on rank 1")
+    watch, engine, _ = watched(0, RuntimeError("shapes differ"))
+    with pytest.raises(RuntimeError, match="shapes differ"), watch:
+        engine(BATCH)
