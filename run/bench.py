@@ -27,6 +27,8 @@ from llava_ds.tools.bench.comparison import OURS, PADDED, RECOMPUTED, SIDES, Spr
 from llava_ds.tools.bench.table import Row, markdown, plot_steps
 from llava_ds.tools.bench.training import LOOP_OVERHEAD, Case, launch, run_case, work_of_steps, write_case, write_json
 from llava_ds.tools.bench.workload import Shape
+from llava_ds.tools.bench_loader import measure_decoding
+from llava_ds.tools.bench_output import measure_output_loss
 
 ROOT = Path(__file__).parents[1]
 TRAIN = ROOT / "run" / "train.py"
@@ -186,8 +188,6 @@ def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """The loss over supervised rows beside the one over all of them, at 32,000 ids, in this process."""
-    from llava_ds.tools.bench_output import measure_output_loss
-
     torch.set_num_threads(1)
     rows, measured = [], []
     for trains in (True, False):
@@ -202,8 +202,6 @@ def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """Pictures a second and core: LLaVA's path, ours, and the fast one, of other pictures in every round."""
-    from llava_ds.tools.bench_loader import measure_decoding
-
     size = {"num_images": 3, "seconds": 1.0} if own.quick else {"num_images": 12, "seconds": 30.0}
     measured = [measure_decoding(**size, seed=number) for number in range(own.rounds)]
     rows = []
