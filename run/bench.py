@@ -1,6 +1,6 @@
 """How fast training is, side by side with transformers' Trainer in one run: python run/bench.py
 
-About 25 minutes on two cores that have nothing else to do; --quick is a few minutes at toy sizes, whose ratios say
+About half an hour on two cores that have nothing else to do; --quick is a few minutes at toy sizes, whose ratios say
 little. Leaves bench.json with everything that was measured, steps.png and table.md in --output_dir.
 """
 
@@ -27,6 +27,8 @@ from llava_ds.tools.bench.comparison import OURS, PADDED, RECOMPUTED, SIDES, Spr
 from llava_ds.tools.bench.table import Row, markdown, plot_steps
 from llava_ds.tools.bench.training import LOOP_OVERHEAD, Case, launch, run_case, work_of_steps, write_case, write_json
 from llava_ds.tools.bench.workload import Shape
+from llava_ds.tools.bench_loader import measure_decoding
+from llava_ds.tools.bench_output import measure_output_loss
 
 ROOT = Path(__file__).parents[1]
 TRAIN = ROOT / "run" / "train.py"
@@ -34,13 +36,13 @@ RANKS = 2
 WARM_UP = 2  # steps
 
 # LLaVA-1.5 at a ninth of its lengths (64 features a picture): attention, tower and padding have about the parts of the
-# work that they have at 7B. The two differ in the output layer, which has the part of a 7B's with 32k ids and of a
-# 0.5B's with 152k.
+# work that they have at 7B. Deep rather than wide, because of what is saved in the last layer alone. The two differ in
+# the output layer, which has the part of a 7B's with 32k ids and of a 0.5B's with 152k.
 SMALL_VOCABULARY = Shape(
-    "small vocabulary", hidden=512, intermediate=1376, layers=4, heads=8, vocab=512,
+    "small vocabulary", hidden=256, intermediate=688, layers=12, heads=4, vocab=768,
     tower_hidden=128, tower_layers=3, tower_heads=2, patches=8, patch_size=8,
 )  # fmt: skip
-LARGE_VOCABULARY = replace(SMALL_VOCABULARY, name="large vocabulary", vocab=10_240)
+LARGE_VOCABULARY = replace(SMALL_VOCABULARY, name="large vocabulary", vocab=16_384)
 QUICK = {
     "hidden": 64, "intermediate": 176, "layers": 2, "heads": 2, "tower_hidden": 32, "tower_heads": 2, "vocab": 512,
 }  # fmt: skip
@@ -186,8 +188,6 @@ def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """The loss over supervised rows beside the one over all of them, at 32,000 ids, in this process."""
-    from llava_ds.tools.bench_output import measure_output_loss
-
     torch.set_num_threads(1)
     rows, measured = [], []
     for trains in (True, False):
@@ -202,8 +202,6 @@ def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """Pictures a second and core: LLaVA's path, ours, and the fast one, of other pictures in every round."""
-    from llava_ds.tools.bench_loader import measure_decoding
-
     size = {"num_images": 3, "seconds": 1.0} if own.quick else {"num_images": 12, "seconds": 30.0}
     measured = [measure_decoding(**size, seed=number) for number in range(own.rounds)]
     rows = []
@@ -238,7 +236,7 @@ def case_of(stage: str, shape: Shape, own: argparse.Namespace) -> Case:
         shape=shape,
         captions=captions,
         batch_size=32 if captions else 16,
-        num_steps=WARM_UP + (2 if own.quick else 6),
+        num_steps=WARM_UP + (2 if own.quick else 4 if captions else 6),
         tokens_per_micro_batch=4096,
         grouped=own.grouped and not captions,
     )

@@ -132,6 +132,7 @@ def run_stage(
         "bf16": True,
         "per_device_train_batch_size": stage.samples,
         "tokens_per_micro_batch": stage.tokens_per_micro_batch,
+        "gradient_checkpointing": "auto" if on_cuda else "off",  # as few layers as memory needs: none on an H200
         "max_steps": num_steps,
         "learning_rate": 1e-3 if stage.captions else 2e-5,
         "warmup_steps": 0.03,
