@@ -24,7 +24,7 @@ REQUIRED = (
     "protobuf",
     "datasets>=4",
     "safetensors",
-    "pillow>=11",
+    "pillow>=11.2",
     "numpy",
     "pydantic>=2",
     "psutil",
