@@ -1,5 +1,7 @@
 """Who started this process: other launchers' variables, told as deepspeed's launcher and torchrun tell them."""
 
+import contextlib
+import random
 import re
 import socket
 from collections.abc import Mapping
@@ -126,10 +128,13 @@ def expand_counts(text: str) -> list[int]:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port of the loopback interface that nobody listens on now, below those that the kernel hands out by itself:
+    one of these may be taken, by anybody's outgoing connection, before it is used."""
+    for port in random.SystemRandom().sample(range(15_000, 32_768), 100):
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise ConfigError("no free port was found on 127.0.0.1: set MASTER_PORT to one")
 
 
 def is_loopback_name(host: str) -> bool:

@@ -94,7 +94,7 @@ def test_the_deepspeed_json_says_stage_precision_and_sizes(figures, toy_base, tm
     flags = [*folders, "--num_gpus", "2", "--model_max_length", "512"]
     found = figures(*flags, "--deepspeed_config", ds_config(2))
     assert (found["chosen"], found["setup"]["weight_bytes"]) == ("ZeRO-2", 4)
-    assert found["setup"]["zero"]["reduce_bucket_size"] == 32**2
+    assert found["setup"]["zero"]["reduce_bucket_size"] == 50_000_000
     assert figures(*flags)["setup"]["weight_bytes"] == 2
     assert figures(*flags, "--bf16", "False")["setup"]["weight_bytes"] == 4
     accumulated = tmp_path / "fp32.json"
