@@ -229,8 +229,8 @@ class TrainingArguments:
     tokens_per_micro_batch: int | str | None = HfArg(
         default=None,
         help="Lay the samples of an optimizer step on ranks and micro-batches of at most this many tokens, balanced, "
-        "instead of by count. auto: as many as memory has room for and a step needs. Changes the layout only: loss and "
-        "gradient stay those of the step.",
+        "instead of by count. auto: as many as memory has room for and a step needs; none: by count. Changes the "
+        "layout only: loss and gradient stay those of the step.",
     )
     steps_across_epochs: bool | None = HfArg(
         default=None,

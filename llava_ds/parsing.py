@@ -162,11 +162,13 @@ def _typed(args: Arguments) -> tuple[Arguments, list[str]]:
         problems.append(f"--gradient_checkpointing {asked} is unknown: give off, all or auto (or False or True)")
     values["gradient_checkpointing"] = known or "off"
     tokens = args.training.tokens_per_micro_batch
-    if tokens not in (None, "auto"):
+    if tokens == "none":  # over a recipe that says otherwise
+        values["tokens_per_micro_batch"] = None
+    elif tokens not in (None, "auto"):
         try:
             values["tokens_per_micro_batch"] = int(tokens)
         except ValueError:
-            problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, or auto")
+            problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, auto or none")
             values["tokens_per_micro_batch"] = None
     return args.replaced(**values), problems
 

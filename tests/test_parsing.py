@@ -240,7 +240,7 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("image_grid_pinpoints", "[(24,48)]", "needs --image_aspect_ratio anyres, which is square"),
         ("on_bad_sample", "guess", "invalid choice: 'guess'"),
         ("bf16", "perhaps", "--bf16"),
-        ("tokens_per_micro_batch", "many", "give one, or auto"),
+        ("tokens_per_micro_batch", "many", "give one, auto or none"),
         ("gradient_checkpointing", "some", "give off, all or auto"),
         ("save_steps", "many", "--save_steps"),
     ],
@@ -319,8 +319,8 @@ def test_recomputation_is_asked_for_by_name_or_as_llavas_scripts_do(words, meant
     assert bare.training.gradient_checkpointing == "all"
 
 
-def test_tokens_of_a_micro_batch_are_a_number_or_auto():
-    for word, meant in (("8192", 8192), ("auto", "auto")):
+def test_tokens_of_a_micro_batch_are_a_number_auto_or_none():
+    for word, meant in (("8192", 8192), ("auto", "auto"), ("none", None)):
         args, _ = parse_arguments([*map(str, NEEDED), "--tokens_per_micro_batch", word])
         assert args.training.tokens_per_micro_batch == meant
 
@@ -410,10 +410,11 @@ def test_llavas_lora_scripts_parse(lora_script):
 def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
     recipe = read_recipe(Path(__file__).parents[1] / "run" / "recipes" / "llava-v1.5-7b-lora.yaml")
     args, _ = parse_arguments(lora_script)
-    same = set(recipe) - {"train_batch_size", "save_steps", "gradient_checkpointing"}
+    same = set(recipe) - {"train_batch_size", "save_steps", "gradient_checkpointing", "tokens_per_micro_batch"}
     assert {name: args.as_dict()[name] for name in same} == {name: recipe[name] for name in same}
     assert recipe["train_batch_size"] == 16 * 8  # on the script's 8 GPUs
-    # The script recomputes every layer, whatever the memory: it changes no result.
+    # The script recomputes every layer, whatever the memory, and lays samples out by count: it changes no result.
+    assert (args.training.tokens_per_micro_batch, recipe["tokens_per_micro_batch"]) == (None, "auto")
     assert (args.training.gradient_checkpointing, recipe["gradient_checkpointing"]) == ("all", "auto")
 
 
