@@ -114,7 +114,7 @@ def main(argv: list[str]) -> None:
     known = together(ranks, partial(resolve, asked, num_steps=known_steps))
     args = known.args
     dataset = _open_data(args, plan, pictures, ranks)
-    order = sample_order(args, dataset, ranks)
+    order = sample_order(args, dataset, ranks.world_size)
     tokens = tokens_per_micro_batch(known, plan, dataset, order, ranks)
     flops = model_flops(plan.text_config, plan.tower, args.model)
     layout = Layout.of(args.training, ranks, tokens, flops.pair_cost)

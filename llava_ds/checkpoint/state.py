@@ -126,15 +126,15 @@ class ResumePoint:
     step: int = 0
 
 
-def saved_flags(resume: str, output_dir: Path) -> dict[str, object]:
-    """The flags of the run that a resume would go on with, as its newest checkpoint has them; none for a fresh start.
+def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:
+    """The identity of the run that a resume would go on with, as its newest checkpoint has it; {} for a fresh start.
 
     Not of what was verified: for values that a run chose for itself and has to keep.
     """
     paths = {"auto": commit.checkpoints(output_dir), "never": []}.get(resume, [Path(resume)])
     for path in paths:
         try:
-            return json.loads((path / TRAINER).read_text(encoding="utf-8"))["identity"]["flags"]
+            return json.loads((path / TRAINER).read_text(encoding="utf-8"))["identity"]
         except (OSError, ValueError, KeyError):
             continue  # a damaged one, which is refused, and said so, where it is looked for
     return {}

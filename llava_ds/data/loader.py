@@ -101,13 +101,13 @@ class Layout:
         return lambda samples: plan_by_tokens(samples, tokens[samples], world_size, bound, costs[samples])
 
 
-def sample_order(args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> SampleOrder:
+def sample_order(args: Arguments, dataset: EncodedDataset, world_size: int) -> SampleOrder:
     """The order that the flags ask for."""
     data, training = args.data, args.training
     how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), "random" if data.shuffle else "file")
     return SampleOrder(
         num_samples=len(dataset),
-        batch_size=ranks.world_size * training.per_device_train_batch_size * training.gradient_accumulation_steps,
+        batch_size=world_size * training.per_device_train_batch_size * training.gradient_accumulation_steps,
         seed=training.seed if training.data_seed is None else training.data_seed,
         how=how,
         lengths=dataset.lengths_for(how),

@@ -51,6 +51,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """FLOP/s by a GPU's name as torch reports it; None where there is no figure."""
+    if " MIG " in name:
+        return None  # a part of the GPU, whose figure nobody publishes
     found = next((peaks for pattern, peaks in PEAKS.items() if re.fullmatch(pattern, name)), None)
     if found is None or (dtype == torch.float32 and not tf32):
         return None
@@ -59,14 +61,17 @@ def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | No
 
 
 def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIME_S) -> float:
-    """FLOP/s of the fastest of several square products, for about so many seconds."""
+    """FLOP/s of the fastest of several square products, for about so many seconds.
+
+    Of random numbers: GPUs multiply others faster.
+    """
     if device.type == "cuda":
-        one, other = (torch.ones(GEMM_SIDE, GEMM_SIDE, dtype=dtype, device=device) for _ in range(2))
+        one, other = (_drawn(GEMM_SIDE, dtype, device) for _ in range(2))
         return 2 * GEMM_SIDE**3 / _cuda_time_s(one, other, time_s)
     # From a small one on: where a CPU does not know the type, a large one would take minutes.
     best, side, started = 0.0, GEMM_SIDES_CPU[0], time.perf_counter()
     while not best or time.perf_counter() - started < time_s:
-        one, other = torch.ones(side, side, dtype=dtype), torch.ones(side, side, dtype=dtype)
+        one, other = (_drawn(side, dtype, device) for _ in range(2))
         before = time.perf_counter()
         one @ other
         needed = max(time.perf_counter() - before, 1e-9)
@@ -74,6 +79,11 @@ def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIM
         if side < GEMM_SIDES_CPU[1] and needed < time_s / 32:  # twice the side takes eight times as long
             side *= 2
     return best
+
+
+def _drawn(side: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Of a generator of its own, for training's has to go on where it was."""
+    return torch.randn(side, side, device=device, generator=torch.Generator(device)).to(dtype)
 
 
 def _cuda_time_s(one: torch.Tensor, other: torch.Tensor, time_s: float) -> float:

@@ -1,6 +1,7 @@
 """What a person sees while it trains, and the files that hold the same: the bar, metrics.jsonl, loss.png."""
 
 import dataclasses
+import math
 import resource
 import time
 from pathlib import Path
@@ -119,7 +120,7 @@ class Progress:
             "epoch": result.step / self.steps_per_epoch,
             "loss": result.loss,
             "lr": result.lr,
-            "grad_norm": result.grad_norm,
+            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm or 0) else None,  # no number in JSON
             "samples": result.counts.samples,
             "tokens": result.counts.tokens,
             "supervised_tokens": result.counts.targets,

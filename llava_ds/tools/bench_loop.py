@@ -19,8 +19,8 @@ def measure_loop_overhead(
     """The time of optimizer steps in our loop over that in a bare one over the same batches: medians of alternating
     rounds of num_steps each, in seconds a step, and their ratio.
 
-    windows: prepared, on the device, as many micro-batches in each as the engine accumulates; they are repeated. The
-    engine trains meanwhile. All ranks call it together.
+    windows: prepared, on the device, of equally many micro-batches; they are repeated. Loading data, logging and
+    saving are on neither side. The engine trains meanwhile. All ranks call it together.
     """
     batches = [batch for window in windows for batch in window.batches]
     times: dict[str, list[float]] = {"bare": [], "loop": []}
@@ -30,7 +30,7 @@ def measure_loop_overhead(
             _wait(ranks)
             started = time.perf_counter()
             if name == "bare":
-                _bare(engine, itertools.islice(itertools.cycle(batches), num_steps * per_step))
+                _bare(engine, itertools.islice(itertools.cycle(batches), num_steps * per_step), per_step)
             else:
                 train(engine, itertools.cycle(windows), TrainState(), num_steps, "token", ranks, lambda result: 0.0)
             _wait(ranks)
@@ -47,9 +47,9 @@ def measure_loop_overhead(
     }
 
 
-def _bare(engine, batches: Iterable[Batch]) -> None:
+def _bare(engine, batches: Iterable[Batch], per_step: int) -> None:
     for index, batch in enumerate(batches):
-        engine.set_gradient_accumulation_boundary((index + 1) % engine.gradient_accumulation_steps() == 0)
+        engine.set_gradient_accumulation_boundary((index + 1) % per_step == 0)
         loss = engine(batch)
         engine.backward(loss)
         engine.step()

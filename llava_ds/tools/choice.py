@@ -1,15 +1,17 @@
 """--deepspeed_config auto: the fastest of this repository's DeepSpeed configurations in which a run fits."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from llava_ds.arguments import Arguments
+from llava_ds.checkpoint.state import saved_identity
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, from_first, gather, local_ranks
-from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
+from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.tools.fitting import GB, Run, advice, fits
 from llava_ds.tools.planned import Data, planned_run
 from llava_ds.tools.shapes import ModelShape
@@ -23,10 +25,13 @@ def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, 
     Sharding costs traffic and buys memory: a lone rank has nothing to share, and several do best with the optimizer
     shared out, where gradients travel once per optimizer step, or during backward. What is offloaded crosses PCIe.
     """
+    training = args.training
+    tokens = training.tokens_per_micro_batch
+    packed = isinstance(tokens, int) and tokens < training.per_device_train_batch_size * args.data.model_max_length
     if world_size == 1:
         # DeepSpeed's float16 begins at stage 1.
-        found = {"zero1" if args.training.fp16 else "zero0": "on one rank there is nothing to share out"}
-    elif args.training.gradient_accumulation_steps > 1:
+        found = {"zero1" if training.fp16 else "zero0": "on one rank there is nothing to share out"}
+    elif training.gradient_accumulation_steps > 1 or packed:
         found = {
             "zero1": "gradients travel once per optimizer step, not once per micro-batch",
             "zero2": "the rank keeps its own part of the gradients only",
@@ -53,22 +58,26 @@ def choose_ds_config(
     device_memory: float,
     node_memory: float | None = None,
     here: bool = True,
+    stage: int | None = None,
 ) -> tuple[dict, str]:
     """The DeepSpeed JSON, and a line that says which and why: the first candidate that fits by run/estimate.py.
 
     folder: of the configurations; device_memory, node_memory: bytes, all there are and not those that happen to be
-    free, so that a resumed run decides alike; None: as much as it takes. Raises ConfigError where none fits, with what
-    would, or where the flags can't be trained with any.
+    free; None: as much as it takes; stage: that of the run to go on with, which is kept. Raises ConfigError where none
+    fits, with what would, or where the flags can't be trained with any.
     """
     longest = args.data.model_max_length
     refused: ConfigError | None = None
     runs: dict[str, Run] = {}
-    for name, why in candidates(args, world_size, device_type).items():
+    resolve = partial(
+        resolve_ds_config, world_size=world_size, hidden_size=hidden_size, device_type=device_type, here=here
+    )
+    for name, why in candidates(_filled(folder, args, resolve), world_size, device_type).items():
         raw = read_ds_config(folder / f"{name}.json")
+        if stage not in (None, raw["zero_optimization"]["stage"]):
+            continue
         try:
-            resolved = resolve_ds_config(
-                raw, args, world_size=world_size, hidden_size=hidden_size, device_type=device_type, here=here
-            )
+            resolved = resolve(raw, args)
         except ConfigError as error:  # what this machine can't compile, or the flags rule out
             refused = refused or error
             continue
@@ -95,6 +104,15 @@ def choose_ds_config(
     )
 
 
+def _filled(folder: Path, args: Arguments, resolve: Callable[[dict, Arguments], ResolvedConfig]) -> Arguments:
+    """The flags with the batch sizes that follow from each other; as they are where they are refused, which the
+    candidates say."""
+    try:
+        return resolve(read_ds_config(folder / "zero1.json"), args).args
+    except ConfigError:
+        return args
+
+
 def choose_for_ranks(
     folder: Path, shape: ModelShape, args: Arguments, hidden_size: int, ranks: Ranks
 ) -> tuple[dict, str]:
@@ -107,6 +125,8 @@ def choose_for_ranks(
     is_cpu = ranks.device.type == "cpu"
     own = node // local if is_cpu else torch.cuda.get_device_properties(ranks.device).total_memory
     everyone = gather((own, node, local), ranks)
+    training = args.training
+    saved = from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
     choose = partial(
         choose_ds_config,
         folder,
@@ -118,5 +138,6 @@ def choose_for_ranks(
         hidden_size=hidden_size,
         device_memory=min(device for device, _, _ in everyone),
         node_memory=min(memory for _, memory, _ in everyone),
+        stage=saved.get("zero_stage"),
     )
     return from_first(ranks, choose)  # what can be compiled may differ between machines

@@ -4,7 +4,7 @@ import itertools
 import math
 from pathlib import Path
 
-from llava_ds.checkpoint.state import saved_flags
+from llava_ds.checkpoint.state import saved_identity
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks, from_first, gather, local_ranks, print_first
@@ -48,8 +48,8 @@ def tokens_per_micro_batch(
     training = resolved.args.training
     if training.tokens_per_micro_batch != "auto":
         return training.tokens_per_micro_batch
-    saved = from_first(ranks, lambda: saved_flags(training.resume, Path(training.output_dir)))
-    tokens, why = saved.get("tokens_per_micro_batch"), "as the run that is gone on with has it"
+    saved = from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
+    tokens, why = saved.get("flags", {}).get("tokens_per_micro_batch"), "as the run that is gone on with has it"
     if tokens is None:
         tokens, why = planned_here(resolved, plan, dataset, order, ranks).batch.num_tokens, "chosen for this memory"
     print_first(f"--tokens_per_micro_batch {tokens} ({why})")

@@ -42,6 +42,7 @@ def planned_run(
     """
     training = resolved.args.training
     weight_bytes = resolved.dtype.itemsize
+    bound = training.tokens_per_micro_batch
     accumulated = (resolved.config.get("data_types") or {}).get("grad_accum_dtype")
     setup = Setup(
         num_gpus=num_gpus,
@@ -49,7 +50,7 @@ def planned_run(
         gpus_per_node=gpus_per_node,
         weight_bytes=weight_bytes,
         gradient_bytes=GRADIENT_BYTES.get(accumulated, weight_bytes),
-        accumulates=training.gradient_accumulation_steps > 1,
+        accumulates=training.gradient_accumulation_steps > 1 or (isinstance(bound, int) and bound < data.share),
         moments=num_moments(resolved.config),
     )
     run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)

@@ -125,7 +125,9 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
     if offload_device(resolved.config, "offload_optimizer") == "none":
         name = "zero3_offload" if stage == 3 else "zero2_offload"
         lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states into the node's memory, slower")
-    return ["to need less, the cheapest first:", *(f"  {line}" for line in lines)]
+    # A checkpoint belongs to its layout and stage.
+    anew = "all but --gradient_checkpointing begin the run anew, with --resume never"
+    return [f"to need less, the cheapest first ({anew}):", *(f"  {line}" for line in lines)]
 
 
 def _about_layers(training: TrainingArguments) -> list[str]:

@@ -1,8 +1,8 @@
 """The heaviest micro-batch goes first: forward and backward of it with weight zero, before the first step.
 
-What does not fit then fails in the first minute and not after hours. Its gradients are exact zeros, no optimizer step
-is taken, random states are given back and what it left in the engine is cleared: the run's numbers are those of a run
-without it, bit for bit.
+What does not fit then fails in the first minute and not after hours. Where its loss is finite its gradients are exact
+zeros, no optimizer step is taken, random states are given back and what it left in the engine is cleared: the run's
+numbers are those of a run without it, bit for bit.
 """
 
 import itertools

@@ -8,7 +8,7 @@ import llavas
 import torch
 import toys
 
-from llava_ds.checkpoint.state import TRAINER, RunIdentity, saved_flags
+from llava_ds.checkpoint.state import TRAINER, RunIdentity, saved_identity
 from llava_ds.model.folders import take_from_model
 
 CONFIG = {"zero_optimization": {"stage": 3}}
@@ -46,8 +46,10 @@ def test_what_a_run_chose_for_itself_is_read_from_its_newest_checkpoint(tmp_path
         (tmp_path / f"checkpoint-{step}").mkdir()
         trainer = {"identity": {"flags": {"tokens_per_micro_batch": tokens}}}
         (tmp_path / f"checkpoint-{step}" / TRAINER).write_text(json.dumps(trainer))
-    assert saved_flags("auto", tmp_path) == {"tokens_per_micro_batch": 704}
-    assert saved_flags(str(tmp_path / "checkpoint-2"), tmp_path / "other") == {"tokens_per_micro_batch": 640}
+    assert saved_identity("auto", tmp_path)["flags"] == {"tokens_per_micro_batch": 704}
+    assert saved_identity(str(tmp_path / "checkpoint-2"), tmp_path / "other")["flags"] == {
+        "tokens_per_micro_batch": 640
+    }
     (tmp_path / "checkpoint-10" / TRAINER).write_text("{")  # damaged
-    assert saved_flags("auto", tmp_path) == {"tokens_per_micro_batch": 640}
-    assert saved_flags("never", tmp_path) == saved_flags("auto", tmp_path / "other") == {}
+    assert saved_identity("auto", tmp_path)["flags"] == {"tokens_per_micro_batch": 640}
+    assert saved_identity("never", tmp_path) == saved_identity("auto", tmp_path / "other") == {}

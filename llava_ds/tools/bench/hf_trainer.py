@@ -20,11 +20,11 @@ from llava_ds.arguments import Arguments, trained_parts
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collator import LoadedSample
 from llava_ds.data.dataset import EncodedDataset, open_data
-from llava_ds.data.sampler import SampleOrder
+from llava_ds.data.loader import sample_order
 from llava_ds.distributed import first_rank_first, init_ranks, quiet_libraries
 from llava_ds.model.build import plan_model
 from llava_ds.model.folders import take_from_model
-from llava_ds.parsing import GROUPINGS, parse_arguments
+from llava_ds.parsing import parse_arguments
 from llava_ds.report.progress import peak_memory_bytes
 
 
@@ -100,17 +100,7 @@ def freeze(model: LlavaForConditionalGeneration, args: Arguments) -> None:
 
 def samples_in_order(args: Arguments, dataset: EncodedDataset, world_size: int) -> list[int]:
     """The samples as run/train.py takes them, step after step."""
-    training = args.training
-    how = next((GROUPINGS[name] for name in GROUPINGS if getattr(args.data, name)), "file")
-    order = SampleOrder(
-        num_samples=len(dataset),
-        batch_size=training.per_device_train_batch_size * training.gradient_accumulation_steps * world_size,
-        seed=training.seed if training.data_seed is None else training.data_seed,
-        how=how,
-        lengths=dataset.lengths_for(how),
-        micro_batch_size=training.per_device_train_batch_size,
-    )
-    return order.epoch(0)
+    return sample_order(args, dataset, world_size).epoch(0)
 
 
 class PaddingCollator:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import open_data
+from llava_ds.data.loader import sample_order
 from llava_ds.data.packing import plan_by_count
-from llava_ds.data.sampler import SampleOrder
 from llava_ds.launchers import free_port
 from llava_ds.model.build import plan_model
 from llava_ds.model.flops import model_flops
 from llava_ds.model.folders import take_from_model
-from llava_ds.parsing import GROUPINGS, parse_arguments
+from llava_ds.parsing import parse_arguments
 from llava_ds.tools.bench import workload
 from llava_ds.tools.bench.comparison import OURS, RECOMPUTED, SIDES, Run, read_ours, read_theirs, turns
 from llava_ds.tools.bench.workload import Shape
@@ -96,11 +96,8 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
     plan = plan_model(args.model, args.data.model_max_length)
     dataset = open_data(args, plan.tokenizer, plan.tower.pictures(args))
     flops = model_flops(plan.text_config, plan.tower, args.model)
-    how = next((GROUPINGS[name] for name in GROUPINGS if getattr(args.data, name)), "file")
     size = args.training.per_device_train_batch_size
-    order = SampleOrder(
-        len(dataset), num_ranks * size, args.training.seed, how, dataset.lengths_for(how), micro_batch_size=size
-    )
+    order = sample_order(args, dataset, num_ranks)
     tiles = [dataset.row(int(row))["num_pictures"] for row in dataset.rows]
     work = []
     for _, samples in zip(range(args.training.max_steps), order.steps()):
