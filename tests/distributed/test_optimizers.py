@@ -160,7 +160,9 @@ def test_it_trains_with_its_groups_and_alike_at_every_stage(daily, name, precisi
 @pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_adamw_of_the_json_is_adamw_by_flags(daily, stage):
-    assert daily[f"AdamW, fp32, {stage}"]["losses"] == daily[f"none, fp32, {stage}"]["losses"]
+    """The JSON's is torch's plain one, that of the flags its fused one, which rounds otherwise."""
+    by_flags = daily[f"none, fp32, {stage}"]["losses"]
+    assert daily[f"AdamW, fp32, {stage}"]["losses"] == pytest.approx(by_flags, rel=1e-6)
 
 
 @pytest.mark.full
