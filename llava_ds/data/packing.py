@@ -4,9 +4,10 @@ The plan follows from the samples' lengths alone, so every rank makes the same o
 """
 
 import bisect
+import functools
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -83,7 +84,7 @@ def plan_by_tokens(
         # One round more than is possible by arithmetic is often found where best fit needs two.
         for num_packs in sorted({min(fewest + world_size, most), most} - {fewest}):
             packs = packs or _even_packs(lengths, costs, num_packs, max_tokens)
-        packs = packs or full + [[] for _ in range(most - len(full))]
+        packs = packs or _filled_up(full, lengths, costs, most, max_tokens)
     # What is heaviest runs out of memory, if anything does: at once, and not in an hour.
     cost_of = costs.tolist()
     packs = sorted(packs, key=lambda pack: -sum([cost_of[i] for i in pack]))
@@ -164,19 +165,60 @@ def _best_fit(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
     return packs
 
 
-def _even(packs: list[list[int]], loads: list[int], count: int, slack: int, bound: int) -> None:
+def _filled_up(
+    packs: list[list[int]], lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_tokens: int
+) -> list[list[int]]:
+    """num_packs packs out of fewer ones: the heaviest split in two, again and again, then all evened out by cost.
+
+    packs: positions of the samples, within max_tokens tokens, and so are the returned ones. Empty ones are added where
+    every pack has come down to one sample.
+    """
+    count, cost_of = len(lengths), costs.tolist()
+    filled = [sorted([i - cost_of[i] * count for i in pack]) for pack in packs]  # entries
+    loads = [sum([cost_of[i] for i in pack]) for pack in packs]
+    heap = [(-load, p) for p, load in enumerate(loads) if len(filled[p]) > 1]
+    heapq.heapify(heap)
+    while heap and len(filled) < num_packs:
+        p = heapq.heappop(heap)[1]
+        halves: list[list[int]] = [[], []]
+        sums = [0, 0]
+        for entry in filled[p]:
+            lighter = sums[1] < sums[0]
+            halves[lighter].append(entry)
+            sums[lighter] -= entry // count
+        filled[p], loads[p] = halves[0], sums[0]
+        filled.append(halves[1])
+        loads.append(sums[1])
+        for half in (p, len(filled) - 1):
+            if len(filled[half]) > 1:
+                heapq.heappush(heap, (-loads[half], half))
+    within = functools.partial(_exchange_within, tokens=lengths.tolist(), max_tokens=max_tokens)
+    _even(filled, loads, count, int(_EVEN_ENOUGH * sum(loads) / len(loads)), 0, within)
+    return [[entry % count for entry in pack] for pack in filled] + [[] for _ in range(num_packs - len(filled))]
+
+
+def _even(
+    packs: list[list[int]],
+    loads: list[int],
+    count: int,
+    slack: int,
+    bound: int,
+    exchange: Callable[[list[int], list[int], int, int, int], tuple[int, int]] | None = None,
+) -> None:
     """Exchange samples of the heaviest packs for lighter ones of the lightest, in place.
 
     Until they are no more than slack apart, or none is above bound, or nothing helps. packs of entries; loads: their
-    weights; count: samples. None becomes heavier than the heaviest was, and what is alone in a heavy one stays so.
+    weights; count: samples; exchange: _exchange or one like it. None becomes heavier than the heaviest was, and what is
+    alone in a heavy one stays so.
     """
+    exchange = exchange or _exchange
     ranked = sorted(zip(loads, range(len(packs))))
     for _ in range(_EXCHANGES * len(packs)):
         (heavy, h), (light, p) = ranked[-1], ranked[0]
         if heavy - light <= slack or heavy <= bound:
             break
         del ranked[-1]
-        entry, other = _exchange(packs[h], packs[p], heavy - light, slack, count) if len(packs[h]) > 1 else (0, 0)
+        entry, other = exchange(packs[h], packs[p], heavy - light, slack, count) if len(packs[h]) > 1 else (0, 0)
         if not entry:  # the next one may have something to give
             continue
         packs[h].remove(entry)
@@ -206,6 +248,28 @@ def _exchange(heavy: list[int], light: list[int], apart: int, slack: int, count:
             best, found = abs(other - wanted), (entry, other)
         if k and wanted - light[k - 1] < best:
             best, found = wanted - light[k - 1], (entry, light[k - 1])
+        if best <= slack * count // 4:
+            break
+    return found
+
+
+def _exchange_within(
+    heavy: list[int], light: list[int], apart: int, slack: int, count: int, tokens: list[int], max_tokens: int
+) -> tuple[int, int]:
+    """As _exchange, among what leaves both packs within max_tokens: slower, as it looks at every two.
+
+    tokens: of each of the samples.
+    """
+    heavy_room, light_room = (max_tokens - sum([tokens[entry % count] for entry in pack]) for pack in (heavy, light))
+    half = apart * count // 2
+    best, found = half - count, (0, 0)
+    for entry in heavy:
+        for other in (0, *light):
+            off = abs(other - entry - half)
+            if off < best:
+                grows = tokens[entry % count] - (tokens[other % count] if other else 0)
+                if -heavy_room <= grows <= light_room:
+                    best, found = off, (entry, other)
         if best <= slack * count // 4:
             break
     return found

@@ -159,6 +159,43 @@ def test_hostile_lengths(lengths, world_size):
         assert len(plan[0]) == max(1, -(-best_fit_decreasing(lengths, 8192) // world_size))
 
 
+@pytest.mark.parametrize("pair_cost", [0, 2e-5])
+@pytest.mark.parametrize(
+    ("count", "world_size", "balance"), [(128, 8, 0.96), (128, 16, 0.925), (64, 8, 0.925), (256, 8, 0.98)]
+)
+def test_packs_of_a_few_samples_leave_no_rank_without_any(count, world_size, balance, pair_cost):
+    """LLaVA's samples under a bound of one context: about three a pack, so that packs of one cost are seldom found."""
+    more_than_best_fit = 0
+    for seed in range(30):
+        lengths = length_mix(FINETUNE, count, seed).tokens.tolist()
+        costs = [int(length + pair_cost * length**2) for length in lengths] if pair_cost else lengths
+        plan = plan_by_tokens(list(range(count)), lengths, world_size, 2048, costs if pair_cost else None)
+        check_places_all_once(plan, list(range(count)), world_size)
+        assert count >= world_size * len(plan[0])
+        assert all(itertools.chain(*plan))
+        assert max(itertools.chain(*loads(plan, lengths))) <= 2048
+        assert plan == plan_by_tokens(list(range(count)), lengths, world_size, 2048, costs if pair_cost else None)
+        work = loads(plan, costs)
+        assert sum(map(sum, work)) / (world_size * sum(map(max, zip(*work)))) > balance
+        more_than_best_fit += world_size * len(plan[0]) > best_fit_decreasing(lengths, 2048)
+    assert more_than_best_fit > 10  # there, full packs would have left some empty
+
+
+def test_no_empty_micro_batch_where_there_are_samples_for_all():
+    rng = random.Random(3)
+    for _ in range(500):
+        bound, world_size = rng.choice([100, 1000]), rng.choice([2, 3, 8])
+        longest = rng.choice([bound // 2, bound, 2 * bound])
+        lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 60))]
+        costs = [rng.randint(1, 1000) for _ in lengths]  # of no relation to the lengths
+        for weights in (None, costs):
+            plan = plan_by_tokens(list(range(len(lengths))), lengths, world_size, bound, weights)
+            check_places_all_once(plan, list(range(len(lengths))), world_size)
+            packs = list(itertools.chain(*plan))
+            assert sum(map(bool, packs)) == min(len(packs), len(lengths))
+            assert all(len(pack) == 1 or sum(lengths[i] for i in pack) <= bound for pack in packs)
+
+
 def test_heaviest_micro_batches_come_first_and_go_by_cost():
     for samples, lengths, world_size in cases():
         costs = [length + length**2 // 50 for length in lengths]
