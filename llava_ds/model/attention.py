@@ -147,13 +147,17 @@ def _problem(
         if torch.cuda.get_device_capability()[0] != 9:
             return "made for Hopper GPUs"
         return "has no dropout" if dropout else None
+    if body == FLASH_2 and importlib.util.find_spec("flash_attn") is None:
+        return "not installed (the extra llava_ds[flash])"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "needs compute capability 8.0"
     if body == FLASH_2:
-        if importlib.util.find_spec("flash_attn") is None:
-            return "not installed (the extra llava_ds[flash])"
         return "has no dropout under a soft cap" if softcap and dropout else None
     if softcap:
         return "has no soft cap"
-    return "has no windows before torch 2.11" if window and not _is_newer_varlen() else None
+    if dropout:
+        return "has no dropout"
+    return "has no windows before torch 2.11" if window and not _varlen_takes("window_size") else None
 
 
 def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
@@ -273,25 +277,28 @@ def _flash_attn_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) ->
 def _torch_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    if rule.dropout:
-        raise ConfigError("attention dropout needs flash-attn on CUDA: install the extra llava_ds[flash]")
-    # torch 2.10 has neither grouped heads nor a scale, and another name for causal; 2.11 has the latter two.
-    if _is_newer_varlen():
+    # torch 2.10 has neither windows nor a scale, and another name for causal.
+    if _varlen_takes("window_size"):
         options = {"window_size": _before_and_after(rule), "scale": rule.scaling}
     else:
         options = {"is_causal": True}
         query = query * (rule.scaling * query.shape[-1] ** 0.5)
     groups = query.shape[1] // key.shape[1]
-    q, k, v = (x[0].transpose(0, 1) for x in (query, repeat_kv(key, groups), repeat_kv(value, groups)))
+    if groups > 1 and _varlen_takes("enable_gqa"):  # from torch 2.13 on
+        options["enable_gqa"] = True
+    else:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
     return out[None]  # (1, T, H, E)
 
 
-def _is_newer_varlen() -> bool:
-    """Whether torch's kernel takes windows: from 2.11 on."""
+@torch.compiler.assume_constant_result
+def _varlen_takes(option: str) -> bool:
+    """Whether torch's kernel has an option in this version."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return "window_size" in inspect.signature(varlen_attn).parameters
+    return option in inspect.signature(varlen_attn).parameters
 
 
 KERNELS = {FLASH_3: _flash_attn_3, FLASH_2: _flash_attn_varlen, TORCH: _torch_varlen}

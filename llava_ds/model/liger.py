@@ -96,14 +96,10 @@ def _largest_difference(config: PreTrainedConfig, device: torch.device, dtype: t
     """With Liger's kernels and without: the largest difference, of the largest value, and of what it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        plain = random_copy(config).to(device, dtype)
+        drawn = random_copy(config)
+        plain, fused = (_built(drawn, dtype).to(device) for _ in range(2))
         inputs = random_inputs(plain)
         targets = torch.randint(0, VOCABULARY, inputs["position_ids"].shape[1:]).to(device)
-    fused = AutoModelForCausalLM.from_config(
-        copy.deepcopy(plain.config), attn_implementation=attention.register(), dtype=dtype
-    )
-    fused.load_state_dict(plain.state_dict())
-    fused.to(device)
     put_in(fused)
     results = []
     for model in (plain, fused):
@@ -119,3 +115,12 @@ def _largest_difference(config: PreTrainedConfig, device: torch.device, dtype: t
     }
     where = max(differences, key=lambda name: (differences[name] != differences[name], differences[name]))
     return differences[where], where
+
+
+def _built(drawn: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same model in a precision, as transformers builds it: a cast would round rotary frequencies, too."""
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(drawn.config), attn_implementation=attention.register(), dtype=dtype
+    )
+    model.load_state_dict(drawn.state_dict())
+    return model.eval()

@@ -14,6 +14,8 @@ from torch import nn
 # as few as keep its caches warm.
 CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
 MIN_ROWS = 64  # of a chunk, whatever the vocabulary: products of fewer are slow
+# What gradients of logits, at most 1, count in float16, which ends at 65504 and knows nothing below 6e-8.
+FLOAT16_SCALE = 2.0**15
 
 
 def add_loss(output_layer: nn.Linear) -> None:
@@ -40,7 +42,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Cross-entropy of hidden @ weight.T, summed: hidden (S, D), weight (V, D), targets (S,) int64, any S.
 
-    Computes in the precision of hidden, or autocast's; softmax and sums in float32. Backward can run once.
+    Computes in the precision of hidden, or autocast's; softmax and sums in float32. Backward can run once. In float16
+    gradients stay float32 until backward brings the loss's scale: those of a sum alone can exceed float16.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -62,7 +65,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight = (backward and wanted for wanted in ctx.needs_input_grad[:2])
         rows = chunk_rows(len(weight), hidden.device.type)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        in_float16 = hidden.dtype == torch.float16
+        d_hidden = torch.empty_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
         # Sums over several chunks are kept in float32, as a product keeps its own.
         d_weight = None
         if wants_weight and len(hidden) == 0:
@@ -73,17 +77,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h = hidden[start : start + rows]
             d_logits, chunk_loss = _softmax_minus_target(h @ weight.T, targets[start : start + rows], softcap)
             loss += chunk_loss
-            if wants_hidden:
+            if wants_hidden and in_float16:
+                d_hidden[start : start + rows] = _float32_product(d_logits, weight)
+            elif wants_hidden:
                 torch.mm(d_logits, weight, out=d_hidden[start : start + rows])
             if not wants_weight:
                 continue
-            if d_weight is None:
+            if in_float16:
+                product = _float32_product(d_logits.T, h)
+                d_weight = product if d_weight is None else d_weight.add_(product)
+            elif d_weight is None:
                 d_weight = d_logits.T @ h
             elif d_weight.dtype == h.dtype:
                 d_weight.addmm_(d_logits.T, h)
             else:
                 d_weight += d_logits.T @ h
-        ctx.gradients = d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+        if d_weight is not None and not in_float16:
+            d_weight = d_weight.to(weight.dtype)
+        ctx.gradients, ctx.in_float16 = (d_hidden, d_weight), in_float16
         return loss
 
     @staticmethod
@@ -92,13 +103,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the loss was propagated backward a second time: its gradients were given away")
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if gradient is None else gradient.mul_(upstream) for gradient in gradients), None, None, None
+        if ctx.in_float16:
+            upstream = upstream / FLOAT16_SCALE
+        gradients = [None if gradient is None else gradient.mul_(upstream) for gradient in gradients]
+        if ctx.in_float16:
+            gradients = [None if gradient is None else gradient.half() for gradient in gradients]
+        return *gradients, None, None, None
+
+
+def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of two float16 matrices, summed and given in float32."""
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # torch takes out_dtype on CUDA only
 
 
 def _softmax_minus_target(
     logits: torch.Tensor, targets: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the summed cross-entropy, (rows, V) in the logits' precision, and that sum. Uses logits up."""
+    """The gradient of the summed cross-entropy, (rows, V) in the logits' precision, and that sum. Uses logits up.
+
+    In float16 the gradient is FLOAT16_SCALE times as large.
+    """
     dtype = logits.dtype
     logits = logits.float()
     if softcap is not None:
@@ -114,4 +140,6 @@ def _softmax_minus_target(
     gradient.scatter_add_(1, targets, torch.full_like(at_target, -1.0))
     if softcap is not None:
         gradient.mul_(slope)
+    if dtype == torch.float16:
+        gradient.mul_(FLOAT16_SCALE)
     return gradient.to(dtype), loss

@@ -149,14 +149,22 @@ def test_scores_are_not_kept_for_backward(monkeypatch):
 
 
 @pytest.mark.parametrize("rule", RULES[:4], ids=str)
-@pytest.mark.parametrize("torch_2_10", [False, True])
-def test_what_torchs_varlen_kernel_is_asked_for(monkeypatch, torch_2_10, rule):
-    """The kernel needs a GPU: here a formula stands in for it, with either version's signature."""
+@pytest.mark.parametrize("version", ["2.10", "2.11", "2.13"])
+def test_what_torchs_varlen_kernel_is_asked_for(monkeypatch, version, rule):
+    """The kernel needs a GPU: here a formula stands in for it, with each version's signature."""
     asked = {}
 
-    def formula(q, k, v, rule):
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k[:, ::2], v[:, ::2]))
-        return by_formula(q, k, v, rule)[0].float()
+    def formula(q, k, v, rule, grouped=False):
+        assert k.shape[1] == v.shape[1] == (2 if grouped else 4)
+        if not grouped:
+            k, v = k[:, ::2], v[:, ::2]
+        return by_formula(*(x.transpose(0, 1)[None] for x in (q, k, v)), rule)[0].float()
+
+    def newest(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        asked.update(window_size=window_size, lengths=(cu_q.tolist(), max_q))
+        before, after = window_size
+        assert after == 0 and enable_gqa
+        return formula(q, k, v, Rule(scale, window=None if before == -1 else before + 1), True)
 
     def newer(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
         asked.update(window_size=window_size, lengths=(cu_q.tolist(), max_q))
@@ -170,11 +178,11 @@ def test_what_torchs_varlen_kernel_is_asked_for(monkeypatch, torch_2_10, rule):
 
     import torch.nn.attention as package
 
-    kernel = types.SimpleNamespace(varlen_attn=older if torch_2_10 else newer)
+    kernel = types.SimpleNamespace(varlen_attn={"2.10": older, "2.11": newer, "2.13": newest}[version])
     monkeypatch.setitem(__import__("sys").modules, "torch.nn.attention.varlen", kernel)
     monkeypatch.setattr(package, "varlen", kernel, raising=False)
-    if torch_2_10 and rule.window is not None:
-        assert not attention._is_newer_varlen()  # such a rule does not get here
+    if version == "2.10" and rule.window is not None:
+        assert not attention._varlen_takes("window_size")  # such a rule does not get here
         return
     query, key, value = tensors()
     out = attention._torch_varlen(query, key, value, CU_SEQLENS, 9, rule)
@@ -235,6 +243,22 @@ CASES = [
         ["half precision only, not in float32"] * 3,
     ),
     (("flash_attn",), 9, "bfloat16", {"head_dim": 512}, "SDPA sample by sample", ["one width of at most 256"] * 3),
+    (
+        (),
+        9,
+        "bfloat16",
+        {"attention_dropout": 0.1},
+        "SDPA sample by sample",
+        ["not installed", "not installed", "has no dropout"],
+    ),
+    (
+        ("flash_attn", "flash_attn_interface"),
+        7,  # V100 and T4
+        "float16",
+        {},
+        "SDPA sample by sample",
+        ["made for Hopper GPUs"] + ["needs compute capability 8.0"] * 2,
+    ),
     ((), 9, "bfloat16", {"family": "gemma2"}, "SDPA sample by sample", ["not installed"] * 2 + ["has no soft cap"]),
 ]
 
@@ -258,12 +282,6 @@ def test_without_a_gpu_the_report_says_so():
     config = toys.language_model_config("llama")
     report = attention.attention_report(config, torch.device("cpu"), torch.bfloat16)
     assert report.startswith("attention: SDPA sample by sample (flash-attn 3 needs a CUDA device, this is cpu; ")
-
-
-def test_dropout_on_cuda_without_flash_attn_names_the_extra():
-    query, key, value = tensors()
-    with pytest.raises(ConfigError, match=r"llava_ds\[flash\]"):
-        attention._torch_varlen(query, key, value, CU_SEQLENS, 9, Rule(0.25, dropout=0.1))
 
 
 def test_sinks_are_refused():

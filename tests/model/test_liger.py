@@ -64,6 +64,13 @@ def test_they_go_into_one_model_and_leave_transformers_as_it_is(package):
     assert (package.turned, package.normed) == (2, 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_compared_differs_by_the_kernels_alone(package, dtype):
+    """In half precision, too, where a cast of a whole model would round its rotary frequencies."""
+    config = toys.language_model_config("llama")
+    assert liger._largest_difference(config, CPU, dtype)[0] == 0
+
+
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_what_computes_something_else_is_refused(package, factor):
     package.factor = factor

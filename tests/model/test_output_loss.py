@@ -70,8 +70,41 @@ def test_in_half_precision_it_is_no_further_off_than_torchs_own(monkeypatch, chu
         assert own < 1.5 * torchs + 1e-6
 
 
-def test_nothing_supervised_gives_zero_gradients():
-    layer, hidden, targets = case(rows=0)
+@pytest.mark.parametrize("chunk", [2**30, 1])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_float16_gradients_of_a_sum_may_exceed_float16(monkeypatch, chunk, autocast):
+    """The scale comes in backward only: what it brings back into float16 has to survive until then."""
+    monkeypatch.setitem(output_loss.CHUNK_LOGITS, "cpu", chunk)
+    layer, hidden, targets = case(torch.float32 if autocast else torch.float16, rows=4096)
+    targets[:3072] = 7
+    with torch.no_grad():
+        hidden[:, 3] = 25
+        layer.weight[:, 3] = 0
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        loss = layer(hidden, targets=targets)
+    loss.div(4096).backward()
+    wanted = expected(layer, hidden, targets, scale=1 / 4096)
+    assert 10 < wanted[2].abs().max() < 25 and wanted[2].abs().max() * 4096 > torch.finfo(torch.float16).max
+    assert max(map(differs, (loss, hidden.grad, layer.weight.grad), wanted)) < 2e-3
+
+
+def test_float16_gradients_do_not_vanish_before_the_loss_scale():
+    """A probability of 1.5e-8 is none in float16, and 2**20 times it is one."""
+    layer, hidden, targets = case(torch.float16, rows=64)
+    with torch.no_grad():
+        hidden[:] = 1
+        layer.weight[:] = 0
+        layer.weight[0] = 18 / WIDTH
+    targets[:] = 0
+    (layer(hidden, targets=targets) * 2.0**20).backward()
+    wanted = expected(layer, hidden, targets, scale=2.0**20)
+    assert wanted[2][1] @ hidden[0].detach().double() > 1
+    assert max(map(differs, (hidden.grad, layer.weight.grad[1:]), (wanted[1], wanted[2][1:]))) < 3e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nothing_supervised_gives_zero_gradients(dtype):
+    layer, hidden, targets = case(dtype, rows=0)
     loss = layer(hidden, targets=targets)
     loss.backward()
     assert loss == 0 and hidden.grad.shape == (0, WIDTH)
@@ -107,13 +140,12 @@ def test_only_what_trains_is_computed(frozen, no_grad, products):
 def test_no_more_logits_exist_than_a_chunks(monkeypatch):
     monkeypatch.setitem(output_loss.CHUNK_LOGITS, "cpu", 1)
     layer, hidden, targets = case()
-    kept = []
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x),
-        Products() as seen,
-    ):
-        layer(hidden, targets=targets).backward()
-    assert max(kept, default=0) <= WIDTH * VOCABULARY
+    with Products() as seen:
+        loss = layer(hidden, targets=targets)
+        kept = [gradient.shape for gradient in loss.grad_fn.gradients]
+        assert not loss.grad_fn.saved_tensors  # all that is kept is there
+        loss.backward()
+    assert kept == [hidden.shape, layer.weight.shape]
     assert seen.largest == output_loss.MIN_ROWS * VOCABULARY < ROWS * VOCABULARY / 4
 
 
