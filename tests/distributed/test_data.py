@@ -12,6 +12,9 @@ from llava_ds.data.sample import Message
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model
 
+# Order, layouts and broken pictures are tested in one process in tests/data; here they meet ranks.
+pytestmark = pytest.mark.full
+
 STEPS = 6
 
 
@@ -122,12 +125,10 @@ def test_a_mixture_has_one_order_on_one_and_two_ranks(runs):
     check_same_order(runs["mixture-1"], runs["mixture-2"])
 
 
-@pytest.mark.full
 def test_a_mixture_has_the_same_order_on_four_ranks(more_runs):
     check_same_order(more_runs["mixture-1"], more_runs["mixture-4"])
 
 
-@pytest.mark.full
 def test_a_mixture_goes_on_in_its_order_after_a_resume(more_runs):
     assert losses(more_runs["mixture-resumed"]) == losses(more_runs["mixture-2"])
 
@@ -171,7 +172,6 @@ def test_broken_pictures_are_listed_with_their_step(runs):
         assert all(".png" in row["reason"] for row in listed)
 
 
-@pytest.mark.full
 def test_a_run_that_allows_no_broken_picture_ends_alike_on_all_ranks(runs):
     """After the step that met it: metrics, list and checkpoint are there, and the message is one."""
     folder = runs["torn-1"].parent

@@ -13,6 +13,9 @@ from safetensors.torch import load_file
 
 from llava_ds.constants import ConfigError, DataError
 
+# tests/export has what one process can show of it, tests/distributed/test_whole_run.py what a run leaves.
+pytestmark = pytest.mark.full
+
 RUNS = {
     # name: (stage, flags)
     "zero0": (0, {}),
@@ -145,7 +148,6 @@ def test_damaged_checkpoints_and_other_base_models_are_refused(runs, tmp_path):
         export(tmp_path / "nothing")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_stage_and_precision(num_ranks, tmp_path):
     out, _ = trained(tmp_path / "runs", MORE_RUNS, num_ranks)

@@ -59,7 +59,7 @@ RECOMPUTED = {"gradient_checkpointing": "auto", "activation_memory_gb": 0.0011}
 BY_TOKENS = {"tokens_per_micro_batch": 90}
 MICRO_BATCH = {"per_device_train_batch_size": 2, "loss_reduction": "micro_batch"}
 DAILY = {
-    **{("mixed", stage, ranks): {} for stage, ranks in ((0, 1), (3, 1), (0, 2), (1, 2), (2, 2), (3, 2))},
+    **{("mixed", stage, ranks): {} for stage, ranks in ((0, 1), (3, 1), (0, 2), (2, 2), (3, 2))},
     **{(pattern, 3, ranks): {} for pattern in ("all_text", "alternating") for ranks in (1, 2)},
     ("accumulated", 2, 2): ACCUMULATED,
     ("by_tokens", 3, 2): BY_TOKENS,
@@ -72,7 +72,7 @@ DAILY = {
     ("anyres", 3, 2): ANYRES,
 }
 MORE = {
-    **{("mixed", stage, 1): {} for stage in (1, 2)},
+    **{("mixed", stage, ranks): {} for stage, ranks in ((1, 1), (2, 1), (1, 2))},
     **{("one_rank_text", 3, ranks): {} for ranks in (1, 2)},
     ("accumulated", 2, 1): ACCUMULATED,
     ("by_tokens", 3, 1): BY_TOKENS,

@@ -18,6 +18,7 @@ from llava_ds.data.sample import Message
 from llava_ds.data.templates import render_prompt
 
 STEPS, SAVED = 6, 3
+RESUMED = ("stage1", "stage2", "stage2_auto")  # at ZeRO 2, 3 and 2
 
 
 @pytest.fixture(scope="session")
@@ -53,8 +54,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     run_many(2, folder / "launch-1", runs)
 
     resumed = []
-    for name, flags in names.items():
-        broken = folder / f"{name}_resumed"
+    for name in RESUMED:
+        flags, broken = names[name], folder / f"{name}_resumed"
         broken.mkdir()
         shutil.copytree(folder / name / f"checkpoint-{SAVED}", broken / f"checkpoint-{SAVED}")
         shutil.copy(folder / name / "metrics.jsonl", broken)  # holds later steps too, which will come again
@@ -64,12 +65,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         resumed.append({**flags, "output_dir": broken})
     resumed[-1]["activation_memory_gb"] = 0.001  # as if less memory were free now
     output = run_many(2, folder / "launch-2", resumed)
-    assert output.count(f"checkpoint-{STEPS} is not used: it has no manifest.json") == len(names)
-    assert output.count("resuming from") == len(names)
+    assert output.count(f"checkpoint-{STEPS} is not used: it has no manifest.json") == len(RESUMED)
+    assert output.count("resuming from") == len(RESUMED)
     return {path.name: path for path in folder.iterdir()} | {"root": folder}
 
 
-@pytest.mark.parametrize("name", ["stage1", "stage2", "stage2_zero2", "stage2_auto"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(folders, name):
     whole, resumed = folders[name], folders[f"{name}_resumed"]
     file = "mm_projector.safetensors" if name == "stage1" else "model.safetensors"

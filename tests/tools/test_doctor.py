@@ -421,6 +421,7 @@ def test_flags_that_can_not_be_used_are_exit_code_2(tmp_path):
     assert done.returncode == 2
 
 
+@pytest.mark.full
 def test_a_json_that_training_refuses_is_exit_code_1(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{ // as DeepSpeed allows\n "zero_optimization": {"stage": 9}}')
