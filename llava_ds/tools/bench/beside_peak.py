@@ -8,40 +8,18 @@ import json
 import os
 import runpy
 import sys
-import time
 from pathlib import Path
 
 import torch
 
+from llava_ds.report.peak import gemm_peak
+
 SECONDS = 0.6
-
-
-def gemm_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = SECONDS) -> float:
-    """FLOP/s of a product of two square matrices, the best of as many as fit the time; on CUDA by events."""
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    torch.mm(a, b)
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        best = min(best, _seconds(a, b))
-    return 2 * size**3 / best
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    if a.device.type != "cuda":
-        started = time.perf_counter()
-        torch.mm(a, b)
-        return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    torch.mm(a, b)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
 
 
 def main(argv: list[str]) -> None:
     peak_file, script, *arguments = argv
-    flops = gemm_flops(torch.device("cpu"), torch.float32, 1024)
+    flops = gemm_peak(torch.device("cpu"), torch.float32, SECONDS)
     if os.environ.get("RANK", "0") == "0":
         Path(peak_file).write_text(json.dumps({"gemm_flops_per_rank": flops}), encoding="utf-8")
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)

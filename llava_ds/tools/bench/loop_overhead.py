@@ -5,32 +5,24 @@ as usual, the others are what is repeated.
 """
 
 import itertools
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from types import ModuleType
 
-import torch
-
-from llava_ds.tools.bench.profiled import load_script, without_export
+from llava_ds.tools.bench.profiled import run_changed
 from llava_ds.tools.bench_loop import measure_loop_overhead
 
 STEPS, ROUNDS = 2, 5
 
 
 def main(argv: list[str]) -> None:
-    report_file, script, *flags = argv
-    train = load_script(Path(script))
-    report: dict[str, float] = {}
-    train.train = measured_before(train.train, report)
-    without_export(train)
-    train.main(flags)
-    if torch.distributed.get_rank() == 0:
-        Path(report_file).write_text(json.dumps(report), encoding="utf-8")
-    torch.distributed.destroy_process_group()
+    def change(train: ModuleType, report: dict[str, object]) -> None:
+        train.train = measured_before(train.train, report)
+
+    run_changed(argv, change)
 
 
-def measured_before(train: Callable[..., None], report: dict[str, float]) -> Callable[..., None]:
+def measured_before(train: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
     """The training loop for its last step, after a measurement on the windows before that."""
 
     def run(engine, windows, state, num_steps, reduction, ranks, after_step) -> None:

@@ -12,7 +12,7 @@ from llava_ds.report.metrics import read_metrics
 from llava_ds.tools.bench import workload
 from llava_ds.tools.bench.comparison import Spread
 from llava_ds.tools.bench.table import Row
-from llava_ds.tools.bench.training import HERE, SEED, launch, work_of_steps
+from llava_ds.tools.bench.training import HERE, SEED, data_flags, launch, work_of_steps
 from llava_ds.tools.bench.workload import Shape
 from llava_ds.tools.length_mix import FINETUNE, PRETRAIN, length_mix
 
@@ -119,25 +119,16 @@ def run_stage(
     mix = length_mix(PRETRAIN if stage.captions else FINETUNE, num_steps * stage.samples, SEED)
     workload.write_samples(data, shape, mix, captions=stage.captions)
     flags = {
+        **data_flags(model, data, own / "cache", stage.captions),
         "deepspeed_config": HERE.parents[2] / "ds_configs" / f"zero{stage.zero_stage}.json",
-        "model_name_or_path": model,
-        "data_path": data / "data.json",
-        "image_folder": data / "images",
-        "cache_dir": own / "cache",
         "output_dir": own / "output",
-        "version": "plain" if stage.captions else "mistral_instruct",
-        "tune_mm_mlp_adapter": stage.captions,
-        "image_aspect_ratio": "square" if stage.captions else "pad",
-        "shuffle": False,
         "bf16": True,
         "per_device_train_batch_size": stage.samples,
         "tokens_per_micro_batch": stage.tokens_per_micro_batch,
         "gradient_checkpointing": "auto" if on_cuda else "off",  # as few layers as memory needs: none on an H200
         "max_steps": num_steps,
         "learning_rate": 1e-3 if stage.captions else 2e-5,
-        "warmup_steps": 0.03,
         "dataloader_num_workers": 8 if on_cuda else 0,
-        "save_strategy": "no",
     }
     written = [token for name, value in flags.items() for token in (f"--{name}", str(value))] + more_flags
     report_file = own / "profile.json"

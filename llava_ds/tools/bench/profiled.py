@@ -18,28 +18,35 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from llava_ds.tools.bench.beside_peak import gemm_flops
+from llava_ds.report.peak import gemm_peak
 
 
 def main(argv: list[str]) -> None:
+    def change(train: ModuleType, report: dict[str, object]) -> None:
+        report.update(idle_share=None, kernel_seconds=None)
+        train.build_model = drawn_after(train.build_model)
+        train.train = profiled(train.train, report)
+
+    run_changed(argv, change)
+
+
+def run_changed(argv: list[str], change: Callable[[ModuleType, dict[str, object]], None]) -> None:
+    """Run a script without what it exports, after change gave its names other meanings; rank 0 writes the report that
+    these fill.
+
+    argv: the report's file, the script, its flags.
+    """
     report_file, script, *flags = argv
-    train = load_script(Path(script))
-    report: dict[str, object] = {"idle_share": None, "kernel_seconds": None}
-    train.build_model = drawn_after(train.build_model)
-    train.train = profiled(train.train, report)
+    spec = importlib.util.spec_from_file_location("script", script)
+    train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train)
+    report: dict[str, object] = {}
+    change(train, report)
     without_export(train)
     train.main(flags)
     if torch.distributed.get_rank() == 0:
         Path(report_file).write_text(json.dumps(report), encoding="utf-8")
     torch.distributed.destroy_process_group()
-
-
-def load_script(path: Path) -> ModuleType:
-    """A script as a module of its own, whose names can be given other meanings."""
-    spec = importlib.util.spec_from_file_location("script", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def without_export(train: ModuleType) -> None:
@@ -79,7 +86,7 @@ def profiled(train: Callable[..., None], report: dict[str, object]) -> Callable[
     def run(engine, steps, state, num_steps, reduction, ranks, after_step) -> None:
         on_cuda = ranks.device.type == "cuda"
         dtype = next(engine.module.parameters()).dtype
-        report["gemm_flops_per_rank"] = gemm_flops(ranks.device, dtype, 8192 if on_cuda else 512)
+        report["gemm_flops_per_rank"] = gemm_peak(ranks.device, dtype)
         with contextlib.ExitStack() as stack:
             profilers, ends = [], [time.perf_counter()]
 

@@ -56,6 +56,22 @@ class StepWork:
     padded_tokens: int
 
 
+def data_flags(model: Path, data: Path, cache: Path, captions: bool) -> dict[str, object]:
+    """Flags that name what was written, and how LLaVA shows it. captions: stage 1."""
+    return {
+        "model_name_or_path": model,
+        "data_path": data / "data.json",
+        "image_folder": data / "images",
+        "cache_dir": cache,
+        "version": "plain" if captions else "mistral_instruct",
+        "tune_mm_mlp_adapter": captions,
+        "image_aspect_ratio": "square" if captions else "pad",
+        "shuffle": False,
+        "warmup_steps": 0.03,
+        "save_strategy": "no",
+    }
+
+
 def write_case(case: Case, folder: Path, write_tokenizer: Callable[[Path, int], None], num_ranks: int) -> list[str]:
     """Write model and data; returns the flags that both sides train by.
 
@@ -70,22 +86,13 @@ def write_case(case: Case, folder: Path, write_tokenizer: Callable[[Path, int], 
     workload.write_samples(data, case.shape, mix, captions=case.captions)
     stage = 2 if case.captions else 3
     flags = {
+        **data_flags(model, data, folder / "cache", case.captions),
         "deepspeed_config": HERE.parents[2] / "ds_configs" / f"zero{stage}.json",
-        "model_name_or_path": model,
-        "data_path": data / "data.json",
-        "image_folder": data / "images",
-        "cache_dir": folder / "cache",
-        "version": "plain" if case.captions else "mistral_instruct",
-        "tune_mm_mlp_adapter": case.captions,
-        "image_aspect_ratio": "square" if case.captions else "pad",
         "group_by_modality_length": case.grouped,
-        "shuffle": False,
         "per_device_train_batch_size": case.batch_size,
         "max_steps": case.num_steps,
         "learning_rate": 1e-3 if case.captions else 1e-4,
-        "warmup_steps": 0.03,
         "max_grad_norm": 1.0,  # so that both compute the norm
-        "save_strategy": "no",
     }
     return [token for name, value in flags.items() for token in (f"--{name}", str(value))]
 
