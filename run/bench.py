@@ -33,7 +33,7 @@ from llava_ds.tools.bench_output import measure_output_loss
 ROOT = Path(__file__).parents[1]
 TRAIN = ROOT / "run" / "train.py"
 RANKS = 2
-WARM_UP = 2  # steps
+WARM_UP = 1  # step
 
 # LLaVA-1.5 at a ninth of its lengths (64 features a picture): attention, tower and padding have about the parts of the
 # work that they have at 7B. Deep rather than wide, because of what is saved in the last layer alone. The two differ in
@@ -148,7 +148,7 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
         flags = write_case(case, case_folder, write_tokenizer, RANKS)
         work = work_of_steps(flags, RANKS)
         padded = sum(w.padded_tokens for w in work)
-        share = case.shape.output_share(padded / (case.batch_size * RANKS * case.num_steps))
+        share = case.shape.output_share(padded / (case.num_batches(RANKS) * case.batch_size))
         title = f"{stage}, output layer {share:.0%}"
         print(f"{title}: {sum(w.tokens for w in work) / padded:.2f} of the padded tokens are useful", flush=True)
         runs = run_case(case, flags, case_folder, TRAIN, RANKS, own.rounds)
@@ -176,7 +176,7 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
 def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """What run/train.py's loop costs beside the bare engine, in stage 2."""
     shape = replace(SMALL_VOCABULARY, **QUICK) if own.quick else SMALL_VOCABULARY
-    flags = write_case(replace(case_of("stage2", shape, own), num_steps=3), folder, write_tokenizer, RANKS)
+    flags = write_case(replace(case_of("stage2", shape, own), accumulation=1, num_steps=3), folder, write_tokenizer, RANKS)
     report, more = folder / "loop.json", ["--tokens_per_micro_batch", "4096", "--output_dir", str(folder / "output")]
     launch(RANKS, [str(LOOP_OVERHEAD), str(report), str(TRAIN), *flags, *more], folder / "log.txt")
     measured = json.loads(report.read_text())
@@ -229,14 +229,15 @@ def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 
 def case_of(stage: str, shape: Shape, own: argparse.Namespace) -> Case:
-    """LLaVA-1.5's samples per rank and step."""
+    """LLaVA-1.5's 128 samples a step in stage 2 and 256 in stage 1, which on eight ranks are 16 and 32 for each."""
     captions = stage == "stage1"
     return Case(
         name=stage,
         shape=shape,
         captions=captions,
         batch_size=32 if captions else 16,
-        num_steps=WARM_UP + (2 if own.quick else 4 if captions else 6),
+        accumulation=1 if own.quick else 8 // RANKS,
+        num_steps=WARM_UP + (2 if own.quick else 3),
         tokens_per_micro_batch=4096,
         grouped=own.grouped and not captions,
     )
