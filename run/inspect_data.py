@@ -122,7 +122,7 @@ def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterato
         if row["reason"] is not None:
             yield {"id": row["id"], "rejected": row["reason"]}
             continue
-        ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
+        ids, labels = row["input_ids"], row["labels"]
         yield {
             "id": row["id"],
             "input_ids": ids,

@@ -83,7 +83,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         self.descriptions = descriptions  # of the sources: how they are read
         self.pictures = pictures
         self.fingerprint = fingerprint
-        self.table = table.with_format("numpy", columns=["input_ids", "labels"], output_all_columns=True)
+        self.table = table
         self.rows = np.flatnonzero(table.data.column("reason").is_null().to_numpy())  # of the accepted records
         self.lengths: list[int] = self._column("length").tolist()
         self.num_targets: list[int] = self._column("num_targets").tolist()
@@ -93,8 +93,9 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> LoadedSample | BrokenSample:
         """The sample, or why its pictures can't be shown."""
-        row = self.table[int(self.rows[index])]
-        media = media_from_text(row["media"])
+        # By the Arrow table: its own row, in any format, takes longer than the picture.
+        row = self.table.data.fast_slice(int(self.rows[index]), 1)
+        media = media_from_text(row.column("media")[0].as_py())
         loaded = []
         try:
             for one in media:
@@ -103,9 +104,9 @@ class EncodedDataset(torch.utils.data.Dataset):
         except DataError as error:
             if isinstance(error, FileChanged):
                 note_stale(self.folder)
-            return BrokenSample(row["file"], row["line"], row["index"], row["id"], str(error))
-        ids, labels = (torch.from_numpy(row[name].astype("int64")) for name in ("input_ids", "labels"))
-        return LoadedSample(ids, labels, loaded)
+            place = (row.column(name)[0].as_py() for name in ("file", "line", "index", "id"))
+            return BrokenSample(*place, str(error))
+        return LoadedSample(*_ids_and_labels(row), loaded)
 
     def lengths_for(self, how: str) -> list[int]:
         """What an order of the sampler goes by: for "modality" and "length" the numbers that LLaVA takes."""
@@ -141,10 +142,9 @@ class EncodedDataset(torch.utils.data.Dataset):
             sample = self[int(index)]
             if isinstance(sample, LoadedSample):
                 return sample
-        row = self.table[int(self.rows[0])]
-        text = row["input_ids"] != IMAGE_TOKEN_INDEX
-        ids, labels = (torch.from_numpy(row[name][text].astype("int64")) for name in ("input_ids", "labels"))
-        return LoadedSample(ids, labels, [])
+        ids, labels = _ids_and_labels(self.table.data.fast_slice(int(self.rows[0]), 1))
+        text = ids != IMAGE_TOKEN_INDEX
+        return LoadedSample(ids[text], labels[text], [])
 
     def summary(self) -> list[str]:
         """How the data are read, how much there is to see and to learn, and what was left out, for a person to read."""
@@ -292,3 +292,9 @@ def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: P
 
 def _numbers(table: datasets.Dataset, name: str) -> np.ndarray:
     return table.data.column(name).to_numpy()
+
+
+def _ids_and_labels(row: datasets.table.Table) -> tuple[torch.Tensor, torch.Tensor]:
+    """(L,) int64 each, from a table of one record."""
+    ids, labels = (row.column(name).chunk(0).flatten().to_numpy() for name in ("input_ids", "labels"))
+    return torch.from_numpy(ids.astype("int64")), torch.from_numpy(labels.astype("int64"))

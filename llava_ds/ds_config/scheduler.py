@@ -9,8 +9,6 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from transformers import get_scheduler
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from llava_ds.arguments import TrainingArguments
 from llava_ds.ds_config.draft import AUTO, Draft, as_json, is_number
@@ -29,6 +27,8 @@ TORCH = (
     "PolynomialLR",
     "StepLR",
 )
+# Of --lr_scheduler_type: those that any rate is right for, and that need no more parameters.
+CONTENT = {"linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"}
 IMPOSSIBLE = {
     "ReduceLROnPlateau": "it follows an evaluation, and nothing is evaluated while training",
     **{name: "it takes a function, which JSON can't hold" for name in ("LambdaLR", "MultiplicativeLR")},
@@ -127,6 +127,12 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
     except ValueError as error:
         return f"{given} can't be read as a JSON object ({error}): write it like '{{\"num_cycles\": 2}}'"
     name = args.lr_scheduler_type
+    if not kwargs and name in CONTENT:
+        return None
+    # Not at the top: it brings peft and bitsandbytes where they are installed, which are seconds of every start.
+    from transformers import get_scheduler
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
     of_function = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[name]).parameters
     known = [key for key in of_function if key not in (*NOT_GIVEN, "num_warmup_steps", "num_training_steps")]
     unknown = sorted(set(kwargs) - set(known))

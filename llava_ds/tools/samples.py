@@ -27,6 +27,6 @@ def shown_sample(
     return ShownSample(
         title=f"{row['id']} ({Path(row['file']).name}:{row['line']})",
         note=note,
-        runs=runs_of(row["input_ids"].tolist(), row["labels"].tolist(), tokenizer),
+        runs=runs_of(row["input_ids"], row["labels"], tokenizer),
         pictures=tuple(pictures),
     )

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 
 import torch
-from transformers import get_scheduler
 
 from llava_ds.arguments import TrainingArguments
 from llava_ds.ds_config.scheduler import PER_GROUP, parsed_kwargs, scheduler_class, warmup_steps
@@ -35,6 +34,8 @@ def scheduler_factory(
         return lambda optimizer: _from_json(block, optimizer, args.learning_rate)
 
     def by_flags(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        from transformers import get_scheduler  # not at the top: see kwargs_problem
+
         optimizer.defaults.setdefault("lr", args.learning_rate)  # some schedules ask for it; DeepSpeed's Muon has none
         return get_scheduler(
             args.lr_scheduler_type, optimizer, warmup_steps(args, num_steps), num_steps, parsed_kwargs(args)
