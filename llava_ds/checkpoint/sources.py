@@ -25,7 +25,10 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
 
     Files whose place, size and time are as they were are not read again; output_dir remembers them, but for a dry run.
     Raises ConfigError when the checkpoint to go on from (None: a fresh start) is of a run that began with others.
+    {} where nothing is compared now or later.
     """
+    if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
+        return {}
     note = output_dir / REMEMBERED
     try:
         known = json.loads(note.read_text(encoding="utf-8"))
@@ -58,7 +61,7 @@ def _compare(checkpoint: Path, found: Hashes) -> None:
     if lines:
         raise ConfigError(
             f"{checkpoint} is of a run that began with other weights, and those that do not train are read from there "
-            "again:\n" + "\n".join(lines) + "\nbring the old files back, or give --resume never to start again"
+            "again:\n" + "\n".join(lines) + "\nbring the old files back (or train anew: --resume never)"
         )
 
 

@@ -1,5 +1,6 @@
-"""A disk that fails one rank of two in a save: nobody hangs, the last good checkpoint stays, and the run goes on, or says
-why it can't.
+"""A disk that fails one rank of two in a save: nobody hangs, the last good checkpoint stays, and the run goes on.
+
+Or it ends with one message.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """Runs of run/train.py in the processes of one launch, each on a disk that fails one rank in one way.
 
 Last argument: a JSON file with a list of {"argv", "rank", "errno", "call", "name", "saves"}: on that rank, in those
-saves (1 is the first), the call (open, write, fsync; mkdir, rename) on files or folders whose name ends so fails. Rank 0
-writes beside it, as outcomes.json, what each run ended with: null, or the text of its error.
+saves (1 is the first), the call (open, write, fsync; mkdir, rename) on files or folders whose name ends so fails. Rank
+0 writes beside it, as outcomes.json, what each run ended with: null, or the text of its error.
 """
 
 import errno
@@ -12,12 +12,10 @@ import sys
 from pathlib import Path
 
 import torch
+from run_many import load_train
 
 from llava_ds.checkpoint import commit, files
 from llava_ds.constants import DataError
-
-sys.path.append(str(Path(__file__).parent))
-from run_many import load_train
 
 
 class Disk:
