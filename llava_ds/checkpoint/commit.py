@@ -68,20 +68,10 @@ def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks:
     return final
 
 
-def keep_newest(newest: Path, written: dict[str, Entry], limit: int | None, ranks: Ranks) -> None:
-    """Delete all but the newest checkpoints, once every rank has read back what it wrote of the newest.
-
-    None keeps all. All ranks call it together. Raises SaveFailed, with nothing deleted, when the newest can't be read.
-    """
-    if limit is None:
-        return
-    surplus = gather(checkpoints(newest.parent)[limit:] if ranks.is_first else [], ranks)[0]
-    if not surplus:
-        return
-    _agreed(_first_damage(newest, written), ranks)
-    if ranks.is_first:
-        for path in surplus:
-            _delete(path)
+def keep_newest(output_dir: Path, limit: int | None) -> None:
+    """Delete all but the newest checkpoints; None keeps all. For rank 0, when a newer one is there."""
+    for path in checkpoints(output_dir)[limit:] if limit is not None else []:
+        _delete(path)
 
 
 def problem_with(checkpoint: Path) -> str | None:

@@ -103,6 +103,15 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def not_cached(path: Path) -> None:
+    """Let the next reading of a file that was flushed come from the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
+
+
 def damage(folder: Path, name: str, entry: Entry) -> str | None:
     """How a file differs from what was written of it; None when it does not. Reads all of it."""
     path = folder / name

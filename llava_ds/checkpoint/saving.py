@@ -23,8 +23,7 @@ class _Save:
     step: int
     scratch: Path
     writer: CheckpointWriter
-    started: float
-    waited_s: float = 0.0
+    waited_s: float
 
 
 class Saver:
@@ -72,13 +71,13 @@ class Saver:
             scratch = commit.begin(self.output_dir, step, self.ranks)
         except commit.SaveFailed as error:
             return self._failed(step, str(error))
-        writer = CheckpointWriter(self.engine._config, scratch, self.background)
+        writer = CheckpointWriter(self.engine._config, scratch, self.background, reads_back=self.limit is not None)
         save_engine(self.engine, writer)
         writer.save(random_states(self.ranks.device), scratch / f"random-{self.ranks.rank}.pt")
         if self.ranks.is_first:
             writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
         writer.start()
-        self._save = _Save(step, scratch, writer, started, time.perf_counter() - started)
+        self._save = _Save(step, scratch, writer, time.perf_counter() - started)
 
     def _all_have_written(self) -> bool:
         """Whether every rank's writer is done, the same answer on all. None of them waits for a writer here.
@@ -109,15 +108,15 @@ class Saver:
         self._answer()
         started = time.perf_counter()
         save.writer.finish()
-        written_s = time.perf_counter() - save.started
         try:
             path = commit.commit(save.scratch, save.writer.written, save.writer.problem, self.ranks)
-            commit.keep_newest(path, save.writer.written, self.limit, self.ranks)
         except commit.SaveFailed as error:
             return self._failed(save.step, str(error))
+        if self.ranks.is_first:
+            commit.keep_newest(self.output_dir, self.limit)
         self.last_good, self.num_failed = path, 0
         waited_s = save.waited_s + time.perf_counter() - started
-        behind = f", written in {written_s:.2f} s beside it" if self.background else ""
+        behind = f", written in {save.writer.took_s:.2f} s beside it" if self.background else ""
         print_first(f"{path.name} is saved: training waited {waited_s:.2f} s{behind}")
 
     def _failed(self, step: int, why: str) -> None:

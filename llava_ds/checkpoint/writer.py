@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from llava_ds.checkpoint.files import Entry, described, write_file
+from llava_ds.checkpoint.files import Entry, damage, described, not_cached, write_file
 from llava_ds.checkpoint.state import ENGINE
 
 
@@ -22,12 +23,14 @@ class CheckpointWriter(TorchCheckpointEngine):
     background, save takes a copy in host memory, and a thread of its own does the rest after start.
     """
 
-    def __init__(self, config, root: Path, background: bool) -> None:
-        """config: the engine's, as DeepSpeed holds it; root: the folder that is to become the checkpoint."""
+    def __init__(self, config, root: Path, background: bool, reads_back: bool) -> None:
+        """config: the engine's, as DeepSpeed holds it; root: the folder that is to become the checkpoint; reads_back:
+        whether all is read and compared when it is written."""
         super().__init__(config)
-        self.root, self.background = root, background
+        self.root, self.background, self.reads_back = root, background, reads_back
         self.written: dict[str, Entry] = {}
         self.problem: str | None = None
+        self.took_s = 0.0  # of the thread
         self._waiting: list[tuple[Path, Callable]] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write_waiting, name="checkpoint-writer", daemon=True)
@@ -70,9 +73,11 @@ class CheckpointWriter(TorchCheckpointEngine):
         self.problem = self.problem or described(name, error)
 
     def start(self) -> None:
-        """Begin to write what was kept; nothing to do without background."""
+        """Begin to write what was kept. Nothing more may be saved."""
         if self.background:
             self._thread.start()
+        else:
+            self._read_back()
 
     @property
     def is_done(self) -> bool:
@@ -97,10 +102,18 @@ class CheckpointWriter(TorchCheckpointEngine):
         if entry is not None:
             self.written[path.relative_to(self.root).as_posix()] = entry
 
+    def _read_back(self) -> None:
+        for name, entry in self.written.items() if self.reads_back else ():
+            self.attempt(self.root / name, lambda name=name: not_cached(self.root / name))
+            self.problem = self.problem or damage(self.root, name, entry)
+
     def _write_waiting(self) -> None:
+        started = time.perf_counter()
         try:
             while self._waiting:
                 self._write(*self._waiting.pop(0))  # and its memory is free again
+            self._read_back()
+            self.took_s = time.perf_counter() - started
         except BaseException as error:  # raised where training waits for this thread
             self._error = error
 

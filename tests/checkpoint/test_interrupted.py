@@ -25,8 +25,8 @@ def save(output_dir: Path, step: int, content: str, limit: int | None) -> None:
     names = ("engine/weights.pt", "random-0.pt")
     written = {name: files.write_file(scratch / name, lambda file: file.write(content.encode())) for name in names}
     (scratch / "copied.py").write_text(content)  # as DeepSpeed copies its scripts
-    path = commit.commit(scratch, written, None, RANKS)
-    commit.keep_newest(path, written, limit, RANKS)
+    commit.commit(scratch, written, None, RANKS)
+    commit.keep_newest(output_dir, limit)
 
 
 def at_call(number: int, act: Callable[[], None]) -> Callable:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llava_ds.checkpoint import files
+from llava_ds.checkpoint import writer as writer_module
 from llava_ds.checkpoint.writer import CheckpointWriter, snapshot
 
 CONFIG = SimpleNamespace(checkpoint_config={"checkpoint_serialization": True})
@@ -25,7 +26,7 @@ def small_files():
 
 @pytest.mark.parametrize("background", [False, True])
 def test_what_was_written_is_remembered_with_its_hash(tmp_path, background):
-    writer = CheckpointWriter(CONFIG, tmp_path, background)
+    writer = CheckpointWriter(CONFIG, tmp_path, background, True)
     writer.makedirs(tmp_path / "engine")
     writer.save(STATE, tmp_path / "engine" / "states.pt")
     writer.save_text("{}", tmp_path / "trainer.json")
@@ -42,7 +43,7 @@ def test_what_was_written_is_remembered_with_its_hash(tmp_path, background):
 @pytest.mark.parametrize("background", [False, True])
 def test_a_write_that_fails_is_kept_and_later_files_are_left_out(tmp_path, small_files, background, serialization):
     config = SimpleNamespace(checkpoint_config={"checkpoint_serialization": serialization})
-    writer = CheckpointWriter(config, tmp_path, background)
+    writer = CheckpointWriter(config, tmp_path, background, True)
     writer.save(STATE, tmp_path / "states.pt")
     writer.save_text("{}", tmp_path / "trainer.json")
     writer.start()
@@ -51,15 +52,29 @@ def test_a_write_that_fails_is_kept_and_later_files_are_left_out(tmp_path, small
     assert writer.written == {} and not (tmp_path / "trainer.json").exists()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_what_the_disk_does_not_give_back_is_a_failed_save(tmp_path, background, monkeypatch):
+    def not_cached(path):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    monkeypatch.setattr(writer_module, "not_cached", not_cached)
+    writer = CheckpointWriter(CONFIG, tmp_path, background, True)
+    writer.save(STATE, tmp_path / "states.pt")
+    writer.start()
+    writer.finish()
+    assert writer.problem == "states.pt has changed since it was saved"
+
+
 def test_a_folder_that_vanished_is_named_with_what_to_do(tmp_path):
-    writer = CheckpointWriter(CONFIG, tmp_path, False)
+    writer = CheckpointWriter(CONFIG, tmp_path, False, False)
     writer.save(STATE, tmp_path / "engine" / "states.pt")
     assert writer.problem.startswith("engine/states.pt: No such file or directory (ENOENT); the folder has vanished")
 
 
 def test_in_the_background_the_moment_of_the_save_counts(tmp_path):
     weights, groups = torch.ones(3), [{"lr": 0.1, "params": [0]}]
-    writer = CheckpointWriter(CONFIG, tmp_path, background=True)
+    writer = CheckpointWriter(CONFIG, tmp_path, True, False)
     writer.save({"weights": weights, "groups": groups}, tmp_path / "states.pt")
     weights.mul_(7)
     groups[0]["lr"] = 0.2

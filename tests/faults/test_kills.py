@@ -35,8 +35,9 @@ def save_together(rank: int, folder: Path, killed_at: int) -> None:
     scratch = commit.begin(folder, 2, ranks)
     content = f"new {rank}".encode()
     written = {f"{rank}.pt": files.write_file(scratch / f"{rank}.pt", lambda file: file.write(content))}
-    path = commit.commit(scratch, written, None, ranks)
-    commit.keep_newest(path, written, 1, ranks)
+    commit.commit(scratch, written, None, ranks)
+    if ranks.is_first:
+        commit.keep_newest(folder, 1)
 
 
 def run_two(folder: Path, killed: int, killed_at: int) -> bool:

@@ -76,8 +76,8 @@ class Run:
                 took_s = time.monotonic() - began
         return took_s
 
-    def kill(self, victim: str) -> bool:
-        """SIGKILL, until nothing of the run is left. Whether a save was under way."""
+    def kill(self, victim: str) -> bool | None:
+        """SIGKILL, until nothing of the run is left. Whether a save was under way; None when the run had just ended."""
         launcher = psutil.Process(self.process.pid)
         children = launcher.children(recursive=True)
         ranks = [process for process in children if rank_of(process) is not None]
@@ -91,7 +91,7 @@ class Run:
         self.process.wait(END_S)
         _, left = psutil.wait_procs(children, timeout=END_S)
         assert not left, [process.cmdline() for process in left]
-        return was_saving
+        return was_saving if self.process.returncode != 0 else None
 
 
 def rank_of(process: psutil.Process) -> str | None:
@@ -173,11 +173,11 @@ def test_kills_at_random_moments_change_nothing(tmp_path):
             step, starts = newest_step(broken), starts + 1
             run = Run(flags, logs / f"{chain}-{starts}.txt")
             wait_for_a_moment(run, in_saves * 2 <= kills, chance)
-            if not run.is_alive:
+            hit = run.kill(chance.choice(VICTIMS)) if run.is_alive else None
+            if hit is None:
                 assert run.process.returncode == 0, run.log.read_text()
                 break
-            in_saves += run.kill(chance.choice(VICTIMS))
-            kills += 1
+            kills, in_saves = kills + 1, in_saves + hit
             assert newest_step(broken) >= step
         else:
             finish(flags, logs / f"{chain}-last.txt")
