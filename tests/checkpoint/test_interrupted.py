@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -62,17 +63,24 @@ def state_of(output_dir: Path) -> tuple[int, str] | None:
 
 
 # The save that is stopped: its step, and how many are kept. Step 2 is the one that lies there as the newest.
-SAVES = {"another": (3, None), "with a deletion": (3, 1), "the same step again": (2, None)}
+SAVES = {"another, with a deletion": (3, 1), "the same step again": (2, None)}
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory) -> Path:
+    """An output folder with checkpoints 1 and 2."""
+    output_dir = tmp_path_factory.mktemp("before")
+    for step in (1, 2):
+        save(output_dir, step, f"content {step}", None)
+    return output_dir
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path, kind):
+def test_a_kill_at_any_call_leaves_the_old_or_the_new_one(tmp_path, before, kind):
     step, limit = SAVES[kind]
     seen = set()
     for number in range(1, MOST_CALLS):
-        output_dir = tmp_path / str(number)
-        for earlier in (1, 2):
-            save(output_dir, earlier, f"content {earlier}", None)
+        output_dir = shutil.copytree(before, tmp_path / str(number))
         came_so_far = kill_at(number, output_dir, step, "new content", limit)
         seen.add(found := state_of(output_dir))
         assert found in {(2, "content 2"), (step, "new content")}, (number, sorted(output_dir.iterdir()))
@@ -96,7 +104,7 @@ def test_a_kill_at_any_call_of_the_first_save_leaves_nothing_torn(tmp_path):
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_an_error_at_any_call_is_said_and_costs_no_checkpoint(tmp_path, kind):
+def test_an_error_at_any_call_is_said_and_costs_no_checkpoint(tmp_path, before, kind):
     step, limit = SAVES[kind]
     outcomes = []
 
@@ -104,9 +112,7 @@ def test_an_error_at_any_call_is_said_and_costs_no_checkpoint(tmp_path, kind):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     for number in range(1, MOST_CALLS):
-        output_dir = tmp_path / str(number)
-        for earlier in (1, 2):
-            save(output_dir, earlier, f"content {earlier}", None)
+        output_dir = shutil.copytree(before, tmp_path / str(number))
         sys.setprofile(at_call(number, fail))
         try:
             save(output_dir, step, "new content", limit)
