@@ -32,11 +32,11 @@ PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
 LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
          $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--num_accelerators 2")')
 
-.PHONY: install pretrain finetune evaluate ablation doctor bench test test-full lint clean help
+.PHONY: install pretrain finetune evaluate ablation doctor bench test test-full test-faults lint clean help
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune evaluate ablation doctor bench test test-full lint clean'
+	@echo 'targets: install pretrain finetune evaluate ablation doctor bench test test-full test-faults lint clean'
 
 install: $(VENV)/.installed
 
@@ -91,6 +91,11 @@ test: install
 # What takes too long for every day: more ranks, more layouts.
 test-full: install
 	$(BIN)/python -m pytest -m full
+
+# Kills, full disks and damage, with real processes: make test-faults KILLS=20 for fewer of the random kills.
+KILLS ?= 200
+test-faults: install
+	KILLS=$(KILLS) $(BIN)/python -m pytest -m faults --durations=15
 
 lint: install
 	$(BIN)/ruff check .

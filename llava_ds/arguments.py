@@ -312,6 +312,11 @@ class TrainingArguments:
     )
     save_steps: int = HfArg(default=500, help="Optimizer steps between checkpoints (at least 1).")
     save_total_limit: int | None = HfArg(default=None, help="Checkpoints to keep (at least 1); absent: all.")
+    async_save: bool = HfArg(
+        default=False,
+        help="Write checkpoints in the background while training goes on, from a copy in host memory, which each rank "
+        "needs as much of as it writes.",
+    )
     resume: str = HfArg(
         default="auto", help="auto: go on from the newest whole checkpoint in --output_dir; a checkpoint's path; never."
     )

@@ -13,6 +13,8 @@ import torch
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
+from llava_ds.checkpoint.saving import Saver
+from llava_ds.checkpoint.sources import weight_hashes
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import EncodedDataset, check_same_data, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
@@ -131,6 +133,7 @@ def main(argv: list[str]) -> None:
         check_shared_folder(output_dir, "--output_dir", ranks)
     # Rank 0 alone reads and hashes what lies there.
     resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))
+    weights = from_first(ranks, lambda: weight_hashes(args, output_dir, resume.path))
     _print_plan(args, resolved, dataset, layout, num_steps, per_epoch, lines)
     if args.training.dry_run:
         planned = planned_here(resolved, plan, dataset, order, ranks)
@@ -202,15 +205,19 @@ def main(argv: list[str]) -> None:
         monitor=engine.monitor,
     )
 
+    saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks)
+
     def after_step(result: StepResult) -> float:
         started = time.perf_counter()
         saves = _saves_at(args, result.step, num_steps)
         progress.after_step(result, flush=saves)
-        if saves or (skipped.problem and args.training.save_strategy == "steps"):
+        last = result.step == num_steps or skipped.problem is not None
+        saves = saves or (last and args.training.save_strategy == "steps")
+        if saves:
             settle_skipped_steps(engine)
-            checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
-        if skipped.problem:
-            raise DataError(skipped.problem)
+        ends = [skipped.problem, saver.after_step(result.step, saves, last)]
+        if any(ends):
+            raise DataError("\n".join(filter(None, ends)))
         return time.perf_counter() - started if saves else 0.0
 
     steps = windows(

@@ -1,68 +1,100 @@
 """When a checkpoint exists: its folder carries a manifest, and every file is as the manifest says.
 
-A checkpoint is written under a temporary name by all ranks, flushed and hashed, and appears in one rename.
+All ranks write to a temporary folder; each flushes and hashes its own files. When all of them say that theirs are on
+the disk, rank 0 writes the manifest, and the folder appears in one rename. Whatever kills whichever rank at whatever
+moment, the newest whole checkpoint is the one before or the new one. Nothing is deleted before a newer one is whole.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llava_ds.distributed import Ranks, barrier
+from llava_ds.checkpoint.files import Entry, damage, described, flush, flush_and_hash, sha256, write_file
+from llava_ds.distributed import Ranks, gather
 
 MANIFEST = "manifest.json"
+HASHING_THREADS = 8
 _NAME = re.compile(r"checkpoint-(\d+)")
+_UNFINISHED, _REPLACED, _DELETED = ".tmp", ".replaced", ".deleted"  # behind the name of what is no checkpoint
+
+__all__ = ["MANIFEST", "SaveFailed", "sha256"]  # sha256 is others' way to hash a file, too
+
+
+class SaveFailed(Exception):
+    """A checkpoint was not made, on no rank. The text names the ranks, the files and what to do."""
 
 
 def begin(output_dir: Path, step: int, ranks: Ranks) -> Path:
-    """An empty temporary folder that all ranks write the checkpoint of a step to."""
-    scratch = output_dir / f"checkpoint-{step}.tmp"
-    if ranks.is_first:
-        shutil.rmtree(scratch, ignore_errors=True)
+    """An empty temporary folder that all ranks write the checkpoint of a step to. Raises SaveFailed on all of them.
+
+    What earlier saves left unfinished is removed, for its space may be needed.
+    """
+    scratch = output_dir / f"checkpoint-{step}{_UNFINISHED}"
+
+    def make() -> None:
+        recover(output_dir)
+        for suffix in (_UNFINISHED, _REPLACED, _DELETED):
+            for path in _beside(output_dir, suffix):
+                shutil.rmtree(path, ignore_errors=True)
         scratch.mkdir(parents=True)
-    barrier(ranks)
+
+    _first_acts(scratch, make, ranks)
     return scratch
 
 
-def commit(scratch: Path, ranks: Ranks) -> Path:
-    """Make the folder a checkpoint, once every rank has written its part. Returns its final path."""
+def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks: Ranks) -> Path:
+    """Make the folder a checkpoint, once every rank has written its part. All ranks call it together.
+
+    written: this rank's files, as paths from the folder; problem: why they are not all there. Returns the final path.
+    Raises SaveFailed on every rank, with the folder removed, when one of them has a problem.
+    """
     final = scratch.with_suffix("")
-    barrier(ranks)
-    if ranks.is_first:
-        files = sorted(path for path in scratch.rglob("*") if path.is_file())
-        manifest = {"files": {str(path.relative_to(scratch)): _flush_and_hash(path) for path in files}}
-        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        _flush(scratch / MANIFEST)
-        for folder in {path.parent for path in files} | {scratch}:
-            _flush(folder)
-        if final.exists():
-            shutil.rmtree(final)  # refused on resume, or it would not be written again
-        scratch.rename(final)
-        _flush(final.parent)
-    barrier(ranks)
+    try:
+        parts = _agreed(problem, ranks, written)
+        files = {name: entry for part in parts for name, entry in part.items()}
+        assert len(files) == sum(map(len, parts)), "two ranks wrote a file of the same name"
+        _first_acts(scratch, lambda: _publish(scratch, final, files), ranks)
+    except SaveFailed:
+        if ranks.is_first:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
     return final
+
+
+def keep_newest(output_dir: Path, limit: int | None) -> None:
+    """Delete all but the newest checkpoints; None keeps all. For rank 0, when a newer one is there."""
+    for path in checkpoints(output_dir)[limit:] if limit is not None else []:
+        _delete(path)
 
 
 def problem_with(checkpoint: Path) -> str | None:
     """Why a folder is not a whole checkpoint; None when it is. Reads and hashes every file."""
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
-        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+        files = read_manifest(checkpoint)
     except FileNotFoundError:
         return f"it has no {MANIFEST}, so its saving was not finished"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} can't be read ({error})"
-    for name, (size, digest) in expected.items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, not {size}"
-        if sha256(path) != digest:
-            return f"{name} has changed since it was saved"
-    return None
+    return _first_damage(checkpoint, files)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Entry]:
+    """The files of a checkpoint. Raises OSError, ValueError and others when there is no sound manifest of it."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    step, files = manifest["step"], manifest["files"]
+    if manifest["sha256"] != _digest(step, files):
+        raise ValueError("it has changed since it was written")
+    named = _NAME.fullmatch(checkpoint.resolve().name)
+    if named is not None and int(named[1]) != step:
+        raise ValueError(f"it is that of step {step}")
+    return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in files.items()}
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -78,6 +110,7 @@ def step_of(checkpoint: Path) -> int:
 
 def newest_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and a line for every newer one that does not."""
+    recover(output_dir)
     refused = []
     for path in checkpoints(output_dir):
         problem = problem_with(path)
@@ -87,29 +120,84 @@ def newest_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
     return None, refused
 
 
-def keep_newest(output_dir: Path, limit: int | None) -> None:
-    """Delete all but the newest checkpoints; None keeps all. Call it when a newer one is committed."""
-    for path in checkpoints(output_dir)[limit:] if limit is not None else []:
-        shutil.rmtree(path)
+def recover(output_dir: Path) -> None:
+    """Put back what a newer save of the same step had moved away when it was killed before its own rename."""
+    for path in _beside(output_dir, _REPLACED):
+        if not (final := path.with_suffix("")).exists():
+            path.rename(final)
 
 
-def _flush_and_hash(path: Path) -> dict:
-    _flush(path)
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+def _beside(output_dir: Path, suffix: str) -> list[Path]:
+    """What saves that were killed left under such names."""
+    return [path for path in output_dir.glob(f"checkpoint-*{suffix}") if _NAME.fullmatch(path.stem)]
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+def _publish(scratch: Path, final: Path, files: dict[str, Entry]) -> None:
+    """Write the manifest and rename the folder. Only rank 0 does it, after all have agreed."""
+    for path in sorted(scratch.rglob("*")):  # what DeepSpeed copied there by itself
+        name = path.relative_to(scratch).as_posix()
+        if path.is_file() and name not in files:
+            files[name] = flush_and_hash(path)
+    for name, entry in files.items():
+        if (size := (scratch / name).stat().st_size) != entry["bytes"]:
+            raise OSError(f"{name} has {size} bytes, but {entry['bytes']} were written")
+    step = step_of(final)
+    manifest = {"step": step, "files": files, "sha256": _digest(step, files)}
+    content = json.dumps(manifest, indent=1).encode()
+    write_file(scratch / MANIFEST, lambda file: file.write(content))
+    for folder in {parent for name in files for parent in (scratch / name).parents if parent.is_relative_to(scratch)}:
+        flush(folder)
+    replaced = final.with_suffix(_REPLACED)
+    if final.exists():
+        final.rename(replaced)  # recover brings it back if the next line is never reached
+    scratch.rename(final)
+    flush(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)  # what is left of it goes when the next save begins
 
 
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _digest(step: int, files: dict[str, Entry]) -> str:
+    return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
+
+
+def _first_damage(checkpoint: Path, files: dict[str, Entry]) -> str | None:
+    with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda item: damage(checkpoint, *item), files.items())
+        first = next((problem for problem in found if problem is not None), None)
+        pool.shutdown(wait=False, cancel_futures=True)
+    return first
+
+
+def _delete(path: Path) -> None:
+    """Remove a checkpoint, which is none any more from the first moment on."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        away = path.with_suffix(_DELETED)
+        path.rename(away)
+        shutil.rmtree(away)
+    except OSError as error:
+        print(f"WARNING: could not delete all of {described(path, error)}", flush=True)
+
+
+def _first_acts(scratch: Path, act: Callable[[], None], ranks: Ranks) -> None:
+    """Let rank 0 do something with files; what it meets is raised on every rank."""
+    problem = None
+    if ranks.is_first:
+        try:
+            act()
+        except OSError as error:
+            problem = described(_relative(error.filename, scratch), error)
+    _agreed(problem, ranks)
+
+
+def _relative(path: str | None, scratch: Path) -> str:
+    with contextlib.suppress(ValueError, TypeError):
+        return str(Path(path).relative_to(scratch))
+    return str(path or scratch)
+
+
+def _agreed(problem: str | None, ranks: Ranks, value: object = None) -> list:
+    """Every rank's value, where none of them has a problem. Raises SaveFailed on all of them else."""
+    found = gather((socket.gethostname(), problem, value), ranks)
+    met = [f"rank {rank} on {host}: {text}" for rank, (host, text, _) in enumerate(found) if text is not None]
+    if met:
+        raise SaveFailed("; ".join(met[:3]) + (f"; and {len(met) - 3} more ranks" if len(met) > 3 else ""))
+    return [value for _, _, value in found]

@@ -23,6 +23,7 @@ TRAINER = "trainer.json"
 # Flags that say where a run lies or how it is watched: another value gives the same model.
 FREE_FLAGS = {
     "output_dir", "resume", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "cache_dir",
+    "async_save",
     "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "model_base",
     "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
     "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",
@@ -100,22 +101,6 @@ def adapter_digest(folder: Path) -> str:
     files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / NON_LORA]
     listed = [(file.name, commit.sha256(file)) for file in files if file is not None and file.is_file()]
     return hashlib.sha256(repr(listed).encode()).hexdigest()
-
-
-def save(engine, output_dir: Path, step: int, identity: RunIdentity, limit: int | None, ranks: Ranks) -> Path:
-    """Write checkpoint-<step>: engine, random states of every rank, counters. All ranks call it together."""
-    scratch = commit.begin(output_dir, step, ranks)
-    # DeepSpeed's own "latest" file may name a torn checkpoint: the manifest takes its place. Frozen parameters come
-    # from their source again, so they are not written.
-    engine.save_checkpoint(str(scratch), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)
-    torch.save(_random_states(ranks.device), scratch / f"random-{ranks.rank}.pt")
-    if ranks.is_first:
-        trainer = {"step": step, "identity": dataclasses.asdict(identity)}
-        (scratch / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
-    path = commit.commit(scratch, ranks)
-    if ranks.is_first:
-        commit.keep_newest(output_dir, limit)
-    return path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +188,7 @@ def restore(engine, point: ResumePoint, ranks: Ranks) -> None:
         torch.cuda.set_rng_state(states["cuda"], ranks.device)
 
 
-def _random_states(device: torch.device) -> dict[str, object]:
+def random_states(device: torch.device) -> dict[str, object]:
     """The generators' states as plain numbers and tensors, which load without running pickled code."""
     name, keys, *rest = np.random.get_state()
     states = {

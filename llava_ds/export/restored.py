@@ -8,6 +8,7 @@ import torch
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.sources import weight_hashes
 from llava_ds.checkpoint.state import ENGINE, SETTINGS, TRAINER, folder_digest
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.deepspeed_files import engine_entries
@@ -45,6 +46,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     run, record = read_run_record(run_dir)
     run = run.replaced(**moved)
     _check_bases(run, json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))["identity"]["flags"])
+    weight_hashes(run.replaced(dry_run=True), run_dir, checkpoint)
     plan = plan_model(run.model, run.data.model_max_length)
     pictures = plan.tower.pictures(run)
     trained, trained_in = engine_entries(checkpoint / ENGINE)

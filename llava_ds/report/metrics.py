@@ -1,21 +1,56 @@
 """metrics.jsonl: one object per optimizer step."""
 
+import errno
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
+
+from llava_ds.constants import DataError
 
 
 class MetricsLog:
-    """Appends steps to a JSONL file. Steps behind the one a run resumes from are dropped, for they will come again."""
+    """Appends steps to a JSONL file. Steps behind the one a run resumes from are dropped, for they will come again.
+
+    A file that can't be written to, on a full disk, does not end the run: the rows wait for the next time.
+    """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        self.path = path
+        self.path, self.waiting = path, []
         kept = [row for row in read_metrics(path) if row["step"] <= resume_step] if path.exists() else []
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        replace_rows(path, kept)
 
     def write(self, rows: list[dict]) -> None:
         """Append rows, in one write, so that a killed run leaves whole lines."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        told = bool(self.waiting)
+        self.waiting += rows
+        before = None
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                before = file.tell()
+                text = "".join(json.dumps(row) + "\n" for row in self.waiting).encode()
+                if file.write(text) != len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # it took a part of them
+        except OSError as error:
+            if before is not None:
+                os.truncate(self.path, before)  # no half line
+            if not told:
+                print(f"WARNING: {self.path} can't be written ({error.strerror}): its rows wait in memory", flush=True)
+        else:
+            self.waiting = []
+
+    def close(self) -> None:
+        """Raise DataError when there are rows that could never be written."""
+        self.write([])
+        if self.waiting:
+            raise DataError(f"{self.path} lacks the last {len(self.waiting)} steps: it could not be written to")
+
+
+def replace_rows(path: Path, rows: Iterable[dict]) -> None:
+    """Write a JSONL file anew, in one rename, so that a killed run leaves the old or the new one."""
+    fresh = path.with_name(f".{path.name}.tmp")
+    fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.replace(fresh, path)
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -89,6 +89,7 @@ class Progress:
         self.flush()
         self.bar.close()
         if self.ranks.is_first:
+            self.log.close()
             rows = read_metrics(self.output_dir / "metrics.jsonl")
             if rows:
                 plot_loss(rows, self.output_dir / "loss.png", title)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llava_ds.distributed import Ranks, from_first, gather, print_first
-from llava_ds.report.metrics import read_metrics
+from llava_ds.report.metrics import read_metrics, replace_rows
 
 
 class SkippedLog:
@@ -26,8 +26,7 @@ class SkippedLog:
         earlier = [row for row in before if 0 < row.get("step", 0) <= resume_step]
         self.broken = {(row["file"], row["index"]) for row in earlier}
         if ranks.is_first:
-            with path.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in (*rejections, *earlier))
+            replace_rows(path, [*rejections, *earlier])
 
     def add(self, results: list) -> None:
         """Note the broken samples of some steps (StepResults, which have to be the same steps on every rank)."""

@@ -1,12 +1,15 @@
 """When a checkpoint exists, and what happens to one that is not whole."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit, state
+from llava_ds.checkpoint import commit, files, state
 from llava_ds.distributed import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
@@ -17,7 +20,7 @@ def write_checkpoint(output_dir: Path, step: int, content: bytes = b"0123456789"
     (scratch / "engine").mkdir()
     (scratch / "engine" / "weights.pt").write_bytes(content)
     (scratch / "trainer.json").write_text("{}")
-    return commit.commit(scratch, RANKS)
+    return commit.commit(scratch, {}, None, RANKS)
 
 
 def flip(path: Path, position: int) -> None:
@@ -143,3 +146,74 @@ def test_a_broken_newer_checkpoint_never_costs_the_one_just_saved(tmp_path):
     write_checkpoint(tmp_path, 8)
     commit.keep_newest(tmp_path, 1)
     assert commit.newest_whole(tmp_path)[0] == tmp_path / "checkpoint-8"
+
+
+def test_whatever_is_exchanged_is_found(tmp_path):
+    """Files of equal size within a checkpoint and between two, manifests, and whole folders."""
+    older, newer = write_checkpoint(tmp_path, 1, b"0123456789"), write_checkpoint(tmp_path, 2, b"9876543210")
+    (newer / "engine" / "other.pt").write_bytes(b"abcdefghij")
+    shutil.copytree(newer, again := tmp_path / "checkpoint-3.tmp", ignore=lambda *_: [commit.MANIFEST])
+    newest = commit.commit(again, {}, None, RANKS)
+
+    def exchange(one: Path, other: Path) -> None:
+        aside = tmp_path / "aside"
+        one.rename(aside), other.rename(one), aside.rename(other)
+
+    weights = "engine/weights.pt"
+    pairs = [
+        (newest / weights, newest / "engine" / "other.pt"),
+        (newest / weights, older / weights),
+        (newest / commit.MANIFEST, older / commit.MANIFEST),
+        (newest, older),
+    ]
+    for one, other in pairs:
+        assert commit.newest_whole(tmp_path)[0] == newest
+        exchange(one, other)
+        assert commit.problem_with(newest) is not None
+        if newest not in other.parents:
+            assert commit.problem_with(older) is not None
+            assert commit.newest_whole(tmp_path)[0] == newer
+        exchange(one, other)
+
+
+def test_a_thousand_flipped_bits_and_a_hundred_cut_or_missing_files_are_found(tmp_path):
+    """In any file, the manifest too: the previous checkpoint is used, and the reason names the one that is not."""
+    older, newer = write_checkpoint(tmp_path, 1), write_checkpoint(tmp_path, 2, bytes(range(256)))
+    files = sorted(path for path in newer.rglob("*") if path.is_file())
+    random = Random(0)
+
+    def check() -> None:
+        found, lines = commit.newest_whole(tmp_path)
+        assert found == older and len(lines) == 1 and lines[0].startswith("checkpoint-2 is not used: ")
+
+    for trial in range(1100):
+        path = random.choice(files)
+        content = path.read_bytes()
+        if trial < 1000:
+            damaged = bytearray(content)
+            damaged[random.randrange(len(content))] ^= 1 << random.randrange(8)
+            path.write_bytes(damaged)
+        elif trial % 2:
+            path.write_bytes(content[: random.randrange(len(content))])
+        else:
+            path.unlink()
+        check()
+        path.write_bytes(content)
+    assert commit.newest_whole(tmp_path)[0] == newer
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_no_reason_to_stop_looking(tmp_path, monkeypatch):
+    older, newer = write_checkpoint(tmp_path, 1), write_checkpoint(tmp_path, 2)
+
+    genuine = files.sha256
+
+    def sha256(path: Path) -> str:
+        if path.is_relative_to(newer):
+            raise OSError(errno.EIO, "Input/output error")
+        return genuine(path)
+
+    monkeypatch.setattr(files, "sha256", sha256)
+    found, lines = commit.newest_whole(tmp_path)
+    assert found == older and lines == [
+        "checkpoint-2 is not used: engine/weights.pt can't be read (Input/output error)"
+    ]

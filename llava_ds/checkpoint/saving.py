@@ -1,0 +1,132 @@
+"""When checkpoints are saved and become ones, and what a run does when a save fails."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from llava_ds.arguments import TrainingArguments
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.state import TRAINER, RunIdentity, random_states
+from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
+from llava_ds.distributed import Ranks, print_first
+
+MAX_FAILED_SAVES = 3  # in a row, until the run ends
+
+
+@dataclasses.dataclass
+class _Save:
+    """One that is under way. waited_s: what training has waited for it so far."""
+
+    step: int
+    scratch: Path
+    writer: CheckpointWriter
+    waited_s: float
+
+
+class Saver:
+    """Saves a run's checkpoints, at once or in the background, one at a time. All ranks call its methods together."""
+
+    def __init__(
+        self,
+        engine,
+        output_dir: Path,
+        identity: RunIdentity,
+        weights: dict[str, dict[str, str]],
+        training: TrainingArguments,
+        resumed: Path | None,
+        ranks: Ranks,
+    ) -> None:
+        """weights: what sources.weight_hashes gave; resumed: the checkpoint that the run goes on from."""
+        self.engine, self.output_dir, self.ranks = engine, output_dir, ranks
+        self.trainer = {"identity": dataclasses.asdict(identity), "weights": weights}
+        self.limit, self.background = training.save_total_limit, training.async_save
+        self.last_good = resumed
+        self.num_failed, self.failure = 0, ""  # in a row, and what the last one was
+        self._save: _Save | None = None
+        self._asked: tuple[torch.distributed.Work, torch.Tensor] | None = None
+
+    def after_step(self, step: int, saves: bool, last: bool = False) -> str | None:
+        """Save this step's checkpoint if it is to be saved, and look after one that is being written.
+
+        last: nothing comes after this step, so that all has to be on the disk when this returns. Returns why the run
+        has to end, the same on every rank; None while it goes on.
+        """
+        if self._save is not None and (saves or last or self._all_have_written()):
+            self._settle()
+        if saves:
+            self._begin(step)
+            if self._save is not None and (last or not self.background):
+                self._settle()
+        if self.num_failed and (last or self.num_failed >= MAX_FAILED_SAVES):
+            return self._problem(last)
+        return None
+
+    def _begin(self, step: int) -> None:
+        """Write a checkpoint's files, or copy what they are to hold. RNG and engine are this moment's in both cases."""
+        started = time.perf_counter()
+        try:
+            scratch = commit.begin(self.output_dir, step, self.ranks)
+        except commit.SaveFailed as error:
+            return self._failed(step, str(error))
+        writer = CheckpointWriter(self.engine._config, scratch, self.background, reads_back=self.limit is not None)
+        save_engine(self.engine, writer)
+        writer.save(random_states(self.ranks.device), scratch / f"random-{self.ranks.rank}.pt")
+        if self.ranks.is_first:
+            writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
+        writer.start()
+        self._save = _Save(step, scratch, writer, time.perf_counter() - started)
+
+    def _all_have_written(self) -> bool:
+        """Whether every rank's writer is done, the same answer on all. None of them waits for a writer here.
+
+        What is asked at one step is answered at the next, when it has long arrived.
+        """
+        if self.ranks.world_size == 1:
+            return self._save.writer.is_done
+        if self._answer():
+            return True
+        flag = torch.tensor([int(self._save.writer.is_done)])
+        group, smallest = self.ranks.patient_group, torch.distributed.ReduceOp.MIN
+        self._asked = (torch.distributed.all_reduce(flag, smallest, group, async_op=True), flag)
+        return False
+
+    def _answer(self) -> bool:
+        """What the ranks said to the last question; no if none was asked."""
+        if self._asked is None:
+            return False
+        work, flag = self._asked
+        self._asked = None
+        work.wait()
+        return bool(flag)
+
+    def _settle(self) -> None:
+        """Make what was written a checkpoint, once all ranks have written it."""
+        save, self._save = self._save, None
+        self._answer()
+        started = time.perf_counter()
+        save.writer.finish()
+        try:
+            path = commit.commit(save.scratch, save.writer.written, save.writer.problem, self.ranks)
+        except commit.SaveFailed as error:
+            return self._failed(save.step, str(error))
+        if self.ranks.is_first:
+            commit.keep_newest(self.output_dir, self.limit)
+        self.last_good, self.num_failed = path, 0
+        waited_s = save.waited_s + time.perf_counter() - started
+        behind = f", written in {save.writer.took_s:.2f} s beside it" if self.background else ""
+        print_first(f"{path.name} is saved: training waited {waited_s:.2f} s{behind}")
+
+    def _failed(self, step: int, why: str) -> None:
+        self.num_failed += 1
+        self.failure = f"checkpoint-{step} could not be saved to {self.output_dir}: {why}"
+        print_first(f"WARNING: {self.failure}. {self._good()}")
+
+    def _problem(self, last: bool) -> str:
+        times = "" if last else f"{self.num_failed} saves in a row failed. "
+        return f"{times}{self.failure}. {self._good()}: mend it and start again to go on from there"
+
+    def _good(self) -> str:
+        return "There is no checkpoint yet" if self.last_good is None else f"The last good one is {self.last_good}"

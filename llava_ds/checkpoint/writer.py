@@ -1,0 +1,153 @@
+"""How this rank's part of a checkpoint reaches the disk, at once or behind training's back."""
+
+import copy
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+from llava_ds.checkpoint.files import Entry, damage, described, not_cached, write_file
+from llava_ds.checkpoint.state import ENGINE
+
+
+class CheckpointWriter(TorchCheckpointEngine):
+    """Writes, flushes and hashes what DeepSpeed and this package hand it, and remembers what it wrote.
+
+    It stands in for the engine's own writer while a checkpoint is made. Nothing that goes wrong with a file leaves it:
+    DeepSpeed has collectives between its files, and a rank that raised would leave the others waiting in them. With
+    background, save takes a copy in host memory, and a thread of its own does the rest after start.
+    """
+
+    def __init__(self, config, root: Path, background: bool, reads_back: bool) -> None:
+        """config: the engine's, as DeepSpeed holds it; root: the folder that is to become the checkpoint; reads_back:
+        whether all is read and compared when it is written."""
+        super().__init__(config)
+        self.root, self.background, self.reads_back = root, background, reads_back
+        self.written: dict[str, Entry] = {}
+        self.problem: str | None = None
+        self.took_s = 0.0  # of the thread
+        self._waiting: list[tuple[Path, Callable]] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write_waiting, name="checkpoint-writer", daemon=True)
+
+    def create(self, info) -> None:
+        """DeepSpeed's word that a checkpoint begins."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.attempt(path, lambda: super(CheckpointWriter, self).makedirs(path, exist_ok=exist_ok))
+
+    def save(self, state_dict: object, path: str | Path) -> None:
+        """Write an object as torch.save does."""
+        if self.background:
+            # Changes in training from the next step on.
+            state_dict = self.attempt(path, lambda: snapshot(state_dict, {}))
+
+        def write(file) -> None:
+            torch.save(state_dict, file, _use_new_zipfile_serialization=self.zipfile_serialization)
+
+        self._hand_over(Path(path), write)
+
+    def save_text(self, text: str, path: Path) -> None:
+        self._hand_over(path, lambda file: file.write(text.encode()))
+
+    def commit(self, info) -> bool:
+        return True  # llava_ds.checkpoint.commit does it, when all ranks have written
+
+    def attempt(self, path: str | Path, act: Callable[[], object]) -> object:
+        """What the act returns; the first problem with a file, or with the memory for it, is kept for later."""
+        if self.problem is not None:
+            return None
+        try:
+            return act()
+        except (OSError, RuntimeError, MemoryError) as error:
+            self.note(path, error)
+
+    def note(self, path: str | Path, error: Exception) -> None:
+        path = Path(path)
+        name = path.relative_to(self.root) if path.is_relative_to(self.root) else path
+        self.problem = self.problem or described(name, error)
+
+    def start(self) -> None:
+        """Begin to write what was kept. Nothing more may be saved."""
+        if self.background:
+            self._thread.start()
+        else:
+            self._read_back()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is on the disk, or can't be."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait until all is on the disk, or can't be."""
+        if self.background:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _hand_over(self, path: Path, write: Callable) -> None:
+        if self.background:
+            self._waiting.append((path, write))
+        else:
+            self._write(path, write)
+
+    def _write(self, path: Path, write: Callable) -> None:
+        entry = self.attempt(path, lambda: write_file(path, write))
+        if entry is not None:
+            self.written[path.relative_to(self.root).as_posix()] = entry
+
+    def _read_back(self) -> None:
+        for name, entry in self.written.items() if self.reads_back else ():
+            self.attempt(self.root / name, lambda name=name: not_cached(self.root / name))
+            self.problem = self.problem or damage(self.root, name, entry)
+
+    def _write_waiting(self) -> None:
+        started = time.perf_counter()
+        try:
+            while self._waiting:
+                self._write(*self._waiting.pop(0))  # and its memory is free again
+            self._read_back()
+            self.took_s = time.perf_counter() - started
+        except BaseException as error:  # raised where training waits for this thread
+            self._error = error
+
+
+def save_engine(engine, writer: CheckpointWriter) -> None:
+    """Let DeepSpeed save its part through the writer, into the folder ENGINE. All ranks call it together."""
+    before, engine.checkpoint_engine = engine.checkpoint_engine, writer
+    try:
+        # DeepSpeed's own "latest" file may name a torn checkpoint: the manifest takes its place. Frozen parameters come
+        # from their source again, so they are not written.
+        engine.save_checkpoint(str(writer.root), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)
+    except OSError as error:
+        # DeepSpeed 0.19.8 copies its recovery scripts, and files on NVMe, by itself. On the other ranks only this
+        # comes after it:
+        writer.note(error.filename2 or error.filename or writer.root, error)
+        if engine._optimizer_has_ckpt_event_epilogue():
+            engine.optimizer.checkpoint_event_epilogue()
+        deepspeed.comm.barrier()
+    finally:
+        engine.checkpoint_engine = before
+
+
+def snapshot(value: object, known: dict) -> object:
+    """A copy in host memory that no training changes; what was one tensor stays one.
+
+    known: copies by what they are of, to be handed in empty. Of a view, only what it shows is copied.
+    """
+    if isinstance(value, torch.Tensor):
+        key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
+        if value.numel() == 0 or key not in known:
+            known[key] = value.detach().to("cpu", copy=True)
+        return known[key]
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, snapshot(each, known)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(each, known) for each in value)
+    return copy.deepcopy(value)

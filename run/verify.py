@@ -1,0 +1,57 @@
+"""Tell which checkpoints are whole: python run/verify.py output/mine/checkpoint-500 output/other
+
+A folder that holds checkpoint-* is looked through. Every file is read and compared with the hash that was taken while
+it was written. Exit code 0: all are whole; 1: at least one is not; 2: there is nothing to verify.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.state import TRAINER
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import exit_for_bad_input, print_first
+
+
+def main(argv: list[str]) -> bool:
+    """Whether all are whole."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="checkpoint-<step>, or an --output_dir")
+    paths = [each for given in parser.parse_args(argv).paths for each in _checkpoints(Path(given))]
+    whole = True
+    for path in paths:
+        problem = commit.problem_with(path)
+        whole &= problem is None
+        print_first(f"{path}: {_described(path)}" if problem is None else f"{path}: NOT whole: {problem}")
+    return whole
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such folder")
+    if found := commit.checkpoints(path):
+        return found
+    if any((path / name).exists() for name in (commit.MANIFEST, TRAINER)) or path.name.startswith("checkpoint-"):
+        return [path]
+    raise ConfigError(f"{path} is no checkpoint and holds none: name a checkpoint-<step> folder, or an --output_dir")
+
+
+def _described(path: Path) -> str:
+    """What a whole checkpoint is."""
+    files = commit.read_manifest(path)
+    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    identity = trainer["identity"]
+    size = sum(entry["bytes"] for entry in files.values())
+    return (
+        f"whole: step {trainer['step']:,}, {identity['world_size']} ranks, ZeRO-{identity['zero_stage']}, "
+        f"{len(files)} files, {size / 1e9:,.3f} GB"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(0 if main(sys.argv[1:]) else 1)
+    except ConfigError as error:
+        exit_for_bad_input(error, "run/verify.py")
