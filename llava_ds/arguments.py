@@ -312,6 +312,11 @@ class TrainingArguments:
     )
     save_steps: int = HfArg(default=500, help="Optimizer steps between checkpoints (at least 1).")
     save_total_limit: int | None = HfArg(default=None, help="Checkpoints to keep (at least 1); absent: all.")
+    max_run_time: str | None = HfArg(
+        default=None,
+        help="Save and leave, with exit code 75, before this much time has gone by since the start, like 3h50m, 90s or "
+        "5400 (seconds); absent: no limit. The same command goes on.",
+    )
     resume: str = HfArg(
         default="auto", help="auto: go on from the newest whole checkpoint in --output_dir; a checkpoint's path; never."
     )

@@ -19,6 +19,7 @@ from llava_ds.arguments import (
     trained_parts,
 )
 from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
+from llava_ds.durations import seconds_of
 
 NO = ("False", "false", "0")
 
@@ -281,6 +282,11 @@ def training_problems(args: Arguments) -> list[str]:
         f"--num_train_epochs is {training.num_train_epochs}: give a value above 0, or --max_steps",
     )
     check(not (training.bf16 and training.fp16), "--bf16 and --fp16 are both set: choose one")
+    if training.max_run_time is not None:
+        try:
+            seconds_of(training.max_run_time)
+        except ConfigError as error:
+            problems.append(f"--max_run_time: {error}")
     check(training.output_dir is not None, "--output_dir is missing: name the folder for what the run leaves")
 
     check(

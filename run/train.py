@@ -67,13 +67,21 @@ from llava_ds.train.optimizer import start_engine
 from llava_ds.train.out_of_memory import MemoryWatch
 from llava_ds.train.rehearsal import heaviest_micro_batch, missing_states, rehearse
 from llava_ds.train.schedule import describe_schedule, total_steps
+from llava_ds.train.stopping import Stopping
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 
 RECIPES = Path(__file__).parent / "recipes"
 DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
+    """Train, and return the exit code: 0, or EXIT_STOPPED where the run was asked to stop."""
+    with Stopping() as stop:
+        return run(argv, stop)
+
+
+def run(argv: list[str], stop: Stopping) -> int:
+    """The whole of it, from flags to the finished model."""
     quiet_libraries()
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
     args, more_notes = take_from_model(args)
@@ -137,7 +145,7 @@ def main(argv: list[str]) -> None:
         if ranks.is_first:
             print_first(*dry_run.first_batch(dataset, layout, order, resume.step, num_steps, plan.tokenizer))
             print_first(*dry_run.memory(planned, ranks))
-        return
+        return 0
     checkpoint.set_aside(output_dir, resume, ranks)
     if ranks.is_first:
         write_run_record(output_dir, args, resolved.config, num_steps)
@@ -204,14 +212,15 @@ def main(argv: list[str]) -> None:
 
     def after_step(result: StepResult) -> float:
         started = time.perf_counter()
-        saves = _saves_at(args, result.step, num_steps)
+        state.stops = stop.agreed(result.step_time_s)
+        saves = _saves_at(args, state, num_steps)
         progress.after_step(result, flush=saves)
         if saves or (skipped.problem and args.training.save_strategy == "steps"):
             settle_skipped_steps(engine)
             checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
         if skipped.problem:
             raise DataError(skipped.problem)
-        return time.perf_counter() - started if saves else 0.0
+        return stop.saved(time.perf_counter() - started) if saves else 0.0
 
     steps = windows(
         dataset,
@@ -222,13 +231,18 @@ def main(argv: list[str]) -> None:
         num_workers=args.data.dataloader_num_workers,
         device=ranks.device,
     )
-    with watch:
+    with watch, stop.training(args.training.max_run_time, ranks):
         train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
     progress.close(title=f"{output_dir.name}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks")
+    is_saved = args.training.save_strategy == "steps"
+    if state.stops:
+        return stop.leave(state.step, is_saved, ranks)
+    stop.ends(is_saved)
     if resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
 
     leave_result(engine, finished, form, max_shard_bytes, args, dataset, ranks)
+    return 0
 
 
 def _defaults(argv: list[str]) -> dict[str, object]:
@@ -260,9 +274,9 @@ def _open_data(args: Arguments, plan: ModelPlan, pictures: PictureOptions, ranks
     return dataset
 
 
-def _saves_at(args: Arguments, step: int, num_steps: int) -> bool:
-    training = args.training
-    return training.save_strategy == "steps" and (step % training.save_steps == 0 or step == num_steps)
+def _saves_at(args: Arguments, state: TrainState, num_steps: int) -> bool:
+    ends = state.step == num_steps or state.stops
+    return args.training.save_strategy == "steps" and (state.step % args.training.save_steps == 0 or ends)
 
 
 def _print_plan(
@@ -287,7 +301,8 @@ def _print_plan(
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        code = main(sys.argv[1:])
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, "run/train.py")
     torch.distributed.destroy_process_group()
+    sys.exit(code)
