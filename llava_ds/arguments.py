@@ -312,6 +312,16 @@ class TrainingArguments:
     )
     save_steps: int = HfArg(default=500, help="Optimizer steps between checkpoints (at least 1).")
     save_total_limit: int | None = HfArg(default=None, help="Checkpoints to keep (at least 1); absent: all.")
+    max_skipped_steps: int = HfArg(
+        default=20,
+        help="Steps in a row with a loss or gradients that are not finite, which change nothing, after which the run "
+        "stops (at least 1). --fp16 looks for its loss scale by such steps.",
+    )
+    check_divergence_steps: int = HfArg(
+        default=1000,
+        help="Steps between comparisons of what every rank holds a copy of: all weights at ZeRO 0 to 2, the smallest "
+        "at 3. A difference ends the run with the rank's name. 0: never.",
+    )
     max_run_time: str | None = HfArg(
         default=None,
         help="Save and leave, with exit code 75, before this much time has gone by since the start, like 3h50m, 90s or "

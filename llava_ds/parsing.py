@@ -243,6 +243,8 @@ def training_problems(args: Arguments) -> list[str]:
         logging_steps=1,
         save_steps=1,
         save_total_limit=1,
+        max_skipped_steps=1,
+        check_divergence_steps=0,
     )
 
     def check(ok: bool, message: str) -> None:

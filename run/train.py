@@ -55,6 +55,7 @@ from llava_ds.report.peak import peak_flops
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.skipped import SkippedLog
+from llava_ds.report.skipped_steps import SkippedSteps
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
 from llava_ds.tools.choice import choose_for_ranks
@@ -66,6 +67,7 @@ from llava_ds.train.loop import StepResult, TrainState, train
 from llava_ds.train.optimizer import start_engine
 from llava_ds.train.out_of_memory import MemoryWatch
 from llava_ds.train.rehearsal import heaviest_micro_batch, missing_states, rehearse
+from llava_ds.train.replicas import check_replicas
 from llava_ds.train.schedule import describe_schedule, total_steps
 from llava_ds.train.stopping import Stopping
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
@@ -196,6 +198,8 @@ def run(argv: list[str], stop: Stopping) -> int:
     peak, line = peak_flops(ranks.device, resolved.compute_dtype)
     print_first(line)
     skipped = SkippedLog(output_dir / "skipped.jsonl", dataset.rejections(), allowed, resume.step, ranks)
+    before = (resume.step, engine.skipped_steps)
+    skipped_steps = SkippedSteps(output_dir, dataset, layout, order, args.training.max_skipped_steps, before, ranks)
     progress = Progress(
         output_dir,
         resume_step=resume.step,
@@ -206,6 +210,7 @@ def run(argv: list[str], stop: Stopping) -> int:
         flops=flops,
         peak_flops=peak,
         skipped=skipped,
+        skipped_steps=skipped_steps,
         ranks=ranks,
         monitor=engine.monitor,
     )
@@ -215,11 +220,14 @@ def run(argv: list[str], stop: Stopping) -> int:
         state.stops = stop.agreed(result.step_time_s)
         saves = _saves_at(args, state, num_steps)
         progress.after_step(result, flush=saves)
+        check_replicas(model, result.step, args.training.check_divergence_steps, ranks)
         if saves or (skipped.problem and args.training.save_strategy == "steps"):
             settle_skipped_steps(engine)
-            checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
-        if skipped.problem:
-            raise DataError(skipped.problem)
+            # What was saved before the steps that change nothing is kept until one changes something.
+            limit = None if skipped_steps.in_a_row else args.training.save_total_limit
+            checkpoint.save(engine, output_dir, state.step, identity, limit, ranks)
+        if problem := skipped.problem or skipped_steps.problem:
+            raise DataError(problem)
         return stop.saved(time.perf_counter() - started) if saves else 0.0
 
     steps = windows(
