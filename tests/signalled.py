@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,8 @@ MARK = "LLAVA_DS_TESTED_RUN"
 class Started:
     """A run in the background, in a session of its own. As a context manager it leaves no process behind."""
 
-    def __init__(self, num_ranks: int, flags: dict[str, object], script: Path = TRAIN) -> None:
+    def __init__(self, num_ranks: int, flags: dict[str, object], command: Sequence[str] = (), **variables: str) -> None:
+        """command: another way to start it than DeepSpeed's; variables: more of the environment."""
         self.output_dir = Path(flags["output_dir"])
         self.log = self.output_dir.with_suffix(".log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -29,8 +30,8 @@ class Started:
         where = ["--num_accelerators", str(num_ranks), "--master_port", str(free_port())]
         with self.log.open("w") as file:
             self.runner = subprocess.Popen(
-                [*DEEPSPEED, *where, str(script), *command_line(flags)],
-                env={**environment(), MARK: self.mark},
+                [*(command or [*DEEPSPEED, *where, str(TRAIN)]), *command_line(flags)],
+                env={**environment(), **variables, MARK: self.mark},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -77,10 +78,10 @@ class Started:
         path = self.output_dir / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 
-    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
         self.wait_until(lambda: len(self.steps()) >= step, timeout_s)
 
-    def wait_until(self, done: Callable[[], bool], timeout_s: float = 120) -> None:
+    def wait_until(self, done: Callable[[], bool], timeout_s: float = 240) -> None:
         """Wait for something that only happens while the run goes on."""
         self._wait(done, timeout_s, while_it_runs=True)
 

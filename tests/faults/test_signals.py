@@ -2,17 +2,19 @@
 
 import random
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import toys
-from launching import ds_config, losses, toy_run
+from launching import ROOT, ds_config, environment, losses, toy_run
 from signalled import SIGNALS, Started
 
 from llava_ds.checkpoint.commit import newest_whole, step_of
 from llava_ds.constants import EXIT_STOPPED
+from llava_ds.launchers import free_port
 
 pytestmark = pytest.mark.faults
 
@@ -125,3 +127,28 @@ def test_max_run_time_saves_within_it(given, tmp_path):
         assert code == EXIT_STOPPED and whole_step(run) == run.steps()[-1]["step"]
         assert "--max_run_time is nearly over: stopped after step" in run.log.read_text()
         assert time.monotonic() - began < 40
+
+
+def test_slurms_warning_saves_and_the_job_goes_back_into_the_queue(given, tmp_path):
+    for name, text in (
+        ("srun", f'exec "$PYTHON" {ROOT}/tests/workers/fake_srun.py "$@"'),
+        ("scontrol", f'echo "$@" > {tmp_path}/scontrol.txt'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    flags = flags_of(given, tmp_path / "slurm")
+    variables = {
+        "PATH": f"{tmp_path}:{environment()['PATH']}",
+        "PYTHON": sys.executable,
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": str(free_port()),
+        "SLURM_JOB_NODELIST": "gpu[01-02]",
+    }
+    with Started(2, flags, command=["bash", str(ROOT / "run" / "slurm.sh")], **variables) as run:
+        run.wait_for_step(3)
+        srun = next(p for p in run.processes() if any("fake_srun" in word for word in p.cmdline()))
+        for task in srun.children():
+            task.send_signal(signal.SIGUSR1)  # Slurm sends it to every task
+        assert run.wait_for_end() == EXIT_STOPPED, run.log.read_text()
+        assert whole_step(run) == run.steps()[-1]["step"]
+    assert (tmp_path / "scontrol.txt").read_text() == f"requeue {variables['SLURM_JOB_ID']}\n"
