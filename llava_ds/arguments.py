@@ -317,6 +317,21 @@ class TrainingArguments:
         help="Write checkpoints in the background while training goes on, from a copy in host memory, which each rank "
         "needs as much of as it writes.",
     )
+    max_skipped_steps: int = HfArg(
+        default=20,
+        help="Steps in a row with a loss or gradients that are not finite, which change nothing, after which the run "
+        "stops (at least 1). --fp16 looks for its loss scale by such steps.",
+    )
+    check_divergence_steps: int = HfArg(
+        default=1000,
+        help="Steps between comparisons of what every rank holds a copy of: all weights at ZeRO 0 to 2, the smallest "
+        "at 3. A difference ends the run with the rank's name. 0: never.",
+    )
+    max_run_time: str | None = HfArg(
+        default=None,
+        help="Save and leave, with exit code 75, before this much time has gone by since the start, like 3h50m, 90s or "
+        "5400 (seconds); absent: no limit. The same command goes on.",
+    )
     resume: str = HfArg(
         default="auto", help="auto: go on from the newest whole checkpoint in --output_dir; a checkpoint's path; never."
     )

@@ -10,6 +10,7 @@ MAX_IMAGE_PIXELS = 50_000_000  # of a picture, before decoding and after resizin
 PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open a picture with more, whatever the flag says
 
 EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 75  # asked to stop, and nothing is lost: the same command goes on (EX_TEMPFAIL of sysexits.h)
 
 
 class ConfigError(ValueError):

@@ -19,6 +19,7 @@ from llava_ds.arguments import (
     trained_parts,
 )
 from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
+from llava_ds.durations import seconds_of
 
 NO = ("False", "false", "0")
 
@@ -242,6 +243,8 @@ def training_problems(args: Arguments) -> list[str]:
         logging_steps=1,
         save_steps=1,
         save_total_limit=1,
+        max_skipped_steps=1,
+        check_divergence_steps=0,
     )
 
     def check(ok: bool, message: str) -> None:
@@ -281,6 +284,11 @@ def training_problems(args: Arguments) -> list[str]:
         f"--num_train_epochs is {training.num_train_epochs}: give a value above 0, or --max_steps",
     )
     check(not (training.bf16 and training.fp16), "--bf16 and --fp16 are both set: choose one")
+    if training.max_run_time is not None:
+        try:
+            seconds_of(training.max_run_time)
+        except ConfigError as error:
+            problems.append(f"--max_run_time: {error}")
     check(training.output_dir is not None, "--output_dir is missing: name the folder for what the run leaves")
 
     check(

@@ -12,11 +12,11 @@
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
-# Two minutes before its time is over, and when a machine fails, the job goes back into the queue. It goes on from its
-# newest whole checkpoint, so --save_steps is what it can lose.
+# Two minutes before its time is over, every rank is told to save (if that takes longer, tell them earlier). Then, and
+# when a machine fails, the job goes back into the queue, and on from its newest whole checkpoint.
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@120
+#SBATCH --signal=USR1@120
 
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
@@ -29,17 +29,13 @@ export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-${TMPDIR:-/tmp}/torch_exten
 # Where machines have several networks, name the fast one for both:
 #   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 
-requeue() {
-    echo "time is nearly over: job $SLURM_JOB_ID goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
-}
-trap requeue USR1
+# srun does not inherit cpus-per-task.
+code=0
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$PYTHON" -u run/train.py "$@" || code=$?
 
-# In the background, for bash handles a signal only between its own commands. srun does not inherit cpus-per-task.
-srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$PYTHON" -u run/train.py "$@" &
-training=$!
-while true; do
-    code=0
-    wait "$training" || code=$?
-    kill -0 "$training" 2>/dev/null || exit "$code" # else it was the signal that ended the wait
-done
+# It was told to stop, and saved (docs/checkpoints.md). scancel ends this script before it comes here.
+if [ "$code" -eq 75 ]; then
+    echo "saved: job $SLURM_JOB_ID goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

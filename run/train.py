@@ -4,7 +4,6 @@ Without --model_name_or_path it trains the tiny model that ships with the packag
 """
 
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -57,25 +56,34 @@ from llava_ds.report.peak import peak_flops
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.skipped import SkippedLog
+from llava_ds.report.skipped_steps import SkippedSteps
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
 from llava_ds.tools.choice import choose_for_ranks
 from llava_ds.tools.here import planned_here, tokens_per_micro_batch
 from llava_ds.tools.shapes import shape_of
-from llava_ds.train.guard import settle_skipped_steps
+from llava_ds.train.boundary import Boundary
 from llava_ds.train.kept import choose_layers
-from llava_ds.train.loop import StepResult, TrainState, train
+from llava_ds.train.loop import TrainState, train
 from llava_ds.train.optimizer import start_engine
 from llava_ds.train.out_of_memory import MemoryWatch
 from llava_ds.train.rehearsal import heaviest_micro_batch, missing_states, rehearse
 from llava_ds.train.schedule import describe_schedule, total_steps
+from llava_ds.train.stopping import Stopping
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 
 RECIPES = Path(__file__).parent / "recipes"
 DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
+    """Train, and return the exit code: 0, or EXIT_STOPPED where the run was asked to stop."""
+    with Stopping() as stop:
+        return run(argv, stop)
+
+
+def run(argv: list[str], stop: Stopping) -> int:
+    """The whole of it, from flags to the finished model."""
     quiet_libraries()
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
     args, more_notes = take_from_model(args)
@@ -140,7 +148,7 @@ def main(argv: list[str]) -> None:
         if ranks.is_first:
             print_first(*dry_run.first_batch(dataset, layout, order, resume.step, num_steps, plan.tokenizer))
             print_first(*dry_run.memory(planned, ranks))
-        return
+        return 0
     checkpoint.set_aside(output_dir, resume, ranks)
     if ranks.is_first:
         write_run_record(output_dir, args, resolved.config, num_steps)
@@ -191,6 +199,8 @@ def main(argv: list[str]) -> None:
     peak, line = peak_flops(ranks.device, resolved.compute_dtype)
     print_first(line)
     skipped = SkippedLog(output_dir / "skipped.jsonl", dataset.rejections(), allowed, resume.step, ranks)
+    before = (resume.step, engine.skipped_steps)
+    skipped_steps = SkippedSteps(output_dir, dataset, layout, order, args.training.max_skipped_steps, before, ranks)
     progress = Progress(
         output_dir,
         resume_step=resume.step,
@@ -201,25 +211,28 @@ def main(argv: list[str]) -> None:
         flops=flops,
         peak_flops=peak,
         skipped=skipped,
+        skipped_steps=skipped_steps,
         ranks=ranks,
         monitor=engine.monitor,
     )
 
     saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks)
 
-    def after_step(result: StepResult) -> float:
-        started = time.perf_counter()
-        saves = _saves_at(args, result.step, num_steps)
-        progress.after_step(result, flush=saves)
-        last = result.step == num_steps or skipped.problem is not None
-        saves = saves or (last and args.training.save_strategy == "steps")
-        if saves:
-            settle_skipped_steps(engine)
-        ends = [skipped.problem, saver.after_step(result.step, saves, last)]
-        if any(ends):
-            raise DataError("\n".join(filter(None, ends)))
-        return time.perf_counter() - started if saves else 0.0
-
+    saves = args.training.save_strategy == "steps"
+    boundary = Boundary(
+        engine,
+        model,
+        state,
+        num_steps,
+        save_steps=args.training.save_steps if saves else None,
+        check_divergence_steps=args.training.check_divergence_steps,
+        stop=stop,
+        progress=progress,
+        skipped=skipped,
+        skipped_steps=skipped_steps,
+        saver=saver,
+        ranks=ranks,
+    )
     steps = windows(
         dataset,
         layout,
@@ -229,13 +242,17 @@ def main(argv: list[str]) -> None:
         num_workers=args.data.dataloader_num_workers,
         device=ranks.device,
     )
-    with watch:
-        train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
+    with watch, stop.training(args.training.max_run_time, ranks):
+        train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, boundary.after_step)
     progress.close(title=f"{output_dir.name}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks")
+    if state.stops:
+        return stop.leave(state.step, saves, ranks)
+    stop.ends(saves)
     if resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
 
     leave_result(engine, finished, form, max_shard_bytes, args, dataset, ranks)
+    return 0
 
 
 def _defaults(argv: list[str]) -> dict[str, object]:
@@ -267,11 +284,6 @@ def _open_data(args: Arguments, plan: ModelPlan, pictures: PictureOptions, ranks
     return dataset
 
 
-def _saves_at(args: Arguments, step: int, num_steps: int) -> bool:
-    training = args.training
-    return training.save_strategy == "steps" and (step % training.save_steps == 0 or step == num_steps)
-
-
 def _print_plan(
     args: Arguments,
     resolved: ResolvedConfig,
@@ -294,7 +306,8 @@ def _print_plan(
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        code = main(sys.argv[1:])
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, "run/train.py")
     torch.distributed.destroy_process_group()
+    sys.exit(code)

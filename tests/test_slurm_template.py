@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
+from llava_ds.constants import EXIT_STOPPED
+
 TEMPLATE = ROOT / "run" / "slurm.sh"
 
 
@@ -50,11 +52,19 @@ def test_srun_gets_the_flags_and_its_exit_code_is_the_jobs(start, tmp_path):
     called = (tmp_path / "srun.txt").read_text().splitlines()
     assert called[-5:] == ["some-python", "-u", "run/train.py", "--flag", "a b"]
     assert "--kill-on-bad-exit=1" in called and "--cpus-per-task=3" in called
+    assert not (tmp_path / "scontrol.txt").exists()
 
 
-def test_the_signal_before_the_end_puts_the_job_back_and_waits_for_srun(start, tmp_path):
-    process = start(f"echo started > {tmp_path}/started.txt; sleep 2; echo ended > {tmp_path}/ended.txt")
-    wait_for(tmp_path / "started.txt")
-    process.send_signal(signal.SIGUSR1)
-    assert wait_for(tmp_path / "scontrol.txt") == "requeue 7\n"
-    assert process.wait(timeout=20) == 0 and (tmp_path / "ended.txt").exists()
+def test_what_was_told_to_stop_and_saved_goes_back_into_the_queue(start, tmp_path):
+    process = start(f"exit {EXIT_STOPPED}")
+    assert process.wait(timeout=20) == EXIT_STOPPED
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
+
+
+def test_a_cancelled_job_does_not_come_back(start, tmp_path):
+    process = start(f"echo $$ > {tmp_path}/srun.txt; exec sleep 20")
+    pid = int(wait_for(tmp_path / "srun.txt"))
+    process.send_signal(signal.SIGTERM)  # as scancel does, to the ranks too
+    assert process.wait(timeout=20) == -signal.SIGTERM
+    os.kill(pid, signal.SIGTERM)
+    assert not (tmp_path / "scontrol.txt").exists()

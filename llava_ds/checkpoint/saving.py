@@ -18,11 +18,12 @@ MAX_FAILED_SAVES = 3  # in a row, until the run ends
 
 @dataclasses.dataclass
 class _Save:
-    """One that is under way. waited_s: what training has waited for it so far."""
+    """One that is under way. keeps_all: whether older ones stay; waited_s: what training has waited for it so far."""
 
     step: int
     scratch: Path
     writer: CheckpointWriter
+    keeps_all: bool
     waited_s: float
 
 
@@ -48,23 +49,24 @@ class Saver:
         self._save: _Save | None = None
         self._asked: tuple[torch.distributed.Work, torch.Tensor] | None = None
 
-    def after_step(self, step: int, saves: bool, last: bool = False) -> str | None:
+    def after_step(self, step: int, saves: bool, last: bool = False, keeps_all: bool = False) -> str | None:
         """Save this step's checkpoint if it is to be saved, and look after one that is being written.
 
-        last: nothing comes after this step, so that all has to be on the disk when this returns. Returns why the run
-        has to end, the same on every rank; None while it goes on.
+        last: nothing comes after this step, so that all has to be on the disk when this returns; keeps_all: whether
+        this checkpoint takes no older one's place. Returns why the run has to end, the same on every rank; None while
+        it goes on.
         """
         if self._save is not None and (saves or last or self._all_have_written()):
             self._settle()
         if saves:
-            self._begin(step)
+            self._begin(step, keeps_all)
             if self._save is not None and (last or not self.background):
                 self._settle()
         if self.num_failed and (last or self.num_failed >= MAX_FAILED_SAVES):
             return self._problem(last)
         return None
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, keeps_all: bool) -> None:
         """Write a checkpoint's files, or copy what they are to hold. RNG and engine are this moment's in both cases."""
         started = time.perf_counter()
         try:
@@ -77,7 +79,7 @@ class Saver:
         if self.ranks.is_first:
             writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
         writer.start()
-        self._save = _Save(step, scratch, writer, time.perf_counter() - started)
+        self._save = _Save(step, scratch, writer, keeps_all, time.perf_counter() - started)
 
     def _all_have_written(self) -> bool:
         """Whether every rank's writer is done, the same answer on all. None of them waits for a writer here.
@@ -112,7 +114,7 @@ class Saver:
             path = commit.commit(save.scratch, save.writer.written, save.writer.problem, self.ranks)
         except commit.SaveFailed as error:
             return self._failed(save.step, str(error))
-        if self.ranks.is_first:
+        if self.ranks.is_first and not save.keeps_all:
             commit.keep_newest(self.output_dir, self.limit)
         self.last_good, self.num_failed = path, 0
         waited_s = save.waited_s + time.perf_counter() - started

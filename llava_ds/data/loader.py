@@ -21,6 +21,7 @@ from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks
 from llava_ds.geometry import PictureOptions
 from llava_ds.parsing import GROUPINGS
+from llava_ds.processes import obey_only_parent
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,7 @@ def windows(
         batch_sampler=(micro_batch for _, plan in ahead for micro_batch in plan[layout.rank]),
         num_workers=num_workers,
         collate_fn=partial(_micro_batch, options=dataset.pictures),
+        worker_init_fn=obey_only_parent,
         generator=torch.Generator(),  # the loader draws a seed, by default from the global one
         pin_memory=device.type == "cuda",
     )

@@ -14,6 +14,7 @@ from llava_ds.model.flops import ModelFlops
 from llava_ds.report.metrics import MetricsLog, read_metrics
 from llava_ds.report.plots import plot_loss
 from llava_ds.report.skipped import SkippedLog
+from llava_ds.report.skipped_steps import SkippedSteps
 
 
 class Progress:
@@ -31,6 +32,7 @@ class Progress:
         flops: ModelFlops,
         peak_flops: float,
         skipped: SkippedLog,
+        skipped_steps: SkippedSteps,
         ranks: Ranks,
         monitor,
     ) -> None:
@@ -40,7 +42,7 @@ class Progress:
         self.output_dir, self.ranks = output_dir, ranks
         self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
         self.flops, self.peak_flops = flops, peak_flops * ranks.world_size
-        self.skipped = skipped
+        self.skipped, self.skipped_steps = skipped, skipped_steps
         self.pending: list = []
         self.waited_s = 0.0  # for the device when it was last read, which is in the time of the step that followed
         self.log = MetricsLog(output_dir / "metrics.jsonl", resume_step) if ranks.is_first else None
@@ -82,6 +84,7 @@ class Progress:
             )
             self.bar.update(len(rows))
         self.skipped.add(read)
+        self.skipped_steps.add(read, [result.loss for result in self.pending])
         self.pending.clear()
 
     def close(self, title: str) -> None:

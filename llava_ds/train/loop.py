@@ -18,6 +18,7 @@ class TrainState:
     """How far the run is. All else that a resume needs follows from it or lies in the engine."""
 
     step: int = 0
+    stops: bool = False  # the run was asked to, and ends at this boundary
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ def train(
     ranks: Ranks,
     after_step: Callable[[StepResult], float],
 ) -> None:
-    """Run optimizer steps until max_steps, without ever waiting for the device.
+    """Run optimizer steps until max_steps, or until state.stops is set, without ever waiting for the device.
 
     after_step sees every one of them on every rank: it logs and saves, and returns the seconds that are not the
     step's. A step's time runs from the end of the one before, so that work still queued on the device is counted once.
     """
     engine.train()
     started = time.perf_counter()
-    while state.step < max_steps:
+    while state.step < max_steps and not state.stops:
         window = next(windows)  # this rank's micro-batches of one optimizer step
         lr = [group["lr"] for group in engine.optimizer.param_groups]
         # A picture may break after it was checked: what counts is what the ranks really have, not what was planned.

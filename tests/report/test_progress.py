@@ -50,6 +50,7 @@ def progress(tmp_path, monkeypatch) -> Progress:
         flops=ModelFlops(per_token=1e6, per_pair=1e3, per_tile=1e7, per_target=1e5),
         peak_flops=1e9,
         skipped=SimpleNamespace(add=lambda results: None),
+        skipped_steps=SimpleNamespace(add=lambda results, losses: None),
         ranks=Ranks(0, 0, 1, torch.device("cpu")),
         monitor=SimpleNamespace(enabled=False),
     )

@@ -1,0 +1,61 @@
+"""What happens between two optimizer steps."""
+
+import time
+
+from torch import nn
+
+from llava_ds.constants import DataError
+from llava_ds.distributed import Ranks
+from llava_ds.train.guard import settle_skipped_steps
+from llava_ds.train.loop import StepResult, TrainState
+from llava_ds.train.replicas import check_replicas
+from llava_ds.train.stopping import Stopping
+
+
+class Boundary:
+    """Stopping, logging, checking and saving, in this order, on every rank after every step."""
+
+    def __init__(
+        self,
+        engine,
+        model: nn.Module,
+        state: TrainState,
+        num_steps: int,
+        *,
+        save_steps: int | None,
+        check_divergence_steps: int,
+        stop: Stopping,
+        progress,
+        skipped,
+        skipped_steps,
+        saver,
+        ranks: Ranks,
+    ) -> None:
+        """save_steps: None where nothing is saved; progress, skipped, skipped_steps: of llava_ds.report; saver: of
+        llava_ds.checkpoint."""
+        self.engine, self.model, self.state, self.num_steps, self.ranks = engine, model, state, num_steps, ranks
+        self.save_steps, self.check_divergence_steps = save_steps, check_divergence_steps
+        self.stop, self.progress, self.saver = stop, progress, saver
+        self.skipped, self.skipped_steps = skipped, skipped_steps
+
+    def after_step(self, result: StepResult) -> float:
+        """What the loop calls. Returns the seconds that are not the step's.
+
+        Raises DataError, on every rank, where the run can't go on: too many broken samples or skipped steps, copies
+        that differ between ranks, a disk that takes no checkpoint.
+        """
+        started = time.perf_counter()
+        self.state.stops = self.stop.agreed(result.step_time_s)
+        last = result.step == self.num_steps or self.state.stops
+        saves = self.save_steps is not None and (last or result.step % self.save_steps == 0)
+        self.progress.after_step(result, flush=saves)
+        check_replicas(self.model, result.step, self.check_divergence_steps, self.ranks)
+        last = last or self.skipped.problem is not None
+        saves = saves or (last and self.save_steps is not None)
+        if saves:
+            settle_skipped_steps(self.engine)
+        # What was saved before steps that change nothing is kept until one changes something.
+        failed = self.saver.after_step(result.step, saves, last, keeps_all=self.skipped_steps.in_a_row > 0)
+        if problems := [p for p in (self.skipped.problem, self.skipped_steps.problem, failed) if p is not None]:
+            raise DataError("\n".join(problems))
+        return self.stop.saved(time.perf_counter() - started) if saves else 0.0

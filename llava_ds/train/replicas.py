@@ -1,0 +1,52 @@
+"""What every rank holds a copy of has to stay the same on all of them, bit for bit."""
+
+from collections import Counter
+
+import torch
+
+from llava_ds.constants import DataError
+from llava_ds.distributed import Ranks, gather
+
+MOST_NAMED = 4  # parameters
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) -> None:
+    """Raise DataError on every rank where a parameter that all hold whole is not the same on all, every so many steps.
+
+    Those are all at ZeRO 0 to 2, and at 3 the small ones that stay gathered. every: steps; 0 never looks. All ranks
+    call it together. Reads every weight once, and waits for the device.
+    """
+    if every == 0 or step % every or ranks.world_size == 1:
+        return
+    sums = replica_sums(model)
+    everyone = gather(list(sums.values()), ranks)
+    usual = [Counter(values).most_common(1)[0][0] for values in zip(*everyone)]
+    wrong = {rank: [n for n, a, b in zip(sums, mine, usual) if a != b] for rank, mine in enumerate(everyone)}
+    wrong = {rank: names for rank, names in wrong.items() if names}
+    if wrong:
+        lines = [
+            f"  rank {rank}: {len(names):,} of {len(sums):,} parameters, {', '.join(names[:MOST_NAMED])}"
+            for rank, names in wrong.items()
+        ]
+        odd = "differ from most others'" if 2 * len(wrong) < ranks.world_size else "differ, and none is in the majority"
+        raise DataError(
+            f"step {step:,}: the ranks no longer hold the same weights, which should be copies of each other. These "
+            f"{odd}:\n" + "\n".join(lines) + f"\nthe memory, device or network of a rank is at fault, or code that "
+            "runs on some ranks only. Take the machine out, and go on from a checkpoint of step "
+            f"{step - every:,} or before, when they were last seen to be the same: --resume PATH"
+        )
+
+
+def replica_sums(model: torch.nn.Module) -> dict[str, int]:
+    """The sum of the bits of every parameter that this rank holds whole, read as whole numbers, by name."""
+    held = {name: p for name, p in model.named_parameters() if p.numel() and not _is_partitioned(p)}
+    if not held:
+        return {}
+    sums = [p.detach().contiguous().view(BITS[p.element_size()]).sum(dtype=torch.int64) for p in held.values()]
+    return dict(zip(held, torch.stack(sums).tolist()))
+
+
+def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
+    """Whether ZeRO-3 holds it in parts (those below its persistence threshold are gathered after every step)."""
+    return hasattr(parameter, "ds_id") and not parameter.ds_persist
