@@ -176,7 +176,9 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
 def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """What run/train.py's loop costs beside the bare engine, in stage 2."""
     shape = replace(SMALL_VOCABULARY, **QUICK) if own.quick else SMALL_VOCABULARY
-    flags = write_case(replace(case_of("stage2", shape, own), accumulation=1, num_steps=3), folder, write_tokenizer, RANKS)
+    flags = write_case(
+        replace(case_of("stage2", shape, own), accumulation=1, num_steps=3), folder, write_tokenizer, RANKS
+    )
     report, more = folder / "loop.json", ["--tokens_per_micro_batch", "4096", "--output_dir", str(folder / "output")]
     launch(RANKS, [str(LOOP_OVERHEAD), str(report), str(TRAIN), *flags, *more], folder / "log.txt")
     measured = json.loads(report.read_text())

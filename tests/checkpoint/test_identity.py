@@ -28,7 +28,7 @@ def test_a_model_that_brings_its_tower_has_an_identity(tmp_path):
     assert identity({"model_name_or_path": str(tmp_path / "elsewhere")}) == first
     with (tmp_path / "hf" / "config.json").open("a") as file:
         file.write("\n")
-    assert [line.split()[0] for line in identity(flags).differences(vars(first))] == ["--model_name_or_path"]
+    assert list(identity(flags).differences(vars(first))) == ["model_name_or_path"]
 
 
 def test_the_base_under_an_adapter_belongs_to_it(tmp_path):
@@ -38,7 +38,7 @@ def test_the_base_under_an_adapter_belongs_to_it(tmp_path):
     assert first.flags["model_base"] is not None
     config = Path(base["model_name_or_path"]) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5e5}))
-    assert [line.split()[0] for line in identity(flags).differences(vars(first))] == ["--model_base"]
+    assert list(identity(flags).differences(vars(first))) == ["model_base"]
 
 
 def test_what_a_run_chose_for_itself_is_read_from_its_newest_checkpoint(tmp_path):
