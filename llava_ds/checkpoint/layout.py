@@ -72,19 +72,18 @@ def kind_of(engine) -> str:
 
 def masters(engine) -> list[torch.Tensor]:
     """The tensors that the optimizer updates and has states of, in the order in which it numbers them."""
-    optimizer = engine.optimizer
-    match kind_of(engine):
-        case "plain":
-            return [p for group in optimizer.param_groups for p in group["params"]]
-        case "unfused":
-            return [p for group in optimizer.fp32_groups for p in group]
-        case "fused":
-            return list(optimizer.fp32_groups_flat)
-        case "zero":
-            return list(optimizer.single_partition_of_fp32_groups)
-        case "bf16_zero":
-            return list(optimizer.fp32_groups_flat_partition)
-    return list(optimizer.fp32_partitioned_groups_flat)
+    kind, optimizer = kind_of(engine), engine.optimizer
+    if kind == PLAIN:
+        return [p for group in optimizer.param_groups for p in group["params"]]
+    if kind == UNFUSED:
+        return [p for group in optimizer.fp32_groups for p in group]
+    attributes = {
+        FUSED: "fp32_groups_flat",
+        ZERO: "single_partition_of_fp32_groups",
+        BF16_ZERO: "fp32_groups_flat_partition",
+        ZERO_3: "fp32_partitioned_groups_flat",
+    }
+    return list(getattr(optimizer, attributes[kind]))
 
 
 def layout_of(engine) -> Layout:

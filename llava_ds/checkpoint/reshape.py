@@ -6,8 +6,9 @@ old files into memory and copies the numbers that it keeps itself, by parameter 
 come over exactly, no rank holds more than its share, and nothing is sent between ranks but the finished bf16 weights.
 """
 
+import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -55,12 +56,13 @@ def load_reshaped(engine, checkpoint: Path, engine_dir: Path, world_size: int, *
     files that do not hold what their layout says.
     """
     live, saved = layout_of(engine), read_layout(checkpoint, 0)
-    _refuse(engine, live, saved, [read_layout(checkpoint, rank) for rank in _ranks(saved, world_size)])
     common = model_states(engine_dir)
+    _refuse(engine, live, saved, common)
     first = common if saved.kind in REPLICATED else optimizer_states(engine_dir, 0)
     if live.kind == ZERO_3:
         engine.optimizer.checkpoint_event_prologue()  # what it holds whole lies in parts again
-    _fill(engine, live, _shards(checkpoint, engine_dir, saved, world_size, common))
+    pieces = saved_pieces(checkpoint, engine_dir, world_size, live)
+    fill(engine.basic_optimizer, masters(engine), live, pieces)
     for group, before in zip(engine.basic_optimizer.param_groups, saved_optimizer(saved, first)["param_groups"]):
         group.update({key: before[key] for key in before.keys() & group.keys() - OWN_KEYS})
     _hand_down(engine, live)
@@ -95,7 +97,7 @@ def _ranks(layout: Layout, world_size: int) -> range:
     return range(1 if layout.kind in REPLICATED else world_size)
 
 
-def _refuse(engine, live: Layout, saved: Layout, everyone: list[Layout]) -> None:
+def _refuse(engine, live: Layout, saved: Layout, common: dict) -> None:
     for name in (live.optimizer, saved.optimizer):
         if name in WHOLE:
             raise ConfigError(
@@ -108,7 +110,8 @@ def _refuse(engine, live: Layout, saved: Layout, everyone: list[Layout]) -> None
             "optimizer"
         )
     trained = {engine.param_names[p] for p in engine.module.parameters() if p.requires_grad}
-    held = set().union(*(layout.names for layout in everyone))
+    # Under ZeRO a rank may hold nothing of some.
+    held = saved.names if saved.kind in REPLICATED else {name for group in common["param_shapes"] for name in group}
     if trained != held:
         name = min(trained ^ held)
         raise ConfigError(
@@ -117,18 +120,29 @@ def _refuse(engine, live: Layout, saved: Layout, everyone: list[Layout]) -> None
         )
 
 
-def _shards(
-    checkpoint: Path, engine_dir: Path, saved: Layout, world_size: int, common: dict
-) -> Iterator[tuple[Piece, torch.Tensor, dict]]:
-    """Every piece that was saved, the tensor that holds it, and the optimizer's states of that tensor."""
-    for rank in _ranks(saved, world_size):
-        layout = saved if rank == 0 else read_layout(checkpoint, rank)
-        states = common if layout.kind in REPLICATED else optimizer_states(engine_dir, rank)
-        held = saved_masters(layout, states)
-        moments = _counted(layout, saved_optimizer(layout, states))
+def saved_pieces(
+    checkpoint: Path, engine_dir: Path, world_size: int, live: Layout
+) -> Iterator[tuple[Piece, torch.Tensor, dict[str, object]]]:
+    """Every piece that was saved of what a rank keeps, the tensor that holds it, and the optimizer's states of that.
+
+    Raises DataError for files that can't be read, or that do not hold what their layout says.
+    """
+    mine: dict[str, list[Piece]] = {}
+    for own in itertools.chain.from_iterable(live.slots):
+        mine.setdefault(own.name, []).append(own)
+    for rank in _ranks(read_layout(checkpoint, 0), world_size):
+        layout = read_layout(checkpoint, rank)
+        wanted = [
+            [piece for piece in slot if any(_overlap(piece, own) for own in mine.get(piece.name, []))]
+            for slot in layout.slots
+        ]
+        if not any(wanted):
+            continue  # its file is not opened
+        states = model_states(engine_dir) if layout.kind in REPLICATED else optimizer_states(engine_dir, rank)
+        held, moments = saved_masters(layout, states), _counted(layout, saved_optimizer(layout, states))
         if len(held) != len(layout.slots):
-            raise DataError(f"{checkpoint}: rank {rank} has {len(held)} groups of weights, its layout says otherwise")
-        for index, (pieces, master) in enumerate(zip(layout.slots, held)):
+            raise DataError(f"{checkpoint}: rank {rank} saved {len(held)} tensors, its layout has {len(layout.slots)}")
+        for index, (pieces, master) in enumerate(zip(wanted, held)):
             for piece in pieces:
                 yield piece, master, moments.get(index, {})
 
@@ -147,22 +161,30 @@ def _counted(layout: Layout, optimizer: dict) -> dict[int, dict[str, object]]:
     return counted
 
 
-def _fill(engine, live: Layout, shards: Iterator[tuple[Piece, torch.Tensor, dict]]) -> None:
-    """Copy what this rank keeps out of what was saved."""
-    optimizer, tensors = engine.basic_optimizer, masters(engine)
+def fill(
+    optimizer: torch.optim.Optimizer,
+    tensors: list[torch.Tensor],
+    live: Layout,
+    pieces: Iterable[tuple[Piece, torch.Tensor, dict[str, object]]],
+) -> None:
+    """Copy out of what was saved what this rank keeps: into the tensors that its optimizer updates, and new states.
+
+    tensors: as masters() has them; live: what lies in them; pieces: as saved_pieces() has them.
+    Raises DataError where weights are missing, ConfigError where states can't be cut.
+    """
     mine: dict[str, list[tuple[int, Piece]]] = {}
-    for index, pieces in enumerate(live.slots):
-        for piece in pieces:
+    for index, slot in enumerate(live.slots):
+        for piece in slot:
             mine.setdefault(piece.name, []).append((index, piece))
-    missing = sum(piece.length for pieces in live.slots for piece in pieces)
+    missing = sum(piece.length for slot in live.slots for piece in slot)
     fresh: dict[int, dict[str, object]] = {index: {} for index in range(len(tensors))}
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    for source, saved_master, moments in shards:
+    for source, saved_master, moments in pieces:
         for index, target in mine.get(source.name, []):
-            first = max(source.start, target.start)
-            length = min(source.start + source.length, target.start + target.length) - first
-            if length <= 0:
+            length = _overlap(source, target)
+            if not length:
                 continue
+            first = max(source.start, target.start)
             here, there = target.offset + first - target.start, source.offset + first - source.start
             master, states = tensors[index], fresh[index]
             _flat(master)[here : here + length] = _flat(saved_master)[there : there + length].to(master.device)
@@ -181,11 +203,16 @@ def _fill(engine, live: Layout, shards: Iterator[tuple[Piece, torch.Tensor, dict
                     states[key] = own
     if missing:
         raise DataError(f"{missing:,} of this rank's weights are in no file of the checkpoint")
-    for master, states in zip(tensors, fresh.values()):
+    for master, slot, states in zip(tensors, live.slots, fresh.values()):
         if states:
             optimizer.state[master] = states
-        else:
-            optimizer.state.pop(master, None)  # no step was taken yet, or this is padding
+        elif slot:  # no step was taken yet; what is nothing but padding stays as it was made
+            optimizer.state.pop(master, None)
+
+
+def _overlap(one: Piece, other: Piece) -> int:
+    """How many numbers of a parameter are in both."""
+    return max(0, min(one.start + one.length, other.start + other.length) - max(one.start, other.start))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
