@@ -16,6 +16,7 @@ from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_unc
 from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, barrier, gather
+from llava_ds.ds_config.optimizer import optimizer_name
 from llava_ds.ds_config.zero import offload_device
 from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
 
@@ -81,9 +82,8 @@ class RunIdentity:
         }
         if saved["data"] != self.data:
             lines["data"] = "the data set (or its encoding) is another one"
-        for key, value in self.deepspeed.items():
-            if (before := saved.get("deepspeed", {}).get(key)) != value:
-                line = f"{key} in the DeepSpeed JSON is {json.dumps(value)}, was {json.dumps(before)}"
+        for key, line in self._section_changes(saved).items():
+            if key != "optimizer" or _meant(vars(self)) != _meant(saved):
                 lines[key] = f"{lines[key]}; {line}" if key in lines else line
         if self._layout_decides:
             lines |= self._layout_changes(saved)
@@ -94,7 +94,16 @@ class RunIdentity:
         lines = [] if self._layout_decides else list(self._layout_changes(saved).values())
         if saved["zero_stage"] != self.zero_stage:
             lines.append(f"zero_stage is {self.zero_stage}, was {saved['zero_stage']}")
+        if _meant(vars(self)) == _meant(saved):
+            lines += [line for key, line in self._section_changes(saved).items() if key == "optimizer"]
         return lines
+
+    def _section_changes(self, saved: dict) -> dict[str, str]:
+        return {
+            key: f"{key} in the DeepSpeed JSON is {json.dumps(value)}, was {json.dumps(before)}"
+            for key, value in self.deepspeed.items()
+            if (before := saved.get("deepspeed", {}).get(key)) != value
+        }
 
     @property
     def _layout_decides(self) -> bool:
@@ -110,6 +119,24 @@ class RunIdentity:
         if saved["world_size"] != self.world_size:
             lines["world_size"] = f"world_size is {self.world_size}, was {saved['world_size']}"
         return lines
+
+
+def _meant(identity: dict) -> dict | None:
+    """The optimizer block of an identity; None where it is AdamW with the flags' numbers, whichever code computes it:
+    DeepSpeed's for states in CPU memory, or torch's."""
+    block, flags = identity.get("deepspeed", {}).get("optimizer"), identity["flags"]
+    if block is None or optimizer_name(block) not in ("Adam", "AdamW"):
+        return block
+    params = dict(block.get("params", {}))
+    by_flags = {
+        "lr": flags["learning_rate"],
+        "weight_decay": flags["weight_decay"],
+        "betas": [flags["adam_beta1"], flags["adam_beta2"]],
+        "eps": flags["adam_epsilon"],
+    }
+    decoupled = params.pop("adam_w_mode", True)
+    params.pop("torch_adam", None)
+    return None if decoupled and {**params, "betas": list(params.get("betas", ()))} == by_flags else block
 
 
 def folder_digest(folder: Path) -> str:

@@ -123,6 +123,18 @@ def test_a_changed_flag_is_refused_with_both_values_until_it_is_allowed(tmp_path
         assert point.changed and "allowed to change: --learning_rate is 0.0001, was 2e-05" in lines
 
 
+def test_adam_with_the_flags_numbers_is_one_optimizer_whichever_code_computes_it(tmp_path):
+    params = {"lr": 2e-5, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8}
+    saved(tmp_path, 3, run())
+    for own in ({}, {"torch_adam": True}, {"adam_w_mode": True}):
+        now = run(optimizer={"type": "AdamW", "params": {**params, **own}})
+        _, lines = find_resume_point("auto", tmp_path, now)
+        assert lines[0].startswith('the same but for rounding: optimizer in the DeepSpeed JSON is {"type": "AdamW"')
+    for own in ({"betas": [0.8, 0.999]}, {"adam_w_mode": False}, {"amsgrad": True}):
+        with pytest.raises(ConfigError, match="optimizer in the DeepSpeed JSON is"):
+            find_resume_point("auto", tmp_path, run(optimizer={"type": "Adam", "params": {**params, **own}}))
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [("learning_rat", "did you mean learning_rate"), ("save_steps", "changes no result"), ("?", "give names of flags")],
