@@ -1,5 +1,6 @@
 """The files that DeepSpeed leaves, read without running anything that they hold."""
 
+import zipfile
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ def read_states(file: Path) -> dict:
     """
     try:
         with torch.serialization.safe_globals(CLASSES):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            # torch's old format, which DeepSpeed's checkpoint section can ask for, can't be mapped.
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # torch raises several types for damaged or hostile pickles
         raise DataError(f"{file} can't be read: {error}") from error
 
@@ -44,3 +46,11 @@ def optimizer_states(engine_dir: Path, rank: int) -> dict:
     if len(found) != 1:
         raise DataError(f"{engine_dir} holds {len(found)} files named {pattern}, not 1")
     return read_states(found[0])["optimizer_state_dict"]
+
+
+def refuse_code(engine_dir: Path, rank: int) -> None:
+    """Raise DataError where a file that DeepSpeed will read for a rank holds anything that would run: DeepSpeed 0.19
+    unpickles whatever there is, and a checkpoint may come from elsewhere."""
+    for file in sorted(engine_dir.glob("*.pt")):
+        if file.name.startswith("mp_rank_") or f"zero_pp_rank_{rank}_" in file.name:
+            read_states(file)

@@ -109,7 +109,8 @@ def _refuse(engine, live: Layout, saved: Layout, common: dict) -> None:
             f"the checkpoint holds states of {saved.optimizer}, which {live.optimizer} has no use for: give the same "
             "optimizer"
         )
-    trained = {engine.param_names[p] for p in engine.module.parameters() if p.requires_grad}
+    own = (p for p in engine.module.parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel()))
+    trained = {engine.param_names[p] for p in own}
     # Under ZeRO a rank may hold nothing of some.
     held = saved.names if saved.kind in REPLICATED else {name for group in common["param_shapes"] for name in group}
     if trained != held:

@@ -10,6 +10,7 @@ import torch
 
 from llava_ds.arguments import Arguments
 from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.engine_files import refuse_code
 from llava_ds.checkpoint.layout import has_layout, layout_of, read_layout, write_layout
 from llava_ds.checkpoint.random_states import random_states, seed_random_states, set_random_states
 from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
@@ -290,6 +291,7 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
         not has_layout(point.path) or read_layout(point.path, ranks.rank) == layout_of(engine)
     )
     if all(gather(same, ranks)):
+        refuse_code(point.path / ENGINE, ranks.rank)
         loaded, _ = engine.load_checkpoint(
             str(point.path), tag=ENGINE, load_module_strict=False, load_lr_scheduler_states=not point.changed
         )
