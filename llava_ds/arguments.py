@@ -333,7 +333,14 @@ class TrainingArguments:
         "5400 (seconds); absent: no limit. The same command goes on.",
     )
     resume: str = HfArg(
-        default="auto", help="auto: go on from the newest whole checkpoint in --output_dir; a checkpoint's path; never."
+        default="auto",
+        help="auto: go on from the newest whole checkpoint in --output_dir; a checkpoint's path; never. "
+        "The number of ranks and the ZeRO stage may be others than before.",
+    )
+    allow_changed_flags: str | None = HfArg(
+        default=None,
+        help="Go on from a checkpoint although these flags (names with commas between, or all) differ from those that "
+        "it was trained with. What changed is printed, and the new values count from there on.",
     )
     export_format: Literal["hf", "llava"] = HfArg(
         default="hf",

@@ -93,6 +93,8 @@ def run(argv: list[str], stop: Stopping) -> int:
     ranks = init_ranks()
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
+    if batch_size := from_first(ranks, lambda: checkpoint.kept_batch_size(args, ranks.world_size)):
+        args = args.replaced(train_batch_size=batch_size)
     if args.training.use_liger_kernel:
         check_liger(ranks.device)
 
@@ -140,7 +142,8 @@ def run(argv: list[str], stop: Stopping) -> int:
     if args.training.save_strategy != "no" and not args.training.dry_run:
         check_shared_folder(output_dir, "--output_dir", ranks)
     # Rank 0 alone reads and hashes what lies there.
-    resume, lines = from_first(ranks, lambda: checkpoint.find_resume_point(args.training.resume, output_dir, identity))
+    find = partial(checkpoint.find_resume_point, args.training.resume, output_dir, identity)
+    resume, lines = from_first(ranks, partial(find, args.training.allow_changed_flags))
     weights = from_first(ranks, lambda: weight_hashes(args, output_dir, resume.path))
     _print_plan(args, resolved, dataset, layout, num_steps, per_epoch, lines)
     if args.training.dry_run:
@@ -174,7 +177,7 @@ def run(argv: list[str], stop: Stopping) -> int:
     engine = start_engine(model, groups, resolved, num_steps, ranks.device)
     check_engine(engine, resolved)
     if resume.path is not None:
-        checkpoint.restore(engine, resume, ranks)
+        print_first(checkpoint.restore(engine, resume, ranks, args.training.seed))
     state = TrainState(resume.step)
     moments, budget = num_moments(resolved.config), args.training.activation_memory_gb
     watch = MemoryWatch(engine, resolved, dataset, layout, order, state, ranks)

@@ -9,7 +9,9 @@ import torch
 
 from llava_ds.arguments import TrainingArguments
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.state import TRAINER, RunIdentity, random_states
+from llava_ds.checkpoint.layout import layout_file, layout_text
+from llava_ds.checkpoint.random_states import random_states
+from llava_ds.checkpoint.state import TRAINER, RunIdentity
 from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
 from llava_ds.distributed import Ranks, print_first
 
@@ -75,6 +77,7 @@ class Saver:
             return self._failed(step, str(error))
         writer = CheckpointWriter(self.engine._config, scratch, self.background, reads_back=self.limit is not None)
         save_engine(self.engine, writer)
+        writer.save_text(layout_text(self.engine), layout_file(scratch, self.ranks.rank))
         writer.save(random_states(self.ranks.device), scratch / f"random-{self.ranks.rank}.pt")
         if self.ranks.is_first:
             writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)

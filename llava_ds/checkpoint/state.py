@@ -3,17 +3,21 @@
 import dataclasses
 import hashlib
 import json
-import random
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from llava_ds.arguments import Arguments
 from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.engine_files import refuse_code
+from llava_ds.checkpoint.layout import has_layout, layout_of, read_layout
+from llava_ds.checkpoint.random_states import seed_random_states, set_random_states
+from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
+from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks, barrier
+from llava_ds.distributed import Ranks, barrier, gather
+from llava_ds.ds_config.optimizer import optimizer_name
 from llava_ds.ds_config.zero import offload_device
 from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
 
@@ -28,11 +32,13 @@ FREE_FLAGS = {
     "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
     "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",
     "max_shard_size", "max_run_time", "max_skipped_steps",
-    "check_divergence_steps",
+    "check_divergence_steps", "allow_changed_flags",
     # Which layers run again in backward changes no result: what runs out of memory goes on with other values.
     "gradient_checkpointing", "gradient_checkpointing_every_n_layers", "activation_memory_gb",
 }  # fmt: skip
 
+# Flags that say on which rank and in which micro-batch a sample of the step is computed, and nothing else.
+LAYOUT_FLAGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_micro_batch")
 
 SETTINGS = ("config.json", "adapter_config.json")  # of a model's folder, which has at least one
 
@@ -69,24 +75,71 @@ class RunIdentity:
         on_nvme = offload_device(ds_config, "offload_optimizer") == "nvme"
         return cls(flags, data, world_size, zero_stage, deciding, on_nvme)
 
-    def differences(self, saved: dict) -> list[str]:
-        """A line for everything that a saved identity (as read from JSON) has differently."""
-        lines = [
-            f"--{name} is {value}, was {saved['flags'].get(name)}"
+    def differences(self, saved: dict) -> dict[str, str]:
+        """What a saved identity (as read from JSON) has so differently that the run would end in another model: a line
+        for each, by the name that --allow_changed_flags knows it by."""
+        lines = {
+            name: f"--{name} is {value}, was {saved['flags'].get(name)}"
             for name, value in self.flags.items()
-            if saved["flags"].get(name) != value
-        ]
+            if saved["flags"].get(name) != value and name not in LAYOUT_FLAGS
+        }
         if saved["data"] != self.data:
-            lines.append("the data set (or its encoding) is another one")
-        for name in ("world_size", "zero_stage"):
-            if saved[name] != getattr(self, name):
-                lines.append(f"{name} is {getattr(self, name)}, was {saved[name]}")
-        lines += [
-            f"{key} in the DeepSpeed JSON is {json.dumps(value)}, was {json.dumps(before)}"
+            lines["data"] = "the data set (or its encoding) is another one"
+        for key, line in self._section_changes(saved).items():
+            if key != "optimizer" or _meant(vars(self)) != _meant(saved):
+                lines[key] = f"{lines[key]}; {line}" if key in lines else line
+        if self._layout_decides:
+            lines |= self._layout_changes(saved)
+        return lines
+
+    def reshaped(self, saved: dict) -> list[str]:
+        """A line for everything that a saved identity has differently and that changes no more than the rounding."""
+        lines = [] if self._layout_decides else list(self._layout_changes(saved).values())
+        if saved["zero_stage"] != self.zero_stage:
+            lines.append(f"zero_stage is {self.zero_stage}, was {saved['zero_stage']}")
+        if _meant(vars(self)) == _meant(saved):
+            lines += [line for key, line in self._section_changes(saved).items() if key == "optimizer"]
+        return lines
+
+    def _section_changes(self, saved: dict) -> dict[str, str]:
+        return {
+            key: f"{key} in the DeepSpeed JSON is {json.dumps(value)}, was {json.dumps(before)}"
             for key, value in self.deepspeed.items()
             if (before := saved.get("deepspeed", {}).get(key)) != value
-        ]
+        }
+
+    @property
+    def _layout_decides(self) -> bool:
+        """Whether the loss, or which samples a step takes, depends on ranks and micro-batches."""
+        return self.flags["loss_reduction"] == "micro_batch" or bool(self.flags["steps_across_epochs"])
+
+    def _layout_changes(self, saved: dict) -> dict[str, str]:
+        lines = {
+            name: f"--{name} is {self.flags[name]}, was {saved['flags'].get(name)}"
+            for name in LAYOUT_FLAGS
+            if saved["flags"].get(name) != self.flags[name]
+        }
+        if saved["world_size"] != self.world_size:
+            lines["world_size"] = f"world_size is {self.world_size}, was {saved['world_size']}"
         return lines
+
+
+def _meant(identity: dict) -> dict | None:
+    """The optimizer block of an identity; None where it is AdamW with the flags' numbers, whichever code computes it:
+    DeepSpeed's for states in CPU memory, or torch's."""
+    block, flags = identity.get("deepspeed", {}).get("optimizer"), identity["flags"]
+    if block is None or optimizer_name(block) not in ("Adam", "AdamW"):
+        return block
+    params = dict(block.get("params", {}))
+    by_flags = {
+        "lr": flags["learning_rate"],
+        "weight_decay": flags["weight_decay"],
+        "betas": [flags["adam_beta1"], flags["adam_beta2"]],
+        "eps": flags["adam_epsilon"],
+    }
+    decoupled = params.pop("adam_w_mode", True)
+    params.pop("torch_adam", None)
+    return None if decoupled and {**params, "betas": list(params.get("betas", ()))} == by_flags else block
 
 
 def folder_digest(folder: Path) -> str:
@@ -106,10 +159,15 @@ def adapter_digest(folder: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """Where to go on: a checkpoint and its counters; path is None for a fresh start."""
+    """Where to go on: a checkpoint and its counters; path is None for a fresh start.
+
+    world_size: ranks that wrote it; changed: whether settings that decide are allowed to be others than it has.
+    """
 
     path: Path | None = None
     step: int = 0
+    world_size: int = 1
+    changed: bool = False
 
 
 def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:
@@ -126,8 +184,30 @@ def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:
     return {}
 
 
-def find_resume_point(resume: str, output_dir: Path, identity: RunIdentity) -> tuple[ResumePoint, list[str]]:
-    """The checkpoint that --resume asks for, and lines to print. Raises ConfigError when it can't be gone on from."""
+def kept_batch_size(args: Arguments, world_size: int) -> int | None:
+    """Samples per step of the run to go on with, where the flags leave them open and the number of ranks is another.
+
+    Raises ConfigError where that many ranks can't share them.
+    """
+    training = args.training
+    saved = saved_identity(training.resume, Path(training.output_dir))
+    total = saved.get("flags", {}).get("train_batch_size")
+    both = {"per_device_train_batch_size", "gradient_accumulation_steps"} <= args.given
+    if total is None or saved["world_size"] == world_size or both or "train_batch_size" in args.given:
+        return None
+    refuse_uneven(total, world_size)
+    return total
+
+
+def find_resume_point(
+    resume: str, output_dir: Path, identity: RunIdentity, allowed: str | None = None
+) -> tuple[ResumePoint, list[str]]:
+    """The checkpoint that --resume asks for, and lines to print. Raises ConfigError when it can't be gone on from.
+
+    allowed: --allow_changed_flags.
+    """
+    known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
+    may_change = permitted(allowed, known, FREE_FLAGS)
     if resume == "never":
         return ResumePoint(), []
     if resume == "auto":
@@ -146,14 +226,26 @@ def find_resume_point(resume: str, output_dir: Path, identity: RunIdentity) -> t
             '--resume never to start again, or offload_optimizer to "cpu", which a run has to begin with'
         )
     trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
-    differences = identity.differences(trainer["identity"])
-    if differences:
+    saved = trainer["identity"]
+    differences = identity.differences(saved)
+    refused = {name: line for name, line in differences.items() if name not in may_change}
+    if refused:
+        about = ""
+        if "train_batch_size" in refused:
+            about = "\n" + about_batch_size(saved["flags"]["train_batch_size"], identity.world_size)
         raise ConfigError(
             f"{path} is a checkpoint of a run with other settings, which would not end in the same model:\n"
-            + "\n".join(f"  {line}" for line in differences)
-            + "\ngive the same settings, another --output_dir, or --resume never to start again"
+            + "\n".join(f"  {line}" for line in refused.values())
+            + "\ngive the same settings, another --output_dir, --resume never to start again, or go on with the new "
+            f"ones: --allow_changed_flags {','.join(refused)}{about}"
         )
-    return ResumePoint(path, trainer["step"]), [*lines, f"resuming from {path}"]
+    reshaped = identity.reshaped(saved)
+    if (saved["world_size"], saved["zero_stage"]) != (identity.world_size, identity.zero_stage):
+        refuse_uncuttable(path, saved, reshaped, identity.deepspeed.get("optimizer"))
+    lines += [f"allowed to change: {line}" for line in differences.values()]
+    lines += [f"the same but for rounding: {line}" for line in reshaped]
+    point = ResumePoint(path, trainer["step"], saved["world_size"], bool(differences))
+    return point, [*lines, f"resuming from {path}"]
 
 
 def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
@@ -174,29 +266,32 @@ def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
     barrier(ranks)
 
 
-def restore(engine, point: ResumePoint, ranks: Ranks) -> None:
-    """Bring the engine and this rank's random states to where the checkpoint was saved."""
-    loaded, _ = engine.load_checkpoint(str(point.path), tag=ENGINE, load_module_strict=False)
-    if loaded is None:
-        raise RuntimeError(f"DeepSpeed loaded nothing from {point.path}")
-    states = torch.load(point.path / f"random-{ranks.rank}.pt", weights_only=True)
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if ranks.device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], ranks.device)
+def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
+    """Bring the engine and this rank's random states to where the checkpoint was saved. Returns how, in a line.
 
-
-def random_states(device: torch.device) -> dict[str, object]:
-    """The generators' states as plain numbers and tensors, which load without running pickled code."""
-    name, keys, *rest = np.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
+    seed: for the random states of ranks that the checkpoint has none of. All ranks call it together.
+    """
+    groups = [{**group, "params": None} for group in engine.basic_optimizer.param_groups]
+    same = point.world_size == ranks.world_size and (
+        not has_layout(point.path) or read_layout(point.path, ranks.rank) == layout_of(engine)
+    )
+    if all(gather(same, ranks)):
+        refuse_code(point.path / ENGINE, ranks.rank)
+        loaded, _ = engine.load_checkpoint(
+            str(point.path), tag=ENGINE, load_module_strict=False, load_lr_scheduler_states=not point.changed
+        )
+        if loaded is None:
+            raise RuntimeError(f"DeepSpeed loaded nothing from {point.path}")
+        line = f"went on at step {point.step}, bit for bit where it stopped"
+    else:
+        load_reshaped(engine, point.path, point.path / ENGINE, point.world_size, schedule=not point.changed)
+        line = f"went on at step {point.step}: weights and states of {point.world_size} ranks, cut anew"
+        if ranks.world_size > point.world_size:
+            line += "; ranks that are new draw random numbers of their own"
+    if point.changed:
+        renew_rates(engine, groups, point.path / ENGINE)
+    if ranks.rank < point.world_size:
+        set_random_states(torch.load(point.path / f"random-{ranks.rank}.pt", weights_only=True), ranks.device)
+    else:
+        seed_random_states(seed, point.step, ranks.rank)
+    return line

@@ -77,9 +77,16 @@ class Layout:
             planned = self._planner(lengths)
             yield from ((samples, planned(samples)) for samples in order.steps(start_step))
             return
-        epochs = map(order.epoch, itertools.count())
-        plans = plans_across_epochs(epochs, self.world_size, self.num_micro_batches, self.micro_batch_size)
-        for plan in itertools.islice(plans, start_step, None):
+        # Steps are cut from one stream of micro-batches, so that any of them can be started from at once; but for
+        # epochs that are shorter than a step.
+        per_epoch = math.ceil(order.num_samples / (self.world_size * self.micro_batch_size))
+        first, begun, passed = 0, 0, start_step
+        if per_epoch > self.num_micro_batches:
+            first, begun = divmod(start_step * self.num_micro_batches, per_epoch)
+            passed = 0
+        epochs = map(order.epoch, itertools.count(first))
+        plans = plans_across_epochs(epochs, self.world_size, self.num_micro_batches, self.micro_batch_size, begun)
+        for plan in itertools.islice(plans, passed, None):
             in_turn = itertools.chain.from_iterable(zip(*plan))  # the first micro-batch of every rank, and so on
             yield [sample for micro_batch in in_turn for sample in micro_batch], plan
 

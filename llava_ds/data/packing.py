@@ -36,12 +36,13 @@ def plan_by_count(
 
 
 def plans_across_epochs(
-    epochs: Iterable[list[int]], world_size: int, num_micro_batches: int, micro_size: int
+    epochs: Iterable[list[int]], world_size: int, num_micro_batches: int, micro_size: int, begun: int = 0
 ) -> Iterator[list[list[list[int]]]]:
     """Step after step of whole micro-batches, which goes on into the next epoch where one ends within it.
 
     Several ranks' last micro-batches of an epoch are filled up from its first samples; a single rank's stays short.
-    epochs: the samples of each, in order; plans as plan_by_count returns them.
+    epochs: the samples of each, in order; begun: micro-batches of each rank that earlier steps took from the first one;
+    plans as plan_by_count returns them.
     Source: transformers 4.37's Trainer with accelerate 0.21's BatchSamplerShard, under LLaVA.
     """
     taken, step = 0, []
@@ -50,7 +51,7 @@ def plans_across_epochs(
         if world_size > 1:
             samples = samples + list(itertools.islice(itertools.cycle(samples), -len(samples) % size))
         last = -(-len(samples) // size) - 1
-        for i in range(last + 1):
+        for i in range(begun, last + 1):
             of_all = samples[i * size : (i + 1) * size]
             step.append([of_all[rank * micro_size : (rank + 1) * micro_size] for rank in range(world_size)])
             taken += 1
@@ -58,6 +59,7 @@ def plans_across_epochs(
             if taken % num_micro_batches == 0 or i == last < num_micro_batches:
                 yield [list(micro_batches) for micro_batches in zip(*step)]
                 step = []
+        begun = 0
 
 
 def plan_by_tokens(

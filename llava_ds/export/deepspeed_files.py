@@ -5,14 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
 
+from llava_ds.checkpoint.engine_files import read_states
 from llava_ds.constants import DataError
 from llava_ds.export.entries import Entry
-
-# What the files hold beside tensors and plain values (DeepSpeed 0.19): nothing else in them is run.
-CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler]
 
 
 def engine_entries(folder: Path) -> tuple[list[Entry], torch.dtype]:
@@ -24,7 +20,7 @@ def engine_entries(folder: Path) -> tuple[list[Entry], torch.dtype]:
     states = sorted(folder.glob("*mp_rank_00_model_states.pt"), key=_rank)
     if not states:
         raise DataError(f"{folder} holds no model states of DeepSpeed: is it a checkpoint of run/train.py?")
-    first = _load(states[0])
+    first = read_states(states[0])
     module, shared = first["module"], first["shared_params"] or {}  # None at stage 0
     dtype = next(iter(module.values())).dtype
     if not states[0].name.startswith("zero_pp_rank_"):  # the whole of what trained
@@ -39,7 +35,7 @@ def _partitioned(folder: Path, shapes: dict[str, tuple[int, ...]], num_ranks: in
     files = sorted(folder.glob("*_optim_states.pt"), key=_rank)
     if len(files) != num_ranks:
         raise DataError(f"{folder} was written by {num_ranks} ranks, but holds the optimizer's states of {len(files)}")
-    pieces = [_load(file)["optimizer_state_dict"]["fp32_flat_groups"] for file in files]
+    pieces = [read_states(file)["optimizer_state_dict"]["fp32_flat_groups"] for file in files]
     entries, offset = [], 0
     for name, shape in shapes.items():
         numel = torch.Size(shape).numel()
@@ -74,11 +70,3 @@ def _spans(groups: Iterable[torch.Tensor], offset: int, length: int) -> list[tor
 def _rank(file: Path) -> int:
     found = re.search(r"zero_pp_rank_(\d+)_", file.name)
     return 0 if found is None else int(found[1])
-
-
-def _load(file: Path) -> dict:
-    try:
-        with torch.serialization.safe_globals(CLASSES):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises several types for damaged or hostile pickles
-        raise DataError(f"{file} can't be read: {error}") from error

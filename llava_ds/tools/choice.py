@@ -138,6 +138,7 @@ def choose_for_ranks(
         hidden_size=hidden_size,
         device_memory=min(device for device, _, _ in everyone),
         node_memory=min(memory for _, memory, _ in everyone),
-        stage=saved.get("zero_stage"),
+        # Another number of ranks may need another stage, and rounds in another way as it is.
+        stage=saved["zero_stage"] if saved.get("world_size") == ranks.world_size else None,
     )
     return from_first(ranks, choose)  # what can be compiled may differ between machines

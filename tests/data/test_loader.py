@@ -134,6 +134,28 @@ def test_starting_at_a_step_gives_the_windows_from_there(dataset):
     assert len(part) == 2 and all(equal(a, b) for a, b in zip(whole[4:], part))
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 9])
+@pytest.mark.parametrize("num_samples", [5, 12, 13])
+def test_steps_across_epochs_can_be_started_at_any(num_samples, num_micro_batches, world_size):
+    layout = Layout(0, world_size, 2, num_micro_batches, None, across_epochs=True)
+    order = SampleOrder(num_samples, layout.batch_size, seed=3)
+    steps = list(itertools.islice(layout.steps(order, [1] * num_samples, 0), 12))
+    for start in range(12):
+        assert list(itertools.islice(layout.steps(order, [1] * num_samples, start), 12 - start)) == steps[start:]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_before_the_step_to_start_at_is_read(dataset, layout, monkeypatch):
+    read = []
+    one = EncodedDataset.__getitem__
+    monkeypatch.setattr(EncodedDataset, "__getitem__", lambda self, index: read.append(index) or one(self, index))
+    layout, start = Layout(0, 1, **LAYOUTS[layout]), 7
+    collect(dataset, layout, 9, start_step=start)
+    expected = itertools.islice(order_of(dataset, layout).steps(start), 2)
+    assert sorted(read) == sorted(itertools.chain.from_iterable(expected))
+
+
 @pytest.mark.parametrize("settings", [*LAYOUTS.values(), {**LAYOUTS["by count"], "across_epochs": True}], ids=str)
 def test_the_heaviest_micro_batch_of_the_steps_that_are_left(dataset, settings):
     layouts = [Layout(rank, 2, **settings, pair_cost=1e-3) for rank in range(2)]

@@ -51,6 +51,21 @@ def test_starting_at_a_step_equals_skipping_to_it(start_step, how):
     assert take(order, 6, start_step) == take(order, start_step + 6)[start_step:]
 
 
+@pytest.mark.parametrize("kinds", ["mixed", "pictures", "text"])
+@pytest.mark.parametrize(("how", "group"), [("modality", by_modality_length), ("length", by_length)])
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(29, 4), (24, 4), (3, 8)])
+def test_a_later_epoch_is_drawn_as_if_all_before_it_had_been_made(num_samples, batch_size, how, group, kinds):
+    lengths = [
+        i % 7 + 1 if kinds == "pictures" or (kinds == "mixed" and i % 3) else -(i % 5) - 1 for i in range(num_samples)
+    ]
+    lengths = [abs(length) for length in lengths] if how == "length" else lengths
+    order = SampleOrder(num_samples, batch_size, 5, how, lengths, 2)
+    generator = torch.Generator().manual_seed(5)
+    for epoch in range(4):
+        torch.empty((), dtype=torch.int64).random_(generator=generator)  # the data loader's
+        assert order.epoch(epoch) == group(lengths, 2, batch_size // 2, generator)
+
+
 @pytest.mark.parametrize("how", WAYS)
 def test_the_order_does_not_depend_on_the_global_generator(how):
     torch.manual_seed(1)

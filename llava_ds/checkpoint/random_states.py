@@ -1,0 +1,38 @@
+"""The random number generators of a rank."""
+
+import random
+
+import numpy as np
+import torch
+
+
+def random_states(device: torch.device) -> dict[str, object]:
+    """The generators' states as plain numbers and tensors, which load without running pickled code."""
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: dict[str, object], device: torch.device) -> None:
+    """Go on where random_states was called; on a GPU as it is, where that was on a CPU."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def seed_random_states(seed: int, step: int, rank: int) -> None:
+    """Of a rank that a checkpoint knows nothing of: the same ones whenever it is gone on from there."""
+    words = np.random.SeedSequence([seed, step, rank]).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(words[1])
+    torch.manual_seed(int(words[2]))  # of all devices

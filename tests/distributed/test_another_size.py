@@ -1,0 +1,108 @@
+"""Two ranks stop, one goes on at another ZeRO stage: in fp32, in bf16 and with another rate."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+from checkpoints import break_off
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launching import ds_config, run_many
+from safetensors.torch import load_file
+
+from llava_ds.checkpoint.layout import PLAIN, Layout, Piece
+from llava_ds.checkpoint.reshape import saved_pieces
+from llava_ds.checkpoint.state import ENGINE
+
+STEPS, SAVED = 6, 3
+# name: ZeRO stage before and after, flags
+RUNS = {
+    "fp32": (3, 1, {}),
+    "bf16": (2, 3, {"bf16": True}),
+    "slower": (3, 2, {}),
+}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Output folders of runs on two ranks, and by "NAME on one" of those that went on on one."""
+    folder = tmp_path_factory.mktemp("sizes")
+    flags = {
+        **toys.write_base(folder / "base"),
+        **toys.write_data(folder / "data", "iitiitittiit"),
+        "cache_dir": folder / "cache",
+        "model_max_length": 512,
+        "per_device_train_batch_size": 2,  # accumulation follows from the samples of a step where ranks are fewer
+        "learning_rate": 2e-3,
+        "mm_projector_lr": 1e-3,
+        "weight_decay": 0.1,
+        "warmup_ratio": 0.3,
+        "max_steps": STEPS,
+        "save_steps": SAVED,
+    }
+    whole, moved = [], []
+    for name, (before, after, own) in RUNS.items():
+        run = {**flags, **own, "output_dir": folder / name}
+        if name != "slower":
+            whole.append({**run, "deepspeed_config": ds_config(before)})
+        moved.append({**run, "deepspeed_config": ds_config(after), "output_dir": folder / f"{name} on one"})
+    run_many(2, folder / "launch-1", whole)
+    for name in RUNS:
+        break_off(folder / ("fp32" if name == "slower" else name), folder / f"{name} on one", SAVED)
+    moved[-1] |= {"learning_rate": 1e-3, "allow_changed_flags": "learning_rate"}
+    said = run_many(1, folder / "launch-2", moved)
+    assert said.count(f"went on at step {SAVED}: weights and states of 2 ranks, cut anew") == len(RUNS)
+    assert said.count("the same but for rounding: world_size is 1, was 2") == len(RUNS)
+    assert said.count("allowed to change: --learning_rate is 0.001, was 0.002") == 1
+    return {path.name: path for path in folder.iterdir()}
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def assembled(checkpoint: Path, world_size: int, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """The fp32 weights in a checkpoint by our own layout."""
+    slots = tuple((Piece(name, 0, shape.numel(), 0),) for name, shape in shapes.items())
+    found = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    live = Layout(PLAIN, "AdamW", "", "", slots)
+    for piece, tensor, _ in saved_pieces(checkpoint, checkpoint / ENGINE, world_size, live):
+        part = tensor.view(-1)[piece.offset :][: piece.length]
+        found[piece.name].view(-1)[piece.start :][: piece.length] = part
+    return found
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_deepspeed_finds_the_same_weights_in_its_files(folders, name):
+    checkpoint = folders[name] / f"checkpoint-{SAVED}"
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=ENGINE, exclude_frozen_parameters=True)
+    found = assembled(checkpoint, 2, {key: tensor.shape for key, tensor in expected.items()})
+    assert expected and all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_one_rank_goes_on_with_what_two_were_at(folders, name):
+    before, after = rows(folders[name]), rows(folders[f"{name} on one"])
+    for key in ("step", "lr", "samples", "tokens", "supervised_tokens"):
+        assert [row[key] for row in after] == [row[key] for row in before]
+    tolerance = 2e-2 if name == "bf16" else 1e-6
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(before, after)) <= tolerance
+    expected, found = (load_file(folders[run] / "model.safetensors") for run in (name, f"{name} on one"))
+    assert expected.keys() == found.keys()
+    tolerance = 2e-2 if name == "bf16" else 1e-5
+    for key, weight in expected.items():
+        assert (weight.float() - found[key].float()).abs().max() <= tolerance, key
+        if key.startswith("vision_tower."):
+            assert torch.equal(weight, found[key]), key  # frozen
+
+
+def test_an_allowed_rate_counts_from_the_checkpoint_on(folders):
+    before, after = (rows(folders[name]) for name in ("fp32 on one", "slower on one"))
+    groups = len(before[0]["lr"])
+    assert groups == 4
+    for step, (usual, slower) in enumerate(zip(before, after)):
+        language, projector = slice(0, groups - 2), slice(groups - 2, groups)
+        half = 0.5 if step >= SAVED else 1.0
+        assert slower["lr"][language] == pytest.approx([half * rate for rate in usual["lr"][language]])
+        assert slower["lr"][projector] == pytest.approx(usual["lr"][projector])

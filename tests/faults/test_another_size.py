@@ -1,0 +1,111 @@
+"""A run that goes on with other ranks, at another ZeRO stage, or both: the same samples in the same order, the same
+model but for rounding, every group's rates, and frozen weights as they were."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+import toys
+from checkpoints import break_off
+from launching import ds_config, run_many
+from safetensors.torch import load_file
+
+STEPS, SAVED = 6, 3
+STAGES, SIZES = (0, 1, 2, 3), (1, 2, 4)
+# Every ordered pair of sizes from every stage to another; at two ranks every ordered pair of stages.
+ACROSS = [(size, stage, other, (stage + 1) % 4) for size, other in itertools.permutations(SIZES, 2) for stage in STAGES]
+STAGE_PAIRS = [(2, stage, 2, after) for stage, after in itertools.permutations(STAGES, 2)]
+FROM_TWO = [(2, stage, 1, 3 - stage) for stage in STAGES]
+KINDS = {
+    "fp32": ({}, [*ACROSS, *STAGE_PAIRS]),
+    "bf16": ({"bf16": True}, [*(move for move in ACROSS if 4 not in move), *STAGE_PAIRS]),
+    "lora": ({"lora_enable": True, "lora_dropout": 0.0}, FROM_TWO),
+    "projector": ({"tune_mm_mlp_adapter": True, "mm_projector_lr": 2e-3}, FROM_TWO),
+}
+CASES = [(kind, move) for kind, (_, moves) in KINDS.items() for move in moves]
+pytestmark = pytest.mark.faults
+
+
+def name_of(move) -> str:
+    size, stage, other, after = move
+    return f"{size}-zero{stage}-to-{other}-zero{after}"
+
+
+def case_name(case) -> str:
+    return f"{case[0]}-{name_of(case[1])}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sizes")
+    base = toys.write_base(folder / "base")
+    data = toys.write_data(folder / "data", "iitiitittiitiitii")
+    flags = {
+        **base,
+        **data,
+        "cache_dir": folder / "cache",
+        "model_max_length": 512,
+        "learning_rate": 2e-3,
+        "mm_projector_lr": 1e-3,
+        "weight_decay": 0.1,
+        "warmup_ratio": 0.3,
+        "max_grad_norm": 1.0,
+        "max_steps": STEPS,
+        "save_steps": SAVED,
+    }
+    for size in SIZES:
+        begun = sorted({(kind, move[1]) for kind, move in CASES if move[0] == size})
+        runs = [
+            {
+                **flags,
+                **KINDS[kind][0],
+                "per_device_train_batch_size": 4 // size,
+                "gradient_accumulation_steps": 2,
+                "deepspeed_config": ds_config(stage),
+                "output_dir": folder / kind / f"{size}-zero{stage}",
+            }
+            for kind, stage in begun
+        ]
+        run_many(size, folder / f"launch-{size}", runs, timeout_s=3600)
+    for size in SIZES:
+        runs = [
+            {
+                **flags,
+                **KINDS[kind][0],
+                "per_device_train_batch_size": 8,  # accumulation is what is left
+                "deepspeed_config": ds_config(move[3]),
+                "output_dir": break_off(
+                    folder / kind / f"{move[0]}-zero{move[1]}", folder / kind / name_of(move), SAVED
+                ),
+            }
+            for kind, move in CASES
+            if move[2] == size
+        ]
+        said = run_many(size, folder / f"launch-to-{size}", runs, timeout_s=3600)
+        assert said.count("cut anew") == len(runs)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(("kind", "move"), CASES, ids=[case_name(case) for case in CASES])
+def test_the_run_goes_on_as_if_nothing_had_changed(folder, record_property, kind, move):
+    whole, moved = (folder / kind / name for name in (f"{move[0]}-zero{move[1]}", name_of(move)))
+    before, after = (
+        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (whole, moved)
+    )
+    assert [row["step"] for row in after] == list(range(1, STEPS + 1))
+    for name in ("lr", "samples", "tokens", "supervised_tokens"):
+        assert [row[name] for row in after] == [row[name] for row in before]
+    assert kind == "projector" or len(set(before[-1]["lr"])) > 1  # groups with rates of their own
+    file = {"projector": "mm_projector.safetensors", "lora": "adapter_model.safetensors"}.get(kind, "model.safetensors")
+    expected, found = (load_file(path / file) for path in (whole, moved))
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert not name.startswith("vision_tower.") or torch.equal(expected[name], found[name]), name  # frozen
+    loss = max(abs(a["loss"] - b["loss"]) for a, b in zip(before, after))
+    weight = max(float((expected[name].float() - found[name].float()).abs().max()) for name in expected)
+    record_property("loss", loss)
+    record_property("weight", weight)
+    assert loss <= (2e-2 if kind == "bf16" else 1e-6) and weight <= (2e-2 if kind == "bf16" else 1e-5), (loss, weight)
