@@ -9,6 +9,7 @@ import secrets
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from llava_ds import __version__
-from llava_ds.constants import EXIT_BAD_INPUT, ConfigError, DataError
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, DataError
 from llava_ds.launchers import is_loopback_name, rank_variables
 
 T = TypeVar("T")
@@ -124,15 +125,20 @@ def _choose_gloo_interface(master_addr: str) -> None:
     import psutil
 
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing: it only looks the route up
-            own = probe.getsockname()[0]
+        _, own = address_towards(master_addr)
     except OSError:
         return  # meeting rank 0 will fail too, and says so
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.split("%")[0] == own for each in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def address_towards(host: str) -> tuple[socket.AddressFamily, str]:
+    """The address of this machine's on the way to another, and its family. Raises OSError where there is no way."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing: it only looks the route up
+        return family, probe.getsockname()[0]
 
 
 def _did_not_meet(error: Exception) -> str:
@@ -170,13 +176,13 @@ def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
         for rank, each in enumerate(everyone):
             held.setdefault(json.dumps(each[name], default=str, sort_keys=True), []).append(rank)
         if len(held) > 1:
-            spelled = "; ".join(f"{value} on {_spelled(holders)}" for value, holders in held.items())
+            spelled = "; ".join(f"{value} on {spelled(holders)}" for value, holders in held.items())
             problems.append(f"{name} is not the same on all ranks: {spelled}")
     if problems:
         raise ConfigError("\n".join([*problems, remedy]))
 
 
-def _spelled(ranks: list[int]) -> str:
+def spelled(ranks: list[int]) -> str:
     """ranks 0-7, 12."""
     spans: list[list[int]] = []
     for rank in ranks:
@@ -211,7 +217,7 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
         (folder / name).unlink()
     if blind:
         raise ConfigError(
-            f"{flag} {folder}: {_spelled(blind)} of {ranks.world_size} do not find there what rank 0 wrote, and a "
+            f"{flag} {folder}: {spelled(blind)} of {ranks.world_size} do not find there what rank 0 wrote, and a "
             "checkpoint needs the files of all: name a folder on a file system that all machines share, or give "
             "--save_strategy no"
         )
@@ -342,6 +348,15 @@ def print_first(*lines: str) -> None:
     """Print from rank 0 only; works before the process group exists. No line can steer the terminal."""
     if lines and int(os.environ.get("RANK", "0")) == 0:
         print(*(printable(line, keep="\n\t") for line in lines), sep="\n", flush=True)
+
+
+def exit_for_failure() -> None:
+    """Say what was raised and leave with exit code 1, at once: the interpreter's own way out waits for threads and
+    connections of the collectives that the other ranks are in."""
+    sys.stdout.flush()
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(EXIT_FAILURE)
 
 
 def exit_for_bad_input(error: Exception, program: str) -> None:

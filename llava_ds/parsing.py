@@ -242,6 +242,9 @@ def training_problems(args: Arguments) -> list[str]:
         logging_steps=1,
         save_steps=1,
         save_total_limit=1,
+        watchdog_start_s=0,
+        watchdog_step_s=0,
+        watchdog_save_s=0,
     )
 
     def check(ok: bool, message: str) -> None:

@@ -23,6 +23,7 @@ from llava_ds.distributed import (
     check_same,
     check_shared_folder,
     exit_for_bad_input,
+    exit_for_failure,
     first_rank_first,
     from_first,
     init_ranks,
@@ -68,12 +69,18 @@ from llava_ds.train.out_of_memory import MemoryWatch
 from llava_ds.train.rehearsal import heaviest_micro_batch, missing_states, rehearse
 from llava_ds.train.schedule import describe_schedule, total_steps
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
+from llava_ds.train.watchdog import Watchdog
 
 RECIPES = Path(__file__).parent / "recipes"
 DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 
 def main(argv: list[str]) -> None:
+    with Watchdog() as watchdog:  # it tells the other ranks how this one ended
+        train_and_export(argv, watchdog)
+
+
+def train_and_export(argv: list[str], watchdog: Watchdog) -> None:
     quiet_libraries()
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
     args, more_notes = take_from_model(args)
@@ -81,6 +88,7 @@ def main(argv: list[str]) -> None:
     chooses = args.training.deepspeed_config == CHOOSE_DS_CONFIG
     raw_config = {} if chooses else read_ds_config(args.training.deepspeed_config)
     ranks = init_ranks()
+    watchdog.starts(args.training, ranks)
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
     if args.training.use_liger_kernel:
@@ -166,6 +174,7 @@ def main(argv: list[str]) -> None:
         checkpoint.restore(engine, resume, ranks)
     state = TrainState(resume.step)
     moments, budget = num_moments(resolved.config), args.training.activation_memory_gb
+    watchdog.knows(dataset, layout, order)
     watch = MemoryWatch(engine, resolved, dataset, layout, order, state, ranks)
     heaviest, chooses_layers = None, args.training.gradient_checkpointing == "auto"
     if state.step < num_steps and (ranks.device.type == "cuda" or chooses_layers):
@@ -207,10 +216,12 @@ def main(argv: list[str]) -> None:
         saves = _saves_at(args, result.step, num_steps)
         progress.after_step(result, flush=saves)
         if saves or (skipped.problem and args.training.save_strategy == "steps"):
+            watchdog.enters("save", result.step)
             settle_skipped_steps(engine)
             checkpoint.save(engine, output_dir, state.step, identity, args.training.save_total_limit, ranks)
         if skipped.problem:
             raise DataError(skipped.problem)
+        watchdog.enters("step", result.step + 1)
         return time.perf_counter() - started if saves else 0.0
 
     steps = windows(
@@ -222,8 +233,10 @@ def main(argv: list[str]) -> None:
         num_workers=args.data.dataloader_num_workers,
         device=ranks.device,
     )
+    watchdog.enters("step", state.step + 1)
     with watch:
         train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, after_step)
+    watchdog.enters("export", state.step)
     progress.close(title=f"{output_dir.name}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks")
     if resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
@@ -290,4 +303,6 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, "run/train.py")
+    except Exception:
+        exit_for_failure()
     torch.distributed.destroy_process_group()
