@@ -22,6 +22,7 @@ from tqdm import tqdm
 from llava_ds import __version__
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, DataError
 from llava_ds.launchers import is_loopback_name, rank_variables
+from llava_ds.redact import redact
 
 T = TypeVar("T")
 
@@ -345,17 +346,17 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def print_first(*lines: str) -> None:
-    """Print from rank 0 only; works before the process group exists. No line can steer the terminal."""
+    """Print from rank 0 only; works before the process group exists. No line can steer the terminal,
+    or holds a secret."""
     if lines and int(os.environ.get("RANK", "0")) == 0:
-        print(*(printable(line, keep="\n\t") for line in lines), sep="\n", flush=True)
+        print(*(printable(redact(line), keep="\n\t") for line in lines), sep="\n", flush=True)
 
 
 def exit_for_failure() -> None:
     """Say what was raised and leave with exit code 1, at once: the interpreter's own way out waits for threads and
     connections of the collectives that the other ranks are in."""
     sys.stdout.flush()
-    traceback.print_exc()
-    sys.stderr.flush()
+    print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
     os._exit(EXIT_FAILURE)
 
 
@@ -369,7 +370,7 @@ def exit_for_bad_input(error: Exception, program: str) -> None:
         # The first on another machine, whose launcher does not hear of rank 0, speaks for those beside it.
         time.sleep(5.0 if os.environ.get("LOCAL_RANK") == "0" else 8.0)
     where = "" if rank == 0 else f" (rank {rank})"
-    message = printable(str(error), keep="\n\t")
+    message = printable(redact(str(error)), keep="\n\t")
     print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
     # Not sys.exit: other ranks may be inside a collective, and the interpreter's clean-up would wait for them.
     sys.stdout.flush()

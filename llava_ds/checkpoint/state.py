@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from llava_ds.arguments import Arguments
-from llava_ds.checkpoint import commit
+from llava_ds.checkpoint import commit, safe_load
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, barrier
 from llava_ds.ds_config.zero import offload_device
@@ -190,10 +190,11 @@ def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
 
 def restore(engine, point: ResumePoint, ranks: Ranks) -> None:
     """Bring the engine and this rank's random states to where the checkpoint was saved."""
-    loaded, _ = engine.load_checkpoint(str(point.path), tag=ENGINE, load_module_strict=False)
+    with safe_load.without_code(point.path):
+        loaded, _ = engine.load_checkpoint(str(point.path), tag=ENGINE, load_module_strict=False)
     if loaded is None:
         raise RuntimeError(f"DeepSpeed loaded nothing from {point.path}")
-    states = torch.load(point.path / f"random-{ranks.rank}.pt", weights_only=True)
+    states = safe_load.load(point.path / f"random-{ranks.rank}.pt")
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = states["numpy"]

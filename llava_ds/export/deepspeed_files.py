@@ -5,14 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
 
+from llava_ds.checkpoint import safe_load
 from llava_ds.constants import DataError
 from llava_ds.export.entries import Entry
-
-# What the files hold beside tensors and plain values (DeepSpeed 0.19): nothing else in them is run.
-CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler]
 
 
 def engine_entries(folder: Path) -> tuple[list[Entry], torch.dtype]:
@@ -77,8 +73,4 @@ def _rank(file: Path) -> int:
 
 
 def _load(file: Path) -> dict:
-    try:
-        with torch.serialization.safe_globals(CLASSES):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises several types for damaged or hostile pickles
-        raise DataError(f"{file} can't be read: {error}") from error
+    return safe_load.load(file, mmap=True)

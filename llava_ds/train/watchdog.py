@@ -20,6 +20,7 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import Layout
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks, barrier, printable, spelled
+from llava_ds.redact import redact
 from llava_ds.train.heartbeat import Beat, Peers
 from llava_ds.train.out_of_memory import name_samples
 from llava_ds.train.standstill import Known, look_at, place, standstill, stragglers
@@ -343,5 +344,5 @@ def _within(seconds: float, write: Callable[[], None]) -> None:
 
 def _say(text: str) -> None:
     """Print, past the buffers that a main thread may hold locked."""
-    line = printable(text, keep="\n\t") + "\n"
+    line = printable(redact(text), keep="\n\t") + "\n"
     _within(WRITING_S, lambda: os.write(2, line.encode()))
