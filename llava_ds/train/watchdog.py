@@ -163,9 +163,10 @@ class Watchdog:
         training = self._training
         given = {"start": training.watchdog_start_s, "step": training.watchdog_step_s}
         limit = given.get(phase, training.watchdog_save_s)
-        if phase == "step" and limit:
-            # The first compiles and allocates. Then a machine's own pace counts: one that is slow is not hanging.
-            limit = max(limit, STEPS_LONGER * self._longest if self._longest else training.watchdog_start_s)
+        if phase == "step" and limit and self._longest:
+            limit = max(limit, STEPS_LONGER * self._longest)  # a machine that is slow is not hanging
+        elif phase == "step" and limit:  # the first one compiles and allocates
+            limit = training.watchdog_start_s and max(limit, training.watchdog_start_s)
         return limit or None
 
     def _send(self, beat: Beat) -> None:

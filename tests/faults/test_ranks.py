@@ -84,7 +84,7 @@ def test_a_stopped_rank_is_named_with_the_stacks_of_the_other(given, tmp_path, w
 def test_a_rank_that_fails_while_the_other_waits_is_named(given, tmp_path, how, when):
     code, output, seconds = run(given, tmp_path, how, when, 1)
     assert code in ({"raise": 1, "exit": 3}[how], EXIT_RANK_LOST) and seconds < MOST_S
-    assert f"error: rank 1 on " in output and PLACES[when] in output
+    assert "error: rank 1 on " in output and PLACES[when] in output
     assert output.count("RuntimeError: boom") == (how == "raise")
     assert "Connection closed by peer" not in output
 

@@ -1,7 +1,7 @@
 """run/train.py, in which one rank dies, hangs or lags: faulty.py HOW WHEN RANK NOTE, and then the flags.
 
 HOW: kill, stop (SIGSTOP), pause (SIGSTOP, and on after eight seconds), raise, exit, slow (at every call).
-WHEN: before (the ranks have met), start, step (the third), save. NOTE: the file that the time of the fault is written to.
+WHEN: before (the ranks have met), start, step (the third), save. NOTE: the file that the fault's time is written to.
 """
 
 import functools
