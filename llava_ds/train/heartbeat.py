@@ -29,7 +29,7 @@ class Beat:
     """What a rank says of itself.
 
     phase: one of PHASES; step: the one it is in, or the last; seconds: in this phase and step, in the others than steps
-    since its main thread was last seen to get on; limit: of these seconds, None without; where: the innermost line of
+    since it was last seen to get on; limit: of these seconds, None without; where: the innermost line of
     its main thread; waits: whether that is a collective; busy_s: of step_s seconds in steps so far, those in which
     it did not wait; ends: why it ends the run, if it does; hangs: whether because nothing gets on.
     """

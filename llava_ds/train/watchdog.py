@@ -21,7 +21,8 @@ from llava_ds.data.loader import Layout
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks, barrier, printable, spelled
 from llava_ds.redact import redact
-from llava_ds.train.heartbeat import Beat, Peers
+from llava_ds.train.activity import Activity
+from llava_ds.train.heartbeat import RANKS_PER_SECOND, Beat, Peers
 from llava_ds.train.out_of_memory import name_samples
 from llava_ds.train.standstill import Known, look_at, place, standstill, stragglers
 
@@ -58,8 +59,10 @@ class Watchdog:
         self._now = self._since = self._spoke = self._longest = 0.0
         self._beat = Beat(ranks.rank, limit=self._limit("start"))
         self._looked_like: tuple = ()
+        self._activity = Activity()
         self._beats: dict[int, tuple[Beat, float]] = {}  # of every rank, and when it was heard
         self._before: dict[int, tuple[float, float]] = {}  # busy_s and step_s, when they were last compared
+        self._told = self._beat.position
         self._deaf = False
         self._speaking = threading.Lock()
         self._interval_s = self._peers.interval_s if self._peers else 1.0
@@ -124,10 +127,15 @@ class Watchdog:
             if time.monotonic() < due:
                 continue
             due = time.monotonic() + self._tick_s
+            elapsed_s = self._now - self._spoke
+            speaks = elapsed_s >= self._interval_s
+            if speaks and self._beat.phase != "step" and not self._beat.waits and self._activity.goes_on(elapsed_s):
+                self._since = self._now  # in a long call, or waiting for its own workers
             with self._speaking:
                 self._look(passed)
-                if speaks := self._now - self._spoke >= self._interval_s:
-                    self._spoke = self._now
+                at = self._beat.position
+                if speaks or (at != self._told and elapsed_s >= self._ranks.world_size / RANKS_PER_SECOND):
+                    self._spoke, self._told = self._now, at
                     self._send(self._beat)
             if speaks:
                 self._probe()
@@ -252,7 +260,7 @@ class Watchdog:
                 self._lost(beat, "died: its process was killed or crashed", gone)
 
     def _lost(self, beat: Beat, how: str, gone: list[int]) -> None:
-        said = f"{self._name(beat.rank)} {how}, {place(beat)}{self._on_samples(beat)}"
+        said = f"{self._name(beat.rank)} {how}, when last heard of {place(beat)}{self._on_samples(beat)}"
         here = self._peers.all[self._ranks.rank].host
         alive = [each for each in self._known() if each.beat.rank not in gone and each.silent_s < SILENT_S]
         speaks = self._ranks.rank == min(each.beat.rank for each in alive if each.host == here)
@@ -345,5 +353,5 @@ def _within(seconds: float, write: Callable[[], None]) -> None:
 
 def _say(text: str) -> None:
     """Print, past the buffers that a main thread may hold locked."""
-    line = printable(redact(text), keep="\n\t") + "\n"
+    line = f"\n{printable(redact(text), keep=chr(10))}\n"  # the progress bar leaves its line open
     _within(WRITING_S, lambda: os.write(2, line.encode()))

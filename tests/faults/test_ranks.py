@@ -62,7 +62,10 @@ def test_a_killed_rank_is_named(given, tmp_path, when, rank):
     code, output, seconds = run(given, tmp_path, "kill", when, rank)
     assert code != 0 and seconds < MOST_S
     (line,) = re.findall(r".*error: rank .*", output)
-    assert f"error: rank {rank} on " in line and f"died: its process was killed or crashed, {PLACES[when]}" in line
+    assert (
+        f"error: rank {rank} on " in line
+        and f"died: its process was killed or crashed, when last heard of {PLACES[when]}" in line
+    )
     assert "Traceback" not in output
     if when == "step":
         assert re.search(r", on 1 samples \(\w+\)$", line)
