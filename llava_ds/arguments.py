@@ -306,6 +306,17 @@ class TrainingArguments:
     )
     seed: int = HfArg(default=42, help="Seed of initialisation and dropout.")
     data_seed: int | None = HfArg(default=None, help="Seed of the sample order; absent: --seed.")
+    watchdog_start_s: float = HfArg(
+        default=1800.0,
+        help="Seconds without any rank getting on, before the first step, after which the run is ended and the rank "
+        "that is behind named (0: never).",
+    )
+    watchdog_step_s: float = HfArg(
+        default=480.0,
+        help="The same of an optimizer step, which may take four times the longest so far, too, and the first one "
+        "--watchdog_start_s. Below DEEPSPEED_TIMEOUT (10 minutes), after which NCCL ends a rank without a name.",
+    )
+    watchdog_save_s: float = HfArg(default=1800.0, help="The same of saving, and of writing the result.")
     logging_steps: int = HfArg(default=1, help="Steps between readings of the loss (at least 1).")
     save_strategy: Literal["steps", "no"] = HfArg(
         default="steps", help="steps: a checkpoint every --save_steps and one at the end; no: none."

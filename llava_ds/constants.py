@@ -9,8 +9,10 @@ IM_START_TOKEN, IM_END_TOKEN = "<im_start>", "<im_end>"  # around every picture,
 MAX_IMAGE_PIXELS = 50_000_000  # of a picture, before decoding and after resizing, unless a flag says otherwise
 PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open a picture with more, whatever the flag says
 
+EXIT_FAILURE = 1  # an error of the program's, which left a traceback
 EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 75  # asked to stop, and nothing is lost: the same command goes on (EX_TEMPFAIL of sysexits.h)
+EXIT_RANK_LOST = 70  # a rank died or stood still, and the watchdog of another ended the run
 
 
 class ConfigError(ValueError):

@@ -9,6 +9,7 @@ import secrets
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +20,9 @@ import torch
 from tqdm import tqdm
 
 from llava_ds import __version__
-from llava_ds.constants import EXIT_BAD_INPUT, ConfigError, DataError
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, DataError
 from llava_ds.launchers import is_loopback_name, rank_variables
+from llava_ds.redact import redact
 
 T = TypeVar("T")
 
@@ -124,15 +126,20 @@ def _choose_gloo_interface(master_addr: str) -> None:
     import psutil
 
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing: it only looks the route up
-            own = probe.getsockname()[0]
+        _, own = address_towards(master_addr)
     except OSError:
         return  # meeting rank 0 will fail too, and says so
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.split("%")[0] == own for each in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def address_towards(host: str) -> tuple[socket.AddressFamily, str]:
+    """The address of this machine's on the way to another, and its family. Raises OSError where there is no way."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing: it only looks the route up
+        return family, probe.getsockname()[0]
 
 
 def _did_not_meet(error: Exception) -> str:
@@ -170,13 +177,13 @@ def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
         for rank, each in enumerate(everyone):
             held.setdefault(json.dumps(each[name], default=str, sort_keys=True), []).append(rank)
         if len(held) > 1:
-            spelled = "; ".join(f"{value} on {_spelled(holders)}" for value, holders in held.items())
+            spelled = "; ".join(f"{value} on {spelled(holders)}" for value, holders in held.items())
             problems.append(f"{name} is not the same on all ranks: {spelled}")
     if problems:
         raise ConfigError("\n".join([*problems, remedy]))
 
 
-def _spelled(ranks: list[int]) -> str:
+def spelled(ranks: list[int]) -> str:
     """ranks 0-7, 12."""
     spans: list[list[int]] = []
     for rank in ranks:
@@ -211,7 +218,7 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
         (folder / name).unlink()
     if blind:
         raise ConfigError(
-            f"{flag} {folder}: {_spelled(blind)} of {ranks.world_size} do not find there what rank 0 wrote, and a "
+            f"{flag} {folder}: {spelled(blind)} of {ranks.world_size} do not find there what rank 0 wrote, and a "
             "checkpoint needs the files of all: name a folder on a file system that all machines share, or give "
             "--save_strategy no"
         )
@@ -339,9 +346,18 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def print_first(*lines: str) -> None:
-    """Print from rank 0 only; works before the process group exists. No line can steer the terminal."""
+    """Print from rank 0 only; works before the process group exists. No line can steer the terminal,
+    or holds a secret."""
     if lines and int(os.environ.get("RANK", "0")) == 0:
-        print(*(printable(line, keep="\n\t") for line in lines), sep="\n", flush=True)
+        print(*(printable(redact(line), keep="\n\t") for line in lines), sep="\n", flush=True)
+
+
+def exit_for_failure() -> None:
+    """Say what was raised and leave with exit code 1, at once: the interpreter's own way out waits for threads and
+    connections of the collectives that the other ranks are in."""
+    sys.stdout.flush()
+    print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILURE)
 
 
 def exit_for_bad_input(error: Exception, program: str) -> None:
@@ -354,7 +370,7 @@ def exit_for_bad_input(error: Exception, program: str) -> None:
         # The first on another machine, whose launcher does not hear of rank 0, speaks for those beside it.
         time.sleep(5.0 if os.environ.get("LOCAL_RANK") == "0" else 8.0)
     where = "" if rank == 0 else f" (rank {rank})"
-    message = printable(str(error), keep="\n\t")
+    message = printable(redact(str(error)), keep="\n\t")
     print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
     # Not sys.exit: other ranks may be inside a collective, and the interpreter's clean-up would wait for them.
     sys.stdout.flush()

@@ -245,6 +245,9 @@ def training_problems(args: Arguments) -> list[str]:
         save_total_limit=1,
         max_skipped_steps=1,
         check_divergence_steps=0,
+        watchdog_start_s=0,
+        watchdog_step_s=0,
+        watchdog_save_s=0,
     )
 
     def check(ok: bool, message: str) -> None:

@@ -31,7 +31,7 @@ def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = _auto_tokenizer(path)
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error)
+        reason = why_not_opened(error)
         if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             reason = "there is no tokenizer.json or tokenizer.model beside config.json: put the tokenizer's files there"
         raise ConfigError(f"--model_name_or_path {path}: the tokenizer can't be opened: {reason}") from error
@@ -43,16 +43,28 @@ def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return as_llava(tokenizer)
 
 
+def why_not_opened(error: Exception) -> str:
+    """What transformers says of a folder that it does not open; without its advice to run the folder's own code."""
+    if "trust_remote_code" in str(error) or "custom code" in str(error):
+        return (
+            "it brings Python code of its own (auto_map in its JSON files), which is never run here: bring a model "
+            "whose classes transformers has"
+        )
+    return str(error)
+
+
 def _auto_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False, use_fast=True)
     except AttributeError:
         # transformers 5.23 opens a config.json of a model_type that it does not know, as LLaVA's are, with its base
         # class, which fails on rotary angles of Llama 3.1's kind, YaRN's and Phi-3's.
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
         rest = PreTrainedConfig.from_dict(rest)
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True, config=rest)
+        return AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, use_fast=True, config=rest
+        )
 
 
 def as_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

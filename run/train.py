@@ -15,15 +15,15 @@ from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.saving import Saver
 from llava_ds.checkpoint.sources import weight_hashes
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.dataset import EncodedDataset, check_same_data, open_data
+from llava_ds.data.dataset import open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.loader import Layout, sample_order, windows
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
-    Ranks,
     check_same,
     check_shared_folder,
     exit_for_bad_input,
+    exit_for_failure,
     first_rank_first,
     from_first,
     init_ranks,
@@ -36,15 +36,14 @@ from llava_ds.ds_config.engine import check_engine
 from llava_ds.ds_config.moments import num_moments
 from llava_ds.ds_config.native import compiling_notes
 from llava_ds.ds_config.optimizer import kernels_of
-from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
+from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.export.finished import Finished, export_format
 from llava_ds.export.leave import leave_result
 from llava_ds.export.shards import parse_size
 from llava_ds.export.trial import try_export
 from llava_ds.export.write import planned_entries
-from llava_ds.geometry import PictureOptions
 from llava_ds.model.attention import attention_report
-from llava_ds.model.build import ModelPlan, build_model, plan_model
+from llava_ds.model.build import build_model, plan_model
 from llava_ds.model.compiled import compile_layers
 from llava_ds.model.flops import model_flops
 from llava_ds.model.folders import take_from_model
@@ -60,7 +59,7 @@ from llava_ds.report.skipped_steps import SkippedSteps
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
 from llava_ds.tools.choice import choose_for_ranks
-from llava_ds.tools.here import planned_here, tokens_per_micro_batch
+from llava_ds.tools.here import plan_lines, planned_here, tokens_per_micro_batch
 from llava_ds.tools.shapes import shape_of
 from llava_ds.train.boundary import Boundary
 from llava_ds.train.kept import choose_layers
@@ -68,9 +67,10 @@ from llava_ds.train.loop import TrainState, train
 from llava_ds.train.optimizer import start_engine
 from llava_ds.train.out_of_memory import MemoryWatch
 from llava_ds.train.rehearsal import heaviest_micro_batch, missing_states, rehearse
-from llava_ds.train.schedule import describe_schedule, total_steps
+from llava_ds.train.schedule import total_steps
 from llava_ds.train.stopping import Stopping
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
+from llava_ds.train.watchdog import Watchdog
 
 RECIPES = Path(__file__).parent / "recipes"
 DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
@@ -78,11 +78,11 @@ DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 def main(argv: list[str]) -> int:
     """Train, and return the exit code: 0, or EXIT_STOPPED where the run was asked to stop."""
-    with Stopping() as stop:
-        return run(argv, stop)
+    with Watchdog() as watchdog, Stopping() as stop:  # which tell the other ranks how this one ended
+        return run(argv, watchdog, stop)
 
 
-def run(argv: list[str], stop: Stopping) -> int:
+def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     """The whole of it, from flags to the finished model."""
     quiet_libraries()
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
@@ -91,6 +91,7 @@ def run(argv: list[str], stop: Stopping) -> int:
     chooses = args.training.deepspeed_config == CHOOSE_DS_CONFIG
     raw_config = {} if chooses else read_ds_config(args.training.deepspeed_config)
     ranks = init_ranks()
+    watchdog.starts(args.training, ranks)
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
     if batch_size := from_first(ranks, lambda: checkpoint.kept_batch_size(args, ranks.world_size)):
@@ -125,7 +126,7 @@ def run(argv: list[str], stop: Stopping) -> int:
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = together(ranks, partial(resolve, asked, num_steps=known_steps))
     args = known.args
-    dataset = _open_data(args, plan, pictures, ranks)
+    dataset = open_together(args, plan.tokenizer, pictures, ranks)
     order = sample_order(args, dataset, ranks.world_size)
     tokens = tokens_per_micro_batch(known, plan, dataset, order, ranks)
     flops = model_flops(plan.text_config, plan.tower, args.model)
@@ -145,7 +146,7 @@ def run(argv: list[str], stop: Stopping) -> int:
     find = partial(checkpoint.find_resume_point, args.training.resume, output_dir, identity)
     resume, lines = from_first(ranks, partial(find, args.training.allow_changed_flags))
     weights = from_first(ranks, lambda: weight_hashes(args, output_dir, resume.path))
-    _print_plan(args, resolved, dataset, layout, num_steps, per_epoch, lines)
+    print_first(*plan_lines(resolved, dataset, layout, num_steps, per_epoch), *lines)
     if args.training.dry_run:
         planned = planned_here(resolved, plan, dataset, order, ranks)
         if ranks.is_first:
@@ -180,6 +181,7 @@ def run(argv: list[str], stop: Stopping) -> int:
         print_first(checkpoint.restore(engine, resume, ranks, args.training.seed))
     state = TrainState(resume.step)
     moments, budget = num_moments(resolved.config), args.training.activation_memory_gb
+    watchdog.knows(dataset, layout, order)
     watch = MemoryWatch(engine, resolved, dataset, layout, order, state, ranks)
     heaviest, chooses_layers = None, args.training.gradient_checkpointing == "auto"
     if state.step < num_steps and (ranks.device.type == "cuda" or chooses_layers):
@@ -218,9 +220,7 @@ def run(argv: list[str], stop: Stopping) -> int:
         ranks=ranks,
         monitor=engine.monitor,
     )
-
     saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks)
-
     saves = args.training.save_strategy == "steps"
     boundary = Boundary(
         engine,
@@ -230,6 +230,7 @@ def run(argv: list[str], stop: Stopping) -> int:
         save_steps=args.training.save_steps if saves else None,
         check_divergence_steps=args.training.check_divergence_steps,
         stop=stop,
+        watchdog=watchdog,
         progress=progress,
         skipped=skipped,
         skipped_steps=skipped_steps,
@@ -245,8 +246,10 @@ def run(argv: list[str], stop: Stopping) -> int:
         num_workers=args.data.dataloader_num_workers,
         device=ranks.device,
     )
+    watchdog.enters("step", state.step + 1)
     with watch, stop.training(args.training.max_run_time, ranks):
         train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, boundary.after_step)
+    watchdog.enters("export", state.step)
     progress.close(title=f"{output_dir.name}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks")
     if state.stops:
         return stop.leave(state.step, saves, ranks)
@@ -280,37 +283,12 @@ def _same_everywhere(args: Arguments, raw_config: dict) -> dict[str, object]:
     return {**flags, "the DeepSpeed JSON": raw_config}
 
 
-def _open_data(args: Arguments, plan: ModelPlan, pictures: PictureOptions, ranks: Ranks) -> EncodedDataset:
-    with first_rank_first(ranks):  # and only it looks whether what was missing is there now
-        dataset = open_data(args, plan.tokenizer, pictures, retry=ranks.is_first)
-    check_same_data(dataset.fingerprint, ranks)
-    return dataset
-
-
-def _print_plan(
-    args: Arguments,
-    resolved: ResolvedConfig,
-    dataset: EncodedDataset,
-    layout: Layout,
-    num_steps: int,
-    per_epoch: int,
-    lines: list[str],
-) -> None:
-    training = args.training
-    print_first(
-        *dataset.summary(),
-        f"{num_steps:,} optimizer steps of {layout.batch_size} samples ({num_steps / per_epoch:.2f} epochs), "
-        f"{describe_schedule(training, num_steps, resolved.config.get('scheduler'))}",
-        f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
-        *resolved.explain(),
-        *lines,
-    )
-
-
 if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, "run/train.py")
+    except Exception:
+        exit_for_failure()
     torch.distributed.destroy_process_group()
     sys.exit(code)

@@ -11,6 +11,7 @@ from llava_ds.launchers import free_port
 ROOT = Path(__file__).parents[1]
 TRAIN = ROOT / "run" / "train.py"
 DEEPSPEED = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "warning"]
+SECRET = "planted-4f1c2e77"  # in the environment of all that is started: it may be found nowhere
 RUN_MANY = ROOT / "tests" / "workers" / "run_many.py"
 
 
@@ -28,7 +29,7 @@ def environment() -> dict[str, str]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         kept.pop(name, None)
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-    return {**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path}
+    return {**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path, "PLANTED_TOKEN": SECRET}
 
 
 def run_many(num_ranks: int, folder: Path, runs: list[dict[str, object]], timeout_s: int = 300) -> str:

@@ -1,30 +1,17 @@
 """The files that DeepSpeed leaves, read without running anything that they hold."""
 
-import zipfile
 from pathlib import Path
 
-import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
-
+from llava_ds.checkpoint import safe_load
 from llava_ds.constants import DataError
-
-# What the files hold beside tensors and plain values (DeepSpeed 0.19): nothing else in them is run.
-CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
 
 
 def read_states(file: Path) -> dict:
     """What torch.save wrote to a file. Tensors are mapped, and read from the disk where they are looked at.
 
-    Raises DataError for a file that can't be read, or that holds more than tensors, plain values and CLASSES.
+    Raises DataError for a file that can't be read, or that holds code.
     """
-    try:
-        with torch.serialization.safe_globals(CLASSES):
-            # torch's old format, which DeepSpeed's checkpoint section can ask for, can't be mapped.
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # torch raises several types for damaged or hostile pickles
-        raise DataError(f"{file} can't be read: {error}") from error
+    return safe_load.load(file, mmap=True)
 
 
 def model_states(engine_dir: Path) -> dict:
@@ -46,11 +33,3 @@ def optimizer_states(engine_dir: Path, rank: int) -> dict:
     if len(found) != 1:
         raise DataError(f"{engine_dir} holds {len(found)} files named {pattern}, not 1")
     return read_states(found[0])["optimizer_state_dict"]
-
-
-def refuse_code(engine_dir: Path, rank: int) -> None:
-    """Raise DataError where a file that DeepSpeed will read for a rank holds anything that would run: DeepSpeed 0.19
-    unpickles whatever there is, and a checkpoint may come from elsewhere."""
-    for file in sorted(engine_dir.glob("*.pt")):
-        if file.name.startswith("mp_rank_") or f"zero_pp_rank_{rank}_" in file.name:
-            read_states(file)

@@ -6,11 +6,8 @@ import json
 import time
 from pathlib import Path
 
-import torch
-
 from llava_ds.arguments import Arguments
-from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.engine_files import refuse_code
+from llava_ds.checkpoint import commit, safe_load
 from llava_ds.checkpoint.layout import has_layout, layout_of, read_layout
 from llava_ds.checkpoint.random_states import seed_random_states, set_random_states
 from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
@@ -33,6 +30,7 @@ FREE_FLAGS = {
     "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",
     "max_shard_size", "max_run_time", "max_skipped_steps",
     "check_divergence_steps", "allow_changed_flags",
+    "watchdog_start_s", "watchdog_step_s", "watchdog_save_s",
     # Which layers run again in backward changes no result: what runs out of memory goes on with other values.
     "gradient_checkpointing", "gradient_checkpointing_every_n_layers", "activation_memory_gb",
 }  # fmt: skip
@@ -276,10 +274,10 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
         not has_layout(point.path) or read_layout(point.path, ranks.rank) == layout_of(engine)
     )
     if all(gather(same, ranks)):
-        refuse_code(point.path / ENGINE, ranks.rank)
-        loaded, _ = engine.load_checkpoint(
-            str(point.path), tag=ENGINE, load_module_strict=False, load_lr_scheduler_states=not point.changed
-        )
+        with safe_load.without_code(point.path):
+            loaded, _ = engine.load_checkpoint(
+                str(point.path), tag=ENGINE, load_module_strict=False, load_lr_scheduler_states=not point.changed
+            )
         if loaded is None:
             raise RuntimeError(f"DeepSpeed loaded nothing from {point.path}")
         line = f"went on at step {point.step}, bit for bit where it stopped"
@@ -291,7 +289,7 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
     if point.changed:
         renew_rates(engine, groups, point.path / ENGINE)
     if ranks.rank < point.world_size:
-        set_random_states(torch.load(point.path / f"random-{ranks.rank}.pt", weights_only=True), ranks.device)
+        set_random_states(safe_load.load(point.path / f"random-{ranks.rank}.pt"), ranks.device)
     else:
         seed_random_states(seed, point.step, ranks.rank)
     return line

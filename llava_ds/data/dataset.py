@@ -28,7 +28,7 @@ from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_col
 from llava_ds.data.sources.reading import shown
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.writing import can_now_be_used, write_rows
-from llava_ds.distributed import Ranks, gather
+from llava_ds.distributed import Ranks, first_rank_first, gather
 
 ENCODING_VERSION = 2  # raise it when the same records would give other rows
 
@@ -209,6 +209,16 @@ def open_data(
             retry=retry,
         ),
     )
+
+
+def open_together(
+    args: Arguments, tokenizer: PreTrainedTokenizerBase, pictures: geometry.PictureOptions, ranks: Ranks
+) -> EncodedDataset:
+    """open_data on every rank, one after the other where there is something to write. All ranks call it together."""
+    with first_rank_first(ranks):  # and only it looks whether what was missing is there now
+        dataset = open_data(args, tokenizer, pictures, retry=ranks.is_first)
+    check_same_data(dataset.fingerprint, ranks)
+    return dataset
 
 
 def open_encoded(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from llava_ds.arguments import Arguments, trained_parts
+from llava_ds.redact import redact
 from llava_ds.report.metrics import read_metrics
 
 # Flags that a reader of a model card asks for; paths are no such.
@@ -70,7 +71,7 @@ def write_card(
         *(_scores(run_dir / "evaluation.json") if step is None else []),
         *([] if form == "projector" else ["## Opening it", "", _opening(output_dir, form, name)]),
     ]
-    (output_dir / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    (output_dir / "README.md").write_text(redact("\n".join(lines)), encoding="utf-8")
 
 
 def write_conversion_card(output_dir: Path, form: str, source: Path) -> None:

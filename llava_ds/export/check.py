@@ -42,7 +42,7 @@ def compare_reloaded(
     logits (T, V) of the trained model at every position. Returns the largest difference relative to the largest
     magnitude. Raises RuntimeError when it is above TOLERANCE.
     """
-    config = AutoConfig.from_pretrained(output_dir, local_files_only=True)
+    config = AutoConfig.from_pretrained(output_dir, local_files_only=True, trust_remote_code=False)
     model_type = config.model_type
     reloaded = HF_CLASSES[model_type].from_pretrained(
         output_dir, dtype=logits.dtype, local_files_only=True, **attention_options(config)

@@ -55,8 +55,8 @@ def _scratch(output_dir: Path) -> Iterator[Path]:
 
 def _open_with_transformers(folder: Path) -> None:
     try:
-        kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
-        AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        kind = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
+        AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # On no device: the files' holes are never read.
         _, report = HF_CLASSES[kind].from_pretrained(
             folder,

@@ -10,6 +10,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.geometry import PictureOptions
 from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
 from llava_ds.model.vision import read_processor
+from llava_ds.tokenizer import why_not_opened
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ def load_model(path: str | Path, device: str | None = None) -> LoadedModel:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{path} holds no exported model (no config.json): train one first, as make finetune does")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         kind = config.model_type
         if kind not in HF_CLASSES:
             raise ValueError(f"its model_type is {kind!r}, expected {' or '.join(HF_CLASSES)}")
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         model, report = HF_CLASSES[kind].from_pretrained(
             path, dtype="auto", local_files_only=True, output_loading_info=True, **attention_options(config)
         )
@@ -48,7 +49,7 @@ def load_model(path: str | Path, device: str | None = None) -> LoadedModel:
             and "mm_vision_tower" in text
         ):
             hint = f"; it is in LLaVA's own format: convert it first, with run/export.py {path} --format hf"
-        raise ConfigError(f"{path} can't be opened as a LLaVA: {error}{hint}") from error
+        raise ConfigError(f"{path} can't be opened as a LLaVA: {why_not_opened(error)}{hint}") from error
     wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
     if wrong:
         raise ConfigError(

@@ -22,6 +22,7 @@ from llava_ds.model.sources import Overlaid, Source, Sources
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, vision_config
 from llava_ds.model.weight_files import WeightFiles, Weights, tensor_names
 from llava_ds.parsing import data_problems
+from llava_ds.tokenizer import why_not_opened
 
 FLAG = "--model_name_or_path"
 
@@ -222,7 +223,7 @@ def _configuration(path: str, read: Callable[[], PreTrainedConfig]) -> PreTraine
     try:
         return read()
     except Exception as error:  # the classes of transformers check what they are given, with errors of many types
-        said = str(error).strip().partition("\n")[0]
+        said = why_not_opened(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{FLAG} {path}: config.json is not what transformers expects ({said}): copy it again"
         ) from error
@@ -230,7 +231,9 @@ def _configuration(path: str, read: Callable[[], PreTrainedConfig]) -> PreTraine
 
 def _read_hf(path: str, config: dict) -> ModelFolder:
     """transformers' Llava, LlavaNext and LlavaOnevision, with the names of any version."""
-    whole = _configuration(path, partial(AutoConfig.from_pretrained, path, local_files_only=True))
+    whole = _configuration(
+        path, partial(AutoConfig.from_pretrained, path, local_files_only=True, trust_remote_code=False)
+    )
     text, where = whole.text_config, f"{FLAG} {path}"
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{where}: its text_config is a {text.model_type}, expected a language model")

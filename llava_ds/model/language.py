@@ -6,6 +6,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from llava_ds.constants import ConfigError
+from llava_ds.tokenizer import why_not_opened
 
 # What families call the width of their MLPs.
 MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
@@ -15,9 +16,9 @@ HF_HEAD = "language_model.lm_head.weight"  # the output layer in a llava-hf fold
 def read_text_config(path: str | Path) -> PreTrainedConfig:
     """The configuration of a language model's folder. Raises ConfigError when the folder holds none."""
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"--model_name_or_path {path} can't be opened: {error}") from error
+        raise ConfigError(f"--model_name_or_path {path} can't be opened: {why_not_opened(error)}") from error
     if not hasattr(config, "hidden_size") or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"--model_name_or_path {path} is a {config.model_type}: expected a causal language model")
     return config

@@ -11,12 +11,13 @@ from pathlib import Path
 from llava_ds import __version__
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import DataError
+from llava_ds.redact import redact
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "safetensors", "pillow")
 
 
 def write_run_record(output_dir: Path, args: Arguments, ds_config: dict, num_steps: int) -> None:
-    """Write run.json (flags, versions, revision, command) and ds_config.json (every "auto" filled)."""
+    """Write run.json (flags, versions, revision, command) and ds_config.json (every "auto" filled), without secrets."""
     output_dir.mkdir(parents=True, exist_ok=True)
     record = {
         "command": sys.argv,
@@ -30,7 +31,7 @@ def write_run_record(output_dir: Path, args: Arguments, ds_config: dict, num_ste
         "git_revision": _git_revision(),
     }
     for name, content in (("run.json", record), ("ds_config.json", ds_config)):
-        (output_dir / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (output_dir / name).write_text(json.dumps(redact(content), indent=2) + "\n", encoding="utf-8")
 
 
 def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:

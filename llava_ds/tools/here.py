@@ -1,4 +1,4 @@
-"""What planned.py plans, for this machine's devices and a run's own data."""
+"""What a run will do, for this machine's devices and its own data."""
 
 import itertools
 import math
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from llava_ds.checkpoint.state import saved_identity
 from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.loader import Layout
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks, from_first, gather, local_ranks, print_first
 from llava_ds.ds_config.resolve import ResolvedConfig
@@ -14,8 +15,23 @@ from llava_ds.tools.fitting import Run
 from llava_ds.tools.planned import Data, planned_run
 from llava_ds.tools.shapes import shape_of
 from llava_ds.train.kept import free_memory
+from llava_ds.train.schedule import describe_schedule
 
 MOST_TOKENS_ON_CPU = 8192  # more gain nothing there
+
+
+def plan_lines(
+    resolved: ResolvedConfig, dataset: EncodedDataset, layout: Layout, num_steps: int, per_epoch: int
+) -> list[str]:
+    """What will be trained on what, and how, for a person to read before it begins. per_epoch: optimizer steps."""
+    training = resolved.args.training
+    schedule = describe_schedule(training, num_steps, resolved.config.get("scheduler"))
+    return [
+        *dataset.summary(),
+        f"{num_steps:,} optimizer steps of {layout.batch_size} samples ({num_steps / per_epoch:.2f} epochs), {schedule}",
+        f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
+        *resolved.explain(),
+    ]
 
 
 def planned_here(

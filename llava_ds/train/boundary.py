@@ -10,6 +10,7 @@ from llava_ds.train.guard import settle_skipped_steps
 from llava_ds.train.loop import StepResult, TrainState
 from llava_ds.train.replicas import check_replicas
 from llava_ds.train.stopping import Stopping
+from llava_ds.train.watchdog import Watchdog
 
 
 class Boundary:
@@ -25,6 +26,7 @@ class Boundary:
         save_steps: int | None,
         check_divergence_steps: int,
         stop: Stopping,
+        watchdog: Watchdog,
         progress,
         skipped,
         skipped_steps,
@@ -35,7 +37,7 @@ class Boundary:
         llava_ds.checkpoint."""
         self.engine, self.model, self.state, self.num_steps, self.ranks = engine, model, state, num_steps, ranks
         self.save_steps, self.check_divergence_steps = save_steps, check_divergence_steps
-        self.stop, self.progress, self.saver = stop, progress, saver
+        self.stop, self.watchdog, self.progress, self.saver = stop, watchdog, progress, saver
         self.skipped, self.skipped_steps = skipped, skipped_steps
 
     def after_step(self, result: StepResult) -> float:
@@ -53,9 +55,11 @@ class Boundary:
         last = last or self.skipped.problem is not None
         saves = saves or (last and self.save_steps is not None)
         if saves:
+            self.watchdog.enters("save", result.step)
             settle_skipped_steps(self.engine)
         # What was saved before steps that change nothing is kept until one changes something.
         failed = self.saver.after_step(result.step, saves, last, keeps_all=self.skipped_steps.in_a_row > 0)
         if problems := [p for p in (self.skipped.problem, self.skipped_steps.problem, failed) if p is not None]:
             raise DataError("\n".join(problems))
+        self.watchdog.enters("step", result.step + 1)
         return self.stop.saved(time.perf_counter() - started) if saves else 0.0

@@ -7,6 +7,7 @@ from torch import nn
 from llava_ds.constants import ConfigError
 from llava_ds.ds_config.resolve import ResolvedConfig
 from llava_ds.ds_config.zero import offload_device
+from llava_ds.redact import redact
 from llava_ds.train.guard import guard_steps
 from llava_ds.train.schedule import scheduler_factory
 from llava_ds.train.trainable import num_elements
@@ -41,6 +42,7 @@ def start_engine(
         return scheduler_factory(training, num_steps, config.get("scheduler"))(optimizer)
 
     engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=config, **built)
+    engine.config = redact(engine.config)  # DeepSpeed writes it into every file of a checkpoint, Comet's key and all
     _keep_adagrads_groups(engine)
     _take_back_first_step(engine)
     check_groups(engine, peaks, meant)

@@ -88,12 +88,17 @@ class MemoryWatch:
             mine = plan[self._ranks.rank]
             samples = mine[self._index]
             said += f" in step {self._step + 1:,}, micro-batch {self._index + 1} of {len(mine)}"
-        ids = [str(self._dataset.row(int(self._dataset.rows[i]))["id"]) for i in samples[:MOST_NAMED]]
-        more = f" and {len(samples) - MOST_NAMED:,} more" if len(samples) > MOST_NAMED else ""
         return (
             f"{said}: {self._batch.input_ids.shape[1]:,} tokens, {len(self._batch.pixel_values):,} image tiles, "
-            f"{len(samples):,} samples ({', '.join(ids)}{more})"
+            f"{name_samples(self._dataset, samples)}"
         )
+
+
+def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
+    """How many, and the ids of the first."""
+    ids = [str(dataset.row(int(dataset.rows[i]))["id"]) for i in samples[:MOST_NAMED]]
+    more = f" and {len(samples) - MOST_NAMED:,} more" if len(samples) > MOST_NAMED else ""
+    return f"{len(samples):,} samples ({', '.join(ids)}{more})"
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

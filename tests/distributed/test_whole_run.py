@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from launching import ds_config, losses, run_many
+from launching import SECRET, ds_config, losses, run_many
 from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
@@ -47,7 +47,13 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         "deepspeed_config": ds_config(3),
         "pretrain_mm_mlp_adapter": folder / "stage1" / "mm_projector.bin",
     }
-    names = {"stage1": stage1, "stage2": stage2, "stage2_zero2": {**stage2, "deepspeed_config": ds_config(2)}}
+    zero2 = json.loads(Path(ds_config(2)).read_text())
+    (folder / "with_key.json").write_text(json.dumps({**zero2, "comet": {"enabled": False, "api_key": SECRET}}))
+    names = {
+        "stage1": stage1,
+        "stage2": stage2,
+        "stage2_zero2": {**stage2, "deepspeed_config": folder / "with_key.json"},
+    }
     auto = {"tokens_per_micro_batch": "auto", "gradient_checkpointing": "auto"}
     names["stage2_auto"] = {**names["stage2_zero2"], **auto, "activation_memory_gb": 0.002}
     runs = [{**flags, "output_dir": folder / name} for name, flags in names.items()]
@@ -65,6 +71,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         resumed.append({**flags, "output_dir": broken})
     resumed[-1]["activation_memory_gb"] = 0.001  # as if less memory were free now
     output = run_many(2, folder / "launch-2", resumed)
+    assert SECRET not in output
     assert output.count(f"checkpoint-{STEPS} is not used: it has no manifest.json") == len(RESUMED)
     assert output.count("resuming from") == len(RESUMED)
     return {path.name: path for path in folder.iterdir()} | {"root": folder}
@@ -132,6 +139,13 @@ def test_transformers_opens_the_result_and_its_processor_prepares_what_training_
     new = model.generate(**together, max_new_tokens=3, do_sample=False)[0, -3:]
     alone = model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -3:]
     assert new.tolist() == alone.tolist()
+
+
+def test_no_secret_is_left_in_any_file(folders):
+    left = [file for file in folders["stage2_zero2"].rglob("*") if file.is_file()]
+    assert {"run.json", "ds_config.json", "README.md", "manifest.json"} <= {file.name for file in left}
+    assert [file.name for file in left if SECRET.encode() in file.read_bytes()] == []
+    assert '"api_key": "<redacted>"' in (folders["stage2_zero2"] / "ds_config.json").read_text()
 
 
 def test_what_a_run_leaves(folders):

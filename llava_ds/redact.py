@@ -1,0 +1,79 @@
+"""What is written and printed, without its secrets: tokens and passwords of flags, settings, addresses, variables."""
+
+import os
+import re
+from collections.abc import Mapping
+
+HIDDEN = "<redacted>"
+LEAST_CHARACTERS = 8  # of a variable's value: what is shorter would be found in words that are no secret
+
+_SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+# A whole word of a flag's or a setting's name: --hub_token and api_key, but not tokens_per_micro_batch.
+_SECRET_WORDS = {
+    "token", "key", "keys", "apikey", "secret", "secrets", "password", "passwd", "passphrase", "credential",
+    "credentials",
+}  # fmt: skip
+_PATTERNS = [
+    (re.compile(r"(?<=://)[^/\s@]+(?=@)"), HIDDEN),  # user:password@, or a token in its place
+    (re.compile(r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abp]-)[A-Za-z0-9_-]{16,}"), HIDDEN),
+    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), HIDDEN),
+    # What an object store signs an address with.
+    (re.compile(r"(?i)(?<=[?&])((?:x-amz-)?(?:signature|credential|security-token)|sig|access_token|token)=[^&\s\"']+"),
+     rf"\1={HIDDEN}"),
+    (re.compile(r"(?i)\b(authorization:\s*(?:bearer|basic)\s+)\S+"), rf"\1{HIDDEN}"),
+]  # fmt: skip
+
+
+def redact(value: object, environ: Mapping[str, str] = os.environ) -> object:
+    """The same text, list or dict with <redacted> in the place of every secret.
+
+    A secret is the value of a flag or key with token, key, secret, password or credential for a word of its name; the
+    value of a variable of the environment with one of these anywhere in its name; user and password of an address; and
+    what looks like a token of the usual services. Other values are left as they are.
+    """
+    secrets = sorted(
+        (text for name, text in environ.items() if _SECRET_VARIABLE.search(name) and _may_be_secret(text)),
+        key=len,
+        reverse=True,  # one may be part of another
+    )
+    return _redacted(value, secrets)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a flag or key of this name holds a secret."""
+    return any(word in _SECRET_WORDS for word in re.split(r"[^a-z0-9]+", name.lower()))
+
+
+def _may_be_secret(text: str) -> bool:
+    """A key's path is not the key."""
+    return len(text) >= LEAST_CHARACTERS and not text.startswith(("/", "./", "~"))
+
+
+def _redacted(value: object, secrets: list[str]) -> object:
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, HIDDEN)
+        for pattern, shown in _PATTERNS:
+            value = pattern.sub(shown, value)
+        return value
+    if isinstance(value, Mapping):
+        return {name: _of_name(str(name), each, secrets) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        found, before = [], ""
+        for each in value:  # a command line has names and values beside each other
+            text = each if isinstance(each, str) else ""
+            flag, equals, _ = text.partition("=")
+            if text.startswith("--") and equals and is_secret_name(flag):
+                found.append(f"{flag}={HIDDEN}")
+            elif before.startswith("--") and "=" not in before and is_secret_name(before) and not text.startswith("--"):
+                found.append(_of_name(before, each, secrets))
+            else:
+                found.append(_redacted(each, secrets))
+            before = text
+        return found
+    return value
+
+
+def _of_name(name: str, value: object, secrets: list[str]) -> object:
+    is_plain = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
+    return HIDDEN if is_plain and is_secret_name(name) else _redacted(value, secrets)
