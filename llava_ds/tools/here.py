@@ -25,10 +25,11 @@ def plan_lines(
 ) -> list[str]:
     """What will be trained on what, and how, for a person to read before it begins. per_epoch: optimizer steps."""
     training = resolved.args.training
+    epochs = num_steps / per_epoch
     schedule = describe_schedule(training, num_steps, resolved.config.get("scheduler"))
     return [
         *dataset.summary(),
-        f"{num_steps:,} optimizer steps of {layout.batch_size} samples ({num_steps / per_epoch:.2f} epochs), {schedule}",
+        f"{num_steps:,} optimizer steps of {layout.batch_size} samples ({epochs:.2f} epochs), {schedule}",
         f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
         *resolved.explain(),
     ]

@@ -40,7 +40,7 @@ def saved(folder: Path, step: int, of: RunIdentity, with_layout: bool = True) ->
     (scratch / TRAINER).write_text(json.dumps(trainer))
     if with_layout:
         (scratch / "layout-0.json").write_text("{}")
-    return commit.commit(scratch, RANKS)
+    return commit.commit(scratch, {}, None, RANKS)
 
 
 def test_a_model_that_brings_its_tower_has_an_identity(tmp_path):
