@@ -1,4 +1,4 @@
-"""Two ranks stop, one goes on at another ZeRO stage: in fp32, in bf16 and with another rate."""
+"""Two ranks stop, one goes on at another ZeRO stage: in fp32, in bf16, and from fp32 to bf16 at another rate."""
 
 import json
 from pathlib import Path
@@ -50,11 +50,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     run_many(2, folder / "launch-1", whole)
     for name in RUNS:
         break_off(folder / ("fp32" if name == "slower" else name), folder / f"{name} on one", SAVED)
-    moved[-1] |= {"learning_rate": 1e-3, "allow_changed_flags": "learning_rate"}
+    moved[-1] |= {"learning_rate": 1e-3, "bf16": True, "allow_changed_flags": "learning_rate,bf16"}
     said = run_many(1, folder / "launch-2", moved)
     assert said.count(f"went on at step {SAVED}: weights and states of 2 ranks, cut anew") == len(RUNS)
     assert said.count("the same but for rounding: world_size is 1, was 2") == len(RUNS)
     assert said.count("allowed to change: --learning_rate is 0.001, was 0.002") == 1
+    assert said.count("allowed to change: --bf16 is True, was False; bf16 in the DeepSpeed JSON is") == 1
     return {path.name: path for path in folder.iterdir()}
 
 
@@ -97,7 +98,7 @@ def test_one_rank_goes_on_with_what_two_were_at(folders, name):
             assert torch.equal(weight, found[key]), key  # frozen
 
 
-def test_an_allowed_rate_counts_from_the_checkpoint_on(folders):
+def test_an_allowed_rate_and_precision_count_from_the_checkpoint_on(folders):
     before, after = (rows(folders[name]) for name in ("fp32 on one", "slower on one"))
     groups = len(before[0]["lr"])
     assert groups == 4
@@ -106,3 +107,9 @@ def test_an_allowed_rate_counts_from_the_checkpoint_on(folders):
         half = 0.5 if step >= SAVED else 1.0
         assert slower["lr"][language] == pytest.approx([half * rate for rate in usual["lr"][language]])
         assert slower["lr"][projector] == pytest.approx(usual["lr"][projector])
+    assert before[SAVED]["loss"] == pytest.approx(after[SAVED]["loss"], rel=1e-2)
+    assert before[SAVED]["loss"] != after[SAVED]["loss"]
+    assert (
+        load_file(folders["slower on one"] / "model.safetensors")["language_model.lm_head.weight"].dtype
+        is torch.bfloat16
+    )
