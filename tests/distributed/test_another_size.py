@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from checkpoints import break_off
+from checkpoints import assembled, break_off
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from launching import ds_config, run_many
 from safetensors.torch import load_file
 
-from llava_ds.checkpoint.layout import PLAIN, Layout, Piece
-from llava_ds.checkpoint.reshape import saved_pieces
 from llava_ds.checkpoint.state import ENGINE
 
 STEPS, SAVED = 6, 3
@@ -63,22 +61,11 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def assembled(checkpoint: Path, world_size: int, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """The fp32 weights in a checkpoint by our own layout."""
-    slots = tuple((Piece(name, 0, shape.numel(), 0),) for name, shape in shapes.items())
-    found = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
-    live = Layout(PLAIN, "AdamW", "", "", slots)
-    for piece, tensor, _ in saved_pieces(checkpoint, checkpoint / ENGINE, world_size, live):
-        part = tensor.view(-1)[piece.offset :][: piece.length]
-        found[piece.name].view(-1)[piece.start :][: piece.length] = part
-    return found
-
-
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_deepspeed_finds_the_same_weights_in_its_files(folders, name):
     checkpoint = folders[name] / f"checkpoint-{SAVED}"
     expected = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=ENGINE, exclude_frozen_parameters=True)
-    found = assembled(checkpoint, 2, {key: tensor.shape for key, tensor in expected.items()})
+    found = assembled(checkpoint, 2, {key: tensor.shape for key, tensor in expected.items()})["weight"]
     assert expected and all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
