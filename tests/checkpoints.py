@@ -6,7 +6,10 @@ from pathlib import Path
 
 import torch
 
-from llava_ds.checkpoint.engine_files import read_states
+from llava_ds.checkpoint.engine_files import model_states, read_states
+from llava_ds.checkpoint.layout import PLAIN, Layout, Piece
+from llava_ds.checkpoint.reshape import saved_pieces
+from llava_ds.checkpoint.state import ENGINE
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -58,3 +61,22 @@ def break_off(whole: Path, broken: Path, step: int) -> Path:
     shutil.copytree(whole / f"checkpoint-{step}", broken / f"checkpoint-{step}")
     shutil.copy(whole / "metrics.jsonl", broken)  # holds later steps too, which will come again
     return broken
+
+
+def assembled(checkpoint: Path, world_size: int, shapes: dict[str, torch.Size]) -> dict[str, dict[str, torch.Tensor]]:
+    """Whole fp32 weights ("weight") and Adam's moments in a checkpoint of any size and stage, by parameter."""
+    live = Layout(PLAIN, "AdamW", "", "", tuple((Piece(name, 0, shape.numel(), 0),) for name, shape in shapes.items()))
+    found = {
+        key: {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+        for key in ("weight", "exp_avg", "exp_avg_sq")
+    }
+    for piece, weight, states in saved_pieces(checkpoint, checkpoint / ENGINE, world_size, live):
+        for key, tensor in {"weight": weight, **{key: states[key] for key in ("exp_avg", "exp_avg_sq")}}.items():
+            part = tensor.reshape(-1)[piece.offset :][: piece.length]
+            found[key][piece.name].view(-1)[piece.start :][: piece.length] = part
+    return found
+
+
+def trained_shapes(checkpoint: Path) -> dict[str, torch.Size]:
+    """Of the parameters that a checkpoint holds, which has to be of ZeRO 1 to 3."""
+    return {name: shape for group in model_states(checkpoint / ENGINE)["param_shapes"] for name, shape in group.items()}

@@ -32,12 +32,18 @@ def environment() -> dict[str, str]:
     return {**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path, "PLANTED_TOKEN": SECRET}
 
 
-def run_many(num_ranks: int, folder: Path, runs: list[dict[str, object]], timeout_s: int = 300) -> str:
-    """Run run/train.py once per dict of flags, all in one launch. Returns the output; fails with it if a run failed."""
+def run_many(
+    num_ranks: int, folder: Path, runs: list[dict[str, object]], timeout_s: int = 300, finished: bool = True
+) -> str:
+    """Run run/train.py once per dict of flags, all in one launch. Returns the output; fails with it if a run failed.
+
+    finished: whether the runs leave finished models, beside checkpoints.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     listed = folder / "runs.json"
     listed.write_text(json.dumps([command_line(flags) for flags in runs]))
-    done = launch(num_ranks, RUN_MANY, str(listed), timeout_s=timeout_s)
+    options = [] if finished else ["--unfinished"]
+    done = launch(num_ranks, RUN_MANY, *options, str(listed), timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

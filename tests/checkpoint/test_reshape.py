@@ -131,3 +131,17 @@ def test_a_fused_kernels_count_of_the_groups_last_tensor_counts_for_all():
     groups = [{"params": [0, 1]}, {"params": [2, 3]}]
     counted = reshape._counted(layout, {"state": state, "param_groups": groups})
     assert counted == {0: {"step": 7}, 1: {"step": 7}, 2: {"step": 7}}
+
+
+class NotTorchs(torch.optim.SGD):
+    """Like DeepSpeed's own, of another package than torch."""
+
+
+def test_a_count_of_steps_becomes_a_tensor_for_torchs_optimizers_and_a_number_for_deepspeeds():
+    for kept in (torch.tensor(9.0), 9):
+        pieces = [(piece, tensor, {**states, "step": kept}) for piece, tensor, states in saved("zero", 2)]
+        (_, tensors, state), (_, others, numbers) = (
+            filled("plain", 1, 0, pieces, of) for of in (torch.optim.AdamW, NotTorchs)
+        )
+        assert all(torch.equal(state[tensor]["step"], torch.tensor(9.0)) for tensor in tensors)
+        assert all(numbers[tensor]["step"] == 9 and type(numbers[tensor]["step"]) is int for tensor in others)

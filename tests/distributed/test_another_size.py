@@ -1,4 +1,4 @@
-"""Two ranks stop, one goes on at another ZeRO stage: in fp32, in bf16 and with another rate."""
+"""Two ranks stop, one goes on at another ZeRO stage: in fp32, in bf16, and from fp32 to bf16 at another rate."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from checkpoints import break_off
+from checkpoints import assembled, break_off
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from launching import ds_config, run_many
 from safetensors.torch import load_file
 
-from llava_ds.checkpoint.layout import PLAIN, Layout, Piece
-from llava_ds.checkpoint.reshape import saved_pieces
 from llava_ds.checkpoint.state import ENGINE
 
 STEPS, SAVED = 6, 3
@@ -50,11 +48,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     run_many(2, folder / "launch-1", whole)
     for name in RUNS:
         break_off(folder / ("fp32" if name == "slower" else name), folder / f"{name} on one", SAVED)
-    moved[-1] |= {"learning_rate": 1e-3, "allow_changed_flags": "learning_rate"}
+    moved[-1] |= {"learning_rate": 1e-3, "bf16": True, "allow_changed_flags": "learning_rate,bf16"}
     said = run_many(1, folder / "launch-2", moved)
     assert said.count(f"went on at step {SAVED}: weights and states of 2 ranks, cut anew") == len(RUNS)
     assert said.count("the same but for rounding: world_size is 1, was 2") == len(RUNS)
     assert said.count("allowed to change: --learning_rate is 0.001, was 0.002") == 1
+    assert said.count("allowed to change: --bf16 is True, was False; bf16 in the DeepSpeed JSON is") == 1
     return {path.name: path for path in folder.iterdir()}
 
 
@@ -62,22 +61,11 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def assembled(checkpoint: Path, world_size: int, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """The fp32 weights in a checkpoint by our own layout."""
-    slots = tuple((Piece(name, 0, shape.numel(), 0),) for name, shape in shapes.items())
-    found = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
-    live = Layout(PLAIN, "AdamW", "", "", slots)
-    for piece, tensor, _ in saved_pieces(checkpoint, checkpoint / ENGINE, world_size, live):
-        part = tensor.view(-1)[piece.offset :][: piece.length]
-        found[piece.name].view(-1)[piece.start :][: piece.length] = part
-    return found
-
-
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_deepspeed_finds_the_same_weights_in_its_files(folders, name):
     checkpoint = folders[name] / f"checkpoint-{SAVED}"
     expected = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=ENGINE, exclude_frozen_parameters=True)
-    found = assembled(checkpoint, 2, {key: tensor.shape for key, tensor in expected.items()})
+    found = assembled(checkpoint, 2, {key: tensor.shape for key, tensor in expected.items()})["weight"]
     assert expected and all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
@@ -97,7 +85,7 @@ def test_one_rank_goes_on_with_what_two_were_at(folders, name):
             assert torch.equal(weight, found[key]), key  # frozen
 
 
-def test_an_allowed_rate_counts_from_the_checkpoint_on(folders):
+def test_an_allowed_rate_and_precision_count_from_the_checkpoint_on(folders):
     before, after = (rows(folders[name]) for name in ("fp32 on one", "slower on one"))
     groups = len(before[0]["lr"])
     assert groups == 4
@@ -106,3 +94,9 @@ def test_an_allowed_rate_counts_from_the_checkpoint_on(folders):
         half = 0.5 if step >= SAVED else 1.0
         assert slower["lr"][language] == pytest.approx([half * rate for rate in usual["lr"][language]])
         assert slower["lr"][projector] == pytest.approx(usual["lr"][projector])
+    assert before[SAVED]["loss"] == pytest.approx(after[SAVED]["loss"], rel=1e-2)
+    assert before[SAVED]["loss"] != after[SAVED]["loss"]
+    assert (
+        load_file(folders["slower on one"] / "model.safetensors")["language_model.lm_head.weight"].dtype
+        is torch.bfloat16
+    )

@@ -50,12 +50,12 @@ def folder(tmp_path_factory):
             "deepspeed_config": ds_config(stage),
         }
     wholes = [{**flags, "output_dir": folder / "whole" / name} for name, flags in runs.items()]
-    run_many(2, folder / "launch-1", wholes, timeout_s=3600)
+    run_many(2, folder / "launch-1", wholes, timeout_s=3600, finished=False)
     resumed = []
     for name, flags in runs.items():
         broken = break_off(folder / "whole" / name, folder / "resumed" / name, SAVED)
         resumed.append({**flags, "output_dir": broken})
-    said = run_many(2, folder / "launch-2", resumed, timeout_s=3600)
+    said = run_many(2, folder / "launch-2", resumed, timeout_s=3600, finished=False)
     assert said.count(f"went on at step {SAVED}, bit for bit") == len(CASES)
     yield folder
     shutil.rmtree(folder)
