@@ -18,7 +18,7 @@ from llava_ds.arguments import (
     TrainingArguments,
     trained_parts,
 )
-from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_STOPPED, PILLOW_MAX_PIXELS, ConfigError
 from llava_ds.durations import seconds_of
 
 NO = ("False", "false", "0")
@@ -82,7 +82,12 @@ class _Parser(HfArgumentParser):
 def build_parser() -> HfArgumentParser:
     """The parser of run/train.py; its --help is the reference of all flags."""
     parser = _Parser(
-        (ModelArguments, DataArguments, TrainingArguments), description="Train a LLaVA.", allow_abbrev=False
+        (ModelArguments, DataArguments, TrainingArguments),
+        description="Train a LLaVA.",
+        epilog="SIGTERM, SIGINT and SIGUSR1 save at the next step and leave; a second of the first two leaves at once. "
+        f"Exit codes: 0 finished, {EXIT_BAD_INPUT} the input can't be used, {EXIT_STOPPED} stopped as asked: the same "
+        "command goes on (docs/checkpoints.md).",
+        allow_abbrev=False,
     )
     parser.add_argument("--recipe", help="YAML file of flags; the command line wins over it.")
     parser.add_argument("--local_rank", type=int, help="Set by the deepspeed launcher; LOCAL_RANK is what counts.")

@@ -209,7 +209,10 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         *((name, 0, "give 1 or more") for name in (
             "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size", "tokens_per_micro_batch",
             "logging_steps", "save_steps", "save_total_limit", "max_image_pixels",
+            "max_skipped_steps",
         )),
+        ("check_divergence_steps", -1, "give 0 or more"),
+        ("max_run_time", "3 hours", "write it like 3h50m"),
         ("model_max_length", 1, "give 2 or more"),
         ("dataloader_num_workers", -1, "give 0 or more"),
         ("learning_rate", -1.0, "give 0 or more"),

@@ -29,7 +29,8 @@ def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) 
             f"  rank {rank}: {len(names):,} of {len(sums):,} parameters, {', '.join(names[:MOST_NAMED])}"
             for rank, names in wrong.items()
         ]
-        odd = "differ from most others'" if 2 * len(wrong) < ranks.world_size else "differ, and none is in the majority"
+        most = 2 * len(wrong) < ranks.world_size
+        odd = "differ from most others'" if most else "differ from the first rank's, and which are right is open"
         raise DataError(
             f"step {step:,}: the ranks no longer hold the same weights, which should be copies of each other. These "
             f"{odd}:\n" + "\n".join(lines) + f"\nthe memory, device or network of a rank is at fault, or code that "

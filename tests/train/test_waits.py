@@ -6,6 +6,7 @@ import itertools
 import os
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from llava_ds.parsing import parse_arguments
 from llava_ds.train.guard import settle_skipped_steps, skipped_steps
 from llava_ds.train.loop import StepResult, TrainState, train
 from llava_ds.train.optimizer import start_engine
+from llava_ds.train.stopping import Agreement
 from llava_ds.train.trainable import choose_trainable, parameter_groups
 
 aten = torch.ops.aten
@@ -138,11 +140,18 @@ def engine_of(flags: dict, ranks: Ranks, config: dict, **given: object):
     return start_engine(model, groups, resolved, 10, ranks.device)
 
 
-def run(engine, window, ranks: Ranks, num_steps: int) -> list[StepResult]:
+@pytest.fixture(scope="module")
+def agreement(ranks) -> Agreement:
+    """As among several ranks, in a group that has only this one."""
+    return Agreement(replace(ranks, world_size=2))
+
+
+def run(engine, window, ranks: Ranks, num_steps: int, agreement: Agreement | None = None) -> list[StepResult]:
     results: list[StepResult] = []
 
     def after_step(result: StepResult) -> float:
         results.append(result)
+        assert agreement is None or not agreement.exchange(0)
         return 0.0
 
     train(engine, itertools.repeat(window), TrainState(), num_steps, "token", ranks, after_step)
@@ -153,24 +162,24 @@ CASES = [(stage, bf16, clip) for stage in range(4) for bf16 in (False, True) for
 
 
 @pytest.mark.parametrize(("stage", "bf16", "clip"), CASES)
-def test_no_step_waits_for_the_device(flags, window, ranks, stage, bf16, clip):
+def test_no_step_waits_for_the_device(flags, window, ranks, agreement, stage, bf16, clip):
     config = {"zero_optimization": {"stage": stage}}
     engine = engine_of(flags, ranks, config, bf16=bf16, max_grad_norm=clip, warmup_ratio=0.0)
     run(engine, window, ranks, 2)  # what happens once
     with Waits() as waits:
-        run(engine, window, ranks, 2)
+        run(engine, window, ranks, 2, agreement)
     engine.destroy()
     assert not waits.found, "\n".join(waits.found)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU to wait for")
 @pytest.mark.parametrize(("stage", "bf16", "clip"), [case for case in CASES if case[0] < 3])
-def test_torch_sees_no_wait_on_a_gpu(flags, window, ranks, stage, bf16, clip):
+def test_torch_sees_no_wait_on_a_gpu(flags, window, ranks, agreement, stage, bf16, clip):
     engine = engine_of(flags, ranks, {"zero_optimization": {"stage": stage}}, bf16=bf16, max_grad_norm=clip)
     run(engine, window, ranks, 2)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(engine, window, ranks, 2)
+        run(engine, window, ranks, 2, agreement)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         engine.destroy()
