@@ -176,14 +176,14 @@ class Peers:
             probe.close()
 
     def process_state(self, rank: int) -> str:
-        """What the kernel says of a process on this machine: "stopped", "waits for a disk", "" for all else."""
+        """What the kernel says of a process on this machine: "stopped", "waiting for a disk", "" for all else."""
         peer = self.all[rank]
         try:
             status = Path(f"/proc/{peer.pid}/stat").read_text() if peer.is_here else ""
         except OSError:
             return ""
         letter = status.rpartition(")")[2].split()[:1]
-        return {"T": "stopped", "t": "stopped by a debugger", "D": "waits for a disk"}.get("".join(letter), "")
+        return {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk"}.get("".join(letter), "")
 
     def close(self) -> None:
         for descriptor in list(self._processes):

@@ -44,7 +44,7 @@ def behind(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]
     Those that give no sign of life; else those in the earliest phase or step, if others are further; else those whose
     main thread is not in a collective, if others' are. None where all wait alike.
     """
-    silent = [each for each in known if each.silent_s > silent_after_s]
+    silent = [each for each in known if each.silent_s > silent_after_s and each.beat.phase != "done"]
     if silent:
         return silent, "no sign of life"
     first = min(each.beat.position for each in known)
@@ -60,16 +60,15 @@ def behind(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]
 def standstill(known: list[Known], silent_after_s: float, samples: dict[int, str]) -> str:
     """What to say when nothing gets on: who is behind and on what it works, and where the others are.
 
-    samples: by rank, of those that are in a step, as far as they are known.
+    samples: what is added of them, by rank.
     """
     late, how = behind(known, silent_after_s)
     lines = [] if late else [f"the run stands still, and no rank is behind: {how}"]
     for each in late:
-        said = f", its process is {each.state}" if each.state.startswith("stopped") else f" ({each.state})"
-        said = said if each.state else ""
+        said = f", its process is {each.state}" if each.state else ""
         quiet = f" for {each.silent_s:.0f} s{said}" if each.silent_s > silent_after_s else ""
         at = f", at {each.beat.where}" if each.beat.where else ""
-        on = f", on {samples[each.beat.rank]}" if each.beat.rank in samples else ""
+        on = samples.get(each.beat.rank, "")
         lines.append(
             f"the run stands still: {each.name} is behind ({how}{quiet}), {place(each.beat)} for "
             f"{each.seconds:.0f} s{at}{on}"

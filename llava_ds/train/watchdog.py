@@ -24,13 +24,14 @@ from llava_ds.redact import redact
 from llava_ds.train.activity import Activity
 from llava_ds.train.heartbeat import RANKS_PER_SECOND, Beat, Peers
 from llava_ds.train.out_of_memory import name_samples
-from llava_ds.train.standstill import Known, look_at, place, standstill, stragglers
+from llava_ds.train.standstill import Known, behind, look_at, place, standstill, stragglers
 
 TICK_S = 0.2
 LONGEST_TICK_S = 1.0  # what is beyond it, this process was stopped: no time in which it could have got on
 SILENT_S = 10.0  # without a beat, a rank is named as giving no sign of life
 REFUSED_S, UNREACHABLE_S = 30.0, 60.0  # without a beat, a rank is gone if its machine, or the network, says so
 REFUSALS = 3
+MOST_NAMED = 4  # ranks, with their samples
 STEPS_LONGER = 4  # than the longest so far is too long, whatever the limit
 WINDOW_S = 60.0  # over which ranks are compared
 LAUNCHER_S = 10.0  # in which a launcher ends its ranks once one of them has ended
@@ -210,11 +211,8 @@ class Watchdog:
         if not all(each.is_late for each in known):
             return
         silent_after_s = max(SILENT_S, 3 * self._interval_s)
-        samples = {}
-        if self._samples is not None:
-            for each in known:
-                if each.beat.phase == "step":
-                    _within(WRITING_S, lambda each=each: samples.update({each.beat.rank: self._samples_of(each.beat)}))
+        late = behind(known, silent_after_s)[0][:MOST_NAMED]
+        samples = {each.beat.rank: self._on_samples(each.beat) for each in late}
         said = standstill(known, silent_after_s, samples)
         limits = ", ".join(
             f"--watchdog_{name}_s {value:g}"
@@ -332,11 +330,8 @@ class Watchdog:
         if beat.phase != "step" or self._samples is None:
             return ""
         found: list[str] = []
-        _within(WRITING_S, lambda: found.append(self._samples_of(beat)))
+        _within(WRITING_S, lambda: found.append(self._samples(beat.step, beat.rank)))
         return "".join(f", on {samples}" for samples in found)
-
-    def _samples_of(self, beat: Beat) -> str:
-        return self._samples(beat.step, beat.rank)
 
 
 def _within(seconds: float, write: Callable[[], None]) -> None:

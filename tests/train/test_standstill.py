@@ -19,7 +19,7 @@ WAITS = {"waits": True, "where": "distributed_c10d.py:9 (all_reduce)"}
         ([known(0, **WAITS), known(1, silent_s=31.0, **WAITS), known(2, **WAITS)], [1]),
         ([known(0, "save"), known(1), known(2, "save")], [1]),  # saving follows the step of its number
         ([known(0, step=8), known(1, "save"), known(2, step=8)], [1]),
-        ([known(0, "export"), known(1, step=900), known(2, "done")], [1]),
+        ([known(0, "export"), known(1, step=900), known(2, "done", silent_s=99.0)], [1]),
         ([known(0, "start", 0), known(1, step=1)], [0]),
         ([known(0, **WAITS), known(1, where="loader.py:205 (windows)"), known(2, **WAITS)], [1]),
         ([known(0, **WAITS), known(1, **WAITS)], []),
@@ -33,7 +33,7 @@ def test_the_rank_that_is_behind_is_found(ranks, late):
 def test_the_message_names_rank_place_and_samples():
     ranks = [known(rank, **WAITS) for rank in (0, 2, 3)]
     ranks.insert(1, known(1, silent_s=31.0, state="stopped", where="loader.py:205 (windows)"))
-    first, second = standstill(ranks, 10.0, {1: "2 samples (a1, a2)", 0: "2 samples (b1, b2)"}).splitlines()
+    first, second = standstill(ranks, 10.0, {1: ", on 2 samples (a1, a2)", 0: ", on none"}).splitlines()
     assert first == (
         "the run stands still: rank 1 on gpu-02 (pid 101) is behind (no sign of life for 31 s, its process is "
         "stopped), in step 7 for 51 s, at loader.py:205 (windows), on 2 samples (a1, a2)"
