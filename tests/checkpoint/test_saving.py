@@ -25,6 +25,11 @@ class Engine:
     def __init__(self) -> None:
         self.checkpoint_engine = "DeepSpeed's own"
         self.weights = torch.ones(4)
+        self.optimizer = self.basic_optimizer = torch.optim.SGD([self.weights], lr=0.1)
+        self.param_names = {self.weights: "weights"}
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        return torch.float32, torch.float32
 
     def save_checkpoint(self, folder: str, tag: str, **options) -> None:
         self.checkpoint_engine.makedirs(f"{folder}/{tag}", exist_ok=True)
