@@ -9,6 +9,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from transformers import set_seed
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
@@ -163,7 +164,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         print_first(tried)
 
     # The model, the engine, and what the engine was in the middle of.
-    torch.manual_seed(args.training.seed)
+    set_seed(args.training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     torch.backends.cuda.matmul.allow_tf32 = args.training.tf32
     model = build_model(plan, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
     print_first(attention_report(plan.text_config, ranks.device, resolved.compute_dtype), plan.last_layer_note())

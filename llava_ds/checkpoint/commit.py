@@ -190,8 +190,8 @@ def _first_acts(scratch: Path, act: Callable[[], None], ranks: Ranks) -> None:
 
 def _relative(path: str | None, scratch: Path) -> str:
     with contextlib.suppress(ValueError, TypeError):
-        return str(Path(path).relative_to(scratch))
-    return str(path or scratch)
+        return str(Path(path).relative_to(scratch.parent))
+    return str(path or scratch.name)
 
 
 def _agreed(problem: str | None, ranks: Ranks, value: object = None) -> list:

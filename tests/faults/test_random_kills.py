@@ -27,7 +27,7 @@ pytestmark = pytest.mark.faults
 
 KILLS = int(os.environ.get("KILLS", "200"))
 STEPS, SAVE_STEPS = 40, 2
-START_S, END_S = 60.0, 90.0  # within which a run trains, and within which nothing of a killed one is left
+START_S, END_S = 300.0, 90.0  # within which a run trains, and within which nothing of a killed one is left
 KINDS = {
     "zero2-fp32": (2, {}),
     "zero3-bf16-async": (3, {"bf16": True, "async_save": True}),
@@ -44,7 +44,7 @@ class Run:
     """One start of run/train.py on two ranks."""
 
     def __init__(self, flags: dict[str, object], log: Path) -> None:
-        self.output_dir, self.log = Path(flags["output_dir"]), log
+        self.output_dir, self.log, self.started = Path(flags["output_dir"]), log, time.time()
         command = [*DEEPSPEED, "--num_accelerators", "2", "--master_port", str(free_port()), str(TRAIN)]
         with log.open("w") as file:
             self.process = subprocess.Popen(
@@ -57,7 +57,10 @@ class Run:
 
     @property
     def is_saving(self) -> bool:
-        return any(self.output_dir.glob("checkpoint-*.tmp"))
+        """Whether this run is in a save; what an earlier one left unfinished is not of it."""
+        with contextlib.suppress(FileNotFoundError):
+            return any(path.stat().st_mtime > self.started for path in self.output_dir.glob("checkpoint-*.tmp"))
+        return False
 
     def wait(self, condition, limit_s: float) -> None:
         """Until it is true, the run ended, or the time is over."""

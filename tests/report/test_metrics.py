@@ -3,10 +3,13 @@
 import itertools
 import json
 import math
+import os
+import resource
 
 import pytest
 from PIL import Image
 
+from llava_ds.constants import DataError
 from llava_ds.report.metrics import MetricsLog, read_metrics
 from llava_ds.report.plots import plot_loss, running_mean
 
@@ -72,3 +75,36 @@ def test_the_running_mean_starts_at_the_first_value_and_follows():
     assert all(a > b for a, b in itertools.pairwise(means[:200]))
     assert means[-1] == pytest.approx(1.0, abs=1e-4)
     assert running_mean([]) == []
+
+
+def test_rows_wait_while_the_disk_is_full_and_no_line_is_cut(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    log.write([{"step": 1}])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))  # takes a part of the next line
+    try:
+        log.write([{"step": 2}])
+        log.write([{"step": 3}])
+        assert read_metrics(path) == [{"step": 1}] and path.read_text().endswith("\n")
+        with pytest.raises(DataError, match=r"metrics\.jsonl lacks the last 2 steps"):
+            log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().out.count("can't be written") == 1
+    log.write([{"step": 4}])
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
+    log.close()
+
+
+def test_a_log_is_never_half_rewritten(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path, 0).write([{"step": 1}, {"step": 2}])
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        MetricsLog(path, 1)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
