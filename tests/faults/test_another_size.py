@@ -4,6 +4,7 @@ model but for rounding, every group's rates, and frozen weights as they were."""
 import itertools
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import toys
@@ -53,7 +54,8 @@ def folder(tmp_path_factory):
         "max_steps": STEPS,
         "save_steps": SAVED,
     }
-    for size in SIZES:
+
+    def begin(size: int) -> None:
         begun = sorted({(kind, move[1]) for kind, move in CASES if move[0] == size})
         runs = [
             {
@@ -67,7 +69,8 @@ def folder(tmp_path_factory):
             for kind, stage in begun
         ]
         run_many(size, folder / f"launch-{size}", runs, timeout_s=3600, finished=False)
-    for size in SIZES:
+
+    def go_on(size: int) -> None:
         runs = [
             {
                 **flags,
@@ -83,6 +86,11 @@ def folder(tmp_path_factory):
         ]
         said = run_many(size, folder / f"launch-to-{size}", runs, timeout_s=3600, finished=False)
         assert said.count("cut anew") == len(runs)
+
+    # Beside each other, for half the time goes into starting.
+    with ThreadPoolExecutor(len(SIZES)) as pool:
+        for work in (begin, go_on):
+            list(pool.map(work, SIZES))
     yield folder
     shutil.rmtree(folder)
 
