@@ -14,8 +14,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) -> None:
     """Raise DataError on every rank where a parameter that all hold whole is not the same on all, every so many steps.
 
-    Those are all at ZeRO 0 to 2, and at 3 the small ones that stay gathered. every: steps; 0 never looks. All ranks
-    call it together. Reads every weight once, and waits for the device.
+    Those are all at ZeRO 0 to 2. At 3 they are the small ones that stay gathered, whose copies every step makes anew
+    from their parts, so that only the gathering can go wrong. every: steps; 0 never looks. All ranks call it together.
+    Reads every weight once, and waits for the device.
     """
     if every == 0 or step % every or ranks.world_size == 1:
         return

@@ -12,13 +12,10 @@ import toys
 from launching import TRAIN, command_line, ds_config, launch
 
 
-@pytest.fixture(scope="module")
-def dry(tmp_path_factory) -> dict[str, tuple[subprocess.CompletedProcess, Path]]:
-    """Two dry runs and their output folders: of two ranks beside an earlier run's metrics, and of one into nothing."""
-    folder = tmp_path_factory.mktemp("dry")
+def flags_in(folder: Path) -> dict[str, object]:
     base = toys.write_base(folder / "base")
     data = toys.write_data(folder / "data", "itti" * 3)
-    flags = {
+    return {
         **base,
         **data,
         "cache_dir": folder / "cache",
@@ -28,42 +25,54 @@ def dry(tmp_path_factory) -> dict[str, tuple[subprocess.CompletedProcess, Path]]
         "shuffle": False,
         "dry_run": True,
     }
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> tuple[subprocess.CompletedProcess, Path]:
+    """A dry run of two ranks, and its output folder, where an earlier run left metrics."""
+    folder = tmp_path_factory.mktemp("dry")
     earlier = folder / "earlier"
     earlier.mkdir()
     (earlier / "metrics.jsonl").write_text("{}\n")
     here = {"deepspeed_config": ds_config(3), "per_device_train_batch_size": 2, "output_dir": earlier}
-    launched = launch(2, TRAIN, *command_line({**flags, **here}))
+    return launch(2, TRAIN, *command_line({**flags_in(folder), **here})), earlier
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> tuple[subprocess.CompletedProcess, Path]:
+    """A dry run of one rank, and its output folder, which is not there."""
+    folder = tmp_path_factory.mktemp("alone")
     nowhere = folder / "nowhere"
-    alone = {"deepspeed_config": ds_config(1), "tokens_per_micro_batch": 250, "output_dir": nowhere, "bf16": True}
+    own = {"deepspeed_config": ds_config(1), "tokens_per_micro_batch": 250, "output_dir": nowhere, "bf16": True}
     done = subprocess.run(
-        [sys.executable, str(TRAIN), *command_line({**flags, **alone})],
+        [sys.executable, str(TRAIN), *command_line({**flags_in(folder), **own})],
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    return {"launched": (launched, earlier), "alone": (done, nowhere)}
+    return done, nowhere
 
 
-def test_it_ends_well_and_leaves_everything_as_it_was(dry):
-    for done, _ in dry.values():
-        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
-    assert [path.name for path in dry["launched"][1].iterdir()] == ["metrics.jsonl"]
-    assert (dry["launched"][1] / "metrics.jsonl").read_text() == "{}\n"
-    assert not dry["alone"][1].exists()
+def check(done: subprocess.CompletedProcess, stage: int) -> None:
+    """It ended well, and says what would be done and why."""
+    said = done.stdout
+    assert done.returncode == 0 and "Traceback" not in done.stderr, said + done.stderr
+    assert "6 optimizer steps of 4 samples" in said
+    assert re.search(r"train_batch_size += 4 +--train_batch_size", said)
+    assert said.count("GB per GPU") + said.count("MB per GPU") == 1 and f"[ZeRO-{stage}]" in said
 
 
-def test_it_says_what_would_be_done_and_why(dry):
-    for name, stage, steps in (("launched", 3, 6), ("alone", 1, 6)):
-        said = dry[name][0].stdout
-        assert f"{steps} optimizer steps of 4 samples" in said
-        assert re.search(r"train_batch_size += 4 +--train_batch_size", said)
-        assert said.count("GB per GPU") + said.count("MB per GPU") == 1 and f"[ZeRO-{stage}]" in said
+def test_it_says_what_would_be_done_and_leaves_everything_as_it_was(launched):
+    done, earlier = launched
+    check(done, 3)
+    assert [path.name for path in earlier.iterdir()] == ["metrics.jsonl"]
+    assert (earlier / "metrics.jsonl").read_text() == "{}\n"
 
 
-def test_it_shows_the_first_batch_of_the_first_rank(dry):
-    said = dry["launched"][0].stdout
-    records = json.loads((dry["launched"][1].parent / "data" / "data.json").read_text())
+def test_it_shows_the_first_batch_of_the_first_rank(launched):
+    said = launched[0].stdout
+    records = json.loads((launched[1].parent / "data" / "data.json").read_text())
     totals = re.search(r"step 1: 4 samples, (\d+) tokens, (\d+) supervised, on 2 ranks in 1 micro-batches", said)
     mine = re.search(r"rank 0's first: 2 samples, (\d+) tokens, (\d+) supervised, 1 image tiles", said)
     assert int(mine[1]) < int(totals[1]) and 0 < int(mine[2]) < int(totals[2])
@@ -74,7 +83,11 @@ def test_it_shows_the_first_batch_of_the_first_rank(dry):
     assert [text.strip().removesuffix("</s>") for text in marked] == answers
 
 
-def test_it_counts_the_parameters_by_part(dry):
-    said = dry["alone"][0].stdout
+@pytest.mark.full
+def test_it_leaves_nothing_where_nothing_was_and_counts_the_parameters_by_part(alone):
+    done, nowhere = alone
+    check(done, 1)
+    assert not nowhere.exists()
+    said = done.stdout
     assert re.search(r"[\d,]+ parameters, [\d,]+ of them trained \(vision_tower .* frozen, projector", said)
     assert "1 GPU, 2 bytes a weight, 250 tokens a micro-batch at most" in said

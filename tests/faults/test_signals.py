@@ -4,7 +4,6 @@ import json
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from llava_ds.launchers import free_port
 
 pytestmark = pytest.mark.faults
 
-AT_ONCE = 2  # runs beside each other
 SEED = 20
 MOMENTS = 20
 STOPPED_OFTEN = ROOT / "tests" / "workers" / "stopped_often.py"
@@ -51,33 +49,24 @@ def whole_step(run: Started) -> int:
     return step_of(path)
 
 
-def test_whoever_gets_whatever_saves_its_last_step_and_leaves_nobody_behind(given, tmp_path):
-    def check(case: tuple[str, str]) -> str | None:
-        name, number = case
-        with Started(2, flags_of(given, tmp_path / "-".join(case))) as run:
-            run.wait_for_step(3)
-            run.send(name, SIGNALS[number])
-            code = run.wait_for_end()
-            saved, last, said = whole_step(run), run.steps()[-1]["step"], run.log.read_text()
-            interrupted = number == "INT" and name in ("runner", "group")  # which the runner itself answers so
-            if (code, saved) != (CODES[case], last) or said.count("Traceback") != interrupted:
-                return f"{case}: code {code}, saved {saved} of {last}\n{said[-3000:]}"
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        assert [wrong for wrong in pool.map(check, CODES) if wrong] == []
+@pytest.mark.parametrize(("name", "number"), CODES)
+def test_whoever_gets_whatever_saves_its_last_step_and_leaves_nobody_behind(given, tmp_path, name, number):
+    with Started(2, flags_of(given, tmp_path / "run")) as run:
+        run.wait_for_step(3)
+        run.send(name, SIGNALS[number])
+        code, said = run.wait_for_end(), run.log.read_text()
+        assert (code, whole_step(run)) == (CODES[name, number], run.steps()[-1]["step"]), said
+        interrupted = number == "INT" and name in ("runner", "group")  # which the runner itself answers with one
+        assert said.count("Traceback") == interrupted, said
 
 
-def test_while_it_loads_nothing_is_written_and_all_leave(given, tmp_path):
-    def check(name: str) -> str | None:
-        with Started(2, flags_of(given, tmp_path / name)) as run:
-            run.wait_until(lambda: "optimizer steps of" in run.log.read_text())
-            run.send(name, signal.SIGTERM)
-            code = run.wait_for_end()
-            if code != WHILE_LOADING[name] or list(run.output_dir.glob("checkpoint-*")):
-                return f"{name}: code {code}\n{run.log.read_text()[-3000:]}"
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        assert [wrong for wrong in pool.map(check, WHILE_LOADING) if wrong] == []
+@pytest.mark.parametrize("name", WHILE_LOADING)
+def test_while_it_loads_nothing_is_written_and_all_leave(given, tmp_path, name):
+    with Started(2, flags_of(given, tmp_path / "run")) as run:
+        run.wait_until(lambda: "optimizer steps of" in run.log.read_text())
+        run.send(name, signal.SIGTERM)
+        assert run.wait_for_end() == WHILE_LOADING[name], run.log.read_text()
+        assert not list(run.output_dir.glob("checkpoint-*"))
 
 
 def test_a_loader_worker_that_is_told_to_stop_goes_on(given, tmp_path):

@@ -31,7 +31,7 @@ def poisoned(forward: Callable, argv: list[str]) -> Callable:
         if not last or logits_at is not None or not (calls == THIRD or (stays and calls > THIRD)):
             return result
         if flips:
-            # At ZeRO-3, of a parameter that stays gathered.
+            # At ZeRO-3, of a parameter that is not let go of after forward.
             weight = next(p for p in self.vision_tower.parameters() if p.numel() and getattr(p, "ds_persist", True))
             weight.data.view(-1).view(torch.int16)[0] ^= 1
             return result
