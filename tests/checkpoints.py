@@ -20,15 +20,10 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from leaves(item, f"{path}/{index}")
+    elif hasattr(value, "__dict__") and not torch.is_tensor(value) and not isinstance(value, int):
+        yield path, str(vars(value))  # a loss scaler, or where a fragment lies
     else:
-        yield (
-            path,
-            value
-            if torch.is_tensor(value) or isinstance(value, (int, float, str))
-            else str(vars(value))
-            if (hasattr(value, "__dict__"))
-            else value,
-        )
+        yield path, value
 
 
 def contents(checkpoint: Path) -> dict[str, object]:

@@ -88,7 +88,8 @@ def answers(tmp_path_factory) -> dict[str, dict]:
 def test_states_come_over(answers, record_property, name, precision, before, after, size):
     whole, moved = answers[f"{name}-{precision}-{before}"], answers[f"{name}-{precision}-{before}-{after}-{size}"]
     assert "failed" not in whole and "failed" not in moved, whole.get("failed") or moved["failed"]
-    assert "cut anew" in moved["said"]
+    # On the same ranks stages 1 and 2 may keep everything in the same places.
+    assert "cut anew" in moved["said"] or (size == 2 and {before, after} == {1, 2})
     for key in ("rates", "groups", "steps", *(["scale"] if precision == "fp16" else [])):
         assert moved[key] == whole[key], key
     frozen = [key for key in whole["weights"] if key.startswith("vision_tower")]
