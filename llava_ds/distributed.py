@@ -177,8 +177,8 @@ def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
         for rank, each in enumerate(everyone):
             held.setdefault(json.dumps(each[name], default=str, sort_keys=True), []).append(rank)
         if len(held) > 1:
-            spelled = "; ".join(f"{value} on {spelled(holders)}" for value, holders in held.items())
-            problems.append(f"{name} is not the same on all ranks: {spelled}")
+            found = "; ".join(f"{value} on {spelled(holders)}" for value, holders in held.items())
+            problems.append(f"{name} is not the same on all ranks: {found}")
     if problems:
         raise ConfigError("\n".join([*problems, remedy]))
 

@@ -34,6 +34,7 @@ REFUSALS = 3
 MOST_NAMED = 4  # ranks, with their samples
 STEPS_LONGER = 4  # than the longest so far is too long, whatever the limit
 WINDOW_S = 60.0  # over which ranks are compared
+WINDOWS_BETWEEN = 10  # two lines about the same rank
 LAUNCHER_S = 10.0  # in which a launcher ends its ranks once one of them has ended
 PATIENCE_S = LAUNCHER_S + 5.0
 PEER_IS_GONE = (  # gloo's words and NCCL's; they have no type of error of their own for it
@@ -63,6 +64,7 @@ class Watchdog:
         self._activity = Activity()
         self._beats: dict[int, tuple[Beat, float]] = {}  # of every rank, and when it was heard
         self._before: dict[int, tuple[float, float]] = {}  # busy_s and step_s, when they were last compared
+        self._named: dict[int, float] = {}  # ranks that held the others up, and when that may be said again
         self._told = self._beat.position
         self._deaf = False
         self._speaking = threading.Lock()
@@ -275,6 +277,9 @@ class Watchdog:
             return
         self._before = now
         for rank, part, median, factor in stragglers(passed):
+            if self._now < self._named.get(rank, 0.0):
+                continue  # it was, not long ago
+            self._named[rank] = self._now + WINDOWS_BETWEEN * self._window_s
             _say(
                 f"watchdog: {self._name(rank)} holds the others up: over {passed[rank][1]:.0f} s of steps it was at "
                 f"work for {part:.0%}, the others for {median:.0%} (median) and waited for it: {factor:.1f} times "

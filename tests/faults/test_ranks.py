@@ -41,7 +41,7 @@ def run(given: dict, folder: Path, how: str, when: str, rank: int, launcher: str
     }
     command = [*starts[launcher], str(FAULTY), how, when, str(rank), str(folder / "note"), *command_line(flags)]
     with (folder / "log").open("w") as log:
-        done = subprocess.run(command, env=environment(), stdout=log, stderr=subprocess.STDOUT, timeout=300)
+        done = subprocess.run(command, env=environment(), stdout=log, stderr=subprocess.STDOUT, timeout=900)
     seconds = time.time() - float((folder / "note").read_text())
     output = (folder / "log").read_text()
     print(f"\n{launcher} {how} {when} rank {rank}: exit code {done.returncode}, {seconds:.1f} s after the fault")
@@ -113,7 +113,7 @@ def test_a_pause_below_the_limit_changes_nothing(given, tmp_path, when):
 
 
 def test_a_slow_rank_is_reported_and_the_run_ends_well(given, tmp_path):
-    code, output, _ = run(given, tmp_path, "slow", "step", 1, max_steps=60, save_steps=60)
+    code, output, _ = run(given, tmp_path, "slow", "step", 1, max_steps=30, save_steps=30)
     assert code == 0
-    assert re.search(r"watchdog: rank 1 on .* holds the others up", output), output
+    assert len(re.findall(r"watchdog: rank 1 on .* holds the others up", output)) == 1, output
     assert "watchdog: rank 0" not in output

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -23,7 +24,7 @@ def meet(monkeypatch):
     """A function that makes the Peers of some ranks, each in a thread; gather works between them."""
     made: list[Peers] = []
 
-    def all_of(num_ranks: int) -> list[Peers]:
+    def all_of(num_ranks: int, on_each_machine: int | None = None) -> list[Peers]:
         values, barrier, own = {}, threading.Barrier(num_ranks), threading.local()
 
         def gather(value: object, ranks: Ranks) -> list:
@@ -34,7 +35,7 @@ def meet(monkeypatch):
             return own.values
 
         monkeypatch.setattr(heartbeat, "gather", gather)
-        monkeypatch.setattr(heartbeat, "local_ranks", lambda: num_ranks)
+        monkeypatch.setattr(heartbeat, "local_ranks", lambda: on_each_machine or num_ranks)
 
         def make(rank: int) -> None:
             made.append(Peers(Ranks(rank, rank, num_ranks, torch.device("cpu"))))
@@ -64,6 +65,25 @@ def test_a_beat_arrives_as_it_was_said(meet):
     second.send(BEAT)
     assert within_2_s(first.heard) == within_2_s(third.heard) == [BEAT]
     assert second.heard() == []
+
+
+def test_several_machines_hear_each_other_on_the_way_to_the_first(meet, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    ways = iter([(socket.AF_INET, "127.0.0.1")] * 2)
+    monkeypatch.setattr(heartbeat, "address_towards", lambda host: next(ways))
+    first, second = meet(2, on_each_machine=1)
+    second.send(BEAT)
+    assert within_2_s(first.heard) == [BEAT]
+
+
+def test_the_first_machine_is_known_by_the_address_that_others_reach(monkeypatch):
+    """Debian gives a machine's own name 127.0.1.1."""
+    ways = {"first": (socket.AF_INET, "127.0.1.1"), "10.0.0.2": (socket.AF_INET, "10.0.0.1")}
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.setattr(heartbeat, "local_ranks", lambda: 1)
+    monkeypatch.setattr(heartbeat, "address_towards", ways.__getitem__)
+    monkeypatch.setattr(heartbeat, "gather", lambda own, ranks: [own, (socket.AF_INET, "10.0.0.2")])
+    assert heartbeat._own_address(Ranks(0, 0, 2, torch.device("cpu"))) == (socket.AF_INET, "10.0.0.1")
 
 
 def test_a_long_beat_is_cut_and_fits_in_a_packet():
