@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.state import TRAINER
+from llava_ds.checkpoint.identity import TRAINER
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import exit_for_bad_input, print_first
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from llava_ds.checkpoint.engine_files import model_states, read_states
+from llava_ds.checkpoint.identity import ENGINE
 from llava_ds.checkpoint.layout import PLAIN, Layout, Piece
 from llava_ds.checkpoint.reshape import saved_pieces
-from llava_ds.checkpoint.state import ENGINE
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:

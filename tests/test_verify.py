@@ -9,7 +9,7 @@ import torch
 from launching import ROOT
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.state import RunIdentity
+from llava_ds.checkpoint.identity import RunIdentity
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks
 

@@ -9,9 +9,9 @@ import torch
 
 from llava_ds.arguments import TrainingArguments
 from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.identity import TRAINER, RunIdentity
 from llava_ds.checkpoint.layout import layout_file, layout_text
 from llava_ds.checkpoint.random_states import random_states
-from llava_ds.checkpoint.state import TRAINER, RunIdentity
 from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
 from llava_ds.distributed import Ranks, print_first
 

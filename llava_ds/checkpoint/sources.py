@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llava_ds.arguments import Arguments
 from llava_ds.checkpoint.files import sha256
-from llava_ds.checkpoint.state import TRAINER
+from llava_ds.checkpoint.identity import TRAINER
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.model.weight_files import weight_files
 

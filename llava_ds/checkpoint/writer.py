@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from llava_ds.checkpoint.files import Entry, damage, described, not_cached, write_file
-from llava_ds.checkpoint.state import ENGINE
+from llava_ds.checkpoint.identity import ENGINE
 
 
 class CheckpointWriter(TorchCheckpointEngine):

@@ -8,8 +8,8 @@ import torch
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.identity import ENGINE, SETTINGS, TRAINER, folder_digest
 from llava_ds.checkpoint.sources import weight_hashes
-from llava_ds.checkpoint.state import ENGINE, SETTINGS, TRAINER, folder_digest
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.deepspeed_files import engine_entries
 from llava_ds.export.entries import Entry, completed, read_entries

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from llava_ds.arguments import Arguments
-from llava_ds.checkpoint.state import saved_identity
+from llava_ds.checkpoint.identity import saved_identity
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, from_first, gather, local_ranks
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config

@@ -4,7 +4,7 @@ import itertools
 import math
 from pathlib import Path
 
-from llava_ds.checkpoint.state import saved_identity
+from llava_ds.checkpoint.identity import saved_identity
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import Layout
 from llava_ds.data.sampler import SampleOrder

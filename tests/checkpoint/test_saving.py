@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from llava_ds.checkpoint import commit, writer
+from llava_ds.checkpoint.identity import RunIdentity
 from llava_ds.checkpoint.saving import Saver
-from llava_ds.checkpoint.state import RunIdentity
 from llava_ds.distributed import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))

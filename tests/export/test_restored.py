@@ -6,7 +6,7 @@ import pytest
 
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.checkpoint.commit import sha256
-from llava_ds.checkpoint.state import folder_digest
+from llava_ds.checkpoint.identity import folder_digest
 from llava_ds.constants import ConfigError
 from llava_ds.export.card import write_card
 from llava_ds.export.restored import _check_bases

@@ -126,14 +126,17 @@ def test_steps_that_end_in_time_and_phases_without_a_limit_go_on(start):
 def test_starting_may_take_long_while_it_gets_on(start, monkeypatch):
     goes_on = [True]
     monkeypatch.setattr(module, "Activity", lambda: SimpleNamespace(goes_on=lambda elapsed_s: goes_on[0]))
-    run = start(2, watchdog_start_s=0.6)
+    run = start(2, watchdog_start_s=1.5)
     run.others.says = [peer("start", waits=True)]
-    blocks(1.2)  # at one line, but its workers or the disk are busy
+    blocks(2.0)  # at one line, but its workers or the disk are busy
     assert run.codes == []
     goes_on[0] = False
-    until = time.monotonic() + 1.2
+    until = time.monotonic() + 2.5
     while time.monotonic() < until:  # at many lines
         sum(range(1000))
+        sum(range(2000))
+        sum(range(3000))
+        sum(range(4000))
     assert run.codes == []
     run.thread.join(20)
     assert run.codes == [EXIT_RANK_LOST] and "in its start" in run.said[0]

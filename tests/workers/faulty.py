@@ -58,7 +58,7 @@ def main() -> None:
     act = functools.partial(fault, how, Path(note))
     if os.environ["RANK"] == rank and when == "before":
         act()
-    from llava_ds.checkpoint import state
+    from llava_ds.checkpoint import saving
     from llava_ds.model import build
     from llava_ds.model.llava import LlavaModel
     from llava_ds.train import watchdog
@@ -70,7 +70,7 @@ def main() -> None:
         if when == "start":
             build.build_model = before_nth(build.build_model, 1, act)
         elif when == "save":
-            state.save = before_nth(state.save, 1, act)
+            saving.save_engine = before_nth(saving.save_engine, 1, act)
         elif when == "step":
             if how == "pause":  # once
                 act = functools.lru_cache(act)

@@ -17,9 +17,10 @@ from optimizers import WIDTH, Small
 from torch import nn
 
 from llava_ds.checkpoint.gather import gathered
+from llava_ds.checkpoint.identity import ENGINE
 from llava_ds.checkpoint.layout import write_layout
 from llava_ds.checkpoint.random_states import random_states
-from llava_ds.checkpoint.state import ENGINE, ResumePoint, restore
+from llava_ds.checkpoint.state import ResumePoint, restore
 from llava_ds.distributed import Ranks, all_sum, init_ranks, quiet_libraries
 from llava_ds.ds_config.resolve import resolve_ds_config
 from llava_ds.parsing import parse_arguments
