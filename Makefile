@@ -80,7 +80,7 @@ ablation: install
 doctor: install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python run/doctor.py $(ARGS)
 
-# How fast it is beside transformers' Trainer: half an hour on two idle cores; make bench ARGS=--quick only tries it.
+# How fast it is beside transformers' Trainer: about an hour on two idle cores; make bench ARGS=--quick only tries it.
 # On a large GPU: make bench ARGS="--preset gpu-7b"
 bench: install
 	$(BIN)/python run/bench.py $(ARGS)

@@ -1,6 +1,6 @@
 """How fast training is, side by side with transformers' Trainer in one run: python run/bench.py
 
-About half an hour on two cores that have nothing else to do; --quick is a few minutes at toy sizes, whose ratios say
+About an hour on two cores that have nothing else to do; --quick is a few minutes at toy sizes, whose ratios say
 little. Leaves bench.json with everything that was measured, steps.png and table.md in --output_dir.
 """
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from llava_ds.checkpoint.identity import ENGINE
 
+pytestmark = pytest.mark.full  # every day tests/checkpoint/test_reshape.py shows it in one process
+
 STEPS, SAVED = 6, 3
 # name: ZeRO stage before and after
 RUNS = {

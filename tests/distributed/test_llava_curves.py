@@ -13,7 +13,7 @@ from launching import ds_config, run_many
 
 CURVES = json.loads((Path(__file__).parent / "goldens" / "curves.json").read_text())
 # One of each kind of setting, several of them in one run where that shows as much.
-EVERY_DAY = ["adapter", "halves", "uneven", "random_epochs", "frozen", "next", "lora"]
+EVERY_KIND = ["adapter", "halves", "uneven", "random_epochs", "frozen", "next", "lora"]
 # With micro-batches of two samples, two a step: on one rank or on two.
 ON_TWO_RANKS = ["halves", "halves_adapter"]
 LOSS, NORM = 5e-6, 5e-6  # absolute, relative
@@ -77,8 +77,9 @@ def compare(name: str, output_dir: Path) -> None:
             assert row["grad_norm"] == pytest.approx(curve["gradient_norms"][i], rel=NORM), name
 
 
+@pytest.mark.full
 def test_training_gives_llavas_curves(trained):
-    for name, output_dir in trained(EVERY_DAY, 2, 1).items():
+    for name, output_dir in trained(EVERY_KIND, 2, 1).items():
         compare(name, output_dir)
 
 

@@ -431,6 +431,7 @@ def test_a_json_that_training_refuses_is_exit_code_1(tmp_path):
     assert "problem  configuration    zero_optimization.stage" in done.stdout
 
 
+@pytest.mark.full
 def test_this_machine_can_train(tmp_path):
     """Really: two ranks over the launcher, and nothing but the report on standard output."""
     command = [sys.executable, str(DOCTOR), "--json", "--output_dir", str(tmp_path), "--cache_dir", str(tmp_path)]
