@@ -333,6 +333,18 @@ class TrainingArguments:
         help="Steps in a row with a loss or gradients that are not finite, which change nothing, after which the run "
         "stops (at least 1). --fp16 looks for its loss scale by such steps.",
     )
+    on_loss_spike: Literal["continue", "rewind"] = HfArg(
+        default="continue",
+        help="When the loss jumps. continue: say so; rewind: go back to the weights of the last checkpoint and pass "
+        "over the samples since then, whose steps stay counted.",
+    )
+    loss_spike_sigma: float = HfArg(
+        default=6.0,
+        help="Standard deviations above the mean of the steps before from which a loss is a spike (above 0).",
+    )
+    loss_spike_window: int = HfArg(
+        default=128, help="Steps before, that a loss is judged by; before half of them nothing is (at least 4)."
+    )
     check_divergence_steps: int = HfArg(
         default=1000,
         help="Steps between comparisons of what every rank holds a copy of: all weights at ZeRO 0 to 2, the smallest "
@@ -364,6 +376,12 @@ class TrainingArguments:
         help="Check everything, print the plan, the first batch and the memory that is needed, and stop before the "
         "model is built; nothing is written to --output_dir.",
     )
+
+
+def flag_default(name: str) -> object:
+    """What a flag is when nobody gives it; None for a name that is no flag."""
+    sections = (ModelArguments, DataArguments, TrainingArguments)
+    return next((getattr(section, name) for section in sections if hasattr(section, name)), None)
 
 
 def steps_go_across_epochs(training: TrainingArguments) -> bool:

@@ -249,6 +249,7 @@ def training_problems(args: Arguments) -> list[str]:
         save_steps=1,
         save_total_limit=1,
         max_skipped_steps=1,
+        loss_spike_window=4,
         check_divergence_steps=0,
         watchdog_start_s=0,
         watchdog_step_s=0,
@@ -297,6 +298,12 @@ def training_problems(args: Arguments) -> list[str]:
             seconds_of(training.max_run_time)
         except ConfigError as error:
             problems.append(f"--max_run_time: {error}")
+    sigma = training.loss_spike_sigma
+    check(math.isfinite(sigma) and sigma > 0, f"--loss_spike_sigma is {sigma}: give a value above 0, like 6")
+    check(
+        training.on_loss_spike != "rewind" or training.save_strategy == "steps",
+        "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps",
+    )
     check(training.output_dir is not None, "--output_dir is missing: name the folder for what the run leaves")
 
     check(

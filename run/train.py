@@ -52,6 +52,7 @@ from llava_ds.model.language import length_note
 from llava_ds.model.liger import check_liger, use_liger
 from llava_ds.model.recompute import mark_layers
 from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS, build_parser, parse_arguments, read_recipe
+from llava_ds.report.loss_spikes import LossSpikes
 from llava_ds.report.peak import peak_flops
 from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
@@ -207,6 +208,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     skipped = SkippedLog(output_dir / "skipped.jsonl", dataset.rejections(), allowed, resume.step, ranks)
     before = (resume.step, engine.skipped_steps)
     skipped_steps = SkippedSteps(output_dir, dataset, layout, order, args.training.max_skipped_steps, before, ranks)
+    spikes = LossSpikes(output_dir, dataset, layout, order, args.training, resume.step, ranks)
     progress = Progress(
         output_dir,
         resume_step=resume.step,
@@ -218,6 +220,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         peak_flops=peak,
         skipped=skipped,
         skipped_steps=skipped_steps,
+        spikes=spikes,
         ranks=ranks,
         monitor=engine.monitor,
     )
@@ -235,6 +238,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         progress=progress,
         skipped=skipped,
         skipped_steps=skipped_steps,
+        spikes=spikes,
         saver=saver,
         ranks=ranks,
     )

@@ -5,7 +5,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from llava_ds.arguments import Arguments
+from llava_ds.arguments import Arguments, flag_default
 from llava_ds.checkpoint import commit
 from llava_ds.ds_config.optimizer import optimizer_name
 from llava_ds.ds_config.zero import offload_device
@@ -22,11 +22,14 @@ FREE_FLAGS = {
     "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
     "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",
     "max_shard_size", "max_run_time", "max_skipped_steps",
-    "check_divergence_steps", "allow_changed_flags",
+    "check_divergence_steps", "allow_changed_flags", "loss_spike_sigma", "loss_spike_window",
     "watchdog_start_s", "watchdog_step_s", "watchdog_save_s",
     # Which layers run again in backward changes no result: what runs out of memory goes on with other values.
     "gradient_checkpointing", "gradient_checkpointing_every_n_layers", "activation_memory_gb",
 }  # fmt: skip
+
+# What says when a run goes back, where it does (--on_loss_spike rewind).
+REWIND_FLAGS = {"loss_spike_sigma", "loss_spike_window", "logging_steps", "save_steps"}
 
 # Flags that say on which rank and in which micro-batch a sample of the step is computed, and nothing else.
 LAYOUT_FLAGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_micro_batch")
@@ -52,7 +55,8 @@ class RunIdentity:
 
     @classmethod
     def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
-        flags = {name: value for name, value in args.as_dict().items() if name not in FREE_FLAGS}
+        free = FREE_FLAGS - REWIND_FLAGS if args.training.on_loss_spike == "rewind" else FREE_FLAGS
+        flags = {name: value for name, value in args.as_dict().items() if name not in free}
         # What lies behind a path counts, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
         flags["pretrain_mm_mlp_adapter"] = projector and commit.sha256(Path(projector))
@@ -69,10 +73,11 @@ class RunIdentity:
     def differences(self, saved: dict) -> dict[str, str]:
         """What a saved identity (as read from JSON) has so differently that the run would end in another model: a line
         for each, by the name that --allow_changed_flags knows it by."""
+        # An earlier version had not every flag: its runs did what the default does.
         lines = {
-            name: f"--{name} is {value}, was {saved['flags'].get(name)}"
+            name: f"--{name} is {value}, was {before}"
             for name, value in self.flags.items()
-            if saved["flags"].get(name) != value and name not in LAYOUT_FLAGS
+            if (before := saved["flags"].get(name, flag_default(name))) != value and name not in LAYOUT_FLAGS
         }
         if saved["data"] != self.data:
             lines["data"] = "the data set (or its encoding) is another one"

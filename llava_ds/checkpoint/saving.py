@@ -12,6 +12,7 @@ from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.identity import TRAINER, RunIdentity
 from llava_ds.checkpoint.layout import layout_file, layout_text
 from llava_ds.checkpoint.random_states import random_states
+from llava_ds.checkpoint.state import rewind
 from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
 from llava_ds.distributed import Ranks, print_first
 
@@ -67,6 +68,17 @@ class Saver:
         if self.num_failed and (last or self.num_failed >= MAX_FAILED_SAVES):
             return self._problem(last)
         return None
+
+    def rewind(self) -> Path | None:
+        """Bring the engine back to the last good checkpoint (see state.rewind) and return it; None while there is none.
+
+        One that is being written becomes it first.
+        """
+        if self._save is not None:
+            self._settle()
+        if self.last_good is not None:
+            rewind(self.engine, self.last_good, self.ranks)
+        return self.last_good
 
     def _begin(self, step: int, keeps_all: bool) -> None:
         """Write a checkpoint's files, or copy what they are to hold. RNG and engine are this moment's in both cases."""

@@ -1,5 +1,6 @@
 """What a checkpoint holds beside the engine's part, and how a run goes on from it."""
 
+import copy
 import dataclasses
 import json
 import time
@@ -9,11 +10,13 @@ from llava_ds.arguments import Arguments
 from llava_ds.checkpoint import commit, safe_load
 from llava_ds.checkpoint.identity import ENGINE, FREE_FLAGS, TRAINER, RunIdentity, saved_identity
 from llava_ds.checkpoint.layout import has_layout, layout_of, read_layout
-from llava_ds.checkpoint.random_states import seed_random_states, set_random_states
+from llava_ds.checkpoint.random_states import random_states, seed_random_states, set_random_states
 from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
 from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, barrier, gather
+
+GROUP_STATES = {"params", "step"}  # of a parameter group, what is no rate; DeepSpeed's Adam and Lion count there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,12 @@ def find_resume_point(
     """
     known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
     may_change = permitted(allowed, known, FREE_FLAGS)
+    # DeepSpeed 0.19.8 goes on with a rate of 0, and without the states that never left memory.
+    nvme = "DeepSpeed does not bring an optimizer back that lies on NVMe"
+    if identity.optimizer_on_nvme and identity.flags["on_loss_spike"] == "rewind":
+        raise ConfigError(
+            f'--on_loss_spike rewind can\'t go back: {nvme}. Give continue, or offload_optimizer to "cpu"'
+        )
     if resume == "never":
         return ResumePoint(), []
     if resume == "auto":
@@ -65,10 +74,9 @@ def find_resume_point(
         if problem is not None:
             raise ConfigError(f"--resume {resume} can't be used: {problem}")
     if identity.optimizer_on_nvme:
-        # DeepSpeed 0.19.8 goes on with a rate of 0, and without the states that never left memory.
         raise ConfigError(
-            f"{path} can't be gone on from: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
-            '--resume never to start again, or offload_optimizer to "cpu", which a run has to begin with'
+            f"{path} can't be gone on from: {nvme}. Give --resume never to start again, or offload_optimizer to "
+            '"cpu", which a run has to begin with'
         )
     trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
     saved = trainer["identity"]
@@ -116,6 +124,35 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
 
     seed: for the random states of ranks that the checkpoint has none of. All ranks call it together.
     """
+    line = _load(engine, point, ranks)
+    if ranks.rank < point.world_size:
+        set_random_states(safe_load.load(point.path / f"random-{ranks.rank}.pt"), ranks.device)
+    else:
+        seed_random_states(seed, point.step, ranks.rank)
+    return line
+
+
+def rewind(engine, path: Path, ranks: Ranks) -> None:
+    """Bring weights and optimizer states back to a checkpoint's, as if the steps since then had changed nothing.
+
+    They stay counted: schedule, rates, counters and random states go on from where they are. All ranks call it
+    together.
+    """
+    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
+    schedule, random = copy.deepcopy(engine.lr_scheduler.state_dict()), random_states(ranks.device)
+    rates = [{key: group[key] for key in group.keys() - GROUP_STATES} for group in engine.basic_optimizer.param_groups]
+    _load(engine, ResumePoint(path, trainer["step"], trainer["identity"]["world_size"]), ranks)
+    engine.lr_scheduler.load_state_dict(schedule)
+    for group, before in zip(engine.basic_optimizer.param_groups, rates):
+        group.update(before)
+    for name, value in counters.items():
+        setattr(engine, name, value)
+    set_random_states(random, ranks.device)
+
+
+def _load(engine, point: ResumePoint, ranks: Ranks) -> str:
+    """Weights, optimizer states, schedule and counters of a checkpoint, into the engine. Returns how, in a line."""
     groups = [{**group, "params": None} for group in engine.basic_optimizer.param_groups]
     same = point.world_size == ranks.world_size and (
         not has_layout(point.path) or read_layout(point.path, ranks.rank) == layout_of(engine)
@@ -135,8 +172,4 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
             line += "; ranks that are new draw random numbers of their own"
     if point.changed:
         renew_rates(engine, groups, point.path / ENGINE)
-    if ranks.rank < point.world_size:
-        set_random_states(safe_load.load(point.path / f"random-{ranks.rank}.pt"), ranks.device)
-    else:
-        seed_random_states(seed, point.step, ranks.rank)
     return line

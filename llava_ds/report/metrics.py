@@ -1,4 +1,4 @@
-"""metrics.jsonl: one object per optimizer step."""
+"""JSONL files of a run: one object a line, and metrics.jsonl, which has one per optimizer step."""
 
 import errno
 import json
@@ -9,16 +9,17 @@ from pathlib import Path
 from llava_ds.constants import DataError
 
 
-class MetricsLog:
-    """Appends steps to a JSONL file. Steps behind the one a run resumes from are dropped, for they will come again.
+class RowLog:
+    """Appends rows to a JSONL file.
 
     A file that can't be written to, on a full disk, does not end the run: the rows wait for the next time.
     """
 
-    def __init__(self, path: Path, resume_step: int) -> None:
-        self.path, self.waiting = path, []
-        kept = [row for row in read_metrics(path) if row["step"] <= resume_step] if path.exists() else []
-        replace_rows(path, kept)
+    def __init__(self, path: Path, kept: Iterable[dict]) -> None:
+        """kept: the rows to begin with, in the place of what is there; without any, no file is begun."""
+        self.path, self.waiting, kept = path, [], list(kept)
+        if kept or path.exists():
+            replace_rows(path, kept)
 
     def write(self, rows: list[dict]) -> None:
         """Append rows, in one write, so that a killed run leaves whole lines."""
@@ -43,7 +44,20 @@ class MetricsLog:
         """Raise DataError when there are rows that could never be written."""
         self.write([])
         if self.waiting:
-            raise DataError(f"{self.path} lacks the last {len(self.waiting)} steps: it could not be written to")
+            raise DataError(f"{self.path} lacks the last {len(self.waiting)} rows: it could not be written to")
+
+
+class MetricsLog(RowLog):
+    """metrics.jsonl. Steps behind the one a run resumes from are dropped, for they will come again."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        path.touch()
+        super().__init__(path, [row for row in read_metrics(path) if row["step"] <= resume_step])
+
+
+def rows_of(path: Path) -> list[dict]:
+    """As read_metrics; none where there is no such file."""
+    return read_metrics(path) if path.exists() else []
 
 
 def replace_rows(path: Path, rows: Iterable[dict]) -> None:

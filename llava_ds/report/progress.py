@@ -11,6 +11,7 @@ import torch
 from llava_ds.data.loader import Counts
 from llava_ds.distributed import Ranks, all_sum, progress_bar
 from llava_ds.model.flops import ModelFlops
+from llava_ds.report.loss_spikes import LossSpikes
 from llava_ds.report.metrics import MetricsLog, read_metrics
 from llava_ds.report.plots import plot_loss
 from llava_ds.report.skipped import SkippedLog
@@ -33,6 +34,7 @@ class Progress:
         peak_flops: float,
         skipped: SkippedLog,
         skipped_steps: SkippedSteps,
+        spikes: LossSpikes,
         ranks: Ranks,
         monitor,
     ) -> None:
@@ -42,7 +44,7 @@ class Progress:
         self.output_dir, self.ranks = output_dir, ranks
         self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
         self.flops, self.peak_flops = flops, peak_flops * ranks.world_size
-        self.skipped, self.skipped_steps = skipped, skipped_steps
+        self.skipped, self.skipped_steps, self.spikes = skipped, skipped_steps, spikes
         self.pending: list = []
         self.waited_s = 0.0  # for the device when it was last read, which is in the time of the step that followed
         self.log = MetricsLog(output_dir / "metrics.jsonl", resume_step) if ranks.is_first else None
@@ -85,6 +87,7 @@ class Progress:
             self.bar.update(len(rows))
         self.skipped.add(read)
         self.skipped_steps.add(read, [result.loss for result in self.pending])
+        self.spikes.add(read)
         self.pending.clear()
 
     def close(self, title: str) -> None:

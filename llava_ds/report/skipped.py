@@ -1,12 +1,11 @@
 """skipped.jsonl: every record that is not trained on, with where it stands and why."""
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from llava_ds.distributed import Ranks, from_first, gather, print_first
-from llava_ds.report.metrics import read_metrics, replace_rows
+from llava_ds.report.metrics import RowLog, rows_of
 
 
 class SkippedLog:
@@ -22,11 +21,10 @@ class SkippedLog:
         self.path, self.num_allowed, self.ranks = path, num_allowed, ranks
         rejections = list(rejections)
         self.num_rejected = len(rejections)
-        before = from_first(ranks, lambda: read_metrics(path) if path.exists() else [])
+        before = from_first(ranks, lambda: rows_of(path))
         earlier = [row for row in before if 0 < row.get("step", 0) <= resume_step]
         self.broken = {(row["file"], row["index"]) for row in earlier}
-        if ranks.is_first:
-            replace_rows(path, [*rejections, *earlier])
+        self.log = RowLog(path, [*rejections, *earlier]) if ranks.is_first else None
 
     def add(self, results: list) -> None:
         """Note the broken samples of some steps (StepResults, which have to be the same steps on every rank)."""
@@ -37,8 +35,7 @@ class SkippedLog:
         rows.sort(key=lambda row: (row["step"], row["file"], row["index"]))
         self.broken |= {(row["file"], row["index"]) for row in rows}
         if self.ranks.is_first:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows))
+            self.log.write(rows)
         print_first(*(f"step {row['step']}: left out {row['id']}: {row['reason']}" for row in rows))
 
     @property

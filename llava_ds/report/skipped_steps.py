@@ -1,6 +1,5 @@
 """skipped_steps.jsonl: every step whose loss or gradients were not finite, with the samples that it was made of."""
 
-import json
 import math
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import Layout
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks, from_first, gather, print_first
-from llava_ds.report.metrics import read_metrics
+from llava_ds.report.metrics import RowLog, rows_of
 
 FILE = "skipped_steps.jsonl"
 MOST_NAMED = 8  # samples, in what is printed
@@ -38,10 +37,9 @@ class SkippedSteps:
         resume_step, self._num_skipped = before
         self._dataset = dataset
         self._plan = lambda step: next(layout.steps(order, dataset.lengths, step - 1))[1]
-        noted = from_first(ranks, lambda: read_metrics(self.path) if self.path.exists() else [])
+        noted = from_first(ranks, lambda: rows_of(self.path))
         earlier = [row for row in noted if row["step"] <= resume_step]
-        if ranks.is_first and noted:
-            self.path.write_text("".join(json.dumps(row) + "\n" for row in earlier), encoding="utf-8")
+        self.log = RowLog(self.path, earlier) if ranks.is_first else None
         steps = {row["step"] for row in earlier}
         self.in_a_row = 0  # now, the same on every rank
         while resume_step - self.in_a_row in steps:
@@ -74,8 +72,7 @@ class SkippedSteps:
         ids = [str(self._dataset.row(int(self._dataset.rows[sample]))["id"]) for sample in samples]
         what = "loss" if wrong else "gradients"
         if self.ranks.is_first:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "not_finite": what, "ranks": wrong, "samples": ids}) + "\n")
+            self.log.write([{"step": step, "not_finite": what, "ranks": wrong, "samples": ids}])
         more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
         named = ", ".join(ids[:MOST_NAMED]) + more
         print_first(f"step {step:,} is skipped, for its {what} {'is' if wrong else 'are'} not finite: samples {named}")

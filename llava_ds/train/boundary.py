@@ -5,7 +5,7 @@ import time
 from torch import nn
 
 from llava_ds.constants import DataError
-from llava_ds.distributed import Ranks
+from llava_ds.distributed import Ranks, print_first
 from llava_ds.train.guard import settle_skipped_steps
 from llava_ds.train.loop import StepResult, TrainState
 from llava_ds.train.replicas import check_replicas
@@ -14,7 +14,7 @@ from llava_ds.train.watchdog import Watchdog
 
 
 class Boundary:
-    """Stopping, logging, checking and saving, in this order, on every rank after every step."""
+    """Stopping, logging, going back, checking and saving, in this order, on every rank after every step."""
 
     def __init__(
         self,
@@ -30,15 +30,16 @@ class Boundary:
         progress,
         skipped,
         skipped_steps,
+        spikes,
         saver,
         ranks: Ranks,
     ) -> None:
-        """save_steps: None where nothing is saved; progress, skipped, skipped_steps: of llava_ds.report; saver: of
-        llava_ds.checkpoint."""
+        """save_steps: None where nothing is saved; progress, skipped, skipped_steps, spikes: of llava_ds.report; saver:
+        of llava_ds.checkpoint."""
         self.engine, self.model, self.state, self.num_steps, self.ranks = engine, model, state, num_steps, ranks
         self.save_steps, self.check_divergence_steps = save_steps, check_divergence_steps
         self.stop, self.watchdog, self.progress, self.saver = stop, watchdog, progress, saver
-        self.skipped, self.skipped_steps = skipped, skipped_steps
+        self.skipped, self.skipped_steps, self.spikes = skipped, skipped_steps, spikes
 
     def after_step(self, result: StepResult) -> float:
         """What the loop calls. Returns the seconds that are not the step's.
@@ -51,15 +52,35 @@ class Boundary:
         last = result.step == self.num_steps or self.state.stops
         saves = self.save_steps is not None and (last or result.step % self.save_steps == 0)
         self.progress.after_step(result, flush=saves)
+        if self.spikes.found:
+            self._meet_spike(result.step)
         check_replicas(self.model, result.step, self.check_divergence_steps, self.ranks)
         last = last or self.skipped.problem is not None
         saves = saves or (last and self.save_steps is not None)
+        # Weights that steps have left as they were, or that were brought back, are in the last checkpoint.
+        ends = [p for p in (self.skipped_steps.problem, self.spikes.problem) if p is not None]
+        last = last or bool(ends)
         if saves:
             self.watchdog.enters("save", result.step)
             settle_skipped_steps(self.engine)
         # What was saved before steps that change nothing is kept until one changes something.
         failed = self.saver.after_step(result.step, saves, last, keeps_all=self.skipped_steps.in_a_row > 0)
-        if problems := [p for p in (self.skipped.problem, self.skipped_steps.problem, failed) if p is not None]:
+        if problems := [p for p in (self.skipped.problem, *ends, failed) if p is not None]:
             raise DataError("\n".join(problems))
         self.watchdog.enters("step", result.step + 1)
         return self.stop.saved(time.perf_counter() - started) if saves else 0.0
+
+    def _meet_spike(self, step: int) -> None:
+        """Say it, and go back to the last checkpoint where that is asked for: what came since then is passed over."""
+        went_back = None
+        if self.spikes.rewinds:
+            self.watchdog.enters("save", step)
+            settle_skipped_steps(self.engine)
+            went_back = self.saver.rewind()
+        what = self.spikes.describe()
+        if went_back is not None:
+            what += f": back to {went_back.name}, and on with the samples after step {step:,}"
+        elif self.spikes.rewinds:
+            what += ": there is no checkpoint yet to go back to"
+        print_first(what)
+        self.spikes.settle(went_back and went_back.name)

@@ -87,7 +87,7 @@ def test_rows_wait_while_the_disk_is_full_and_no_line_is_cut(tmp_path, capsys):
         log.write([{"step": 2}])
         log.write([{"step": 3}])
         assert read_metrics(path) == [{"step": 1}] and path.read_text().endswith("\n")
-        with pytest.raises(DataError, match=r"metrics\.jsonl lacks the last 2 steps"):
+        with pytest.raises(DataError, match=r"metrics\.jsonl lacks the last 2 rows"):
             log.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

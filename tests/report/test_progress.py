@@ -51,6 +51,7 @@ def progress(tmp_path, monkeypatch) -> Progress:
         peak_flops=1e9,
         skipped=SimpleNamespace(add=lambda results: None),
         skipped_steps=SimpleNamespace(add=lambda results, losses: None),
+        spikes=SimpleNamespace(add=lambda results: None),
         ranks=Ranks(0, 0, 1, torch.device("cpu")),
         monitor=SimpleNamespace(enabled=False),
     )
