@@ -12,7 +12,8 @@ from llava_ds.report.metrics import read_metrics
 
 pytestmark = pytest.mark.full
 
-STEPS, SAVED, SPIKE, NAN = 8, 3, 5, float("nan")
+STEPS, SAVED, SPIKE = 8, 3, 5
+NAN, LARGE = ({"rank": 1, "where": "loss", "value": value} for value in (float("nan"), 500.0))
 KINDS = {
     **{f"{stage}-fp32": (stage, {}) for stage in range(4)},
     **{f"{stage}-bf16": (stage, {"bf16": True}) for stage in range(4)},
@@ -24,7 +25,7 @@ WATCH = {"on_loss_spike": "rewind", "loss_spike_window": 4, "loss_spike_sigma": 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """For each kind a run that goes back from SPIKE, and one whose steps from the checkpoint to there change nothing."""
+    """For each kind a run that goes back from SPIKE, and one whose steps up to there, after SAVED, change nothing."""
     folder = tmp_path_factory.mktemp("rewind")
     given = toys.write_base(folder / "base", attention_dropout=0.1) | toys.write_data(folder / "data", "ittiitti")
     common = {"train_batch_size": 2, "max_grad_norm": 1.0, "max_steps": STEPS, "save_strategy": "steps"}
@@ -33,14 +34,14 @@ def folder(tmp_path_factory) -> Path:
         flags = {**common, "save_steps": SAVED, "warmup_steps": 2, **more}
         back = toy_run(given, folder / name / "back", ds_config(stage), **flags, **WATCH)
         plain = toy_run(given, folder / name / "plain", ds_config(stage), **flags)
-        runs.append((command_line(back), {SPIKE: 500.0}))
-        runs.append((command_line(plain), {step: NAN for step in range(SAVED + 1, SPIKE + 1)}))
+        runs.append((command_line(back), {SPIKE: LARGE}))
+        runs.append((command_line(plain), dict.fromkeys(range(SAVED + 1, SPIKE + 1), NAN)))
     for name, save_steps, spikes in (("none", 50, (5, 7)), ("thrice", 8, (9, 10, 11))):
         flags = {**common, **WATCH, "save_steps": save_steps, "max_steps": 12}
-        runs.append((command_line(toy_run(given, folder / name, ds_config(2), **flags)), dict.fromkeys(spikes, 500.0)))
+        runs.append((command_line(toy_run(given, folder / name, ds_config(2), **flags)), dict.fromkeys(spikes, LARGE)))
     listed = folder / "runs.json"
     listed.write_text(json.dumps(runs))
-    done = launch(2, ROOT / "tests" / "workers" / "scaled_losses.py", str(listed), timeout_s=600)
+    done = launch(2, ROOT / "tests" / "workers" / "disturbed.py", str(listed), timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "output.txt").write_text(done.stdout)
     return folder
