@@ -13,6 +13,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds import formats
 from llava_ds.arguments import ModelArguments
+from llava_ds.checkpoint.files import write_file
 from llava_ds.checkpoint.gather import gathered
 from llava_ds.checkpoint.llava_config import llava_config
 from llava_ds.distributed import Ranks
@@ -81,7 +82,8 @@ def write_adapter(
     paths[0].write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     tensors = {lora.to_peft(name.removeprefix(formats.LANGUAGE_MODEL)): tensor for name, tensor in adapters.items()}
     save_file(tensors, paths[1], metadata={"format": "pt"})
-    torch.save({lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}, paths[2])
+    others = {lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}
+    write_file(paths[2], lambda file: torch.save(others, file))
     fields = llava_config(plan, args, pictures)
     paths[3].write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return paths

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pickle
-import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from llava_ds.constants import DataError
+from llava_ds.model.weight_files import refused_name
 
 # What a checkpoint holds beside tensors and plain values (DeepSpeed 0.19): nothing else in it is called.
 CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
@@ -62,10 +62,10 @@ def _refusing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
+        named = refused_name(error)
         if named is None:
             raise DataError(f"{path} can't be read: it is no whole file of torch's") from error
         raise DataError(
-            f"{path} is refused: beside tensors it holds {named[1]}, and code in checkpoints is not run. What "
+            f"{path} is refused: beside tensors it holds {named}, and code in checkpoints is not run. What "
             "run/train.py writes holds none: take the checkpoint from where it was written"
         ) from error

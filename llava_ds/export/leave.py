@@ -1,12 +1,19 @@
 """What a finished run leaves in its folder: a projector, a model or an adapter, the latter two proven on one sample."""
 
+import contextlib
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.batch import Batch
 from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
+from llava_ds.checkpoint.files import REMEDIES, described
+from llava_ds.constants import DataError
 from llava_ds.data.collator import collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.distributed import Ranks, print_first
@@ -26,18 +33,39 @@ def leave_result(
     """Write what the run was for into --output_dir; all ranks call it together.
 
     engine: that trained; form: "hf", "llava", or "adapter" with LoRA; a run that trains the projector leaves that
-    alone. Raises RuntimeError where the reloaded folder does not compute what the trained model does.
+    alone. Raises RuntimeError where the reloaded folder does not compute what the trained model does, DataError where
+    the disk does not take it.
     """
     output_dir = Path(args.training.output_dir)
-    if ranks.is_first:
-        write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
-    if trains_projector_only(args.model):
-        paths = export_live_projector(finished, engine.module, output_dir, ranks)
-        print_first(f"projector: {', '.join(map(str, paths))}")
-    elif form == "adapter":
-        _leave_adapter(engine, finished, args, dataset, output_dir, ranks)
-    else:
-        _leave_model(engine, finished, form, max_shard_bytes, args, dataset, output_dir, ranks)
+    with _written_or_said(output_dir, saves=args.training.save_strategy != "no"):
+        if ranks.is_first:
+            write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
+        if trains_projector_only(args.model):
+            paths = export_live_projector(finished, engine.module, output_dir, ranks)
+            print_first(f"projector: {', '.join(map(str, paths))}")
+        elif form == "adapter":
+            _leave_adapter(engine, finished, args, dataset, output_dir, ranks)
+        else:
+            _leave_model(engine, finished, form, max_shard_bytes, args, dataset, output_dir, ranks)
+
+
+@contextlib.contextmanager
+def _written_or_said(output_dir: Path, saves: bool) -> Iterator[None]:
+    """What a disk refuses, as a DataError. The other ranks, which wait for this one, hear of it from the watchdog."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))  # as safetensors says it
+        cause = OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
+        if not isinstance(cause, OSError) or cause.errno not in REMEDIES:
+            raise
+        then = (
+            "Start the same command again: it goes on at its end"
+            if saves
+            else "No checkpoint holds it (--save_strategy no)"
+        )
+        place = getattr(error, "filename", None) or output_dir
+        raise DataError(f"the finished model could not be written: {described(place, cause)}. {then}") from error
 
 
 def _leave_model(

@@ -146,11 +146,11 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
     try:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
+        named = refused_name(error)
         if named is None:
             raise DataError(f"{file} can't be read as weights (it is no whole file): copy it again") from error
         raise DataError(
-            f"{file} is refused: beside tensors it holds {named[1]}, and code in weight files is not run; "
+            f"{file} is refused: beside tensors it holds {named}, and code in weight files is not run; "
             "bring the tensors alone, best as safetensors"
         ) from error
     except Exception as error:  # torch raises several types for damaged files
@@ -158,6 +158,12 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
         raise DataError(f"{file} can't be read as weights: expected tensors by name and nothing else")
     return found
+
+
+def refused_name(error: pickle.UnpicklingError) -> str | None:
+    """What a pickle asked for beside tensors and torch refused to bring; None where it is damaged."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return named and named[1]
 
 
 def _first_line(error: Exception) -> str:

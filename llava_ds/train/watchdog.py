@@ -37,8 +37,9 @@ WINDOW_S = 60.0  # over which ranks are compared
 WINDOWS_BETWEEN = 10  # two lines about the same rank
 LAUNCHER_S = 10.0  # in which a launcher ends its ranks once one of them has ended
 PATIENCE_S = LAUNCHER_S + 5.0
-PEER_IS_GONE = (  # gloo's words and NCCL's; they have no type of error of their own for it
+PEER_IS_GONE = (  # gloo's words, NCCL's and those of torch's store; they have no type of error of their own for it
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
+    "Did the remote server shutdown or crash",
 )  # fmt: skip
 WRITING_S = 10.0  # for stacks and messages: the disk may be what hangs
 

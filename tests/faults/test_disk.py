@@ -108,6 +108,20 @@ def test_a_disk_that_is_really_full_ends_the_run_with_one_message(tmp_path, give
     assert time.time() - path.stat().st_mtime < LIMIT_S
 
 
+@pytest.mark.parametrize("config", [2, 3])
+def test_a_disk_without_room_for_the_finished_model_ends_the_run_with_one_message(tmp_path, given, small_disk, config):
+    (small_disk / "filling").write_bytes(bytes(1_250_000))
+    flags = toy_run(given, small_disk / "out", ds_config(config), max_steps=1)
+    flags |= {"cache_dir": tmp_path / "cache", "export_format": "llava"}
+    done = launch(2, TRAIN, *command_line(flags), timeout_s=START_S + LIMIT_S)
+    assert done.returncode == 2, done.stderr
+    assert "the finished model could not be written" in done.stderr and "ENOSPC" in done.stderr
+    assert "Traceback" not in done.stderr
+    (small_disk / "filling").unlink()
+    again = launch(2, TRAIN, *command_line(flags), timeout_s=START_S + LIMIT_S)
+    assert again.returncode == 0 and (small_disk / "out" / "config.json").exists()
+
+
 def test_a_disk_that_turns_read_only_ends_the_run_with_one_message(tmp_path, given, small_disk):
     flags = toy_run(given, small_disk / "out", ds_config(2), max_steps=200, save_steps=2, save_strategy="steps")
     command = command_line({**flags, "cache_dir": tmp_path / "cache", "save_total_limit": 1})
