@@ -1,6 +1,5 @@
 """Out of memory, said once and so that a person can act on it: what was computed, what was in use, what to change."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,8 +19,6 @@ from llava_ds.train.rehearsal import Heaviest
 
 GB = 10**9
 MOST_NAMED = 8  # samples
-PEER_IS_GONE = "Connection closed by peer"  # gloo's words; it has no type of error of its own
-WAIT_FOR_LAUNCHER_S = 15.0
 
 
 class MemoryWatch:
@@ -63,9 +60,6 @@ class MemoryWatch:
                 *(f"  {line}" for line in advice(self._resolved, self._batch, longest)),
             ]
             raise ConfigError("\n".join(said)) from error
-        if isinstance(error, RuntimeError) and PEER_IS_GONE in str(error):
-            # What ended it says so itself: the launcher ends this rank, too, before it adds a traceback.
-            time.sleep(WAIT_FOR_LAUNCHER_S)
 
     @contextmanager
     def rehearsal(self, heaviest: Heaviest) -> Iterator[None]:
