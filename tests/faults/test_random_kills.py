@@ -1,7 +1,7 @@
-"""kill -9 at random moments of whole runs through the real launcher: what they end in is bit for bit what an
-uninterrupted run ends in.
+"""kill -9 at random moments of whole runs: what they end in is bit for bit what an uninterrupted run ends in.
 
-KILLS in the environment says how many kills there are; half of them hit a save.
+KILLS in the environment says how many kills there are, and SEED which; half of them hit a save. Every tenth start goes
+through the real launcher, the others are forked from a process that has imported everything.
 """
 
 import contextlib
@@ -10,14 +10,17 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import toys
-from launching import DEEPSPEED, TRAIN, command_line, ds_config, environment, toy_run
+from launching import DEEPSPEED, ROOT, TRAIN, command_line, ds_config, environment, toy_run
 from safetensors.torch import load_file
 
 from llava_ds.checkpoint import commit
@@ -26,6 +29,10 @@ from llava_ds.launchers import free_port
 pytestmark = pytest.mark.faults
 
 KILLS = int(os.environ.get("KILLS", "200"))
+SEED = int(os.environ.get("SEED", "20"))
+LAUNCHES = 10  # every so many starts goes through the real launcher
+LAUNCHER_S = 1.0  # in which it ends the other ranks when one has failed
+FORKING = ROOT / "tests" / "workers" / "forking.py"
 STEPS, SAVE_STEPS = 40, 2
 START_S, END_S = 300.0, 90.0  # within which a run trains, and within which nothing of a killed one is left
 KINDS = {
@@ -41,25 +48,21 @@ FIELDS = ("step", "loss", "lr", "grad_norm", "samples", "tokens", "supervised_to
 
 
 class Run:
-    """One start of run/train.py on two ranks."""
+    """One start of run/train.py on two ranks. Its processes are those of `started`, a Launched or a Forked."""
 
-    def __init__(self, flags: dict[str, object], log: Path) -> None:
-        self.output_dir, self.log, self.started = Path(flags["output_dir"]), log, time.time()
-        command = [*DEEPSPEED, "--num_accelerators", "2", "--master_port", str(free_port()), str(TRAIN)]
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                [*command, *command_line(flags)], env=environment(), stdout=file, stderr=subprocess.STDOUT
-            )
+    def __init__(self, flags: dict[str, object], log: Path, start: Callable) -> None:
+        self.output_dir, self.log, self.began = Path(flags["output_dir"]), log, time.time()
+        self.started = start(command_line(flags), log)
 
     @property
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        return self.started.code() is None
 
     @property
     def is_saving(self) -> bool:
         """Whether this run is in a save; what an earlier one left unfinished is not of it."""
         with contextlib.suppress(FileNotFoundError):
-            return any(path.stat().st_mtime > self.started for path in self.output_dir.glob("checkpoint-*.tmp"))
+            return any(path.stat().st_mtime > self.began for path in self.output_dir.glob("checkpoint-*.tmp"))
         return False
 
     def wait(self, condition, limit_s: float) -> None:
@@ -79,22 +82,43 @@ class Run:
                 took_s = time.monotonic() - began
         return took_s
 
+    def wait_for_end(self, limit_s: float) -> int:
+        self.wait(lambda: False, limit_s)
+        code = self.started.code()
+        assert code is not None, f"nothing ended it within {limit_s} s: {self.log.read_text()}"
+        return code
+
     def kill(self, victim: str) -> bool | None:
         """SIGKILL, until nothing of the run is left. Whether a save was under way; None when the run had just ended."""
-        launcher = psutil.Process(self.process.pid)
-        children = launcher.children(recursive=True)
-        ranks = [process for process in children if rank_of(process) is not None]
-        victims = {"all": [launcher, *children], "both": ranks}.get(victim)
-        if victims is None:
-            victims = [process for process in ranks if rank_of(process) == victim]
-        for process in victims or [launcher, *children]:  # while it starts there may be no rank yet
+        everyone, ranks = self.started.everyone(), self.started.ranks()
+        victims = {"all": everyone, "both": list(ranks.values())}.get(victim, [ranks[v] for v in ranks if v == victim])
+        for process in victims or everyone:  # while it starts there may be no rank yet
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         was_saving = self.is_saving
-        self.process.wait(END_S)
-        _, left = psutil.wait_procs(children, timeout=END_S)
+        code = self.wait_for_end(END_S)
+        _, left = psutil.wait_procs(everyone, timeout=END_S)
         assert not left, [process.cmdline() for process in left]
-        return was_saving if self.process.returncode != 0 else None
+        return was_saving if code != 0 else None
+
+
+class Launched:
+    """By the deepspeed launcher."""
+
+    def __init__(self, argv: list[str], log: Path) -> None:
+        command = [*DEEPSPEED, "--num_accelerators", "2", "--master_port", str(free_port()), str(TRAIN), *argv]
+        with log.open("w") as file:
+            self._process = subprocess.Popen(command, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+
+    def code(self) -> int | None:
+        return self._process.poll()
+
+    def everyone(self) -> list[psutil.Process]:
+        launcher = psutil.Process(self._process.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def ranks(self) -> dict[str, psutil.Process]:
+        return {rank: process for process in self.everyone() if (rank := rank_of(process)) is not None}
 
 
 def rank_of(process: psutil.Process) -> str | None:
@@ -102,6 +126,42 @@ def rank_of(process: psutil.Process) -> str | None:
         if str(TRAIN) in process.cmdline() and process.ppid() != 1:
             return process.environ().get("RANK")
     return None
+
+
+class Forked:
+    """By tests/workers/forking.py, for most of what a launch takes is imports. As a launcher does, it ends the rank
+    that is left soon after one has failed."""
+
+    def __init__(self, forking: subprocess.Popen, argv: list[str], log: Path) -> None:
+        self._forking, self._failed_at = forking, None
+        task = {"argv": argv, "log": str(log), "port": free_port()}
+        forking.stdin.write(json.dumps(task) + "\n")
+        forking.stdin.flush()
+        self._ranks = [psutil.Process(pid) for pid in json.loads(forking.stdout.readline())["pids"]]
+        self._code: int | None = None
+
+    def code(self) -> int | None:
+        alive = [process for process in self._ranks if is_running(process)]
+        if self._code is None and not alive:
+            codes = json.loads(self._forking.stdout.readline())["codes"]
+            self._code = next((code for code in codes if code), 0)
+        elif len(alive) == 1:
+            self._failed_at = self._failed_at or time.monotonic()
+            if time.monotonic() - self._failed_at > LAUNCHER_S:
+                alive[0].kill()
+        return self._code
+
+    def everyone(self) -> list[psutil.Process]:
+        return self._ranks
+
+    def ranks(self) -> dict[str, psutil.Process]:
+        return {str(rank): process for rank, process in enumerate(self._ranks)}
+
+
+def is_running(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def wait_for_a_moment(run: Run, in_save: bool, chance: random.Random) -> None:
@@ -121,9 +181,16 @@ def newest_step(output_dir: Path) -> int:
     return 0 if path is None else commit.step_of(path)
 
 
-def finish(flags: dict[str, object], log: Path) -> None:
-    run = Run(flags, log)
-    assert run.process.wait(300) == 0, log.read_text()
+def finish(flags: dict[str, object], log: Path, start: Callable) -> None:
+    assert Run(flags, log, start).wait_for_end(300) == 0, log.read_text()
+
+
+@pytest.fixture
+def forking() -> Iterator[subprocess.Popen]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, str(FORKING)], env=environment(), **pipes) as process:
+        yield process
+        process.stdin.close()
 
 
 def same(one: object, other: object) -> bool:
@@ -157,35 +224,42 @@ def compare(found: Path, expected: Path) -> None:
     assert same(*(load_file(folder / "model.safetensors") for folder in (expected, found)))
 
 
-def test_kills_at_random_moments_change_nothing(tmp_path):
+def test_kills_at_random_moments_change_nothing(tmp_path, forking):
     given = toys.write_base(tmp_path / "base", attention_dropout=0.1)
     given |= toys.write_data(tmp_path / "data", "ittiitti" * 2)
-    chance, started = random.Random(KILLS), time.monotonic()
-    kills = in_saves = chain = starts = 0
+    chance, started = random.Random(SEED), time.monotonic()
+    kills = in_saves = chain = starts = launches = 0
     logs = tmp_path / "logs"
     logs.mkdir()
+    fork = partial(Forked, forking)
     while kills < KILLS or in_saves * 2 < KILLS:
         kind = list(KINDS)[chain % len(KINDS)]
         stage, more = KINDS[kind]
         options = {"save_strategy": "steps", "max_steps": STEPS, "save_steps": SAVE_STEPS, **more}
         whole, broken = tmp_path / f"whole-{kind}", tmp_path / f"broken-{chain}"
         if not whole.exists():
-            finish(toy_run(given, whole, ds_config(stage), **options), logs / f"{kind}.txt")
+            finish(toy_run(given, whole, ds_config(stage), **options), logs / f"{kind}.txt", Launched)
         flags = toy_run(given, broken, ds_config(stage), **options)
         while kills < KILLS or in_saves * 2 < KILLS:
             step, starts = newest_step(broken), starts + 1
-            run = Run(flags, logs / f"{chain}-{starts}.txt")
+            start = Launched if starts % LAUNCHES == 0 else fork
+            launches += start is Launched
+            run = Run(flags, logs / f"{chain}-{starts}.txt", start)
             wait_for_a_moment(run, in_saves * 2 <= kills, chance)
             hit = run.kill(chance.choice(VICTIMS)) if run.is_alive else None
             if hit is None:
-                assert run.process.returncode == 0, run.log.read_text()
+                assert run.started.code() == 0, run.log.read_text()
                 break
             kills, in_saves = kills + 1, in_saves + hit
             assert newest_step(broken) >= step
         else:
-            finish(flags, logs / f"{chain}-last.txt")
+            finish(flags, logs / f"{chain}-last.txt", fork)
         assert " is not used: " not in "".join(log.read_text() for log in logs.glob(f"{chain}-*.txt"))
         compare(broken, whole)
         shutil.rmtree(broken)
         chain += 1
-    print(f"{kills} kills, {in_saves} in saves, {starts} starts, {chain} runs, {time.monotonic() - started:.0f} s")
+        print(
+            f"{kills} kills, {in_saves} in saves, {starts} starts, {launches} of them by the launcher, {chain} runs, "
+            f"{time.monotonic() - started:.0f} s",
+            flush=True,
+        )
