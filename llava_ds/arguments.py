@@ -175,6 +175,19 @@ class DataArguments:
     supervise_last_turn_only: bool = HfArg(
         default=False, help="Learn the last answer of each conversation only; absent: every answer."
     )
+    eval_data_path: str | None = HfArg(
+        default=None, help="Samples to measure the loss on, which are not trained on, in any format of --data_path."
+    )
+    eval_fraction: float = HfArg(
+        default=0.0,
+        help="Part of the samples (from 0 to below 1) that is held back from training to measure the loss on; "
+        "--data_seed draws them.",
+    )
+    sample_data_path: str | None = HfArg(
+        default=None,
+        help="Samples whose first questions are answered at --sample_steps, in any format of --data_path; absent: "
+        "those that are held out, or else the first that are trained on.",
+    )
     on_bad_sample: Literal["skip", "stop"] = HfArg(
         default="skip",
         help="What to do about records and pictures that can't be used: leave them out, or end the run at the first.",
@@ -317,6 +330,17 @@ class TrainingArguments:
         "--watchdog_start_s. Below DEEPSPEED_TIMEOUT (10 minutes), after which NCCL ends a rank without a name.",
     )
     watchdog_save_s: float = HfArg(default=1800.0, help="The same of saving, and of writing the result.")
+    eval_steps: int | None = HfArg(
+        default=None,
+        help="Steps between measurements of the loss on held-out samples (--eval_data_path or --eval_fraction), which "
+        "are made at the end, too (at least 1); absent: at the end only.",
+    )
+    sample_steps: int | None = HfArg(
+        default=None,
+        help="Steps between answers to a few questions, the last ones at the end (at least 1); absent: none.",
+    )
+    num_sample_questions: int = HfArg(default=4, help="Questions that are answered at --sample_steps (at least 1).")
+    sample_max_new_tokens: int = HfArg(default=64, help="Longest of these answers, in tokens (at least 1).")
     logging_steps: int = HfArg(default=1, help="Steps between readings of the loss (at least 1).")
     save_strategy: Literal["steps", "no"] = HfArg(
         default="steps", help="steps: a checkpoint every --save_steps and one at the end; no: none."

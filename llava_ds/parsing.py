@@ -42,9 +42,12 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "add_time_instruction": (NO, "writing a video's times before its question is not here yet"),
     "dataloader_drop_last": (None, "no sample is left out, the last step of an epoch may be smaller"),
     "attn_implementation": (None, "the fastest attention that this machine has is chosen"),
-    "evaluation_strategy": (("no",), "run/evaluate.py scores a finished model"),
-    "eval_strategy": (("no",), "run/evaluate.py scores a finished model"),
-    "per_device_eval_batch_size": (None, "nothing is evaluated while training"),
+    "evaluation_strategy": (
+        ("no", "steps"),
+        "--eval_steps says when the held-out loss is measured",
+    ),
+    "eval_strategy": (("no", "steps"), "--eval_steps says when the held-out loss is measured"),
+    "per_device_eval_batch_size": (None, "held-out samples are laid out as those of training"),
     "report_to": (None, "metrics.jsonl and loss.png are always written"),
     "run_name": (None, "a run is called by its --output_dir"),
     "verbose_logging": (None, "what a run says does not depend on it"),
@@ -63,6 +66,8 @@ PATHS = (
     "cache_dir",
     "deepspeed_config",
     "output_dir",
+    "eval_data_path",
+    "sample_data_path",
     "resume",
 )
 
@@ -227,6 +232,9 @@ def data_problems(args: Arguments) -> list[str]:
         data.data_path is None or os.path.exists(data.data_path) or any(mark in data.data_path for mark in "*?[{"),
         f"--data_path {data.data_path}: there is no such file or folder",
     )
+    for name in ("eval_data_path", "sample_data_path"):
+        value = args.as_dict()[name]
+        check(value is None or os.path.exists(value), f"--{name} {value}: there is no such file or folder")
     for name in ("model_name_or_path", "model_base", "vision_tower", "image_folder", "video_folder"):
         value = args.as_dict()[name]
         hint = _HUB_HINT if name in MODELS and value is not None and _HUB_NAME.fullmatch(value) else ""
@@ -249,6 +257,10 @@ def training_problems(args: Arguments) -> list[str]:
         save_steps=1,
         save_total_limit=1,
         max_skipped_steps=1,
+        eval_steps=1,
+        sample_steps=1,
+        num_sample_questions=1,
+        sample_max_new_tokens=1,
         loss_spike_window=4,
         check_divergence_steps=0,
         watchdog_start_s=0,
@@ -298,6 +310,18 @@ def training_problems(args: Arguments) -> list[str]:
             seconds_of(training.max_run_time)
         except ConfigError as error:
             problems.append(f"--max_run_time: {error}")
+    part, held_out = data.eval_fraction, data.eval_data_path
+    check(0 <= part < 1, f"--eval_fraction is {part}: give a value from 0 to below 1")
+    check(not (part and held_out), "--eval_fraction and --eval_data_path are both given: choose one")
+    check(
+        training.eval_steps is None or part or held_out is not None,
+        f"--eval_steps {training.eval_steps} measures the loss on held-out samples: give --eval_data_path or "
+        "--eval_fraction, too",
+    )
+    check(
+        training.sample_steps is not None or data.sample_data_path is None,
+        f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too",
+    )
     sigma = training.loss_spike_sigma
     check(math.isfinite(sigma) and sigma > 0, f"--loss_spike_sigma is {sigma}: give a value above 0, like 6")
     check(

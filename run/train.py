@@ -18,6 +18,7 @@ from llava_ds.checkpoint.sources import weight_hashes
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
+from llava_ds.data.held_out import divide
 from llava_ds.data.loader import Layout, sample_order, windows
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
@@ -52,6 +53,7 @@ from llava_ds.model.language import length_note
 from llava_ds.model.liger import check_liger, use_liger
 from llava_ds.model.recompute import mark_layers
 from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS, build_parser, parse_arguments, read_recipe
+from llava_ds.report.evals import Evals
 from llava_ds.report.loss_spikes import LossSpikes
 from llava_ds.report.peak import peak_flops
 from llava_ds.report.progress import Progress
@@ -64,6 +66,7 @@ from llava_ds.tools.choice import choose_for_ranks
 from llava_ds.tools.here import plan_lines, planned_here, tokens_per_micro_batch
 from llava_ds.tools.shapes import shape_of
 from llava_ds.train.boundary import Boundary
+from llava_ds.train.held_out import Evaluation
 from llava_ds.train.kept import choose_layers
 from llava_ds.train.loop import TrainState, train
 from llava_ds.train.optimizer import start_engine
@@ -129,6 +132,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     known = together(ranks, partial(resolve, asked, num_steps=known_steps))
     args = known.args
     dataset = open_together(args, plan.tokenizer, pictures, ranks)
+    dataset, held_out, asked_of = divide(args, dataset, plan.tokenizer, pictures, ranks)
     order = sample_order(args, dataset, ranks.world_size)
     tokens = tokens_per_micro_batch(known, plan, dataset, order, ranks)
     flops = model_flops(plan.text_config, plan.tower, args.model)
@@ -224,6 +228,18 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         ranks=ranks,
         monitor=engine.monitor,
     )
+    evaluation = Evaluation(
+        engine,
+        args.training,
+        held_out,
+        asked_of,
+        layout,
+        plan.tokenizer,
+        args.model.version,
+        args.data.dataloader_num_workers,
+        Evals(output_dir, resume.step, ranks, engine.monitor, layout.batch_size),
+        ranks,
+    )
     saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks)
     saves = args.training.save_strategy == "steps"
     boundary = Boundary(
@@ -239,6 +255,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         skipped=skipped,
         skipped_steps=skipped_steps,
         spikes=spikes,
+        evaluation=evaluation,
         saver=saver,
         ranks=ranks,
     )

@@ -191,7 +191,7 @@ def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flag", "value", "instead"),
     [
-        ("evaluation_strategy", "steps", "no"),
+        ("evaluation_strategy", "epoch", "no"),
         ("eval_strategy", "epoch", "no"),
         ("mm_resampler_type", "perceiver", "None"),
         ("early_mix_text", "True", "False"),
@@ -212,6 +212,10 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
             "max_skipped_steps",
         )),
         ("check_divergence_steps", -1, "give 0 or more"),
+        ("loss_spike_window", 3, "give 4 or more"),
+        ("loss_spike_sigma", 0, "give a value above 0"),
+        ("eval_fraction", 1, "give a value from 0 to below 1"),
+        ("eval_steps", 5, "give --eval_data_path or --eval_fraction, too"),
         ("max_run_time", "3 hours", "write it like 3h50m"),
         ("model_max_length", 1, "give 2 or more"),
         ("dataloader_num_workers", -1, "give 0 or more"),
@@ -336,7 +340,7 @@ def test_missing_output_dir_and_config_are_named():
 
 
 def test_all_problems_come_in_one_error():
-    message = refused("--save_steps", 0, "--adam_beta1", 2, "--eval_strategy", "steps", "--data_path", "missing")
+    message = refused("--save_steps", 0, "--adam_beta1", 2, "--eval_strategy", "epoch", "--data_path", "missing")
     lines = message.splitlines()
     for part in (
         "--save_steps",

@@ -23,6 +23,7 @@ FREE_FLAGS = {
     "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",
     "max_shard_size", "max_run_time", "max_skipped_steps",
     "check_divergence_steps", "allow_changed_flags", "loss_spike_sigma", "loss_spike_window",
+    "eval_steps", "eval_data_path", "sample_steps", "sample_data_path", "num_sample_questions", "sample_max_new_tokens",
     "watchdog_start_s", "watchdog_step_s", "watchdog_save_s",
     # Which layers run again in backward changes no result: what runs out of memory goes on with other values.
     "gradient_checkpointing", "gradient_checkpointing_every_n_layers", "activation_memory_gb",

@@ -1,5 +1,6 @@
 """The encoded data set: every record checked and tokenized once, kept in Arrow, read through the page cache."""
 
+import copy
 import hashlib
 import json
 import os
@@ -68,7 +69,7 @@ class EncodedDataset(torch.utils.data.Dataset):
     """The accepted samples by index, their pictures decoded when asked for.
 
     fingerprint: a hash of everything that the samples depend on; lengths and num_targets: per sample, tokens and
-    supervised tokens (lists of int); rows: of the accepted samples among all records.
+    supervised tokens (lists of int); rows: of these samples among all records.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         self.pictures = pictures
         self.fingerprint = fingerprint
         self.table = table
-        self.rows = np.flatnonzero(table.data.column("reason").is_null().to_numpy())  # of the accepted records
+        accepted = table.data.column("reason").is_null().to_numpy()
+        self.rows, self._rejected = np.flatnonzero(accepted), np.flatnonzero(~accepted)
         self.lengths: list[int] = self._column("length").tolist()
         self.num_targets: list[int] = self._column("num_targets").tolist()
 
@@ -125,15 +127,39 @@ class EncodedDataset(torch.utils.data.Dataset):
     @property
     def num_rejected(self) -> int:
         """Records that were left out."""
-        return len(self.table) - len(self.rows)
+        return len(self._rejected)
 
     def rejections(self) -> Iterator[dict[str, object]]:
         """The records that were left out: file, line (from 1), index (from 0), id and reason."""
-        return rejections(self.table.data.table, self._rejected_rows())
+        return rejections(self.table.data.table, self._rejected)
 
     def row(self, index: int) -> dict[str, object]:
         """All columns of one record, accepted or not, by its place among all records."""
         return self.table[index]
+
+    def pictures_of(self, index: int) -> list[str]:
+        """Where a sample's pictures and videos lie, for a person to look at."""
+        media = media_from_text(self.row(int(self.rows[index]))["media"])
+        return [one.media.refs[0].path for one in media]
+
+    def without_part(self, fraction: float, seed: int) -> tuple["EncodedDataset", "EncodedDataset"]:
+        """Two data sets: the samples but for a part of them, and that part, drawn by the seed.
+
+        fraction: of the samples, above 0 and below 1; both have at least one. Raises DataError for fewer than two.
+        """
+        number = len(self)
+        if number < 2:
+            raise DataError(f"--eval_fraction {fraction} holds samples back, but there is only {number}: bring more")
+        drawn = np.random.default_rng(seed).permutation(number)
+        held_out = min(max(1, round(number * fraction)), number - 1)
+        return self._part(np.sort(drawn[held_out:])), self._part(np.sort(drawn[:held_out]))
+
+    def _part(self, samples: np.ndarray) -> "EncodedDataset":
+        part = copy.copy(self)
+        part.rows = self.rows[samples]
+        part.lengths, part.num_targets = part._column("length").tolist(), part._column("num_targets").tolist()
+        part.fingerprint = digest_of([self.fingerprint, hashlib.sha256(samples.tobytes()).hexdigest()])
+        return part
 
     def example(self) -> LoadedSample:
         """A sample to try a model on: with a picture if one of the first of them can be read, else its text alone."""
@@ -164,9 +190,6 @@ class EncodedDataset(torch.utils.data.Dataset):
         if self.num_rejected:
             lines += ["left out:", *reasons_in_short([row["reason"] for row in self.rejections()])]
         return lines
-
-    def _rejected_rows(self) -> np.ndarray:
-        return np.setdiff1d(np.arange(len(self.table)), self.rows, assume_unique=True)
 
     def _column(self, name: str) -> np.ndarray:
         return _numbers(self.table, name)[self.rows]

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -89,6 +89,14 @@ class Layout:
         for plan in itertools.islice(plans, passed, None):
             in_turn = itertools.chain.from_iterable(zip(*plan))  # the first micro-batch of every rank, and so on
             yield [sample for micro_batch in in_turn for sample in micro_batch], plan
+
+    def plan_all(self, lengths: list[int]) -> list[list[list[int]]]:
+        """The plan of a step that takes a whole data set: as many micro-batches on every rank. lengths: its own."""
+        samples = list(range(len(lengths)))
+        if self.tokens_per_micro_batch is not None:
+            return self._planner(lengths)(samples)
+        rounds = math.ceil(len(samples) / (self.world_size * self.micro_batch_size))
+        return plan_by_count(samples, self.world_size, rounds, self.micro_batch_size)
 
     def heaviest(self, order: SampleOrder, lengths: list[int], start_step: int, num_steps: int) -> list[int]:
         """The samples of the micro-batch with most tokens, over all ranks and the steps from start_step to num_steps.
@@ -203,21 +211,29 @@ def windows(
     """
     planned = itertools.islice(layout.steps(order, dataset.lengths, start_step), num_steps - start_step)
     plans, ahead = itertools.tee(planned)  # planned once, though the loader runs ahead of the loop
+    mine = micro_batches(
+        dataset, (micro_batch for _, plan in ahead for micro_batch in plan[layout.rank]), num_workers, device
+    )
+    for samples, plan in plans:
+        started = time.perf_counter()
+        yield Window([next(mine) for _ in plan[layout.rank]], len(samples), data_wait_s=time.perf_counter() - started)
+
+
+def micro_batches(
+    dataset: EncodedDataset, batches: Iterable[list[int]], num_workers: int, device: torch.device
+) -> Iterator[MicroBatch]:
+    """Micro-batches of these samples on the device, decoded ahead of their turn."""
     loader = torch.utils.data.DataLoader(
         dataset,
-        batch_sampler=(micro_batch for _, plan in ahead for micro_batch in plan[layout.rank]),
+        batch_sampler=batches,
         num_workers=num_workers,
         collate_fn=partial(_micro_batch, options=dataset.pictures),
         worker_init_fn=obey_only_parent,
         generator=torch.Generator(),  # the loader draws a seed, by default from the global one
         pin_memory=device.type == "cuda",
     )
-    micro_batches = iter(loader)
-    for samples, plan in plans:
-        started = time.perf_counter()
-        mine = [next(micro_batches) for _ in plan[layout.rank]]
-        mine = [dataclasses.replace(micro, batch=micro.batch.to(device)) for micro in mine]
-        yield Window(mine, len(samples), data_wait_s=time.perf_counter() - started)
+    for micro in loader:
+        yield dataclasses.replace(micro, batch=micro.batch.to(device))
 
 
 def _micro_batch(samples: list[LoadedSample | BrokenSample], options: PictureOptions) -> MicroBatch:

@@ -7,6 +7,7 @@ from torch import nn
 from llava_ds.constants import DataError
 from llava_ds.distributed import Ranks, print_first
 from llava_ds.train.guard import settle_skipped_steps
+from llava_ds.train.held_out import Evaluation
 from llava_ds.train.loop import StepResult, TrainState
 from llava_ds.train.replicas import check_replicas
 from llava_ds.train.stopping import Stopping
@@ -14,7 +15,7 @@ from llava_ds.train.watchdog import Watchdog
 
 
 class Boundary:
-    """Stopping, logging, going back, checking and saving, in this order, on every rank after every step."""
+    """Stopping, logging, going back, checking, evaluating and saving, in this order, on every rank after every step."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class Boundary:
         skipped,
         skipped_steps,
         spikes,
+        evaluation: Evaluation,
         saver,
         ranks: Ranks,
     ) -> None:
@@ -40,6 +42,7 @@ class Boundary:
         self.save_steps, self.check_divergence_steps = save_steps, check_divergence_steps
         self.stop, self.watchdog, self.progress, self.saver = stop, watchdog, progress, saver
         self.skipped, self.skipped_steps, self.spikes = skipped, skipped_steps, spikes
+        self.evaluation = evaluation
 
     def after_step(self, result: StepResult) -> float:
         """What the loop calls. Returns the seconds that are not the step's.
@@ -49,9 +52,11 @@ class Boundary:
         """
         started = time.perf_counter()
         self.state.stops = self.stop.agreed(result.step_time_s)
-        last = result.step == self.num_steps or self.state.stops
+        finished = result.step == self.num_steps
+        last = finished or self.state.stops
         saves = self.save_steps is not None and (last or result.step % self.save_steps == 0)
-        self.progress.after_step(result, flush=saves)
+        evaluates = not self.state.stops and self.evaluation.is_due(result.step, finished)
+        self.progress.after_step(result, flush=saves or evaluates)
         if self.spikes.found:
             self._meet_spike(result.step)
         check_replicas(self.model, result.step, self.check_divergence_steps, self.ranks)
@@ -60,6 +65,9 @@ class Boundary:
         # Weights that steps have left as they were, or that were brought back, are in the last checkpoint.
         ends = [p for p in (self.skipped_steps.problem, self.spikes.problem) if p is not None]
         last = last or bool(ends)
+        if evaluates and not ends:
+            self.watchdog.enters("evaluation", result.step)
+            self.evaluation.run(result.step, finished)
         if saves:
             self.watchdog.enters("save", result.step)
             settle_skipped_steps(self.engine)
@@ -68,7 +76,7 @@ class Boundary:
         if problems := [p for p in (self.skipped.problem, *ends, failed) if p is not None]:
             raise DataError("\n".join(problems))
         self.watchdog.enters("step", result.step + 1)
-        return self.stop.saved(time.perf_counter() - started) if saves else 0.0
+        return self.stop.saved(time.perf_counter() - started) if saves or evaluates else 0.0
 
     def _meet_spike(self, step: int) -> None:
         """Say it, and go back to the last checkpoint where that is asked for: what came since then is passed over."""

@@ -21,7 +21,7 @@ MOST_BYTES = 1400  # of a packet, below what Ethernet carries in one piece
 MOST_PACKETS = 4096  # read at once: who floods the port does not keep its thread busy
 RANKS_PER_SECOND = 64  # to whom a rank speaks: more ranks hear from each other less often
 
-PHASES = ("start", "step", "save", "export", "done")
+PHASES = ("start", "step", "evaluation", "save", "export", "done")
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ def place(beat: Beat) -> str:
     return {
         "start": "in its start",
         "step": f"in step {beat.step:,}",
+        "evaluation": f"evaluating after step {beat.step:,}",
         "save": f"saving after step {beat.step:,}",
         "export": "writing the result",
         "done": "at its end",

@@ -150,7 +150,7 @@ class Stopping:
         return self._reason != 0
 
     def saved(self, seconds: float) -> float:
-        """Note how long a checkpoint took, for --max_run_time. Returns it."""
+        """Note how long a checkpoint took, with what was done before it, for --max_run_time. Returns it."""
         self._longest_save_s = max(seconds, self._longest_save_s or 0.0)
         return seconds
 

@@ -416,3 +416,21 @@ def test_long_records_are_checked_a_few_at_a_time(opened, tmp_path, monkeypatch)
     monkeypatch.setattr(writing, "CHARS_PER_BATCH", 500)
     again = opened(data_path=path, cache_dir=tmp_path / "other")
     assert same(once, again) and sum(seen) == 40 and 1 <= min(seen) < max(seen) < 8
+
+
+def test_a_part_is_held_back_the_same_one_for_a_seed(opened, tmp_path):
+    whole = opened()
+    rest, part = whole.without_part(0.4, seed=3)
+    assert (len(rest), len(part)) == (3, 2)
+    assert sorted([*rest.rows, *part.rows]) == list(whole.rows)
+    for one in (rest, part):
+        assert one.lengths == [whole.lengths[list(whole.rows).index(row)] for row in one.rows]
+        assert [len(one[i].input_ids) for i in range(len(one))] == one.lengths
+        assert one.num_rejected == whole.num_rejected == 0
+    again, _ = opened().without_part(0.4, seed=3)
+    assert again.fingerprint == rest.fingerprint and list(again.rows) == list(rest.rows)
+    assert len({whole.fingerprint, rest.fingerprint, part.fingerprint}) == 3
+    assert len({tuple(whole.without_part(0.4, seed)[1].rows) for seed in range(20)}) > 1
+    assert [len(one) for one in whole.without_part(0.01, 0)] == [4, 1] and len(whole.without_part(0.99, 0)[0]) == 1
+    with pytest.raises(DataError, match="there is only 1"):
+        part.without_part(0.5, 0)[0].without_part(0.5, 0)

@@ -1,0 +1,44 @@
+"""evals.jsonl and samples.jsonl: the loss on held-out samples, and answers to a few questions, as training goes on."""
+
+from pathlib import Path
+
+from llava_ds.distributed import Ranks, printable
+from llava_ds.report.metrics import RowLog, rows_of
+
+EVALS, SAMPLES = "evals.jsonl", "samples.jsonl"
+MOST_SHOWN = 100  # characters of an answer that are printed
+
+
+class Evals:
+    """Writes and prints them, on rank 0. What lies behind the step that a run resumes from is dropped, as of
+    metrics.jsonl."""
+
+    def __init__(self, output_dir: Path, resume_step: int, ranks: Ranks, monitor, batch_size: int) -> None:
+        """monitor: the engine's, which feeds what the DeepSpeed JSON switches on; batch_size: samples of a step."""
+        self.monitor, self.batch_size, self.is_first = monitor, batch_size, ranks.is_first
+        if self.is_first:
+            self.evals, self.samples = (
+                RowLog(path, [row for row in rows_of(path) if row["step"] <= resume_step])
+                for path in (output_dir / EVALS, output_dir / SAMPLES)
+            )
+
+    def add_loss(self, step: int, loss: float, tokens: int, samples: int, seconds: float) -> None:
+        """loss: the mean over these supervised tokens."""
+        if not self.is_first:
+            return
+        row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples}
+        self.evals.write([{**row, "seconds": round(seconds, 3)}])
+        if self.monitor.enabled:
+            self.monitor.write_events([("Eval/Samples/loss", loss, step * self.batch_size)])
+        print(f"step {step:,}: the loss on {samples:,} held-out samples is {loss:.4f} ({seconds:.1f} s)", flush=True)
+
+    def add_answers(self, step: int, rows: list[dict[str, object]]) -> None:
+        """rows: id, question, images, reference and answer of each."""
+        if not self.is_first:
+            return
+        self.samples.write([{"step": step, **row} for row in rows])
+        for row in rows:
+            answer, reference = (printable(str(row[name]))[:MOST_SHOWN] for name in ("answer", "reference"))
+            print(
+                f"step {step:,}: {printable(str(row['id']))}: {answer!r}, where the data say {reference!r}", flush=True
+            )

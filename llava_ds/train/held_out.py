@@ -1,0 +1,193 @@
+# B questions, V vocabulary
+"""What a run tells of itself on samples that it does not train on: their loss, and answers to some questions.
+
+Nothing here draws random numbers or leaves anything in the engine: the steps after it are those of a run without it.
+"""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.arguments import TrainingArguments
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.encode import end_markers
+from llava_ds.data.loader import Layout, micro_batches
+from llava_ds.data.templates import TEMPLATES
+from llava_ds.distributed import Ranks, all_sum
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The part of a sample up to its first answer, and that answer's text; images: paths, for a person to look at."""
+
+    id: str
+    question: str
+    images: list[str]
+    reference: str
+    sample: LoadedSample
+
+
+@torch.no_grad()
+def held_out_loss(
+    engine, dataset: EncodedDataset, layout: Layout, num_workers: int, ranks: Ranks
+) -> tuple[float, int, int]:
+    """The mean loss per supervised token over a data set, those tokens, and the samples. All ranks call it together.
+
+    It is laid out as an optimizer step would be that takes all of it: on all ranks, which then have equally many
+    micro-batches, as ZeRO-3 needs.
+    """
+    plan = layout.plan_all(dataset.lengths)
+    engine.eval()
+    total = torch.zeros(3, dtype=torch.float64, device=ranks.device)
+    for micro in micro_batches(dataset, plan[ranks.rank], num_workers, ranks.device):
+        loss_sum = engine(micro.batch)
+        counted = torch.tensor([0, micro.num_targets, micro.num_samples], dtype=torch.float64)
+        counted[0] = loss_sum.double() if micro.num_targets else 0.0
+        total += counted.to(ranks.device)
+    engine.train()
+    loss, targets, samples = all_sum(total).tolist()
+    return loss / max(1.0, targets), int(targets), int(samples)
+
+
+def prompts_of(dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Prompt]:
+    """The first samples of a data set that have an answer and whose pictures can be shown, at most `number`."""
+    found: list[Prompt] = []
+    for index in range(len(dataset)):
+        if len(found) == number:
+            break
+        sample = dataset[index]
+        if not isinstance(sample, LoadedSample):
+            continue
+        supervised = (sample.labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
+        if not supervised or supervised[0] == 0:
+            continue
+        begin = supervised[0]
+        after = (sample.labels[begin:] == IGNORE_INDEX).nonzero()[:, 0].tolist()
+        end = begin + after[0] if after else len(sample.labels)
+        shown = _shown_before(sample, begin)
+        row = dataset.row(int(dataset.rows[index]))
+        ids = sample.input_ids[:begin]
+        question = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
+        found.append(
+            Prompt(
+                id=str(row["id"]),
+                question=question.replace(TEMPLATES[template].system, "", 1).strip(),
+                images=dataset.pictures_of(index)[: len(shown)],
+                reference=tokenizer.decode(sample.input_ids[begin:end], skip_special_tokens=True).strip(),
+                sample=LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), shown),
+            )
+        )
+    return found
+
+
+def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
+    """The pictures of a sample whose places all lie before a position."""
+    room, shown = int((sample.input_ids[:position] == IMAGE_TOKEN_INDEX).sum()), []
+    for tiles, layout in sample.media:
+        room -= layout.num_tokens
+        if room < 0:
+            break
+        shown.append((tiles, layout))
+    return shown
+
+
+@torch.no_grad()
+def answers(
+    engine,
+    prompts: list[Prompt],
+    dataset: EncodedDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    max_new_tokens: int,
+    ranks: Ranks,
+) -> list[str]:
+    """The greedy answer to each prompt, by the engine as it trains, whatever its ZeRO stage.
+
+    All ranks call it together, and compute all of it, for at ZeRO-3 none can compute alone. What was said is computed
+    anew for every token, which a few short answers can afford: no cache has to fit the language model of training.
+    dataset: for how pictures are laid out.
+    """
+    engine.eval()
+    ends = set(end_markers(template, tokenizer))
+    said: list[list[int]] = [[] for _ in prompts]
+    going = list(range(len(prompts)))
+    while going:
+        batch = collate([_continued(prompts[i].sample, said[i]) for i in going], dataset.pictures).to(ranks.device)
+        logits = engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)  # (B, V)
+        chosen = logits.argmax(-1)
+        if ranks.world_size > 1:  # the same on every rank, on whatever hardware
+            torch.distributed.broadcast(chosen, src=0)
+        for i, token in zip(list(going), chosen.tolist()):
+            if token in ends:
+                going.remove(i)
+                continue
+            said[i].append(token)
+            if len(said[i]) == max_new_tokens:
+                going.remove(i)
+    engine.train()
+    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in said]
+
+
+def _continued(sample: LoadedSample, said: list[int]) -> LoadedSample:
+    ids = torch.cat([sample.input_ids, torch.tensor(said, dtype=torch.int64)])
+    return dataclasses.replace(sample, input_ids=ids, labels=torch.full_like(ids, IGNORE_INDEX))
+
+
+class Evaluation:
+    """Measures and asks when it is time to, and hands what it finds to a log (llava_ds.report.evals)."""
+
+    def __init__(
+        self,
+        engine,
+        training: TrainingArguments,
+        held_out: EncodedDataset | None,
+        asked: EncodedDataset | None,
+        layout: Layout,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        num_workers: int,
+        log,
+        ranks: Ranks,
+    ) -> None:
+        """held_out: what the loss is measured on; asked: what questions are taken from; None of either: it is not."""
+        self._engine, self._training, self._held_out, self._asked = engine, training, held_out, asked
+        self._layout, self._num_workers, self._log, self._ranks = layout, num_workers, log, ranks
+        self._tokenizer, self._template = tokenizer, template
+        self._prompts = prompts_of(asked, training.num_sample_questions, tokenizer, template) if asked else []
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """last: whether the run ends with this step."""
+        return self._measures(step, last) or self._asks(step, last)
+
+    def run(self, step: int, last: bool) -> None:
+        """Do what is due. All ranks call it together."""
+        if self._measures(step, last):
+            started = time.perf_counter()
+            loss, tokens, samples = held_out_loss(
+                self._engine, self._held_out, self._layout, self._num_workers, self._ranks
+            )
+            self._log.add_loss(step, loss, tokens, samples, time.perf_counter() - started)
+        if self._asks(step, last):
+            longest = self._training.sample_max_new_tokens
+            said = answers(
+                self._engine, self._prompts, self._asked, self._tokenizer, self._template, longest, self._ranks
+            )
+            shown = ("id", "question", "images", "reference")
+            rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, said)]
+            self._log.add_answers(step, rows)
+
+    def _measures(self, step: int, last: bool) -> bool:
+        return self._held_out is not None and (last or _is_multiple(step, self._training.eval_steps))
+
+    def _asks(self, step: int, last: bool) -> bool:
+        every = self._training.sample_steps
+        return bool(self._prompts) and every is not None and (last or _is_multiple(step, every))
+
+
+def _is_multiple(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

@@ -1,0 +1,77 @@
+"""Measuring the loss on held-out samples, and asking questions, while a run trains: it changes nothing of the run."""
+
+import itertools
+import json
+
+import pytest
+import toys
+from checkpoints import differences
+from launching import ds_config, run_many, toy_run
+
+from llava_ds.data.sample import Message
+from llava_ds.infer.generate import Prompt, answer
+from llava_ds.infer.load import load_model
+from llava_ds.report.metrics import read_metrics
+
+pytestmark = pytest.mark.full
+
+STEPS = 6
+STAGES = range(4)
+LAYOUTS = {"count": {}, "tokens": {"tokens_per_micro_batch": 300}}
+WATCH = {"eval_steps": 2, "sample_steps": 2, "num_sample_questions": 3, "sample_max_new_tokens": 5}
+CASES = list(itertools.product(STAGES, LAYOUTS))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("held-out")
+    given = toys.write_base(folder / "base", attention_dropout=0.1) | toys.write_data(folder / "data", "ittiitti" * 2)
+    records = json.loads((folder / "data" / "data.json").read_text())
+    held_out = folder / "held-out.json"
+    held_out.write_text(json.dumps(records[:7]))  # does not divide by ranks nor micro-batches
+    common = {"train_batch_size": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": STEPS}
+    common |= {"per_device_train_batch_size": 2, "dataloader_num_workers": 1}
+    runs = []
+    for stage, layout in CASES:
+        for name, more in (("plain", {}), ("watched", {**WATCH, "eval_data_path": held_out})):
+            out = folder / f"{stage}-{layout}" / name
+            runs.append(toy_run(given, out, ds_config(stage), **{**common, **LAYOUTS[layout], **more}))
+    run_many(2, folder / "launch", runs, timeout_s=900)
+    return folder
+
+
+@pytest.mark.parametrize(("stage", "layout"), CASES)
+def test_the_run_is_the_one_that_does_not_look(folder, stage, layout):
+    plain, watched = (folder / f"{stage}-{layout}" / name for name in ("plain", "watched"))
+    rows = [read_metrics(side / "metrics.jsonl") for side in (plain, watched)]
+    for field in ("loss", "lr", "grad_norm", "samples", "tokens"):
+        assert [row[field] for row in rows[0]] == [row[field] for row in rows[1]]
+    assert differences(plain / f"checkpoint-{STEPS}", watched / f"checkpoint-{STEPS}") == []
+    evals = read_metrics(watched / "evals.jsonl")
+    assert [row["step"] for row in evals] == [2, 4, 6] and {row["samples"] for row in evals} == {7}
+    assert len({row["loss"] for row in evals}) == 3
+    asked = read_metrics(watched / "samples.jsonl")
+    assert [row["step"] for row in asked] == [2] * 3 + [4] * 3 + [6] * 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)  # whose dropout differs, and so do the weights that it trains
+def test_all_stages_measure_the_same(folder, layout):
+    rows = [read_metrics(folder / f"{stage}-{layout}" / "watched" / "evals.jsonl") for stage in STAGES]
+    for found in rows:
+        assert [row["supervised_tokens"] for row in found] == [row["supervised_tokens"] for row in rows[0]]
+        assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in rows[0]], rel=2e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_last_answers_are_those_of_the_finished_model(folder, stage, layout):
+    out = folder / f"{stage}-{layout}" / "watched"
+    asked = [row for row in read_metrics(out / "samples.jsonl") if row["step"] == STEPS]
+    records = {record["id"]: record for record in json.loads((folder / "held-out.json").read_text())}
+    prompts = [
+        Prompt((Message("human", records[row["id"]]["conversations"][0]["value"]),), tuple(row["images"]))
+        for row in asked
+    ]
+    assert any(prompt.images for prompt in prompts)
+    assert answer(load_model(out), prompts, max_new_tokens=5) == [row["answer"] for row in asked]
+    assert [row["reference"] for row in asked] == [records[row["id"]]["conversations"][1]["value"] for row in asked]
