@@ -6,11 +6,12 @@ goes on while the main thread hangs in a collective, where no signal handler run
 
 import contextlib
 import faulthandler
+import gc
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,7 +155,8 @@ class Watchdog:
             if self._beat.phase == "step":
                 self._longest = max(self._longest, self._now - self._since)
             self._since = self._now
-        where, waits, looks_like = look_at(sys._current_frames().get(self._main))
+        with _no_collection():
+            where, waits, looks_like = look_at(sys._current_frames().get(self._main))
         if phase != "step" and not waits and looks_like != self._looked_like:
             self._since = self._now  # reading, encoding and writing may take hours: they get on
         self._looked_like = looks_like
@@ -350,6 +352,22 @@ def _within(seconds: float, write: Callable[[], None]) -> None:
     thread = threading.Thread(target=quietly, daemon=True)
     thread.start()
     thread.join(seconds)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Within it no garbage is collected.
+
+    Up to CPython 3.11 that may happen while a frame object of another thread is made, and may let that thread go on,
+    whose frame is then gone (see CPython's issue 106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _say(text: str) -> None:
