@@ -4,8 +4,6 @@ A thread beside the main one looks five times a second where that one is, and te
 goes on while the main thread hangs in a collective, where no signal handler runs and a timeout takes minutes or hours.
 """
 
-import contextlib
-import faulthandler
 import os
 import sys
 import threading
@@ -19,10 +17,10 @@ from llava_ds.constants import EXIT_RANK_LOST, ConfigError, DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import Layout
 from llava_ds.data.sampler import SampleOrder
-from llava_ds.distributed import Ranks, barrier, printable, spelled
-from llava_ds.redact import redact
+from llava_ds.distributed import Ranks, barrier, spelled
 from llava_ds.train.activity import Activity
 from llava_ds.train.heartbeat import RANKS_PER_SECOND, Beat, Peers
+from llava_ds.train.last_words import WRITING_S, dump_stacks, no_collection, say, within
 from llava_ds.train.out_of_memory import name_samples
 from llava_ds.train.standstill import Known, behind, look_at, place, standstill, stragglers
 
@@ -41,7 +39,6 @@ PEER_IS_GONE = (  # gloo's words, NCCL's and those of torch's store; they have n
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
     "Did the remote server shutdown or crash",
 )  # fmt: skip
-WRITING_S = 10.0  # for stacks and messages: the disk may be what hangs
 
 
 class Watchdog:
@@ -114,7 +111,7 @@ class Watchdog:
         reason = f"{self._name(here.rank)} ended {place(here)}: {first if users else repr(error)}"
         self._send(replace(here, ends=reason))
         if not users:
-            _say(f"run/train.py: error: {reason}{self._on_samples(here)}")
+            say(f"run/train.py: error: {reason}{self._on_samples(here)}")
 
     # What follows runs in the watchdog's thread.
 
@@ -154,7 +151,8 @@ class Watchdog:
             if self._beat.phase == "step":
                 self._longest = max(self._longest, self._now - self._since)
             self._since = self._now
-        where, waits, looks_like = look_at(sys._current_frames().get(self._main))
+        with no_collection():
+            where, waits, looks_like = look_at(sys._current_frames().get(self._main))
         if phase != "step" and not waits and looks_like != self._looked_like:
             self._since = self._now  # reading, encoding and writing may take hours: they get on
         self._looked_like = looks_like
@@ -237,7 +235,7 @@ class Watchdog:
         self._deaf = True
         missing = sorted(set(range(self._ranks.world_size)) - {each.beat.rank for each in known})
         if self._ranks.rank == min(set(range(self._ranks.world_size)) - set(missing)):
-            _say(
+            say(
                 f"watchdog: no heartbeat of {spelled(missing)} reached {self._name(self._ranks.rank)}: UDP between the "
                 "machines is blocked, or they were stopped at once. Until it comes, no limit ends the run"
             )
@@ -281,7 +279,7 @@ class Watchdog:
             if self._now < self._named.get(rank, 0.0):
                 continue  # it was, not long ago
             self._named[rank] = self._now + WINDOWS_BETWEEN * self._window_s
-            _say(
+            say(
                 f"watchdog: {self._name(rank)} holds the others up: over {passed[rank][1]:.0f} s of steps it was at "
                 f"work for {part:.0%}, the others for {median:.0%} (median) and waited for it: {factor:.1f} times "
                 "their work"
@@ -295,7 +293,7 @@ class Watchdog:
         if self._closed.is_set():
             return  # it met the same, and is on its way out
         if self._ranks.local_rank == 0 and self._peers.all[beat.rank].host != self._peers.all[self._ranks.rank].host:
-            _say(f"{beat.ends} (so says {self._name(beat.rank)}): this machine's ranks end, too")
+            say(f"{beat.ends} (so says {self._name(beat.rank)}): this machine's ranks end, too")
         os._exit(EXIT_RANK_LOST)
 
     def _leave(self, said: str, speaks: bool, hangs: bool) -> None:
@@ -304,27 +302,16 @@ class Watchdog:
         if hangs:
             self._dump(said)
         if speaks:
-            _say(f"run/train.py: error: {said}")
+            say(f"run/train.py: error: {said}")
         # Time for the others' stacks, and for the launcher to see first the rank that died, whose exit code it takes.
         time.sleep(LAUNCHER_S / (4 if speaks and hangs else 1) if self._peers else 0)
         os._exit(EXIT_RANK_LOST)
 
     def _dump(self, said: str) -> None:
-        """Write all threads' stacks to the run's folder; where that can't be written to, to the error stream."""
+        """Write all threads' stacks to the run's folder."""
         path = Path(self._training.output_dir) / f"hang-rank{self._ranks.rank}.txt"
-
-        def write() -> None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("w", encoding="utf-8") as file:
-                    file.write(f"{self._name(self._ranks.rank)}, {place(self._beat)}, {time.ctime()}\n{said}\n\n")
-                    file.flush()
-                    faulthandler.dump_traceback(file, all_threads=True)
-            except OSError as error:
-                _say(f"{path} can't be written ({error}): rank {self._ranks.rank}'s stacks follow")
-                faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
-
-        _within(WRITING_S, write)
+        name = self._name(self._ranks.rank)
+        dump_stacks(path, f"{name}, {place(self._beat)}, {time.ctime()}\n{said}\n", name)
 
     def _name(self, rank: int) -> str:
         if not self._peers:
@@ -336,23 +323,5 @@ class Watchdog:
         if beat.phase != "step" or self._samples is None:
             return ""
         found: list[str] = []
-        _within(WRITING_S, lambda: found.append(self._samples(beat.step, beat.rank)))
+        within(WRITING_S, lambda: found.append(self._samples(beat.step, beat.rank)))
         return "".join(f", on {samples}" for samples in found)
-
-
-def _within(seconds: float, write: Callable[[], None]) -> None:
-    """Do it, but wait no longer than this: what hangs a run may be the disk that it would be written to."""
-
-    def quietly() -> None:
-        with contextlib.suppress(OSError, ValueError, IndexError, StopIteration, KeyError):
-            write()
-
-    thread = threading.Thread(target=quietly, daemon=True)
-    thread.start()
-    thread.join(seconds)
-
-
-def _say(text: str) -> None:
-    """Print, past the buffers that a main thread may hold locked."""
-    line = f"\n{printable(redact(text), keep=chr(10))}\n"  # the progress bar leaves its line open
-    _within(WRITING_S, lambda: os.write(2, line.encode()))

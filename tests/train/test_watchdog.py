@@ -70,7 +70,7 @@ def start(monkeypatch, tmp_path):
 
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    monkeypatch.setattr(module, "_say", said.append)
+    monkeypatch.setattr(module, "say", said.append)
     monkeypatch.setattr(module, "Peers", Others)
     monkeypatch.setattr(module, "barrier", lambda ranks: None)
     # A machine that is busy with other things only slows the clock down.
