@@ -318,6 +318,21 @@ class TrainingArguments:
     )
     watchdog_save_s: float = HfArg(default=1800.0, help="The same of saving, and of writing the result.")
     logging_steps: int = HfArg(default=1, help="Steps between readings of the loss (at least 1).")
+    report_to: str | None = HfArg(
+        default=None,
+        metadata={"nargs": "*"},
+        help="Where the curves go beside metrics.jsonl, metrics.csv and loss.png, which are always written: some of "
+        "tensorboard, wandb and trackio (each needs the extra of its name), all that are installed, or none. Absent: "
+        "tensorboard, if it is installed.",
+    )
+    run_name: str | None = HfArg(
+        default=None, help="What the run is called, there and in report.html; absent: the name of --output_dir."
+    )
+    verbose: bool = HfArg(
+        default=False,
+        aliases=["--verbose_logging"],
+        help="Let DeepSpeed, transformers and Python's warnings say what they have to say, on every rank.",
+    )
     save_strategy: Literal["steps", "no"] = HfArg(
         default="steps", help="steps: a checkpoint every --save_steps and one at the end; no: none."
     )
@@ -374,6 +389,9 @@ def steps_go_across_epochs(training: TrainingArguments) -> bool:
         else training.steps_across_epochs
     )
 
+
+# The values of --report_to, which are the packages' names and the extras', too.
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 # The names of --mm_tunable_parts, and the parts of the model.
 TUNABLE_PARTS = {

@@ -5,12 +5,14 @@ import math
 import os
 import re
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
 from transformers import HfArgumentParser
 
 from llava_ds.arguments import (
+    TRACKERS,
     TUNABLE_PARTS,
     Arguments,
     DataArguments,
@@ -45,9 +47,6 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "evaluation_strategy": (("no",), "run/evaluate.py scores a finished model"),
     "eval_strategy": (("no",), "run/evaluate.py scores a finished model"),
     "per_device_eval_batch_size": (None, "nothing is evaluated while training"),
-    "report_to": (None, "metrics.jsonl and loss.png are always written"),
-    "run_name": (None, "a run is called by its --output_dir"),
-    "verbose_logging": (None, "what a run says does not depend on it"),
 }
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
@@ -135,7 +134,8 @@ def parse_arguments(
         raise ConfigError(_unknown_flags(unknown, parser, own_flags))
 
     given = {name.replace("-", "_") for name in recipe} | {name.removeprefix("no_") for name in written}
-    given = {"deepspeed_config" if name == "deepspeed" else name for name in given}
+    aliases = {"deepspeed": "deepspeed_config", "verbose_logging": "verbose"}
+    given = {aliases.get(name, name) for name in given}
     args = Arguments(model, data, training, frozenset(given))
     values = args.as_dict()
     args = args.replaced(**{name: os.path.expanduser(values[name]) for name in PATHS if values[name] is not None})
@@ -176,7 +176,28 @@ def _typed(args: Arguments) -> tuple[Arguments, list[str]]:
         except ValueError:
             problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, auto or none")
             values["tokens_per_micro_batch"] = None
+    values["report_to"], problem = report_to(args.training.report_to)
+    problems += [] if problem is None else [problem]
     return args.replaced(**values), problems
+
+
+def report_to(asked: str | list[str] | None) -> tuple[str | None, str | None]:
+    """--report_to as code reads it: names with commas between, or None where nothing was asked for; and what is wrong."""
+    if asked is None:
+        return None, None
+    words = [asked] if isinstance(asked, str) else asked
+    names = [name for word in words for name in word.replace(",", " ").split()]
+    if names in (["none"], []):
+        return "", None
+    installed = [name for name in TRACKERS if find_spec(name) is not None]
+    if names == ["all"]:
+        return ",".join(installed), None
+    for name in names:
+        if name not in TRACKERS:
+            return "", f"--report_to {name} is unknown: give some of {', '.join(TRACKERS)}, or all, or none"
+        if name not in installed:
+            return "", f"--report_to {name}: {name} is not installed: pip install 'llava_ds[{name}]', or leave it out"
+    return ",".join(dict.fromkeys(names)), None
 
 
 def data_problems(args: Arguments) -> list[str]:
