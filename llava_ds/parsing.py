@@ -182,7 +182,7 @@ def _typed(args: Arguments) -> tuple[Arguments, list[str]]:
 
 
 def report_to(asked: str | list[str] | None) -> tuple[str | None, str | None]:
-    """--report_to as code reads it: names with commas between, or None where nothing was asked for; and what is wrong."""
+    """--report_to as code reads it, names with commas between or None where it was not given; and what is wrong."""
     if asked is None:
         return None, None
     words = [asked] if isinstance(asked, str) else asked

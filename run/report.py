@@ -12,6 +12,7 @@ from pathlib import Path
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import exit_for_bad_input
 from llava_ds.report.page import write_report
+from llava_ds.report.run_files import is_run
 
 
 def main(argv: list[str]) -> None:
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--html", type=os.path.expanduser, help="the page's name (default: report.html in that folder)")
     args = parser.parse_args(argv)
     folder = Path(args.output_dir)
-    if not any((folder / name).is_file() for name in ("run.json", "metrics.jsonl")):
+    if not is_run(folder):
         raise ConfigError(
             f"{folder} is no run's folder: it has neither run.json nor metrics.jsonl. Name an --output_dir"
         )

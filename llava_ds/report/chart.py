@@ -52,6 +52,7 @@ def line_chart(title: str, series: Sequence[Series], shown: Callable[[float], st
         return f"<figure>{caption}<p class=none>No values.</p></figure>"
     values = [value for one in drawn for value in one.values if math.isfinite(value)]
     first, last = min(one.steps[0] for one in drawn), max(one.steps[-1] for one in drawn)
+    first = 0 if 20 * first < last else first
     low, high = min(values), max(values)
     is_log = log and low > 0 and high / low >= LOG_FROM
     ticks = _log_ticks(low, high) if is_log else _ticks(low, high)
@@ -78,7 +79,7 @@ def bar_chart(title: str, edges: Sequence[float], counts: Sequence[int], unit: s
     """A histogram: bars of counts between edges, which are one more."""
     if not counts or len(edges) != len(counts) + 1 or not max(counts) > 0:
         return f"<figure><figcaption>{html.escape(title)}</figcaption><p class=none>No values.</p></figure>"
-    ticks = _ticks(0, max(counts))
+    ticks = [tick for tick in _ticks(0, max(counts)) if tick == int(tick)]
     high = max(ticks[-1], *counts)
     inner = WIDTH - LEFT - RIGHT
 
@@ -91,8 +92,9 @@ def bar_chart(title: str, edges: Sequence[float], counts: Sequence[int], unit: s
     parts = [_grid(ticks, y, short)]
     for start, end, count in zip(edges, edges[1:], counts):
         told = f"{start:,} to {end:,} {unit}: {count:,}"
+        wide = max(0.5, x(end) - x(start) - 1)
         parts.append(
-            f'<rect class="bar" x="{x(start) + 0.5:.1f}" y="{y(count):.1f}" width="{max(0.5, x(end) - x(start) - 1):.1f}" '
+            f'<rect class="bar" x="{x(start) + 0.5:.1f}" y="{y(count):.1f}" width="{wide:.1f}" '
             f'height="{HEIGHT - BOTTOM - y(count):.1f}"><title>{html.escape(told)}</title></rect>'
         )
     for tick in _ticks(edges[0], edges[-1]):

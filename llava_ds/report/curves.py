@@ -13,17 +13,18 @@ def curves(run: RunFiles) -> str:
     if not run.metrics:
         return sentence(run.problems.get("metrics.jsonl", "There are no steps."), "warn")
     charts = [
-        line_chart("Loss", loss_series(run)),
+        line_chart("Loss per supervised token", loss_series(run)),
         line_chart("Learning rate", _rates(run), log=False),
-        _one(run, "Gradient norm", "grad_norm", smooth=True),
-        _one(run, "Throughput, tokens/s", "tokens_per_s", smooth=True, log=False),
-        _one(run, "MFU, of the devices' peak", "mfu", smooth=True, shown=lambda value: f"{value:.3g}", log=False),
+        _smoothed(run, "Gradient norm", "grad_norm"),
+        _smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False),
         _times(run),
         _memory(run),
     ]
     not_finite = sum(not math.isfinite(value) for value in run.column("loss")[1])
     note = (
-        sentence(f"The loss of {not_finite:,} steps was not finite: the curve has gaps.", "note") if not_finite else ""
+        sentence(f"Steps whose loss was not finite, where the curve has gaps: {not_finite:,}.", "note")
+        if not_finite
+        else ""
     )
     return f'{note}<div class="charts">{"".join(filter(None, charts))}</div>'
 
@@ -39,14 +40,12 @@ def loss_series(run: RunFiles) -> list[Series]:
     return [*series, Series("held-out", *held_out, colour=1, dots=True)] if held_out[0] else series
 
 
-def _one(run: RunFiles, title: str, name: str, smooth: bool = False, **how) -> str:
+def _smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:
     steps, values = run.column(name)
     if not values:
         return ""
-    if not smooth:
-        return line_chart(title, [Series("", steps, values)], **how)
     both = [Series("", steps, values, faint=True), Series("running mean", steps, running_mean(values))]
-    return line_chart(title, both, **how)
+    return line_chart(title, both, log=log)
 
 
 def _rates(run: RunFiles) -> list[Series]:

@@ -63,9 +63,10 @@ details { margin: .6rem 0 } summary { cursor: pointer; font-weight: 600; font-si
 .samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 1rem }
 .sample { background: var(--card); border-radius: 8px; padding: .8rem; min-width: 0; overflow-wrap: anywhere }
 .sample img { max-width: 100%; border-radius: 4px; margin: 0 .4rem .4rem 0; vertical-align: top }
+.question { font-weight: 600; white-space: pre-wrap }
 .sample dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; margin: .5rem 0 0;
   font-size: .92rem }
-.sample dt { color: var(--dim) } .sample dd { margin: 0; white-space: pre-wrap }
+.sample dt { color: var(--dim); font-variant-numeric: tabular-nums } .sample dd { margin: 0; white-space: pre-wrap }
 .sample .same { background: var(--mark); border-radius: 3px; padding: 0 .25em }
 footer { margin-top: 3rem; color: var(--dim); font-size: .85rem }
 @media print { nav { display: none } details:not([open]) > * { display: revert } }

@@ -10,7 +10,7 @@ from pathlib import Path
 from llava_ds.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava_ds.data.preflight import reasons_in_short
 from llava_ds.ds_config.draft import value_at
-from llava_ds.report.chart import bar_chart
+from llava_ds.report.chart import bar_chart, short
 from llava_ds.report.curves import curves
 from llava_ds.report.markup import Markup, details, document, esc, navigation, section, sentence, table, tiles
 from llava_ds.report.run_files import RunFiles, is_number, read_run
@@ -57,13 +57,14 @@ def report_page(run: RunFiles) -> str:
         "To repeat it": _command(run),
     }
     shown = {title: content for title, content in parts.items() if content}
+    written = time.strftime("%Y-%m-%d %H:%M %z")
     return document(
         f"{run.name}: report",
         [
             _head(run),
             navigation(shown),
             *(section(title, content) for title, content in shown.items()),
-            f"<footer>Written {esc(time.strftime('%Y-%m-%d %H:%M %z'))} by llava_ds from {esc(run.output_dir)}.</footer>",
+            f"<footer>Written {esc(written)} by llava_ds from {esc(run.output_dir)}.</footer>",
         ],
     )
 
@@ -90,25 +91,26 @@ def _head(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles) -> str:
-    numbers = run.numbers
-    seconds, wait = numbers.get("step_time_s"), numbers.get("data_wait_s", 0.0)
+    # What went wrong is shown where something did.
+    numbers = {
+        name: value for name, value in run.numbers.items() if value or name not in ("skipped_steps", "broken_samples")
+    }
     shown = [
         ("loss", "loss at the end (running mean)", "{:.4f}".format),
         ("held_out_loss", "held-out loss, last", "{:.4f}".format),
         ("steps", "optimizer steps", "{:,.0f}".format),
         ("epoch", "epochs", "{:.2f}".format),
         ("samples", "samples", "{:,.0f}".format),
-        ("tokens", "tokens", "{:,.0f}".format),
+        ("tokens", "tokens", short),
         ("step_time_s", "spent in steps", duration),
+        ("wait", "of the time waiting for data", "{:.1%}".format),
         ("tokens_per_s", "tokens/s (median)", "{:,.0f}".format),
         ("mfu", "of the peak: MFU (median)", "{:.1%}".format),
         ("peak_memory_bytes", "peak memory of rank 0", num_bytes),
         ("skipped_steps", "steps skipped (not finite)", "{:,.0f}".format),
         ("broken_samples", "samples that broke", "{:,.0f}".format),
     ]
-    found = [(form(numbers[name]), label) for name, label, form in shown if name in numbers]
-    if seconds:
-        found.insert(-2, (f"{wait / seconds:.1%}", "of the time waiting for data"))
+    found = [(form(numbers[name]), label) for name, label, form in shown if numbers.get(name) is not None]
     return tiles(found) if numbers else ""
 
 

@@ -84,6 +84,8 @@ class RunFiles:
         for name in ("samples", "tokens", "supervised_tokens", "step_time_s", "data_wait_s", "broken_samples"):
             if values := self.column(name)[1]:
                 found[name] = sum(values)
+        if found.get("step_time_s") and "data_wait_s" in found:
+            found["wait"] = found["data_wait_s"] / found["step_time_s"]
         for name in ("tokens_per_s", "mfu"):
             if values := sorted(self.column(name)[1]):
                 found[name] = values[
@@ -128,6 +130,11 @@ def read_run(output_dir: Path) -> RunFiles:
         checkpoints=_checkpoints(output_dir),
         problems=problems,
     )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether there is anything of a run's to be read in a folder."""
+    return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
 
 
 def is_number(value: object) -> bool:

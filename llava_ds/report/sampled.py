@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from llava_ds.constants import DataError
+from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.images import load_image
 from llava_ds.report.markup import esc, sentence
 
@@ -32,15 +32,16 @@ def _card(asked: list[dict], output_dir: Path) -> str:
     paths = last.get("images") if isinstance(last.get("images"), list) else []
     pictures = "".join(_picture(output_dir / str(path)) for path in paths)
     reference = last.get("reference")
-    lines = [f"<dt>question</dt><dd>{esc(last.get('question', ''))}</dd>"]
+    question = str(last.get("question", "")).replace(IMAGE_TOKEN, "").strip()  # what it marks is seen
+    lines = []
     if reference is not None:
         lines.append(f"<dt>reference</dt><dd>{esc(reference)}</dd>")
-    for row in _spread(asked, MOST_ANSWERS):
-        answer = str(row.get("answer", ""))
+    for first, last_step, answer in _spread(_stretches(asked), MOST_ANSWERS):
         same = reference is not None and answer.strip() == str(reference).strip()
         text = f'<span class="same">{esc(answer)}</span>' if same else esc(answer)
-        lines.append(f"<dt>step {row['step']:,}</dt><dd>{text}</dd>")
-    return f'<div class="sample">{pictures}<dl>{"".join(lines)}</dl></div>'
+        steps = f"step {first:,}" if first == last_step else f"steps {first:,} to {last_step:,}"
+        lines.append(f"<dt>{steps}</dt><dd>{text}</dd>")
+    return f'<div class="sample">{pictures}<p class="question">{esc(question)}</p><dl>{"".join(lines)}</dl></div>'
 
 
 def _picture(path: Path) -> str:
@@ -50,7 +51,19 @@ def _picture(path: Path) -> str:
         return sentence(f"The picture can't be shown: {error}")
 
 
-def _spread(rows: list[dict], most: int) -> list[dict]:
+def _stretches(asked: list[dict]) -> list[tuple[int, int, str]]:
+    """(first step, last step, answer) of neighbours that are the same."""
+    found: list[tuple[int, int, str]] = []
+    for row in asked:
+        answer = str(row.get("answer", ""))
+        if found and found[-1][2] == answer:
+            found[-1] = (found[-1][0], row["step"], answer)
+        else:
+            found.append((row["step"], row["step"], answer))
+    return found
+
+
+def _spread(rows: list, most: int) -> list:
     """So many of them, evenly, the first and the last included."""
     if len(rows) <= most:
         return rows
