@@ -176,28 +176,29 @@ def _typed(args: Arguments) -> tuple[Arguments, list[str]]:
         except ValueError:
             problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, auto or none")
             values["tokens_per_micro_batch"] = None
-    values["report_to"], problem = report_to(args.training.report_to)
-    problems += [] if problem is None else [problem]
+    values["report_to"], unknown = trackers_of(args.training.report_to)
+    known = f"give some of {', '.join(TRACKERS)}, or all, or none"
+    problems += [f"--report_to {name} is unknown: {known}" for name in unknown]
     return args.replaced(**values), problems
 
 
-def report_to(asked: str | list[str] | None) -> tuple[str | None, str | None]:
-    """--report_to as code reads it, names with commas between or None where it was not given; and what is wrong."""
+def trackers_of(asked: str | list[str] | None) -> tuple[str | None, list[str]]:
+    """--report_to as code reads it, names with commas between or None where it was not given; and those unknown."""
     if asked is None:
-        return None, None
+        return None, []
     words = [asked] if isinstance(asked, str) else asked
     names = [name for word in words for name in word.replace(",", " ").split()]
-    if names in (["none"], []):
-        return "", None
-    installed = [name for name in TRACKERS if find_spec(name) is not None]
-    if names == ["all"]:
-        return ",".join(installed), None
-    for name in names:
-        if name not in TRACKERS:
-            return "", f"--report_to {name} is unknown: give some of {', '.join(TRACKERS)}, or all, or none"
-        if name not in installed:
-            return "", f"--report_to {name}: {name} is not installed: pip install 'llava_ds[{name}]', or leave it out"
-    return ",".join(dict.fromkeys(names)), None
+    if names == ["none"]:
+        names = []
+    elif names == ["all"]:
+        names = [name for name in TRACKERS if is_installed(name)]
+    return ",".join(dict.fromkeys(names)), [name for name in names if name not in TRACKERS]
+
+
+def is_installed(package: str) -> bool:
+    """Whether it can be imported; a folder of its name, as W&B leaves them, is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def data_problems(args: Arguments) -> list[str]:
@@ -312,6 +313,11 @@ def training_problems(args: Arguments) -> list[str]:
         training.max_steps > 0 or 0 < training.num_train_epochs < math.inf,
         f"--num_train_epochs is {training.num_train_epochs}: give a value above 0, or --max_steps",
     )
+    for name in (training.report_to or "").split(","):
+        check(
+            name not in TRACKERS or is_installed(name),
+            f"--report_to {name}: {name} is not installed: pip install 'llava_ds[{name}]', or --report_to none",
+        )
     check(not (training.bf16 and training.fp16), "--bf16 and --fp16 are both set: choose one")
     if training.max_run_time is not None:
         try:

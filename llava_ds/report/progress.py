@@ -156,10 +156,10 @@ class Progress:
         norm = result.grad_norm
         row = {
             "step": result.step,
-            "epoch": round(result.step / self.steps_per_epoch, 6),
+            "epoch": round(result.step / self.steps_per_epoch, 5),
             "loss": result.loss,
-            "lr": [float(f"{rate:.10g}") for rate in result.lr],  # more digits say nothing and fill the disk
-            "grad_norm": None if norm is None or not math.isfinite(norm) else float(f"{norm:.8g}"),
+            "lr": [float(f"{rate:.7g}") for rate in result.lr],  # more digits say nothing and fill the disk
+            "grad_norm": None if norm is None or not math.isfinite(norm) else float(f"{norm:.7g}"),
             "samples": result.counts.samples,
             "tokens": result.counts.tokens,
             "supervised_tokens": result.counts.targets,

@@ -1,14 +1,15 @@
 """metrics.csv: the numbers of metrics.jsonl for spreadsheets, a line per optimizer step."""
 
-import csv
-import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from llava_ds.report.metrics import read_metrics
 
-LEFT_OUT = ("micro_batch_losses",)  # lists of lists
+COLUMNS = (
+    "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "supervised_tokens", "step_time_s", "data_wait_s",
+    "tokens_per_s", "mfu", "peak_memory_bytes", "skipped_steps", "broken_samples",
+)  # fmt: skip
 
 
 class MetricsTable:
@@ -20,47 +21,35 @@ class MetricsTable:
     def __init__(self, path: Path, log: Path) -> None:
         """log: metrics.jsonl, which has a row before this table is given it."""
         self.path, self.log = path, log
-        self.columns: list[str] | None = None  # of the file as it lies there; None: it is to be made anew
+        self.follows = False  # whether the file has all rows that were written so far
 
     def write(self, rows: list[dict]) -> None:
         """Add rows of metrics.jsonl. A disk that is full leaves the table behind until there is room again."""
         try:
-            if self.columns is None:
+            if not self.follows:
                 self._make_anew()
                 return
             with self.path.open("ab", buffering=0) as file:
-                text = as_csv(rows, self.columns).encode()
-                if file.write(text) != len(text):
-                    self.columns = None
+                text = as_csv(rows).encode()
+                self.follows = file.write(text) == len(text)
         except OSError:
-            self.columns = None  # metrics.jsonl, on the same disk, has said so
+            self.follows = False  # metrics.jsonl, on the same disk, has said so
 
     def _make_anew(self) -> None:
-        rows = read_metrics(self.log)
-        if not rows:
-            return
-        columns = columns_of(rows)
         fresh = self.path.with_name(f".{self.path.name}.tmp")
-        fresh.write_text(as_csv([], columns, header=True) + as_csv(rows, columns), encoding="utf-8")
+        fresh.write_text(",".join(COLUMNS) + "\n" + as_csv(read_metrics(self.log)), encoding="utf-8")
         os.replace(fresh, self.path)
-        self.columns = columns
+        self.follows = True
 
 
-def columns_of(rows: Iterable[dict]) -> list[str]:
-    """The names of all columns: those of the rows, a rate for each parameter group."""
-    names, rates = {}, 0
-    for row in rows:
-        rates = max(rates, len(row["lr"]))
-        names |= dict.fromkeys(row)
-    spread = [f"lr_{i}" for i in range(rates)]
-    return [c for name in names if name not in LEFT_OUT for c in (spread if name == "lr" else [name])]
+def as_csv(rows: Iterable[dict]) -> str:
+    """Lines of the table, of six digits; what a row has no value for stays empty."""
+    return "".join(",".join(_cell(row.get(name)) for name in COLUMNS) + "\n" for row in rows)
 
 
-def as_csv(rows: Iterable[dict], columns: list[str], header: bool = False) -> str:
-    """Lines of the table; what a row has no value for stays empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    if header:
-        writer.writeheader()
-    writer.writerows({**row, **{f"lr_{i}": rate for i, rate in enumerate(row["lr"])}} for row in rows)
-    return text.getvalue()
+def _cell(value: object) -> str:
+    if isinstance(value, list):
+        value = max(value)  # of the parameter groups' rates
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None else str(value)

@@ -5,17 +5,17 @@ import os
 import random
 import secrets
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from llava_ds.arguments import Arguments
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, from_first, print_first
+from llava_ds.parsing import is_installed
 from llava_ds.redact import redact
 
 # More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
-MOST_POINTS = 10_000
+MOST_POINTS = 5_000
 FLUSH_S = 30  # what a killed run may lack there
 PROJECT = "llava_ds"  # unless WANDB_PROJECT or TRACKIO_PROJECT says otherwise
 
@@ -72,7 +72,7 @@ def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps
     every rank, where one that was asked for can't be opened.
     """
     asked = args.training.report_to
-    if asked is None and find_spec("tensorboard") is None:
+    if asked is None and not is_installed("tensorboard"):
         print_first("no TensorBoard curves: pip install 'llava_ds[tensorboard]', or give --report_to none")
         asked = ""
     names = ["tensorboard"] if asked is None else [name for name in asked.split(",") if name]
@@ -116,15 +116,22 @@ class TensorBoard:
     """Event files in output_dir/tensorboard."""
 
     def __init__(self, args: Arguments, output_dir: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import FileWriter
 
-        folder = output_dir / "tensorboard"
-        # Readers pass over events of earlier files from the step to purge on.
-        self.writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=FLUSH_S)
+        self.summary = Summary
+        self.writer = FileWriter(output_dir / "tensorboard", flush_secs=FLUSH_S)
+        # Readers pass over what earlier files have from this step on.
+        self.writer.add_event(Event(file_version="brain.Event:2"), resume_step + 1)
+        self.writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), resume_step + 1)
 
     def write(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+        # In one event: by SummaryWriter.add_scalar, each value costs as much as all of them do so.
+        value = self.summary.Value
+        self.writer.add_summary(
+            self.summary(value=[value(tag=name, simple_value=number) for name, number in values.items()]), step
+        )
 
     def flush(self) -> None:
         self.writer.flush()
@@ -163,7 +170,7 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         id=kept.read_text(encoding="utf-8").strip(),
         resume="allow",
-        name=called(args),
+        name=redact(called(args)),
         dir=str(output_dir),
         config=_settings(args),
         settings=settings,
@@ -177,7 +184,7 @@ def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged
 
     run = trackio.init(
         project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-        name=called(args),
+        name=redact(called(args)),
         resume="allow" if resume_step else "never",
         config=_settings(args),
         embed=False,
