@@ -126,7 +126,12 @@ def _evaluation(run: RunFiles) -> str:
         if name in run.problems:
             parts.append(sentence(run.problems[name], "warn"))
         else:
-            parts.append(f"<h3>{esc(name)}</h3>" + _scores(content.get("scores", content)))
+            metric = f": {content['metric']}" if isinstance(content.get("metric"), str) else ""
+            parts.append(f"<h3>{esc(name + metric)}</h3>" + _scores(content.get("scores", content)))
+            if isinstance(content.get("metrics"), dict):
+                found = list(_flat(content["metrics"]))
+                head = ["", "value [95 % interval]"]
+                parts.append(details("Every metric, with its interval", table(head, found, numbers=(1,))))
     return "".join(parts) or sentence("Not evaluated: run/evaluate.py has left no evaluation.json here.")
 
 

@@ -42,8 +42,11 @@ class Trackers:
         """rows: of metrics.jsonl."""
         for row in rows if self.opened else ():
             if row["step"] % self.every == 0 or row["step"] == self.num_steps:
-                values = scalars(row)
-                self._all(lambda tracker, values=values, step=row["step"]: tracker.write(values, step))
+                self.log(scalars(row), row["step"])
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Numbers by the names of their curves, like eval/loss."""
+        self._all(lambda tracker: tracker.write(values, step))
 
     def flush(self) -> None:
         """Let nothing be lost of what was written so far."""

@@ -54,19 +54,17 @@ def model_of(run: RunFiles) -> str:
 
 
 def shown_score(value: object) -> str | None:
-    """A number, or (right, asked) as its quotient; "" for None; None for what is neither."""
+    """A number; [sum, number of questions] as its quotient; {value, low, high} with its interval; "" for None; None for
+    what is neither."""
     if value is None:
         return ""
     if is_number(value):
         return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-    if (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(isinstance(n, int) for n in value)
-        and 0 <= value[0] <= value[1]
-    ):
+    if isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and isinstance(value[1], int):
         right, asked = value
-        return f"{right / asked:.3f} ({right:,} of {asked:,})" if asked else "0 of 0"
+        return f"{right / asked:.3f} ({right:,g} of {asked:,})" if asked > 0 else "0 of 0"
+    if isinstance(value, dict) and all(is_number(value.get(name)) for name in ("value", "low", "high")):
+        return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
     return None
 
 

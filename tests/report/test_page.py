@@ -16,7 +16,11 @@ from llava_ds.report.run_record import length_histogram
 from llava_ds.report.wording import duration, num_bytes
 
 EVIL = "<script>alert(1)</script><img src=https://evil.example/x.png onerror=alert(2)>"
-PLAIN = {"conversations": []}
+EVALUATION = {
+    "metric": "exact match",
+    "scores": {EVIL: {"colour": [3.0, 4], "overall": [5.0, 8]}},
+    "metrics": {EVIL: {"overall": {"exact match": {"value": 0.625, "low": 0.25, "high": 0.875}}}},
+}
 
 
 def write_jsonl(path, rows) -> None:
@@ -65,7 +69,7 @@ def write_run(folder, steps: int = 30, **flags: object):
     )
     write_jsonl(folder / "skipped.jsonl", [{"file": "f.json", "line": 3, "index": 2, "id": EVIL, "reason": EVIL}])
     write_jsonl(folder / "skipped_steps.jsonl", [{"step": 7, "not_finite": "loss", "ranks": [0], "samples": [EVIL]}])
-    (folder / "evaluation.json").write_text(json.dumps({"scores": {EVIL: {"colour": [3, 4], "overall": [5, 8]}}}))
+    (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
     for step, whole in ((10, True), (20, False)):
         (folder / f"checkpoint-{step}").mkdir()
         (folder / f"checkpoint-{step}" / ("manifest.json" if whole else "x")).write_text("x" * 2000)
@@ -114,7 +118,8 @@ def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
     for part in (
         "finished", "2 × cpu", "30,000", "40.0%", "10.0%", "5 GB",  # numbers
         "Loss per supervised token", "held-out", "Learning rate", "Gradient norm", "Throughput", "Peak memory",
-        "gaps: 1", "steps 10 to 20", "none.png", "0.625 (5 of 8)", "7 records", "Samples by length",
+        "gaps: 1", "steps 10 to 20", "none.png", "exact match", "0.625 (5 of 8)", "0.625 [0.250, 0.875]",
+        "7 records", "Samples by length",
         "1 records left out",
         "1 steps changed nothing", "--learning_rate", "given", "--train_batch_size", '"stage": 2', "checkpoint-10",
         "no manifest", "deepspeed --num_accelerators 2 run/train.py --data_path 'my data.json'", "2.13", "abc",
