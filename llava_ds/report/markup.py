@@ -45,7 +45,7 @@ figcaption { font-weight: 600; font-size: .92rem; padding: 0 .3rem .3rem; displa
 .keys { font-weight: 400; color: var(--dim); font-size: .82rem; display: flex; flex-wrap: wrap; gap: 0 .8rem }
 .key::before { content: ""; display: inline-block; width: 1em; height: 3px; vertical-align: middle;
   margin-right: .35em; background: currentcolor }
-svg { display: block; width: 100%; height: auto } svg text { font-size: 11px; fill: var(--dim) }
+svg { display: block; width: 100%; height: auto } svg text { font-size: 12px; fill: var(--dim) }
 .grid { stroke: var(--line); stroke-width: 1; fill: none } .bar { fill: var(--s0) }
 .curve { stroke: currentcolor; fill: none; stroke-width: 1.7; stroke-linejoin: round }
 .curve circle { fill: currentcolor; stroke: none }

@@ -86,7 +86,7 @@ class Elements(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "link", "img", "path", "circle", "rect"):
+        if tag not in ("meta", "link", "img"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):

@@ -91,7 +91,7 @@ def test_skipped_steps_and_a_missing_norm_are_written_as_they_are(progress, tmp_
 def test_the_bar_says_how_it_goes_and_what_went_wrong(progress):
     progress.after_step(result(1, 1.0), flush=True)
     shown = progress.bar.postfix
-    for part in ("loss 0.5000", "lr 1.00e-03", "100 tokens/s", "MFU 13.5%", "waiting for data 0.0%", " GB"):
+    for part in ("loss 0.5000", "lr 1.00e-03", "100 tokens/s", "MFU 13.6%", "waiting for data 0.0%", " GB"):
         assert part in shown, shown
     assert "skipped" not in shown and "broken" not in shown
     worse = dataclasses.replace(result(2, 1.0), skipped_steps=1, num_planned=6, data_wait_s=0.25)
