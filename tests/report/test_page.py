@@ -137,19 +137,18 @@ def test_a_run_that_was_killed_says_how_far_it_came(tmp_path):
     "name", ["run.json", "ds_config.json", "metrics.jsonl", "evals.jsonl", "samples.jsonl", "skipped.jsonl",
              "skipped_steps.jsonl", "evaluation.json"],
 )  # fmt: skip
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00", b"[]\n", b'{"a": 1', b'{"step": "x"}\n', b"[" * 10**5])
-def test_a_file_that_is_missing_or_broken_costs_its_own_part_only(tmp_path, name, content):
+def test_a_file_that_is_missing_or_broken_costs_its_own_part_only(tmp_path, name):
     folder = write_run(tmp_path / "run")
     (folder / name).unlink()
-    if content is not None:
-        (folder / name).write_bytes(content)
-    elements = Elements(write_report(folder).read_text())
-    assert not elements.open
-    assert "checkpoint-10" in elements.text  # what follows is there
-    if name in ("run.json", "ds_config.json", "metrics.jsonl"):
-        assert re.search(
-            rf"{re.escape(name)} (can't be read|in this folder|holds no|has no steps|says nothing)", elements.text
-        )
+    for content in (None, b"", b"\xff\xfe\x00", b"[]\n", b'{"a": 1', b"[" * 10**5):
+        if content is not None:
+            (folder / name).write_bytes(content)
+        elements = Elements(write_report(folder).read_text())
+        assert not elements.open
+        assert "checkpoint-10" in elements.text  # what follows is there
+        if name in ("run.json", "ds_config.json", "metrics.jsonl"):
+            said = rf"{re.escape(name)} (can't be read|in this folder|holds no|has no steps)"
+            assert re.search(said, elements.text), (content, elements.text)
 
 
 def test_fields_of_another_type_than_expected_cost_nothing_else(tmp_path):
