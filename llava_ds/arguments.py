@@ -342,6 +342,21 @@ class TrainingArguments:
     num_sample_questions: int = HfArg(default=4, help="Questions that are answered at --sample_steps (at least 1).")
     sample_max_new_tokens: int = HfArg(default=64, help="Longest of these answers, in tokens (at least 1).")
     logging_steps: int = HfArg(default=1, help="Steps between readings of the loss (at least 1).")
+    report_to: str | None = HfArg(
+        default=None,
+        metadata={"nargs": "*"},
+        help="Where the curves go beside metrics.jsonl, metrics.csv and loss.png, which are always written: some of "
+        "tensorboard, wandb and trackio (each needs the extra of its name), all that are installed, or none. Absent: "
+        "tensorboard, if it is installed.",
+    )
+    run_name: str | None = HfArg(
+        default=None, help="What the run is called, there and in report.html; absent: the name of --output_dir."
+    )
+    verbose: bool = HfArg(
+        default=False,
+        aliases=["--verbose_logging"],
+        help="Let DeepSpeed, transformers and Python's warnings say what they have to say, on every rank.",
+    )
     save_strategy: Literal["steps", "no"] = HfArg(
         default="steps", help="steps: a checkpoint every --save_steps and one at the end; no: none."
     )
@@ -416,6 +431,9 @@ def steps_go_across_epochs(training: TrainingArguments) -> bool:
         else training.steps_across_epochs
     )
 
+
+# The values of --report_to, which are the packages' names and the extras', too.
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 # The names of --mm_tunable_parts, and the parts of the model.
 TUNABLE_PARTS = {

@@ -314,20 +314,29 @@ def _share_error(error: Exception | None, ranks: Ranks) -> None:
             raise met if rank == 0 else type(met)(f"on rank {rank} ({host}): {met}")
 
 
-def quiet_libraries() -> None:
-    """Hold back what DeepSpeed and transformers say at every start; errors, and DeepSpeed's warnings, remain."""
+def quiet_libraries(verbose: bool = False) -> None:
+    """Hold back what DeepSpeed and transformers say at every start; errors, and DeepSpeed's warnings, remain.
+
+    Python's warnings come from rank 0 alone, for all ranks have the same. verbose: hold nothing back.
+    """
     import logging
     import warnings
 
     import transformers
 
+    # One process per core tokenizes; threads below each of them would only get in each other's way.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if verbose:
+        logging.getLogger("DeepSpeed").setLevel(logging.INFO)
+        transformers.logging.set_verbosity_info()
+        return
+    if int(os.environ.get("RANK", "0")) != 0:
+        warnings.simplefilter("ignore")
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 calls old.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     transformers.logging.set_verbosity_error()
-    # One process per core tokenizes; threads below each of them would only get in each other's way.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.logging.disable_progress_bar()
 
 

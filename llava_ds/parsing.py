@@ -5,12 +5,14 @@ import math
 import os
 import re
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
 from transformers import HfArgumentParser
 
 from llava_ds.arguments import (
+    TRACKERS,
     TUNABLE_PARTS,
     Arguments,
     DataArguments,
@@ -42,15 +44,9 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "add_time_instruction": (NO, "writing a video's times before its question is not here yet"),
     "dataloader_drop_last": (None, "no sample is left out, the last step of an epoch may be smaller"),
     "attn_implementation": (None, "the fastest attention that this machine has is chosen"),
-    "evaluation_strategy": (
-        ("no", "steps"),
-        "--eval_steps says when the held-out loss is measured",
-    ),
+    "evaluation_strategy": (("no", "steps"), "--eval_steps says when the held-out loss is measured"),
     "eval_strategy": (("no", "steps"), "--eval_steps says when the held-out loss is measured"),
     "per_device_eval_batch_size": (None, "held-out samples are laid out as those of training"),
-    "report_to": (None, "metrics.jsonl and loss.png are always written"),
-    "run_name": (None, "a run is called by its --output_dir"),
-    "verbose_logging": (None, "what a run says does not depend on it"),
 }
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
@@ -140,7 +136,8 @@ def parse_arguments(
         raise ConfigError(_unknown_flags(unknown, parser, own_flags))
 
     given = {name.replace("-", "_") for name in recipe} | {name.removeprefix("no_") for name in written}
-    given = {"deepspeed_config" if name == "deepspeed" else name for name in given}
+    aliases = {"deepspeed": "deepspeed_config", "verbose_logging": "verbose"}
+    given = {aliases.get(name, name) for name in given}
     args = Arguments(model, data, training, frozenset(given))
     values = args.as_dict()
     args = args.replaced(**{name: os.path.expanduser(values[name]) for name in PATHS if values[name] is not None})
@@ -181,7 +178,29 @@ def _typed(args: Arguments) -> tuple[Arguments, list[str]]:
         except ValueError:
             problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, auto or none")
             values["tokens_per_micro_batch"] = None
+    values["report_to"], unknown = trackers_of(args.training.report_to)
+    known = f"give some of {', '.join(TRACKERS)}, or all, or none"
+    problems += [f"--report_to {name} is unknown: {known}" for name in unknown]
     return args.replaced(**values), problems
+
+
+def trackers_of(asked: str | list[str] | None) -> tuple[str | None, list[str]]:
+    """--report_to as code reads it, names with commas between or None where it was not given; and those unknown."""
+    if asked is None:
+        return None, []
+    words = [asked] if isinstance(asked, str) else asked
+    names = [name for word in words for name in word.replace(",", " ").split()]
+    if names == ["none"]:
+        names = []
+    elif names == ["all"]:
+        names = [name for name in TRACKERS if is_installed(name)]
+    return ",".join(dict.fromkeys(names)), [name for name in names if name not in TRACKERS]
+
+
+def is_installed(package: str) -> bool:
+    """Whether it can be imported; a folder of its name, as W&B leaves them, is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def data_problems(args: Arguments) -> list[str]:
@@ -304,6 +323,11 @@ def training_problems(args: Arguments) -> list[str]:
         training.max_steps > 0 or 0 < training.num_train_epochs < math.inf,
         f"--num_train_epochs is {training.num_train_epochs}: give a value above 0, or --max_steps",
     )
+    for name in (training.report_to or "").split(","):
+        check(
+            name not in TRACKERS or is_installed(name),
+            f"--report_to {name}: {name} is not installed: pip install 'llava_ds[{name}]', or --report_to none",
+        )
     check(not (training.bf16 and training.fp16), "--bf16 and --fp16 are both set: choose one")
     if training.max_run_time is not None:
         try:

@@ -60,6 +60,7 @@ from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.skipped import SkippedLog
 from llava_ds.report.skipped_steps import SkippedSteps
+from llava_ds.report.trackers import called, open_trackers
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
 from llava_ds.tools.choice import choose_for_ranks
@@ -89,8 +90,8 @@ def main(argv: list[str]) -> int:
 
 def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     """The whole of it, from flags to the finished model."""
-    quiet_libraries()
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
+    quiet_libraries(args.training.verbose)
     args, more_notes = take_from_model(args)
     max_shard_bytes = parse_size(args.training.max_shard_size)
     chooses = args.training.deepspeed_config == CHOOSE_DS_CONFIG
@@ -161,7 +162,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         return 0
     checkpoint.set_aside(output_dir, resume, ranks)
     if ranks.is_first:
-        write_run_record(output_dir, args, resolved.config, num_steps)
+        write_run_record(output_dir, args, resolved, num_steps, dataset, ranks)
     finished = Finished(plan, args.model, pictures, resolved.dtype, args.data.model_max_length)
     if form != "adapter" and not trains_projector_only(args.model):
         entries = planned_entries(finished)
@@ -215,6 +216,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     spikes = LossSpikes(output_dir, dataset, layout, order, args.training, resume.step, ranks)
     progress = Progress(
         output_dir,
+        title=f"{called(args)}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks",
         resume_step=resume.step,
         max_steps=num_steps,
         steps_per_epoch=per_epoch,
@@ -227,6 +229,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         spikes=spikes,
         ranks=ranks,
         monitor=engine.monitor,
+        trackers=open_trackers(args, output_dir, resume.step, num_steps, ranks),
     )
     evaluation = Evaluation(
         engine,
@@ -272,7 +275,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     with watch, stop.training(args.training.max_run_time, ranks):
         train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, boundary.after_step)
     watchdog.enters("export", state.step)
-    progress.close(title=f"{output_dir.name}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks")
+    progress.close()
     if state.stops:
         return stop.leave(state.step, saves, ranks)
     stop.ends(saves)

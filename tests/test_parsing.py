@@ -1,15 +1,22 @@
 """Flags: who wins, what is refused, and that one error tells all of it."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from llava_ds.arguments import ModelArguments, trained_parts, trains_projector_only
 from llava_ds.constants import ConfigError
-from llava_ds.parsing import WITHOUT_EFFECT, parse_arguments, read_recipe
+from llava_ds.parsing import WITHOUT_EFFECT, is_installed, parse_arguments, read_recipe
 
 ZERO2 = str(Path(__file__).parents[1] / "ds_configs" / "zero2.json")
 NEEDED = ["--deepspeed_config", ZERO2, "--output_dir", "out"]
+
+
+@pytest.fixture(autouse=True)
+def everything_to_report_to(monkeypatch):
+    """LLaVA's scripts report to W&B, which has no part in these tests."""
+    monkeypatch.setattr("llava_ds.parsing.is_installed", lambda name: True)
 
 
 def parse(*argv: object, **more):
@@ -136,7 +143,7 @@ def test_llava_nexts_scripts_parse_and_name_what_has_no_effect(next_script):
     named = {note.split()[0].removeprefix("--") for note in notes}
     unused = {"lora_r", "lora_alpha", "lora_dropout", "lora_bias"}  # it says --lora_enable False
     assert named == {token.removeprefix("--") for token in next_script} & set(WITHOUT_EFFECT) | unused
-    assert len(named) > 15
+    assert len(named) > 13
 
 
 def test_what_llava_nexts_scripts_train_is_known(next_script):
@@ -401,6 +408,48 @@ def lora_script(tmp_path) -> list[str]:
     for name in ("data.json", "mm_projector.bin"):
         (tmp_path / name).write_text("[]")
     return LORA_SCRIPT.format(zero2=ZERO2, here=tmp_path).split()
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ([], None),
+        (["none"], ""),
+        (["all"], "tensorboard,wandb,trackio"),
+        (["wandb"], "wandb"),
+        (["wandb,tensorboard"], "wandb,tensorboard"),
+        (["trackio", "wandb", "trackio"], "trackio,wandb"),
+    ],
+)
+def test_report_to_takes_names_with_blanks_or_commas_between(lora_script, given, means):
+    without = [token for token in lora_script if token not in ("--report_to", "wandb")]
+    args, _ = parse_arguments([*without, *(["--report_to", *given] if given else [])])
+    assert args.training.report_to == means
+
+
+def test_a_tracker_that_is_unknown_or_missing_is_named_with_its_extra(lora_script, monkeypatch):
+    monkeypatch.setattr("llava_ds.parsing.is_installed", lambda name: name == "tensorboard")
+    with pytest.raises(
+        ConfigError, match=r"--report_to wandb: wandb is not installed: pip install 'llava_ds\[wandb\]'"
+    ):
+        parse_arguments(lora_script)
+    with pytest.raises(ConfigError, match="--report_to mlflow is unknown: give some of tensorboard, wandb, trackio"):
+        parse_arguments([*lora_script, "--report_to", "mlflow"])
+    args, _ = parse_arguments([*lora_script, "--report_to", "all"])
+    assert args.training.report_to == "tensorboard"
+    assert parse_arguments(lora_script, to_train=False)[0].training.report_to == "wandb"  # where nothing is reported
+
+
+def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "left_by_a_run").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_spec("left_by_a_run") is not None and not is_installed("left_by_a_run")
+    assert is_installed("torch") and not is_installed("there_is_no_such_package")
+
+
+def test_verbose_has_llava_nexts_name_too(next_script):
+    args, _ = parse_arguments(next_script)
+    assert args.training.verbose and "verbose" in args.given and args.training.run_name == "name"
 
 
 def test_llavas_lora_scripts_parse(lora_script):

@@ -21,7 +21,7 @@ FREE_FLAGS = {
     "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "model_base",
     "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
     "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",
-    "max_shard_size", "max_run_time", "max_skipped_steps",
+    "max_shard_size", "max_run_time", "max_skipped_steps", "report_to", "run_name", "verbose",
     "check_divergence_steps", "allow_changed_flags", "loss_spike_sigma", "loss_spike_window",
     "eval_steps", "eval_data_path", "sample_steps", "sample_data_path", "num_sample_questions", "sample_max_new_tokens",
     "watchdog_start_s", "watchdog_step_s", "watchdog_save_s",

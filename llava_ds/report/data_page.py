@@ -1,8 +1,6 @@
 """What a model will be trained on, for a person to look at: text with the supervised part marked, and pictures."""
 
-import base64
 import html
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.distributed import printable
+from llava_ds.report.sampled import data_uri
 
 THUMBNAIL = 224  # pixels of the longer side of a picture on the page
 
@@ -98,7 +97,7 @@ def page(title: str, summary: Iterable[str], samples: Iterable[ShownSample], rej
     )
     for sample in samples:
         body.append(f"<h2>{html.escape(sample.title)}</h2><p class=note>{html.escape(sample.note)}</p>")
-        body += [f'<img src="{_data_uri(picture)}" alt="">' for picture in sample.pictures]
+        body += [f'<img src="{data_uri(picture, THUMBNAIL)}" alt="">' for picture in sample.pictures]
         body.append("<pre>" + "".join(map(_run_html, sample.runs)) + "</pre>")
     rows = [
         f"<tr><td>{html.escape(str(row['file']))}:{row['line']}</td><td>{html.escape(str(row['id']))}</td>"
@@ -124,11 +123,3 @@ def _run_html(run: Run) -> str:
         return f'<span class="image">{run.num_tokens} image positions</span>'
     text = html.escape(run.text)
     return f"<mark>{text}</mark>" if run.kind == "supervised" else text
-
-
-def _data_uri(picture: Image.Image) -> str:
-    picture = picture.copy()
-    picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    stream = io.BytesIO()
-    picture.save(stream, "PNG")
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()

@@ -29,7 +29,7 @@ class RowLog:
         try:
             with self.path.open("ab", buffering=0) as file:
                 before = file.tell()
-                text = "".join(json.dumps(row) + "\n" for row in self.waiting).encode()
+                text = "".join(as_line(row) for row in self.waiting).encode()
                 if file.write(text) != len(text):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # it took a part of them
         except OSError as error:
@@ -63,8 +63,13 @@ def rows_of(path: Path) -> list[dict]:
 def replace_rows(path: Path, rows: Iterable[dict]) -> None:
     """Write a JSONL file anew, in one rename, so that a killed run leaves the old or the new one."""
     fresh = path.with_name(f".{path.name}.tmp")
-    fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    fresh.write_text("".join(map(as_line, rows)), encoding="utf-8")
     os.replace(fresh, path)
+
+
+def as_line(row: dict) -> str:
+    """A row as it stands in the file, without the blanks that 100,000 rows would have 3 MB of."""
+    return json.dumps(row, separators=(",", ":")) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict]:

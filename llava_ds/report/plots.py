@@ -1,33 +1,83 @@
 """loss.png."""
 
+import math
+import os
+import threading
+import time
 from pathlib import Path
 
+from llava_ds.report.series import running_mean, thinned
 
-def plot_loss(rows: list[dict], path: Path, title: str) -> None:
-    """Draw the loss of every step, its running mean, and the learning rate, to a PNG file."""
+EVERY_S = 60.0  # at least, between two drawings while it trains
+LARGEST_SHARE = 1 / 200  # of the time, that drawing may take
+
+
+class LossPlot:
+    """loss.png, drawn again every so often by a thread, so that no step waits for it."""
+
+    def __init__(self, path: Path, title: str, rows: list[dict]) -> None:
+        """rows: of metrics.jsonl, with which a resumed run begins."""
+        self.path, self.title = path, title
+        self.steps: list[int] = []
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+        self.thread: threading.Thread | None = None
+        self.problem: str | None = None  # of the last drawing
+        self.next_s = time.monotonic() + EVERY_S
+        self._take(rows)
+
+    def write(self, rows: list[dict]) -> None:
+        """Add rows, and begin to draw if it is time."""
+        self._take(rows)
+        if time.monotonic() >= self.next_s and (self.thread is None or not self.thread.is_alive()):
+            self.next_s = math.inf  # until this one is done
+            count = len(self.steps)
+            self.thread = threading.Thread(target=self._draw, args=(count,), name="loss.png", daemon=True)
+            self.thread.start()
+
+    def close(self) -> None:
+        """Draw the whole curve."""
+        if self.thread is not None:
+            self.thread.join()
+        if self.steps:
+            self._draw(len(self.steps))
+        if self.problem is not None:
+            print(f"WARNING: {self.path} could not be drawn: {self.problem}", flush=True)
+
+    def _take(self, rows: list[dict]) -> None:
+        self.steps += [row["step"] for row in rows]
+        self.losses += [row["loss"] for row in rows]
+        self.rates += [max(row["lr"]) for row in rows]
+
+    def _draw(self, count: int) -> None:
+        """Of the first rows: more may come meanwhile."""
+        started = time.monotonic()
+        try:
+            plot_loss(self.steps[:count], self.losses[:count], self.rates[:count], self.path, self.title)
+            self.problem = None
+        except Exception as error:  # a full disk, as a rule; close() says what was wrong with the last one
+            self.problem = f"{type(error).__name__}: {error}"
+        ended = time.monotonic()
+        self.next_s = ended + max(EVERY_S, (ended - started) / LARGEST_SHARE)
+
+
+def plot_loss(steps: list[int], losses: list[float], rates: list[float], path: Path, title: str) -> None:
+    """Draw the loss, its running mean, and the learning rate over the steps, to a PNG file that is never half there."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     figure = Figure(figsize=(8, 4.5))
     figure.subplots_adjust(left=0.1, right=0.88, bottom=0.2, top=0.92)  # finding them out would draw it twice
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
-    axes.plot(steps, running_mean(losses), color="tab:blue", label="loss (running mean)")
+    axes.plot(*thinned(steps, losses), color="tab:blue", alpha=0.25, linewidth=1)
+    axes.plot(*thinned(steps, running_mean(losses)), color="tab:blue", label="loss (running mean)")
     axes.set(xlabel="optimizer step", ylabel="loss per supervised token", title=title)
     axes.set_yscale("log")
     rate = axes.twinx()
-    rate.plot(steps, [max(row["lr"]) for row in rows], color="tab:grey", linestyle=":", label="learning rate")
+    rate.plot(*thinned(steps, rates), color="tab:grey", linestyle=":", label="learning rate")
     rate.set_ylabel("learning rate")
     figure.legend(loc="lower center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def running_mean(values: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential running mean without the bias of its start."""
-    means, total, norm = [], 0.0, 0.0
-    for value in values:
-        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
-        means.append(total / norm)
-    return means
+    fresh = path.with_name(f".{path.name}.tmp")
+    figure.savefig(fresh, dpi=120, format="png")
+    os.replace(fresh, path)

@@ -1,4 +1,4 @@
-"""What a person sees while it trains, and the files that hold the same: the bar, metrics.jsonl, loss.png."""
+"""What a person sees while it trains, and the files that hold the same: the bar, metrics.jsonl and .csv, loss.png."""
 
 import dataclasses
 import math
@@ -13,9 +13,13 @@ from llava_ds.distributed import Ranks, all_sum, progress_bar
 from llava_ds.model.flops import ModelFlops
 from llava_ds.report.loss_spikes import LossSpikes
 from llava_ds.report.metrics import MetricsLog, read_metrics
-from llava_ds.report.plots import plot_loss
+from llava_ds.report.page import leave_report
+from llava_ds.report.plots import LossPlot
+from llava_ds.report.series import Smoothed
 from llava_ds.report.skipped import SkippedLog
 from llava_ds.report.skipped_steps import SkippedSteps
+from llava_ds.report.table import MetricsTable
+from llava_ds.report.trackers import Trackers
 
 
 class Progress:
@@ -24,6 +28,7 @@ class Progress:
     def __init__(
         self,
         output_dir: Path,
+        title: str,
         *,
         resume_step: int,
         max_steps: int,
@@ -37,17 +42,24 @@ class Progress:
         spikes: LossSpikes,
         ranks: Ranks,
         monitor,
+        trackers: Trackers,
     ) -> None:
-        """batch_size: samples of an optimizer step; peak_flops: of this rank's device, per second; monitor: the
-        engine's, which feeds what the DeepSpeed JSON switches on (TensorBoard, CSV, W&B, Comet)."""
-        self.batch_size, self.monitor = batch_size, monitor
+        """title: of loss.png; batch_size: samples of an optimizer step; peak_flops: of this rank's device, per second;
+        monitor: the engine's, which feeds what the DeepSpeed JSON switches on (TensorBoard, CSV, W&B, Comet);
+        trackers: what --report_to switches on."""
+        self.batch_size, self.monitor, self.trackers = batch_size, monitor, trackers
         self.output_dir, self.ranks = output_dir, ranks
         self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
         self.flops, self.peak_flops = flops, peak_flops * ranks.world_size
         self.skipped, self.skipped_steps, self.spikes = skipped, skipped_steps, spikes
         self.pending: list = []
         self.waited_s = 0.0  # for the device when it was last read, which is in the time of the step that followed
-        self.log = MetricsLog(output_dir / "metrics.jsonl", resume_step) if ranks.is_first else None
+        self.smoothed, self.bad_samples = Smoothed(), 0
+        if ranks.is_first:
+            metrics = output_dir / "metrics.jsonl"
+            self.log = MetricsLog(metrics, resume_step)
+            self.table = MetricsTable(output_dir / "metrics.csv", metrics)
+            self.plot = LossPlot(output_dir / "loss.png", title, read_metrics(metrics))
         self.bar = progress_bar(total=max_steps, initial=resume_step, desc=output_dir.name, unit="step")
 
     def after_step(self, result, flush: bool = False) -> None:
@@ -57,6 +69,7 @@ class Progress:
         if flush or len(self.pending) == self.logging_steps or result.step == self.max_steps:
             self.flush()
         if flush:
+            self.trackers.flush()
             self.waited_s = 0.0
 
     def flush(self) -> None:
@@ -74,31 +87,52 @@ class Progress:
         rates = {"tokens_per_s": round(tokens / seconds, 1), "mfu": round(flops / seconds / self.peak_flops, 6)}
         rows = [self._row(result, rates) for result in read]
         if self.ranks.is_first:
-            self.log.write(rows)
-            if self.monitor.enabled:
-                # DeepSpeed's own name and axis for the loss, which its engine does not write.
-                name = "Train/Samples/train_loss"
-                self.monitor.write_events([(name, row["loss"], row["step"] * self.batch_size) for row in rows])
-            self.bar.set_postfix_str(
-                f"loss {rows[-1]['loss']:.4f}, lr {max(rows[-1]['lr']):.2e}, {rates['tokens_per_s']:,.0f} tokens/s, "
-                f"MFU {rates['mfu']:.1%}",
-                refresh=False,
-            )
-            self.bar.update(len(rows))
+            self._write(rows)
+            self._show(rows, wait=sum(result.data_wait_s for result in read) / seconds)
         self.skipped.add(read)
         self.skipped_steps.add(read, [result.loss for result in self.pending])
         self.spikes.add(read)
         self.pending.clear()
 
-    def close(self, title: str) -> None:
-        """End the bar and draw the curve."""
+    def close(self) -> None:
+        """End the bar, draw the curve, and leave the report."""
         self.flush()
         self.bar.close()
+        self.trackers.close()
         if self.ranks.is_first:
+            self.plot.close()
             self.log.close()
-            rows = read_metrics(self.output_dir / "metrics.jsonl")
-            if rows:
-                plot_loss(rows, self.output_dir / "loss.png", title)
+            leave_report(self.output_dir)
+
+    def _write(self, rows: list[dict]) -> None:
+        self.log.write(rows)
+        self.table.write(rows)
+        self.plot.write(rows)
+        self.trackers.write(rows)
+        if self.monitor.enabled:
+            # DeepSpeed's own name and axis for the loss, which its engine does not write.
+            name = "Train/Samples/train_loss"
+            self.monitor.write_events([(name, row["loss"], row["step"] * self.batch_size) for row in rows])
+
+    def _show(self, rows: list[dict], wait: float) -> None:
+        """wait: the part of the time that went by without data, on this rank."""
+        for row in rows:
+            self.smoothed.add(row["loss"])
+        last = rows[-1]
+        bad = [f"{last['skipped_steps']:,} steps skipped"] if last["skipped_steps"] else []
+        self.bad_samples += sum(row["broken_samples"] for row in rows)
+        bad += [f"{self.bad_samples:,} samples broken"] if self.bad_samples else []
+        parts = [
+            f"loss {self.smoothed.value:.4f}",
+            f"lr {max(last['lr']):.2e}",
+            f"{last['tokens_per_s']:,.0f} tokens/s",
+            f"MFU {last['mfu']:.1%}",
+            f"waiting for data {max(0.0, wait):.1%}",
+            f"{last['peak_memory_bytes'] / 1e9:.1f} GB",
+            *bad,
+        ]
+        self.bar.set_postfix_str(", ".join(parts), refresh=False)
+        self.bar.update(len(rows))
 
     def _values(self) -> list[list]:
         """Loss, gradient norm, skipped steps, counts and means of what is pending, in one look at the device."""
@@ -122,12 +156,13 @@ class Progress:
         return all_sum(table).tolist()
 
     def _row(self, result, rates: dict[str, float]) -> dict:
+        norm = result.grad_norm
         row = {
             "step": result.step,
-            "epoch": result.step / self.steps_per_epoch,
+            "epoch": round(result.step / self.steps_per_epoch, 5),
             "loss": result.loss,
-            "lr": result.lr,
-            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm or 0) else None,  # no number in JSON
+            "lr": [float(f"{rate:.7g}") for rate in result.lr],  # more digits say nothing and fill the disk
+            "grad_norm": None if norm is None or not math.isfinite(norm) else float(f"{norm:.7g}"),
             "samples": result.counts.samples,
             "tokens": result.counts.tokens,
             "supervised_tokens": result.counts.targets,

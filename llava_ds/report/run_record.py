@@ -6,32 +6,62 @@ import json
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from llava_ds import __version__
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import DataError
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.distributed import Ranks
+from llava_ds.ds_config.resolve import ResolvedConfig
 from llava_ds.redact import redact
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "safetensors", "pillow")
 
 
-def write_run_record(output_dir: Path, args: Arguments, ds_config: dict, num_steps: int) -> None:
-    """Write run.json (flags, versions, revision, command) and ds_config.json (every "auto" filled), without secrets."""
+LENGTH_BINS = 40
+
+
+def write_run_record(
+    output_dir: Path, args: Arguments, resolved: ResolvedConfig, num_steps: int, dataset: EncodedDataset, ranks: Ranks
+) -> None:
+    """Write run.json (flags, versions, revision, command, data, and why each "auto" was filled as it was) and
+    ds_config.json, without secrets."""
     output_dir.mkdir(parents=True, exist_ok=True)
     record = {
         "command": sys.argv,
         "arguments": args.as_dict(),
+        "given": sorted(args.given),
         "num_steps": num_steps,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "world_size": ranks.world_size,
+        "device": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type,
         "versions": {
             "llava_ds": __version__,
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in PACKAGES},
         },
         "git_revision": _git_revision(),
+        "ds_config_reasons": resolved.reasons,
+        "data": {"summary": dataset.summary(), "lengths": length_histogram(dataset.lengths)},
     }
-    for name, content in (("run.json", record), ("ds_config.json", ds_config)):
+    for name, content in (("run.json", record), ("ds_config.json", resolved.config)):
         (output_dir / name).write_text(json.dumps(redact(content), indent=2) + "\n", encoding="utf-8")
+
+
+def length_histogram(lengths: list[int]) -> dict[str, list[int]]:
+    """How many samples are how long: counts, and edges in tokens, one more than counts."""
+    longest = max(lengths, default=1)
+    width = -(-longest // LENGTH_BINS)
+    edges = np.arange(0, longest + width + 1, width)
+    # An edge belongs to the bin below it: lengths are whole, and none is 0.
+    counts, _ = np.histogram(np.asarray(lengths, np.int64) - 1, edges)
+    last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 1
+    return {"edges": edges[: last + 1].tolist(), "counts": counts[:last].tolist()}
 
 
 def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:

@@ -16,7 +16,7 @@ EVERYWHERE = """
     --mm_projector_type mlp2x_gelu --mm_vision_select_layer -2 --mm_use_im_start_end False
     --mm_use_im_patch_token False --bf16 True --output_dir {out} --num_train_epochs 1 --per_device_eval_batch_size 4
     --evaluation_strategy no --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type cosine --logging_steps 1
-    --tf32 True --gradient_checkpointing True --lazy_preprocess True --report_to wandb --cache_dir {cache}"""
+    --tf32 True --gradient_checkpointing True --lazy_preprocess True --report_to tensorboard --cache_dir {cache}"""
 OF_1_5 = (
     EVERYWHERE
     + """

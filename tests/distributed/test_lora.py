@@ -32,7 +32,7 @@ SCRIPT = {
     "gradient_accumulation_steps": 1, "evaluation_strategy": "no", "save_strategy": "steps", "save_steps": 50000,
     "save_total_limit": 1, "learning_rate": 2e-4, "weight_decay": "0.", "warmup_ratio": 0.03,
     "lr_scheduler_type": "cosine", "logging_steps": 1, "tf32": True, "model_max_length": 512,
-    "gradient_checkpointing": True, "dataloader_num_workers": 0, "lazy_preprocess": True, "report_to": "wandb",
+    "gradient_checkpointing": True, "dataloader_num_workers": 0, "lazy_preprocess": True, "report_to": "tensorboard",
 }  # fmt: skip
 
 

@@ -5,13 +5,16 @@ import json
 import math
 import os
 import resource
+import threading
 
 import pytest
 from PIL import Image
 
 from llava_ds.constants import DataError
 from llava_ds.report.metrics import MetricsLog, read_metrics
-from llava_ds.report.plots import plot_loss, running_mean
+from llava_ds.report.plots import LossPlot, plot_loss
+from llava_ds.report.series import running_mean, thinned
+from llava_ds.report.table import COLUMNS, MetricsTable
 
 
 def row(step: int, loss: float = 1.5) -> dict:
@@ -59,7 +62,7 @@ def test_a_loss_that_is_not_a_number_is_kept(tmp_path):
 @pytest.mark.parametrize("losses", [[2.0], [3.0, 2.0, 1.0], [math.nan, 1.0], [math.nan], [math.inf, 1.0]])
 def test_the_plot_is_written(tmp_path, losses):
     path = tmp_path / "loss.png"
-    plot_loss([row(i + 1, loss) for i, loss in enumerate(losses)], path, "a run: 3 steps")
+    plot_loss(list(range(1, len(losses) + 1)), losses, [1e-3] * len(losses), path, "a run: 3 steps")
     with Image.open(path) as image:
         assert image.width > image.height > 300
         assert len(image.convert("L").getcolors()) > 10  # something is drawn
@@ -108,3 +111,75 @@ def test_a_log_is_never_half_rewritten(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         MetricsLog(path, 1)
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
+
+
+def full(step: int, **more: object) -> dict:
+    return {**dict.fromkeys(COLUMNS, 0), "step": step, "loss": 1 / 3, "lr": [1e-3, 2e-3], "grad_norm": None, **more}
+
+
+def test_the_table_has_a_line_per_row_however_often_a_run_is_killed_and_goes_on(tmp_path):
+    log, path = tmp_path / "metrics.jsonl", tmp_path / "metrics.csv"
+    for resume_step, steps in ((0, range(1, 8)), (4, range(5, 7)), (6, range(7, 10))):
+        metrics, table = MetricsLog(log, resume_step), MetricsTable(path, log)
+        for step in steps:
+            metrics.write([full(step)])
+            table.write([full(step)])
+        with path.open("a") as file:
+            file.write("7,0.12")  # a kill cut this short
+    metrics, table = MetricsLog(log, 9), MetricsTable(path, log)
+    metrics.write([full(10, tokens=12)])
+    table.write([full(10, tokens=12)])
+    head, *lines = path.read_text().splitlines()
+    assert head.split(",") == list(COLUMNS)
+    cells = [dict(zip(COLUMNS, line.split(","), strict=True)) for line in lines]
+    assert [cell["step"] for cell in cells] == [str(step) for step in range(1, 11)]
+    assert (cells[-1]["loss"], cells[-1]["lr"], cells[-1]["grad_norm"], cells[-1]["tokens"]) == (
+        "0.333333", "0.002", "", "12",
+    )  # fmt: skip
+
+
+def test_the_table_follows_again_when_a_full_disk_has_room(tmp_path):
+    log, path = tmp_path / "metrics.jsonl", tmp_path / "metrics.csv"
+    metrics, table = MetricsLog(log, 0), MetricsTable(path, log)
+    metrics.write([full(1)])
+    table.write([full(1)])
+    metrics.write([full(2)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))
+    try:
+        table.write([full(2)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    metrics.write([full(3)])
+    table.write([full(3)])
+    assert [line.split(",")[0] for line in path.read_text().splitlines()] == ["step", "1", "2", "3"]
+
+
+def test_few_points_keep_a_curves_extremes_and_ends():
+    values = [math.sin(step / 500) for step in range(20_000)]
+    values[777], values[13_333], values[5] = 9.0, -9.0, math.nan
+    steps, kept = thinned(range(20_000), values, most=200)
+    assert len(steps) <= 200 and steps == sorted(steps) and {0, 777, 13_333, 19_999} <= set(steps)
+    assert max(kept) == 9.0 and min(kept) == -9.0 and not any(map(math.isnan, kept))
+    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+
+
+def test_the_plot_is_drawn_while_it_trains_and_by_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("llava_ds.report.plots.EVERY_S", 0.0)
+    drawn = []
+    monkeypatch.setattr(
+        "llava_ds.report.plots.plot_loss",
+        lambda steps, *others: drawn.append((len(steps), threading.current_thread() is threading.main_thread())),
+    )
+    plot = LossPlot(tmp_path / "loss.png", "a run", [row(1), row(2)])
+    plot.write([row(3)])
+    plot.thread.join()
+    plot.write([row(4)])
+    plot.close()
+    assert drawn[0] == (3, False) and drawn[-1] == (4, True)
+
+
+def test_a_plot_that_cant_be_drawn_is_said_once_and_costs_nothing_else(tmp_path, capsys):
+    plot = LossPlot(tmp_path / "there_is_no_folder" / "loss.png", "a run", [row(1)])
+    plot.close()
+    assert capsys.readouterr().out.count("loss.png could not be drawn: FileNotFoundError") == 1

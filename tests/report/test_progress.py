@@ -11,6 +11,7 @@ from llava_ds.distributed import Ranks
 from llava_ds.model.flops import ModelFlops
 from llava_ds.report.metrics import read_metrics
 from llava_ds.report.progress import Progress
+from llava_ds.report.trackers import Trackers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ def progress(tmp_path, monkeypatch) -> Progress:
     monkeypatch.setattr("llava_ds.report.progress.time.perf_counter", lambda: 0.0)
     return Progress(
         tmp_path,
+        "a run",
         resume_step=0,
         max_steps=5,
         steps_per_epoch=5,
@@ -54,6 +56,7 @@ def progress(tmp_path, monkeypatch) -> Progress:
         spikes=SimpleNamespace(add=lambda results: None),
         ranks=Ranks(0, 0, 1, torch.device("cpu")),
         monitor=SimpleNamespace(enabled=False),
+        trackers=Trackers({}, 5),
     )
 
 
@@ -84,3 +87,23 @@ def test_skipped_steps_and_a_missing_norm_are_written_as_they_are(progress, tmp_
     progress.after_step(dataclasses.replace(result(1, 1.0, None), skipped_steps=torch.tensor(1)), flush=True)
     row = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert row["grad_norm"] is None and row["skipped_steps"] == 1 and row["mfu"] > 0
+
+
+def test_the_bar_says_how_it_goes_and_what_went_wrong(progress):
+    progress.after_step(result(1, 1.0), flush=True)
+    shown = progress.bar.postfix
+    for part in ("loss 0.5000", "lr 1.00e-03", "100 tokens/s", "MFU 13.6%", "waiting for data 0.0%", " GB"):
+        assert part in shown, shown
+    assert "skipped" not in shown and "broken" not in shown
+    worse = dataclasses.replace(result(2, 1.0), skipped_steps=1, num_planned=6, data_wait_s=0.25)
+    progress.after_step(worse, flush=True)
+    assert "1 steps skipped, 2 samples broken" in progress.bar.postfix
+    assert "waiting for data 25.0%" in progress.bar.postfix and "loss 0.7632" in progress.bar.postfix  # of 0.5 and 1.0
+
+
+def test_a_run_that_ends_leaves_its_files_and_its_report(progress, tmp_path, capsys):
+    for step in range(1, 6):
+        progress.after_step(result(step, 1.0))
+    progress.close()
+    assert {"metrics.jsonl", "metrics.csv", "loss.png", "report.html"} <= {path.name for path in tmp_path.iterdir()}
+    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out

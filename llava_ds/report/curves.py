@@ -1,0 +1,82 @@
+"""The curves of a run's page: loss, held-out loss, rates, gradients, speed, memory."""
+
+import math
+
+from llava_ds.report.chart import Series, line_chart, short
+from llava_ds.report.markup import sentence
+from llava_ds.report.run_files import RunFiles, is_number
+from llava_ds.report.series import running_mean
+
+
+def curves(run: RunFiles) -> str:
+    """All of them, as HTML; what a run has no numbers for is left out."""
+    if not run.metrics:
+        return sentence(run.problems.get("metrics.jsonl", "There are no steps."), "warn")
+    charts = [
+        line_chart("Loss per supervised token", loss_series(run)),
+        line_chart("Learning rate", _rates(run), log=False),
+        _smoothed(run, "Gradient norm", "grad_norm"),
+        _smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False),
+        _times(run),
+        _memory(run),
+    ]
+    not_finite = sum(not math.isfinite(value) for value in run.column("loss")[1])
+    note = (
+        sentence(f"Steps whose loss was not finite, where the curve has gaps: {not_finite:,}.", "note")
+        if not_finite
+        else ""
+    )
+    return f'{note}<div class="charts">{"".join(filter(None, charts))}</div>'
+
+
+def loss_series(run: RunFiles) -> list[Series]:
+    """The loss of every step, its running mean, and the held-out loss."""
+    steps, losses = run.column("loss")
+    held_out = run.column("loss", run.evals)
+    series = [
+        Series("", steps, losses, colour=0, faint=True),
+        Series("running mean", steps, running_mean(losses), colour=0),
+    ]
+    return [*series, Series("held-out", *held_out, colour=1, dots=True)] if held_out[0] else series
+
+
+def _smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:
+    steps, values = run.column(name)
+    if not values:
+        return ""
+    both = [Series("", steps, values, faint=True), Series("running mean", steps, running_mean(values))]
+    return line_chart(title, both, log=log)
+
+
+def _rates(run: RunFiles) -> list[Series]:
+    """One curve for each different rate of the parameter groups."""
+    rows = [row for row in run.metrics if isinstance(row.get("lr"), list) and all(map(is_number, row["lr"]))]
+    steps, seen = [row["step"] for row in rows], {}
+    for group in range(max((len(row["lr"]) for row in rows), default=0)):
+        values = tuple(float(row["lr"][group]) if group < len(row["lr"]) else math.nan for row in rows)
+        seen.setdefault(values, []).append(str(group))
+    named = len(seen) > 1
+    return [
+        Series(f"group {', '.join(groups)}" if named else "", steps, values, colour=i % 8)
+        for i, (values, groups) in enumerate(seen.items())
+    ]
+
+
+def _times(run: RunFiles) -> str:
+    steps, times = run.column("step_time_s")
+    waits = run.column("data_wait_s")
+    if not times:
+        return ""
+    series = [
+        Series("step", steps, running_mean(times), colour=0),
+        Series("of it waiting for data", waits[0], running_mean(waits[1]), colour=1),
+    ]
+    return line_chart("Seconds per step (running mean)", series, log=False)
+
+
+def _memory(run: RunFiles) -> str:
+    steps, sizes = run.column("peak_memory_bytes")
+    if not sizes:
+        return ""
+    gigabytes = [size / 1e9 for size in sizes]
+    return line_chart("Peak memory of rank 0, GB", [Series("", steps, gigabytes)], shown=short, log=False)

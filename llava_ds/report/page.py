@@ -1,0 +1,294 @@
+"""report.html: one page, whole in itself, that says what a run was and what came of it."""
+
+import dataclasses
+import json
+import os
+import shlex
+import time
+from pathlib import Path
+
+from llava_ds.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava_ds.data.preflight import reasons_in_short
+from llava_ds.ds_config.draft import value_at
+from llava_ds.report.chart import bar_chart, short
+from llava_ds.report.curves import curves
+from llava_ds.report.markup import Markup, details, document, esc, navigation, section, sentence, table, tiles
+from llava_ds.report.run_files import RunFiles, is_number, read_run
+from llava_ds.report.sampled import sampled_answers
+from llava_ds.report.wording import duration, model_of, num_bytes, shown_score
+
+FILE = "report.html"
+MOST_REJECTED = 50
+
+
+def leave_report(output_dir: Path) -> None:
+    """Write the report of a run that ends, and say where it is. A run is not lost over its report."""
+    try:
+        print(f"report: {write_report(output_dir)}", flush=True)
+    except Exception as error:  # a disk that is full, as a rule
+        print(
+            f"WARNING: {output_dir / FILE} could not be written ({type(error).__name__}: {error}): "
+            "python run/report.py writes it later",
+            flush=True,
+        )
+
+
+def write_report(output_dir: Path, path: Path | None = None) -> Path:
+    """Write the report of a run that ended, was killed, or is running, from what lies in its folder. Returns its path.
+
+    path: absent, report.html in that folder. Raises OSError where it can't be written.
+    """
+    path = output_dir / FILE if path is None else path
+    fresh = path.with_name(f".{path.name}.tmp")
+    fresh.write_text(report_page(read_run(output_dir)), encoding="utf-8")
+    os.replace(fresh, path)
+    return path
+
+
+def report_page(run: RunFiles) -> str:
+    """The page, as HTML."""
+    parts = {
+        "Curves": curves(run),
+        "Answers while training": _answers(run),
+        "Evaluation": _evaluation(run),
+        "Data": _data(run),
+        "Configuration": _configuration(run),
+        "Checkpoints": _checkpoints(run),
+        "To repeat it": _command(run),
+    }
+    shown = {title: content for title, content in parts.items() if content}
+    written = time.strftime("%Y-%m-%d %H:%M %z")
+    return document(
+        f"{run.name}: report",
+        [
+            _head(run),
+            navigation(shown),
+            *(section(title, content) for title, content in shown.items()),
+            f"<footer>Written {esc(written)} by llava_ds from {esc(run.output_dir)}.</footer>",
+        ],
+    )
+
+
+def _head(run: RunFiles) -> str:
+    numbers, planned = run.numbers, run.record.get("num_steps")
+    steps = int(numbers.get("steps", 0))
+    done = is_number(planned) and steps >= planned
+    state = "finished" if done else f"at step {steps:,}" + (f" of {planned:,}" if is_number(planned) else "")
+    lead = "" if not run.flags else f'<p class="lead">{esc(model_of(run))}</p>'
+    when = " · ".join(
+        esc(text)
+        for text in (
+            f"started {run.record['started']}" if run.record.get("started") else "",
+            f"{run.record['world_size']} × {run.record.get('device')}" if run.record.get("world_size") else "",
+        )
+        if text
+    )
+    chip = f'<span class="state{" done" if done else ""}">{esc(state)}</span>'
+    problems = "".join(
+        sentence(run.problems[name], "warn") for name in ("run.json", "metrics.jsonl") if name in run.problems
+    )
+    return f'<header><h1>{esc(run.name)}</h1>{lead}<p class="note">{chip} {when}</p>{problems}</header>{_tiles(run)}'
+
+
+def _tiles(run: RunFiles) -> str:
+    # What went wrong is shown where something did.
+    numbers = {
+        name: value for name, value in run.numbers.items() if value or name not in ("skipped_steps", "broken_samples")
+    }
+    shown = [
+        ("loss", "loss at the end (running mean)", "{:.4f}".format),
+        ("held_out_loss", "held-out loss, last", "{:.4f}".format),
+        ("steps", "optimizer steps", "{:,.0f}".format),
+        ("epoch", "epochs", "{:.2f}".format),
+        ("samples", "samples", "{:,.0f}".format),
+        ("tokens", "tokens", short),
+        ("step_time_s", "spent in steps", duration),
+        ("wait", "of the time waiting for data", "{:.1%}".format),
+        ("tokens_per_s", "tokens/s (median)", "{:,.0f}".format),
+        ("mfu", "of the peak: MFU (median)", "{:.1%}".format),
+        ("peak_memory_bytes", "peak memory of rank 0", num_bytes),
+        ("skipped_steps", "steps skipped (not finite)", "{:,.0f}".format),
+        ("broken_samples", "samples that broke", "{:,.0f}".format),
+    ]
+    found = [(form(numbers[name]), label) for name, label, form in shown if numbers.get(name) is not None]
+    return tiles(found) if numbers else ""
+
+
+def _answers(run: RunFiles) -> str:
+    if "samples.jsonl" in run.problems:
+        return sentence(run.problems["samples.jsonl"], "warn")
+    return sampled_answers(run.samples, run.output_dir) if run.samples else ""
+
+
+def _evaluation(run: RunFiles) -> str:
+    parts = []
+    for name, content in run.evaluations.items():
+        if name in run.problems:
+            parts.append(sentence(run.problems[name], "warn"))
+        else:
+            metric = f": {content['metric']}" if isinstance(content.get("metric"), str) else ""
+            parts.append(f"<h3>{esc(name + metric)}</h3>" + _scores(content.get("scores", content)))
+            if isinstance(content.get("metrics"), dict):
+                found = list(_flat(content["metrics"]))
+                head = ["", "value [95 % interval]"]
+                parts.append(details("Every metric, with its interval", table(head, found, numbers=(1,))))
+    return "".join(parts) or sentence("Not evaluated: run/evaluate.py has left no evaluation.json here.")
+
+
+def _scores(scores: object) -> str:
+    """A table where every column has the same rows, as run/evaluate.py writes them; else all numbers by their path."""
+    if isinstance(scores, dict) and scores and all(isinstance(column, dict) and column for column in scores.values()):
+        columns = list(scores)
+        rows = list(dict.fromkeys(kind for column in scores.values() for kind in column))
+        cells = {(name, kind): shown_score(scores[name].get(kind)) for name in columns for kind in rows}
+        if all(isinstance(cell, str) for cell in cells.values()):
+            lines = [[kind, *(cells[name, kind] for name in columns)] for kind in rows]
+            return table(["", *columns], lines, numbers=range(1, len(columns) + 1))
+    found = list(_flat(scores))
+    return table(["", "value"], found, numbers=(1,)) if found else sentence("There are no scores in it.")
+
+
+def _flat(value: object, path: str = ""):
+    """(path, number) of every number or pair within; long lists are left out."""
+    shown = shown_score(value)
+    if isinstance(shown, str) and value is not None:
+        yield path, shown
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _flat(each, f"{path} {name}".strip())
+
+
+def _data(run: RunFiles) -> str:
+    data = run.record.get("data")
+    data = data if isinstance(data, dict) else {}
+    summary, lengths = data.get("summary"), data.get("lengths")
+    parts = []
+    if isinstance(summary, list):
+        parts.append(f"<pre>{esc(chr(10).join(map(str, summary)))}</pre>")
+    if isinstance(lengths, dict) and isinstance(lengths.get("edges"), list) and isinstance(lengths.get("counts"), list):
+        chart = bar_chart("Samples by length", lengths["edges"], lengths["counts"], "tokens, image features included")
+        parts.append(f'<div class="charts">{chart}</div>')
+    if not parts:
+        parts.append(sentence("run.json says nothing about the data."))
+    return "".join(parts) + _rejected(run) + _skipped_steps(run)
+
+
+def _rejected(run: RunFiles) -> str:
+    if "skipped.jsonl" in run.problems:
+        return sentence(run.problems["skipped.jsonl"], "warn")
+    if not run.skipped:
+        return sentence("Every record was trained on.", "note")
+    reasons = reasons_in_short([str(row.get("reason")) for row in run.skipped])
+    rows = [
+        (
+            f"{row.get('file')}:{row.get('line')}",
+            row.get("id"),
+            f"broke at step {row['step']}" if row.get("step") else "before training",
+            row.get("reason"),
+        )
+        for row in run.skipped[:MOST_REJECTED]
+    ]
+    more = len(run.skipped) - len(rows)
+    note = sentence(f"{more:,} more are in skipped.jsonl.", "note") if more else ""
+    listing = details(f"{len(run.skipped):,} records left out", table(["where", "id", "when", "why"], rows) + note)
+    return f"<h3>Left out</h3><pre>{esc(chr(10).join(reasons))}</pre>{listing}"
+
+
+def _skipped_steps(run: RunFiles) -> str:
+    if not run.skipped_steps:
+        return ""
+    rows = [
+        (f"{row['step']:,}", row.get("not_finite"), ", ".join(map(str, (row.get("samples") or [])[:8])))
+        for row in run.skipped_steps[:MOST_REJECTED]
+    ]
+    return details(
+        f"{len(run.skipped_steps):,} steps changed nothing, for they were not finite",
+        table(["step", "what", "samples"], rows, numbers=(0,)),
+    )
+
+
+def _configuration(run: RunFiles) -> str:
+    return _flags(run) + _deepspeed(run)
+
+
+def _flags(run: RunFiles) -> str:
+    if not run.flags:
+        return sentence("run.json says nothing about the flags.")
+    given = set(run.record.get("given") or ())
+    defaults = {
+        f.name: f.default for cls in (ModelArguments, DataArguments, TrainingArguments) for f in dataclasses.fields(cls)
+    }
+    chosen, others = [], []
+    for name, value in run.flags.items():
+        if name in given:
+            chosen.append((f"--{name}", _value(value), Markup('<span class="given">given</span>')))
+        elif value != defaults.get(name):
+            chosen.append(
+                (f"--{name}", _value(value), "filled in: from the model, the DeepSpeed JSON or what is shipped")
+            )
+        else:
+            others.append((f"--{name}", _value(value), "default"))
+    head = ["flag", "value", "why"]
+    return (
+        "<h3>Flags</h3>"
+        + (table(head, chosen) if chosen else sentence("All are at their defaults."))
+        + details(f"{len(others)} flags at their defaults", table(head, others))
+    )
+
+
+def _deepspeed(run: RunFiles) -> str:
+    if "ds_config.json" in run.problems:
+        return "<h3>DeepSpeed</h3>" + sentence(run.problems["ds_config.json"], "warn")
+    reasons = run.record.get("ds_config_reasons")
+    rows = [
+        (key, _value(value_at(run.ds_config, key)), why)
+        for key, why in (reasons.items() if isinstance(reasons, dict) else ())
+    ]
+    filled = (
+        table(["key", "value", "why"], rows) if rows else sentence("run.json has no reasons for what was filled in.")
+    )
+    return f"<h3>DeepSpeed: what was filled in</h3>{filled}" + details(
+        "ds_config.json, as DeepSpeed was given it", f"<pre>{esc(json.dumps(run.ds_config, indent=2))}</pre>"
+    )
+
+
+def _value(value: object) -> Markup:
+    text = "" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return Markup(f"<code>{esc(text)}</code>" if text != "" else "")
+
+
+def _checkpoints(run: RunFiles) -> str:
+    if not run.checkpoints:
+        return sentence("There are no checkpoints here.")
+    rows = [
+        (
+            one.name,
+            num_bytes(one.num_bytes),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved_s)),
+            "" if one.whole else "no manifest: it does not count",
+        )
+        for one in run.checkpoints
+    ]
+    return table(["checkpoint", "size", "saved", ""], rows, numbers=(1,)) + sentence(
+        "python run/verify.py reads them whole and compares every hash.", "note"
+    )
+
+
+def _command(run: RunFiles) -> str:
+    command = run.record.get("command")
+    if not isinstance(command, list):
+        return sentence("run.json does not say how the run was started.")
+    ranks = run.record.get("world_size")
+    launcher = ["deepspeed"]
+    if is_number(ranks):
+        launcher += ["--num_accelerators" if run.record.get("device") == "cpu" else "--num_gpus", str(ranks)]
+    versions = run.record.get("versions")
+    rows = list(versions.items()) if isinstance(versions, dict) else []
+    if run.record.get("git_revision"):
+        rows.append(("source revision", run.record["git_revision"]))
+    note = "On several machines: with their launcher, and as many ranks." if is_number(ranks) and ranks > 8 else ""
+    return (
+        f"<pre>{esc(shlex.join([*launcher, *map(str, command)]))}</pre>"
+        + (sentence(note, "note") if note else "")
+        + (table(["package", "version"], rows) if rows else "")
+    )

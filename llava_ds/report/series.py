@@ -1,0 +1,47 @@
+"""Numbers along the steps, made few and smooth enough to be looked at."""
+
+import math
+from collections.abc import Sequence
+
+MOST_POINTS = 1000  # of a drawn curve: more than there are pixels
+
+
+class Smoothed:
+    """An exponential running mean without the bias of its start; what is not finite is passed over."""
+
+    def __init__(self, weight: float = 0.9) -> None:
+        self.weight, self.total, self.norm = weight, 0.0, 0.0
+
+    def add(self, value: float) -> float:
+        """The mean with one more value; nan as long as there was none."""
+        if math.isfinite(value):
+            self.total = self.weight * self.total + (1 - self.weight) * value
+            self.norm = self.weight * self.norm + (1 - self.weight)
+        return self.value
+
+    @property
+    def value(self) -> float:
+        return self.total / self.norm if self.norm else math.nan
+
+
+def running_mean(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Exponential running mean without the bias of its start; what is not finite leaves it where it was."""
+    smoothed = Smoothed(weight)
+    return [smoothed.add(value) for value in values]
+
+
+def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
+    """At most so many points of a curve, with the smallest and the largest value of every stretch among them.
+
+    Points that are not finite are left out where their stretch has others.
+    """
+    if len(steps) <= most:
+        return list(steps), list(values)
+    kept: list[int] = [0, len(steps) - 1]
+    stretch = len(steps) / (most // 2 - 1)
+    for i in range(most // 2 - 1):
+        indices = range(int(i * stretch), min(len(steps), int((i + 1) * stretch)))
+        finite = [j for j in indices if math.isfinite(values[j])] or list(indices[:1])
+        kept += [min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)]
+    kept = sorted(set(kept))
+    return [steps[i] for i in kept], [values[i] for i in kept]

@@ -1,0 +1,216 @@
+"""Where the curves go beside the run's own files: TensorBoard, W&B, trackio, as --report_to asks."""
+
+import math
+import os
+import random
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from llava_ds.arguments import Arguments
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks, from_first, print_first
+from llava_ds.parsing import is_installed
+from llava_ds.redact import redact
+
+# More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
+MOST_POINTS = 5_000
+FLUSH_S = 30  # what a killed run may lack there
+PROJECT = "llava_ds"  # unless WANDB_PROJECT or TRACKIO_PROJECT says otherwise
+
+
+class Tracker(Protocol):
+    """One of them, as the run sees it."""
+
+    def write(self, values: dict[str, float], step: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """All that were asked for. One that fails is named once and left alone: the run's own files have everything."""
+
+    def __init__(self, opened: dict[str, Tracker], num_steps: int) -> None:
+        self.opened = opened
+        self.every = math.ceil(num_steps / MOST_POINTS)
+        self.num_steps = num_steps
+
+    def write(self, rows: list[dict]) -> None:
+        """rows: of metrics.jsonl."""
+        for row in rows if self.opened else ():
+            if row["step"] % self.every == 0 or row["step"] == self.num_steps:
+                self.log(scalars(row), row["step"])
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Numbers by the names of their curves, like eval/loss."""
+        self._all(lambda tracker: tracker.write(values, step))
+
+    def flush(self) -> None:
+        """Let nothing be lost of what was written so far."""
+        self._all(lambda tracker: tracker.flush())
+
+    def close(self) -> None:
+        self._all(lambda tracker: tracker.close())
+        self.opened = {}
+
+    def _all(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self.opened.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # a service, a disk: none is worth the run
+                del self.opened[name]
+                print_first(
+                    f"WARNING: nothing more goes to {name}, which failed ({type(error).__name__}: {error}): "
+                    "metrics.jsonl has everything"
+                )
+
+
+def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps: int, ranks: Ranks) -> Trackers:
+    """Those of --report_to, on rank 0; none on the others. All ranks call it together.
+
+    What an earlier start wrote behind resume_step is dropped there, for it will come again. Raises ConfigError, on
+    every rank, where one that was asked for can't be opened.
+    """
+    asked = args.training.report_to
+    if asked is None and not is_installed("tensorboard"):
+        print_first("no TensorBoard curves: pip install 'llava_ds[tensorboard]', or give --report_to none")
+        asked = ""
+    names = ["tensorboard"] if asked is None else [name for name in asked.split(",") if name]
+    opened: dict[str, Tracker] = {}
+
+    def open_all() -> None:
+        for name in names:
+            try:
+                opened[name] = OPEN[name](args, output_dir, resume_step)
+            except Exception as error:
+                raise ConfigError(
+                    f"--report_to {name} can't be opened ({type(error).__name__}: {error}): {REMEDIES[name]}, or leave "
+                    "it out"
+                ) from error
+
+    before = random.getstate()  # theirs to draw names from, and the run's to go on with
+    from_first(ranks, open_all)
+    random.setstate(before)
+    return Trackers(opened, num_steps)
+
+
+def scalars(row: dict) -> dict[str, float]:
+    """A row of metrics.jsonl by the names that Hugging Face's Trainer gives these curves, and our own for the rest."""
+    values = {
+        "train/loss": row["loss"],
+        "train/learning_rate": row["lr"][0],
+        "train/grad_norm": row["grad_norm"],
+        "train/epoch": row["epoch"],
+        "speed/tokens_per_s": row["tokens_per_s"],
+        "speed/mfu": row["mfu"],
+        "speed/step_time_s": row["step_time_s"],
+        "speed/data_wait_s": row["data_wait_s"],
+        "memory/peak_gb": row["peak_memory_bytes"] / 1e9,
+    }
+    rates = {f"train/learning_rate_{i}": rate for i, rate in enumerate(row["lr"]) if rate != row["lr"][0]}
+    bad = {f"train/{name}": row[name] for name in ("skipped_steps", "broken_samples") if row[name]}
+    return {name: value for name, value in {**values, **rates, **bad}.items() if value is not None}
+
+
+class TensorBoard:
+    """Event files in output_dir/tensorboard."""
+
+    def __init__(self, args: Arguments, output_dir: Path, resume_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import FileWriter
+
+        self.summary = Summary
+        self.writer = FileWriter(output_dir / "tensorboard", flush_secs=FLUSH_S)
+        # Readers pass over what earlier files have from this step on.
+        self.writer.add_event(Event(file_version="brain.Event:2"), resume_step + 1)
+        self.writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), resume_step + 1)
+
+    def write(self, values: dict[str, float], step: int) -> None:
+        # In one event: by SummaryWriter.add_scalar, each value costs as much as all of them do so.
+        value = self.summary.Value
+        self.writer.add_summary(
+            self.summary(value=[value(tag=name, simple_value=number) for name, number in values.items()]), step
+        )
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Logged:
+    """W&B, or trackio, which has its functions. What was logged before a resumed run's start stands as it is."""
+
+    def __init__(self, module, run) -> None:
+        self.module, self.run = module, run
+
+    def write(self, values: dict[str, float], step: int) -> None:
+        self.run.log(values, step=step)
+
+    def flush(self) -> None:
+        pass  # processes of their own write it, also when this one is killed
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
+    """A run on the server that WANDB_MODE and the like choose; a resumed one goes on in the same."""
+    import wandb
+
+    kept = output_dir / "wandb" / "run-id"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    if resume_step == 0 or not kept.is_file():
+        kept.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), encoding="utf-8")
+    # Neither the command line nor what is printed is taken along: both are redacted here only.
+    settings = wandb.Settings(console="off", x_disable_meta=True, disable_git=True, save_code=False, silent=True)
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        id=kept.read_text(encoding="utf-8").strip(),
+        resume="allow",
+        name=redact(called(args)),
+        dir=str(output_dir),
+        config=_settings(args),
+        settings=settings,
+    )
+    return Logged(wandb, run)
+
+
+def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
+    """A run in trackio's own folder (TRACKIO_DIR), shown by `trackio show`."""
+    import trackio
+
+    run = trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        name=redact(called(args)),
+        resume="allow" if resume_step else "never",
+        config=_settings(args),
+        embed=False,
+    )
+    return Logged(trackio, run)
+
+
+def called(args: Arguments) -> str:
+    """What the run is called: --run_name, or the name of --output_dir."""
+    return args.training.run_name or Path(args.training.output_dir).resolve().name
+
+
+def _settings(args: Arguments) -> dict:
+    return redact(args.as_dict())
+
+
+OPEN: dict[str, Callable[[Arguments, Path, int], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": _open_wandb,
+    "trackio": _open_trackio,
+}
+REMEDIES = {
+    "tensorboard": "look whether --output_dir can be written to",
+    "wandb": "log in with `wandb login`, or set WANDB_MODE=offline",
+    "trackio": "look at TRACKIO_DIR",
+}

@@ -1,0 +1,48 @@
+"""Compare runs: python run/compare.py OUTPUT_DIR OUTPUT_DIR ...
+
+Prints their numbers and the flags that differ side by side, and writes a page with their curves on common axes. Of
+runs that have ended, were killed, or are still running.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.distributed import exit_for_bad_input
+from llava_ds.redact import redact
+from llava_ds.report.comparison import comparison_page, in_terminal
+from llava_ds.report.run_files import is_run, read_run
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("runs", nargs="+", type=os.path.expanduser, help="the --output_dir of each run, two or more")
+    parser.add_argument(
+        "--html", type=os.path.expanduser, default="compare.html", help="the page's name (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    folders = [Path(run) for run in args.runs]
+    if missing := [str(folder) for folder in folders if not is_run(folder)]:
+        raise ConfigError(
+            f"{', '.join(missing)}: no run's folder, for it has neither run.json nor metrics.jsonl: name --output_dirs"
+        )
+    if len(folders) < 2:
+        raise ConfigError("there is one run only: name two or more, or use run/report.py")
+    runs = [read_run(folder) for folder in folders]
+    print(*map(redact, in_terminal(runs)), sep="\n")
+    try:
+        Path(args.html).write_text(comparison_page(runs), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{args.html} can't be written ({error.strerror}): name another file with --html") from error
+    print(f"\npage: {args.html}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ConfigError, DataError) as error:
+        exit_for_bad_input(error, "run/compare.py")

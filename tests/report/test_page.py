@@ -1,0 +1,235 @@
+"""report.html and compare.html: whole in themselves, true to the files, and made of whatever lies there."""
+
+import html.parser
+import json
+import math
+import re
+
+import pytest
+from browser import CHROMIUM, browser
+from PIL import Image
+
+from llava_ds.report.comparison import comparison_page, differences, in_terminal, names_of
+from llava_ds.report.page import leave_report, write_report
+from llava_ds.report.run_files import read_run
+from llava_ds.report.run_record import length_histogram
+from llava_ds.report.wording import duration, num_bytes
+
+EVIL = "<script>alert(1)</script><img src=https://evil.example/x.png onerror=alert(2)>"
+EVALUATION = {
+    "metric": "exact match",
+    "scores": {EVIL: {"colour": [3.0, 4], "overall": [5.0, 8]}},
+    "metrics": {EVIL: {"overall": {"exact match": {"value": 0.625, "low": 0.25, "high": 0.875}}}},
+}
+
+
+def write_jsonl(path, rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_run(folder, steps: int = 30, **flags: object):
+    """A run's folder with all that a report can show, hostile texts among it."""
+    folder.mkdir(parents=True)
+    record = {
+        "command": ["run/train.py", "--data_path", "my data.json"],
+        "arguments": {"model_name_or_path": "/m/vicuna", "data_path": f"/d/{EVIL}", "learning_rate": 1e-3, **flags},
+        "given": ["learning_rate"],
+        "num_steps": 30,
+        "started": "2026-01-01 10:00:00 +0000",
+        "world_size": 2,
+        "device": "cpu",
+        "versions": {"torch": "2.13"},
+        "git_revision": "abc",
+        "ds_config_reasons": {"train_batch_size": "--train_batch_size"},
+        "data": {"summary": ["7 records", EVIL], "lengths": {"edges": [0, 5, 10], "counts": [3, 4]}},
+    }
+    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
+    write_jsonl(
+        folder / "metrics.jsonl",
+        (
+            {
+                "step": n, "epoch": n / 30, "loss": math.nan if n == 7 else 3 / n, "lr": [1e-3 / n, 1e-4 / n],
+                "grad_norm": None if n == 7 else 1.0, "samples": 8, "tokens": 1000, "supervised_tokens": 100,
+                "step_time_s": 0.5, "data_wait_s": 0.05, "tokens_per_s": 2000.0, "mfu": 0.4,
+                "peak_memory_bytes": 5 * 10**9, "skipped_steps": int(n >= 7), "broken_samples": int(n == 9),
+            }
+            for n in range(1, steps + 1)
+        ),
+    )  # fmt: skip
+    write_jsonl(folder / "evals.jsonl", [{"step": n, "loss": 4 / n} for n in (10, 20)])
+    Image.new("RGB", (900, 600), "red").save(folder / "a.png")
+    write_jsonl(
+        folder / "samples.jsonl",
+        [
+            {"step": n, "id": name, "question": EVIL, "images": [picture], "reference": "red", "answer": answer}
+            for name, picture in (("a", "a.png"), ("b", "none.png"))
+            for n, answer in ((0, EVIL), (10, "red"), (20, "red"))
+        ],
+    )
+    write_jsonl(folder / "skipped.jsonl", [{"file": "f.json", "line": 3, "index": 2, "id": EVIL, "reason": EVIL}])
+    write_jsonl(folder / "skipped_steps.jsonl", [{"step": 7, "not_finite": "loss", "ranks": [0], "samples": [EVIL]}])
+    (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
+    for step, whole in ((10, True), (20, False)):
+        (folder / f"checkpoint-{step}").mkdir()
+        (folder / f"checkpoint-{step}" / ("manifest.json" if whole else "x")).write_text("x" * 2000)
+    return folder
+
+
+class Elements(html.parser.HTMLParser):
+    """Every tag with its attributes, and the text between them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags, self.text, self.open = [], "", []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def refers_outside(elements: Elements) -> list[str]:
+    found = [
+        str(value)
+        for tag, attributes in elements.tags
+        for name, value in attributes.items()
+        if name in ("src", "href", "action", "data", "srcset", "poster") or name.startswith("on")
+    ]
+    return [address for address in found if not address.startswith(("data:", "#"))]
+
+
+def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
+    page = write_report(write_run(tmp_path / "run", run_name=EVIL)).read_text()
+    elements = Elements(page)
+    assert not elements.open and not refers_outside(elements)
+    assert not [tag for tag, _ in elements.tags if tag in ("script", "iframe", "object", "embed", "form")]
+    assert sum(tag == "img" for tag, _ in elements.tags) == 1 and "url(" not in page and "@import" not in page
+    for part in (
+        "finished", "2 × cpu", "30,000", "40.0%", "10.0%", "5 GB",  # numbers
+        "Loss per supervised token", "held-out", "Learning rate", "Gradient norm", "Throughput", "Peak memory",
+        "gaps: 1", "steps 10 to 20", "none.png", "exact match", "0.625 (5 of 8)", "0.625 [0.250, 0.875]",
+        "7 records", "Samples by length",
+        "1 records left out",
+        "1 steps changed nothing", "--learning_rate", "given", "--train_batch_size", '"stage": 2', "checkpoint-10",
+        "no manifest", "deepspeed --num_accelerators 2 run/train.py --data_path 'my data.json'", "2.13", "abc",
+    ):  # fmt: skip
+        assert part in elements.text, part
+    assert elements.text.count(EVIL) >= 8  # as text, wherever it came from
+
+
+def test_a_run_that_was_killed_says_how_far_it_came(tmp_path):
+    page = write_report(write_run(tmp_path / "run", steps=12)).read_text()
+    assert "at step 12 of 30" in page and "finished" not in Elements(page).text
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "ds_config.json", "metrics.jsonl", "evals.jsonl", "samples.jsonl", "skipped.jsonl",
+             "skipped_steps.jsonl", "evaluation.json"],
+)  # fmt: skip
+def test_a_file_that_is_missing_or_broken_costs_its_own_part_only(tmp_path, name):
+    folder = write_run(tmp_path / "run")
+    (folder / name).unlink()
+    for content in (None, b"", b"\xff\xfe\x00", b"[]\n", b'{"a": 1', b"[" * 10**5):
+        if content is not None:
+            (folder / name).write_bytes(content)
+        elements = Elements(write_report(folder).read_text())
+        assert not elements.open
+        assert "checkpoint-10" in elements.text  # what follows is there
+        if name in ("run.json", "ds_config.json", "metrics.jsonl"):
+            said = rf"{re.escape(name)} (can't be read|in this folder|holds no|has no steps)"
+            assert re.search(said, elements.text), (content, elements.text)
+
+
+def test_fields_of_another_type_than_expected_cost_nothing_else(tmp_path):
+    folder = write_run(tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    for changed in (
+        {"data": 3}, {"data": {"summary": 1, "lengths": {"edges": [0], "counts": [1]}}}, {"arguments": [1]},
+        {"versions": 5}, {"num_steps": "many"}, {"given": None}, {"ds_config_reasons": []}, {"command": "x"},
+    ):  # fmt: skip
+        (folder / "run.json").write_text(json.dumps({**record, **changed}))
+        assert "checkpoint-10" in Elements(write_report(folder).read_text()).text
+    write_jsonl(folder / "samples.jsonl", [{"step": 1}, {"step": 2, "images": "x", "answer": 3, "reference": None}])
+    write_jsonl(
+        folder / "metrics.jsonl", [{"step": 1, "loss": "x", "lr": "y"}, {"step": 2, "lr": []}, {"step": 3, "loss": 1}]
+    )
+    assert "checkpoint-10" in Elements(write_report(folder).read_text()).text
+
+
+def test_a_run_is_not_lost_over_its_report(tmp_path, capsys):
+    leave_report(tmp_path / "there_is_no_folder")
+    said = capsys.readouterr().out
+    assert "WARNING" in said and "run/report.py" in said
+
+
+def test_runs_are_compared_by_what_differs_and_what_came_of_it(tmp_path):
+    one = write_run(tmp_path / "one", seed=1, output_dir="x")
+    other = write_run(tmp_path / "other", steps=20, seed=2, output_dir="y")
+    (other / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3}}))
+    runs = [read_run(one), read_run(other)]
+    assert differences(runs) == [["--seed", "1", "2"], ["ds_config: zero_optimization.stage", "2", "3"]]
+    lines = in_terminal(runs)
+    assert any(re.fullmatch(r"optimizer steps +30 +20", line) for line in lines)
+    assert any(re.fullmatch(r"--seed +1 +2", line) for line in lines)
+    assert any("overall" in line and line.count("0.625") == 2 for line in lines)
+    elements = Elements(comparison_page(runs))
+    assert not elements.open and not refers_outside(elements) and "Held-out loss" in elements.text
+    assert sum(tag == "svg" for tag, _ in elements.tags) == 5
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [read_run(write_run(tmp_path / name / "run")) for name in ("a", "b")]
+    names = names_of([*runs, runs[0]])
+    assert len(set(names)) == 3 and all(name.startswith("run") for name in names)
+
+
+def test_the_histogram_counts_every_sample_once():
+    lengths = [1, 5, 40, 41, 400, 2047, 2048]
+    found = length_histogram(lengths)
+    assert sum(found["counts"]) == len(lengths) and len(found["edges"]) == len(found["counts"]) + 1
+    assert found["edges"][0] == 0 and found["edges"][-1] >= 2048 and len(found["counts"]) <= 40
+    assert length_histogram([7, 7]) == {"edges": list(range(8)), "counts": [0] * 6 + [2]}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.5, "0.5 s"), (59, "59 s"), (200, "3 min 20 s"), (3600, "1 h"), (18_420, "5 h 7 min"), (273_600, "3 d 4 h")],
+)
+def test_durations_are_two_units_at_most(seconds, words):
+    assert duration(seconds) == words
+
+
+def test_sizes_are_decimal():
+    assert [num_bytes(n) for n in (12, 1500, 6.42e10)] == ["12 bytes", "1.5 kB", "64.2 GB"]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here: apt-get install chromium")
+def test_in_a_browser_nothing_is_asked_for_and_all_of_it_fits(tmp_path):
+    folder = write_run(tmp_path / "run", run_name=EVIL)
+    write_report(folder)
+    (folder / "compare.html").write_text(comparison_page([read_run(folder)] * 2))
+    with browser(tmp_path / "profile") as tab:
+        for page in (folder / "report.html", folder / "compare.html"):
+            for width in (400, 1400):
+                tab.open(page, width)
+                assert [address for address in tab.requests if not address.startswith("data:")] == [page.as_uri()]
+                assert tab.said == []
+                loaded = "[...document.images].map(i => i.complete && i.naturalWidth > 0)"
+                assert tab.ask(loaded) == ([True] if page.name == "report.html" else [])
+                assert tab.ask("document.documentElement.scrollWidth") <= width
+                smallest = (
+                    "Math.min(...[...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height))"
+                )
+                assert tab.ask(smallest) >= 10  # pixels
