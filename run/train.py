@@ -53,14 +53,8 @@ from llava_ds.model.language import length_note
 from llava_ds.model.liger import check_liger, use_liger
 from llava_ds.model.recompute import mark_layers
 from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS, build_parser, parse_arguments, read_recipe
-from llava_ds.report.evals import Evals
-from llava_ds.report.loss_spikes import LossSpikes
-from llava_ds.report.peak import peak_flops
-from llava_ds.report.progress import Progress
 from llava_ds.report.run_record import write_run_record
-from llava_ds.report.skipped import SkippedLog
-from llava_ds.report.skipped_steps import SkippedSteps
-from llava_ds.report.trackers import called, open_trackers
+from llava_ds.report.start import start_progress
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
 from llava_ds.tools.choice import choose_for_ranks
@@ -207,60 +201,14 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         del heaviest
 
     # Train.
-    allowed = 0 if args.data.on_bad_sample == "stop" else args.data.max_bad_fraction * dataset.num_records
-    peak, line = peak_flops(ranks.device, resolved.compute_dtype)
-    print_first(line)
-    skipped = SkippedLog(output_dir / "skipped.jsonl", dataset.rejections(), allowed, resume.step, ranks)
-    before = (resume.step, engine.skipped_steps)
-    skipped_steps = SkippedSteps(output_dir, dataset, layout, order, args.training.max_skipped_steps, before, ranks)
-    spikes = LossSpikes(output_dir, dataset, layout, order, args.training, resume.step, ranks)
-    progress = Progress(
-        output_dir,
-        title=f"{called(args)}: {num_steps} steps, ZeRO-{resolved.zero_stage}, {ranks.world_size} ranks",
-        resume_step=resume.step,
-        max_steps=num_steps,
-        steps_per_epoch=per_epoch,
-        batch_size=layout.batch_size,
-        logging_steps=args.training.logging_steps,
-        flops=flops,
-        peak_flops=peak,
-        skipped=skipped,
-        skipped_steps=skipped_steps,
-        spikes=spikes,
-        ranks=ranks,
-        monitor=engine.monitor,
-        trackers=open_trackers(args, output_dir, resume.step, num_steps, ranks),
+    progress, evals = start_progress(
+        args, engine, resolved, dataset, layout, order, flops, resume_step=resume.step, num_steps=num_steps, ranks=ranks
     )
-    evaluation = Evaluation(
-        engine,
-        args.training,
-        held_out,
-        asked_of,
-        layout,
-        plan.tokenizer,
-        args.model.version,
-        args.data.dataloader_num_workers,
-        Evals(output_dir, resume.step, ranks, engine.monitor, layout.batch_size),
-        ranks,
-    )
+    evaluation = Evaluation(engine, args, held_out, asked_of, layout, plan.tokenizer, evals, ranks)
     saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks)
     saves = args.training.save_strategy == "steps"
     boundary = Boundary(
-        engine,
-        model,
-        state,
-        num_steps,
-        save_steps=args.training.save_steps if saves else None,
-        check_divergence_steps=args.training.check_divergence_steps,
-        stop=stop,
-        watchdog=watchdog,
-        progress=progress,
-        skipped=skipped,
-        skipped_steps=skipped_steps,
-        spikes=spikes,
-        evaluation=evaluation,
-        saver=saver,
-        ranks=ranks,
+        engine, model, state, num_steps, args.training, stop, watchdog, progress, evaluation, saver, ranks
     )
     steps = windows(
         dataset,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from llava_ds.distributed import Ranks, printable
 from llava_ds.report.metrics import RowLog, rows_of
+from llava_ds.report.trackers import Trackers
 
 EVALS, SAMPLES = "evals.jsonl", "samples.jsonl"
 MOST_SHOWN = 100  # characters of an answer that are printed
@@ -13,9 +14,8 @@ class Evals:
     """Writes and prints them, on rank 0. What lies behind the step that a run resumes from is dropped, as of
     metrics.jsonl."""
 
-    def __init__(self, output_dir: Path, resume_step: int, ranks: Ranks, monitor, batch_size: int) -> None:
-        """monitor: the engine's, which feeds what the DeepSpeed JSON switches on; batch_size: samples of a step."""
-        self.monitor, self.batch_size, self.is_first = monitor, batch_size, ranks.is_first
+    def __init__(self, output_dir: Path, resume_step: int, ranks: Ranks, trackers: Trackers) -> None:
+        self.trackers, self.is_first = trackers, ranks.is_first
         if self.is_first:
             self.evals, self.samples = (
                 RowLog(path, [row for row in rows_of(path) if row["step"] <= resume_step])
@@ -28,8 +28,7 @@ class Evals:
             return
         row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples}
         self.evals.write([{**row, "seconds": round(seconds, 3)}])
-        if self.monitor.enabled:
-            self.monitor.write_events([("Eval/Samples/loss", loss, step * self.batch_size)])
+        self.trackers.log({"eval/loss": loss}, step)
         print(f"step {step:,}: the loss on {samples:,} held-out samples is {loss:.4f} ({seconds:.1f} s)", flush=True)
 
     def add_answers(self, step: int, rows: list[dict[str, object]]) -> None:

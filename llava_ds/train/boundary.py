@@ -4,6 +4,7 @@ import time
 
 from torch import nn
 
+from llava_ds.arguments import TrainingArguments
 from llava_ds.constants import DataError
 from llava_ds.distributed import Ranks, print_first
 from llava_ds.train.guard import settle_skipped_steps
@@ -23,26 +24,21 @@ class Boundary:
         model: nn.Module,
         state: TrainState,
         num_steps: int,
-        *,
-        save_steps: int | None,
-        check_divergence_steps: int,
+        training: TrainingArguments,
         stop: Stopping,
         watchdog: Watchdog,
         progress,
-        skipped,
-        skipped_steps,
-        spikes,
         evaluation: Evaluation,
         saver,
         ranks: Ranks,
     ) -> None:
-        """save_steps: None where nothing is saved; progress, skipped, skipped_steps, spikes: of llava_ds.report; saver:
-        of llava_ds.checkpoint."""
+        """progress: of llava_ds.report; saver: of llava_ds.checkpoint."""
         self.engine, self.model, self.state, self.num_steps, self.ranks = engine, model, state, num_steps, ranks
-        self.save_steps, self.check_divergence_steps = save_steps, check_divergence_steps
-        self.stop, self.watchdog, self.progress, self.saver = stop, watchdog, progress, saver
-        self.skipped, self.skipped_steps, self.spikes = skipped, skipped_steps, spikes
-        self.evaluation = evaluation
+        self.save_steps = training.save_steps if training.save_strategy == "steps" else None
+        self.check_divergence_steps = training.check_divergence_steps
+        self.stop, self.watchdog, self.progress, self.evaluation = stop, watchdog, progress, evaluation
+        self.skipped, self.skipped_steps, self.spikes = progress.skipped, progress.skipped_steps, progress.spikes
+        self.saver = saver
 
     def after_step(self, result: StepResult) -> float:
         """What the loop calls. Returns the seconds that are not the step's.

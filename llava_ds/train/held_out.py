@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.arguments import TrainingArguments
+from llava_ds.arguments import Arguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.dataset import EncodedDataset
@@ -144,21 +144,21 @@ class Evaluation:
     def __init__(
         self,
         engine,
-        training: TrainingArguments,
+        args: Arguments,
         held_out: EncodedDataset | None,
         asked: EncodedDataset | None,
         layout: Layout,
         tokenizer: PreTrainedTokenizerBase,
-        template: str,
-        num_workers: int,
         log,
         ranks: Ranks,
     ) -> None:
-        """held_out: what the loss is measured on; asked: what questions are taken from; None of either: it is not."""
-        self._engine, self._training, self._held_out, self._asked = engine, training, held_out, asked
-        self._layout, self._num_workers, self._log, self._ranks = layout, num_workers, log, ranks
-        self._tokenizer, self._template = tokenizer, template
-        self._prompts = prompts_of(asked, training.num_sample_questions, tokenizer, template) if asked else []
+        """args: with the template's own name; held_out: what the loss is measured on; asked: what questions are taken
+        from; None of either: it is not."""
+        self._engine, self._training, self._held_out, self._asked = engine, args.training, held_out, asked
+        self._layout, self._num_workers, self._log, self._ranks = layout, args.data.dataloader_num_workers, log, ranks
+        self._tokenizer, self._template = tokenizer, args.model.version
+        number = args.training.num_sample_questions
+        self._prompts = prompts_of(asked, number, tokenizer, self._template) if asked else []
 
     def is_due(self, step: int, last: bool) -> bool:
         """last: whether the run ends with this step."""
