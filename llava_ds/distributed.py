@@ -358,7 +358,8 @@ def print_first(*lines: str) -> None:
     """Print from rank 0 only; works before the process group exists. No line can steer the terminal,
     or holds a secret."""
     if lines and int(os.environ.get("RANK", "0")) == 0:
-        print(*(printable(redact(line), keep="\n\t") for line in lines), sep="\n", flush=True)
+        with tqdm.external_write_mode(file=sys.stdout):  # on a line of its own, where a bar is shown
+            print(*(printable(redact(line), keep="\n\t") for line in lines), sep="\n", flush=True)
 
 
 def exit_for_failure() -> None:

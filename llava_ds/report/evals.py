@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llava_ds.distributed import Ranks, printable
+from llava_ds.distributed import Ranks, print_first
 from llava_ds.report.metrics import RowLog, rows_of
 from llava_ds.report.trackers import Trackers
 
@@ -29,7 +29,7 @@ class Evals:
         row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples}
         self.evals.write([{**row, "seconds": round(seconds, 3)}])
         self.trackers.log({"eval/loss": loss}, step)
-        print(f"step {step:,}: the loss on {samples:,} held-out samples is {loss:.4f} ({seconds:.1f} s)", flush=True)
+        print_first(f"step {step:,}: the loss on {samples:,} held-out samples is {loss:.4f} ({seconds:.1f} s)")
 
     def add_answers(self, step: int, rows: list[dict[str, object]]) -> None:
         """rows: id, question, images, reference and answer of each."""
@@ -37,7 +37,5 @@ class Evals:
             return
         self.samples.write([{"step": step, **row} for row in rows])
         for row in rows:
-            answer, reference = (printable(str(row[name]))[:MOST_SHOWN] for name in ("answer", "reference"))
-            print(
-                f"step {step:,}: {printable(str(row['id']))}: {answer!r}, where the data say {reference!r}", flush=True
-            )
+            answer, reference = (str(row[name])[:MOST_SHOWN] for name in ("answer", "reference"))
+            print_first(f"step {step:,}: {row['id']}: {answer!r}, where the data say {reference!r}")
