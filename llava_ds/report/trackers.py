@@ -86,9 +86,12 @@ def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps
             try:
                 opened[name] = OPEN[name](args, output_dir, resume_step)
             except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                if asked is None:
+                    print_first(f"WARNING: no TensorBoard curves ({why})")
+                    continue
                 raise ConfigError(
-                    f"--report_to {name} can't be opened ({type(error).__name__}: {error}): {REMEDIES[name]}, or leave "
-                    "it out"
+                    f"--report_to {name} can't be opened ({why}): {REMEDIES[name]}, or leave it out"
                 ) from error
 
     before = random.getstate()  # theirs to draw names from, and the run's to go on with

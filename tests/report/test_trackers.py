@@ -96,6 +96,14 @@ def test_one_that_cant_be_opened_is_the_users_to_mend(tmp_path, monkeypatch):
         open_trackers(args(tmp_path, report_to="wandb"), tmp_path, 0, 10, ALONE)
 
 
+def test_tensorboard_that_nobody_asked_for_ends_no_run(tmp_path, capsys):
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    assert open_trackers(args(tmp_path), tmp_path, 0, 10, ALONE).opened == {}
+    assert "WARNING: no TensorBoard curves (" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--report_to tensorboard can't be opened"):
+        open_trackers(args(tmp_path, report_to="tensorboard"), tmp_path, 0, 10, ALONE)
+
+
 def test_a_run_is_called_by_its_name_or_its_folder(tmp_path):
     assert called(args(tmp_path / "a")) == "a" and called(args(tmp_path / "a", run_name="b")) == "b"
 
