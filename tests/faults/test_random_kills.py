@@ -114,8 +114,10 @@ class Launched:
         return self._process.poll()
 
     def everyone(self) -> list[psutil.Process]:
-        launcher = psutil.Process(self._process.pid)
-        return [launcher, *launcher.children(recursive=True)]
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            launcher = psutil.Process(self._process.pid)
+            return [launcher, *launcher.children(recursive=True)]
+        return []
 
     def ranks(self) -> dict[str, psutil.Process]:
         return {rank: process for process in self.everyone() if (rank := rank_of(process)) is not None}
