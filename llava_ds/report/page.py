@@ -190,7 +190,7 @@ def _rejected(run: RunFiles) -> str:
     ]
     more = len(run.skipped) - len(rows)
     note = sentence(f"{more:,} more are in skipped.jsonl.", "note") if more else ""
-    listing = details(f"{len(run.skipped):,} records left out", table(["where", "id", "when", "why"], rows) + note)
+    listing = details(f"Records left out: {len(run.skipped):,}", table(["where", "id", "when", "why"], rows) + note)
     return f"<h3>Left out</h3><pre>{esc(chr(10).join(reasons))}</pre>{listing}"
 
 
@@ -202,7 +202,7 @@ def _skipped_steps(run: RunFiles) -> str:
         for row in run.skipped_steps[:MOST_REJECTED]
     ]
     return details(
-        f"{len(run.skipped_steps):,} steps changed nothing, for they were not finite",
+        f"Steps that changed nothing, for they were not finite: {len(run.skipped_steps):,}",
         table(["step", "what", "samples"], rows, numbers=(0,)),
     )
 
@@ -287,8 +287,9 @@ def _command(run: RunFiles) -> str:
     if run.record.get("git_revision"):
         rows.append(("source revision", run.record["git_revision"]))
     note = "On several machines: with their launcher, and as many ranks." if is_number(ranks) and ranks > 8 else ""
+    given = [str(word) for word in command if not str(word).startswith("--local_rank=")]  # which the launcher adds
     return (
-        f"<pre>{esc(shlex.join([*launcher, *map(str, command)]))}</pre>"
+        f"<pre>{esc(shlex.join([*launcher, *given]))}</pre>"
         + (sentence(note, "note") if note else "")
         + (table(["package", "version"], rows) if rows else "")
     )
