@@ -57,6 +57,7 @@ def seconds_per_step(folder: Path, rounds: int, steps: int) -> list[float]:
             times.append(time.process_time() - started)
         each.append((times[1] - times[0]) / steps)
     progress.bar.close()
+    progress.trackers.close()
     return sorted(each[1:])  # the first was warm-up
 
 
