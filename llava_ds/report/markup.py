@@ -70,6 +70,9 @@ details { margin: .6rem 0 } summary { cursor: pointer; font-weight: 600; font-si
 .sample dt { color: var(--dim); font-variant-numeric: tabular-nums } .sample dd { margin: 0; white-space: pre-wrap }
 .sample .same { background: var(--mark); border-radius: 3px; padding: 0 .25em }
 footer { margin-top: 3rem; color: var(--dim); font-size: .85rem }
+@media (max-width: 600px) { .stack thead { display: none } .stack td { display: block; border: 0; padding: 0;
+  min-width: 0; white-space: normal } .stack td:first-child { font-weight: 600; overflow-wrap: anywhere }
+  .stack tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line) } }
 @media print { nav { display: none } details:not([open]) > * { display: revert } }
 """
 
@@ -109,8 +112,11 @@ def navigation(titles: Iterable[str]) -> str:
     return f"<nav>{links}</nav>"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = ()) -> str:
-    """Escaped cells; numbers: columns that stand to the right. A cell that is a Markup is taken as it is."""
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = (), stacks: bool = False
+) -> str:
+    """Escaped cells; numbers: columns that stand to the right; stacks: whether the cells of a row may stand below each
+    other where a screen is narrow. A cell that is a Markup is taken as it is."""
 
     def cell(tag: str, column: int, value: object) -> str:
         kind = ' class="n"' if column in numbers else ""
@@ -118,7 +124,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequen
 
     header = "".join(cell("th", i, name) for i, name in enumerate(head))
     lines = "".join("<tr>" + "".join(cell("td", i, value) for i, value in enumerate(row)) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{header}</tr></thead><tbody>{lines}</tbody></table></div>'
+    kind = ' class="stack"' if stacks else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{header}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 class Markup(str):
