@@ -1,15 +1,25 @@
 """What is checked before ranks train together, with the other ranks' answers made up."""
 
+import logging
 import os
 import socket
 import threading
+import warnings
 
 import pytest
 import torch
+import transformers
 
 from llava_ds import distributed
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import Ranks, check_same, check_shared_folder, device_index, first_rank_first
+from llava_ds.distributed import (
+    Ranks,
+    check_same,
+    check_shared_folder,
+    device_index,
+    first_rank_first,
+    quiet_libraries,
+)
 
 FOUR = Ranks(rank=0, local_rank=0, world_size=4, device=torch.device("cpu"))
 
@@ -118,3 +128,29 @@ def test_an_error_that_one_rank_meets_ends_all(monkeypatch, failing):
     assert said[failing] == "no such file"
     others = {text for rank, text in enumerate(said) if rank != failing}
     assert others == {"no such file" if failing == 0 else f"on rank {failing} ({socket.gethostname()}): no such file"}
+
+
+def test_libraries_are_quiet_unless_asked_to_speak(monkeypatch):
+    deepspeed, bars = logging.getLogger("DeepSpeed"), transformers.utils.logging.is_progress_bar_enabled()
+    before = deepspeed.level, transformers.logging.get_verbosity()
+    try:
+        for rank, heard in (("0", True), ("1", False)):
+            monkeypatch.setenv("RANK", rank)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                quiet_libraries()
+                warnings.warn("something", UserWarning, stacklevel=1)
+            assert bool(said) == heard  # every rank has the same to say
+        assert deepspeed.level == logging.WARNING
+        assert transformers.logging.get_verbosity() == transformers.logging.ERROR
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            quiet_libraries(verbose=True)
+            warnings.warn("something", UserWarning, stacklevel=1)
+        assert said and deepspeed.level == logging.INFO
+        assert transformers.logging.get_verbosity() == transformers.logging.INFO
+    finally:
+        deepspeed.setLevel(before[0])
+        transformers.logging.set_verbosity(before[1])
+        if bars:
+            transformers.logging.enable_progress_bar()

@@ -54,7 +54,8 @@ svg { display: block; width: 100%; height: auto } svg text { font-size: 12px; fi
 table { border-collapse: collapse; font-size: .9rem; min-width: min(100%, 20rem) }
 th, td { text-align: left; vertical-align: top; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; min-width: 4.5rem }
-th { font-weight: 600; white-space: nowrap } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+th { font-weight: 600 } th, td:first-child, td.n { white-space: nowrap }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 code, pre { font: .86em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); padding: .8rem; border-radius: 8px;
   margin: .5rem 0 }
@@ -69,6 +70,9 @@ details { margin: .6rem 0 } summary { cursor: pointer; font-weight: 600; font-si
 .sample dt { color: var(--dim); font-variant-numeric: tabular-nums } .sample dd { margin: 0; white-space: pre-wrap }
 .sample .same { background: var(--mark); border-radius: 3px; padding: 0 .25em }
 footer { margin-top: 3rem; color: var(--dim); font-size: .85rem }
+@media (max-width: 600px) { .stack thead { display: none } .stack td { display: block; border: 0; padding: 0;
+  min-width: 0; white-space: normal } .stack td:first-child { font-weight: 600; overflow-wrap: anywhere }
+  .stack tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line) } }
 @media print { nav { display: none } details:not([open]) > * { display: revert } }
 """
 
@@ -108,8 +112,11 @@ def navigation(titles: Iterable[str]) -> str:
     return f"<nav>{links}</nav>"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = ()) -> str:
-    """Escaped cells; numbers: columns that stand to the right. A cell that is a Markup is taken as it is."""
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = (), stacks: bool = False
+) -> str:
+    """Escaped cells; numbers: columns that stand to the right; stacks: whether the cells of a row may stand below each
+    other where a screen is narrow. A cell that is a Markup is taken as it is."""
 
     def cell(tag: str, column: int, value: object) -> str:
         kind = ' class="n"' if column in numbers else ""
@@ -117,7 +124,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequen
 
     header = "".join(cell("th", i, name) for i, name in enumerate(head))
     lines = "".join("<tr>" + "".join(cell("td", i, value) for i, value in enumerate(row)) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{header}</tr></thead><tbody>{lines}</tbody></table></div>'
+    kind = ' class="stack"' if stacks else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{header}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 class Markup(str):

@@ -190,7 +190,9 @@ def _rejected(run: RunFiles) -> str:
     ]
     more = len(run.skipped) - len(rows)
     note = sentence(f"{more:,} more are in skipped.jsonl.", "note") if more else ""
-    listing = details(f"{len(run.skipped):,} records left out", table(["where", "id", "when", "why"], rows) + note)
+    listing = details(
+        f"Records left out: {len(run.skipped):,}", table(["where", "id", "when", "why"], rows, stacks=True) + note
+    )
     return f"<h3>Left out</h3><pre>{esc(chr(10).join(reasons))}</pre>{listing}"
 
 
@@ -202,7 +204,7 @@ def _skipped_steps(run: RunFiles) -> str:
         for row in run.skipped_steps[:MOST_REJECTED]
     ]
     return details(
-        f"{len(run.skipped_steps):,} steps changed nothing, for they were not finite",
+        f"Steps that changed nothing, for they were not finite: {len(run.skipped_steps):,}",
         table(["step", "what", "samples"], rows, numbers=(0,)),
     )
 
@@ -231,8 +233,8 @@ def _flags(run: RunFiles) -> str:
     head = ["flag", "value", "why"]
     return (
         "<h3>Flags</h3>"
-        + (table(head, chosen) if chosen else sentence("All are at their defaults."))
-        + details(f"{len(others)} flags at their defaults", table(head, others))
+        + (table(head, chosen, stacks=True) if chosen else sentence("All are at their defaults."))
+        + details(f"{len(others)} flags at their defaults", table(head, others, stacks=True))
     )
 
 
@@ -245,7 +247,9 @@ def _deepspeed(run: RunFiles) -> str:
         for key, why in (reasons.items() if isinstance(reasons, dict) else ())
     ]
     filled = (
-        table(["key", "value", "why"], rows) if rows else sentence("run.json has no reasons for what was filled in.")
+        table(["key", "value", "why"], rows, stacks=True)
+        if rows
+        else sentence("run.json has no reasons for what was filled in.")
     )
     return f"<h3>DeepSpeed: what was filled in</h3>{filled}" + details(
         "ds_config.json, as DeepSpeed was given it", f"<pre>{esc(json.dumps(run.ds_config, indent=2))}</pre>"
@@ -287,8 +291,9 @@ def _command(run: RunFiles) -> str:
     if run.record.get("git_revision"):
         rows.append(("source revision", run.record["git_revision"]))
     note = "On several machines: with their launcher, and as many ranks." if is_number(ranks) and ranks > 8 else ""
+    given = [str(word) for word in command if not str(word).startswith("--local_rank=")]  # which the launcher adds
     return (
-        f"<pre>{esc(shlex.join([*launcher, *map(str, command)]))}</pre>"
+        f"<pre>{esc(shlex.join([*launcher, *given]))}</pre>"
         + (sentence(note, "note") if note else "")
         + (table(["package", "version"], rows) if rows else "")
     )

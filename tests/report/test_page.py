@@ -31,7 +31,7 @@ def write_run(folder, steps: int = 30, **flags: object):
     """A run's folder with all that a report can show, hostile texts among it."""
     folder.mkdir(parents=True)
     record = {
-        "command": ["run/train.py", "--data_path", "my data.json"],
+        "command": ["run/train.py", "--local_rank=0", "--data_path", "my data.json"],
         "arguments": {"model_name_or_path": "/m/vicuna", "data_path": f"/d/{EVIL}", "learning_rate": 1e-3, **flags},
         "given": ["learning_rate"],
         "num_steps": 30,
@@ -120,8 +120,8 @@ def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
         "Loss per supervised token", "held-out", "Learning rate", "Gradient norm", "Throughput", "Peak memory",
         "gaps: 1", "steps 10 to 20", "none.png", "exact match", "0.625 (5 of 8)", "0.625 [0.250, 0.875]",
         "7 records", "Samples by length",
-        "1 records left out",
-        "1 steps changed nothing", "--learning_rate", "given", "--train_batch_size", '"stage": 2', "checkpoint-10",
+        "Records left out: 1",
+        "not finite: 1", "--learning_rate", "given", "--train_batch_size", '"stage": 2', "checkpoint-10",
         "no manifest", "deepspeed --num_accelerators 2 run/train.py --data_path 'my data.json'", "2.13", "abc",
     ):  # fmt: skip
         assert part in elements.text, part
