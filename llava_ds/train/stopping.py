@@ -31,6 +31,7 @@ SAME_REQUEST_S = 2.0
 LOOK_S = 1.0  # between looks at who started this process
 HOLD_S = 900.0  # that a launcher is kept from killing; after it, a run that reaches no boundary is its to end
 PATIENCE = timedelta(hours=12)  # as for all waits in which a rank may be writing files
+LEAVING_S, LEAVING = 20.0, 0.1  # for the report and the processes' end: seconds, but at most this part of the limit
 UNKNOWN_SAVE = 0.05  # of --max_run_time, kept for the save while none has been timed
 
 
@@ -175,9 +176,9 @@ class Stopping:
         return time.monotonic() - self._started_s
 
     def _needed_s(self) -> float:
-        """Seconds to keep for stopping: what is agreed now is done a step later, and then saved."""
+        """Seconds to keep for stopping: what is agreed now is done a step later and saved, and then all have to end."""
         save_s = UNKNOWN_SAVE * self._limit_s if self._longest_save_s is None else 1.5 * self._longest_save_s
-        return 3 * self._longest_step_s + save_s + LOOK_S
+        return 3 * self._longest_step_s + save_s + LOOK_S + min(LEAVING_S, LEAVING * self._limit_s)
 
     def _hear(self) -> None:
         """The thread: signals as they come, and whether the launchers still run."""

@@ -248,12 +248,12 @@ def test_a_number_is_learnt_a_step_after_it_was_given(monkeypatch):
 def test_time_is_over_while_a_step_more_and_the_save_still_fit():
     stop = Stopping()
     with stop.training("100s", ALONE):
-        stop._started_s = time.monotonic() - 60
+        stop._started_s = time.monotonic() - 50
         assert not stop.agreed(50.0)  # the first step, which is no measure
         assert not stop.agreed(2.0)
-        stop.saved(20.0)  # 1.5 * 20 + 3 * 2 + 1 s are kept now, of 100
+        stop.saved(20.0)  # 1.5 * 20 + 3 * 2 + 1 + 10 s are kept now, of 100
         assert not stop.agreed(2.0)
-        stop._started_s = time.monotonic() - 64
+        stop._started_s = time.monotonic() - 54
         assert stop.agreed(2.0)
 
 
