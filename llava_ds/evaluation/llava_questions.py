@@ -71,7 +71,7 @@ def _by_path(media: Media) -> str | Media:
 
 
 def captions(given: Given) -> list[Question]:
-    """captions_val2014.json and other files in COCO's layout: one question per picture, all its captions as references."""
+    """captions_val2014.json and others in COCO's layout: one question per picture, all its captions as references."""
     path, what = given.data_path, "captions in COCO's layout"
     content = read_json(path)
     images, annotated = (held_under(path, what, content, key) for key in ("images", "annotations"))

@@ -156,8 +156,8 @@ def reference_for(metric: str, texts: list[str]) -> object:
     if metric == "vqa":
         if len(texts) < LEAST_REFERENCES:
             raise DataError(
-                f"has {len(texts)} reference answers, and VQA accuracy needs {LEAST_REFERENCES} or more (VQAv2 has 10): "
-                'list them under "references", or use another --metric'
+                f"has {len(texts)} reference answers, and VQA accuracy needs {LEAST_REFERENCES} or more (VQAv2 has "
+                '10): list them under "references", or use another --metric'
             )
         return texts
     if len(texts) != 1:

@@ -18,7 +18,7 @@ PARTED = {
 ABBREVIATIONS = (
     "mr mrs ms dr prof jr sr st ave blvd rd bros inc ltd co corp vs etc gen col sgt capt lt gov sen rep rev hon "
     "jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri"
-).split()
+)
 
 _LETTER = r"[^\W\d_]"
 _TOKEN = re.compile(
@@ -28,7 +28,7 @@ _TOKEN = re.compile(
             r"www\.\S+?(?=[.,;:!?)\"']*(?:\s|$))",
             r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
             rf"(?<![^\W_])(?:{_LETTER}\.){{2,}}",  # u.s.
-            rf"(?<![^\W_])(?:(?:{'|'.join(ABBREVIATIONS)})\.(?![^\W_])|no\.(?=\s*\d))",
+            rf"(?<![^\W_])(?:(?:{ABBREVIATIONS.replace(' ', '|')})\.(?![^\W_])|no\.(?=\s*\d))",
             r"cannot\b|gonna\b|gotta\b|wanna\b|lemme\b|gimme\b|'t(?:is|was)\b",
             r"'\d0s\b|'n'?(?!\w)|y'(?=all\b)|d'ye\b",
             r"(?:o'clock|ma'am)\b",
