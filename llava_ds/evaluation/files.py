@@ -39,7 +39,7 @@ def read_json(path: str | Path) -> object:
 def read_records(path: str | Path, what: str, keys: tuple[str, ...]) -> list[dict]:
     """The objects of a JSONL file. Raises DataError where it is not `what`: its first record lacks one of the keys."""
     records = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 record = json.loads(line)
