@@ -1,6 +1,6 @@
 """Answers on disk: kept as they come, found again after a break, and never mixed with another evaluation's.
 
-Beside OUTPUT.json, the scores, lie the answers in the questions' order: OUTPUT.jsonl (and OUTPUT.without_picture.jsonl).
+Beside OUTPUT.json, the scores, lie the answers in the questions' order: OUTPUT.jsonl, OUTPUT.without_picture.jsonl.
 While questions are asked, OUTPUT.partial/ holds identity.json and what each rank has of each column.
 """
 

@@ -14,11 +14,6 @@ from llava_ds.checkpoint.identity import TRAINER
 from llava_ds.constants import ConfigError
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import Ranks, barrier, first_rank_first, from_first, print_first
-from llava_ds.export.converted import open_folder
-from llava_ds.export.finished import Finished, hf_kind
-from llava_ds.export.hf import write_hf
-from llava_ds.export.restored import restore
-from llava_ds.export.shards import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.infer.load import LoadedModel, load_model
 from llava_ds.model.hf import HF_CLASSES
 
@@ -65,10 +60,9 @@ def _openable(source: Path, moved: dict[str, str], cache_dir: str, ranks: Ranks)
         with first_rank_first(ranks):
             if not folder.is_dir():
                 print_first(f"writing {source} to {folder}, as transformers opens it")
-                finished, entries = _finished(source, moved)
                 scratch = folder.with_suffix(".partial")
                 scratch.mkdir(parents=True)
-                write_hf(finished, entries, scratch, parse_size(DEFAULT_SHARD_SIZE))
+                _convert(source, moved, scratch)
                 scratch.rename(folder)
         yield folder
     finally:
@@ -77,7 +71,14 @@ def _openable(source: Path, moved: dict[str, str], cache_dir: str, ranks: Ranks)
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _finished(source: Path, moved: dict[str, str]) -> tuple[Finished, list]:
+def _convert(source: Path, moved: dict[str, str], folder: Path) -> None:
+    # These bring DeepSpeed, which takes seconds to import, and a model's own folder does without.
+    from llava_ds.export.converted import open_folder
+    from llava_ds.export.finished import hf_kind
+    from llava_ds.export.hf import write_hf
+    from llava_ds.export.restored import restore
+    from llava_ds.export.shards import DEFAULT_SHARD_SIZE, parse_size
+
     if is_checkpoint(source):
         restored = restore(source, moved, None)
         finished, entries = restored.finished, restored.entries
@@ -87,7 +88,7 @@ def _finished(source: Path, moved: dict[str, str]) -> tuple[Finished, list]:
     kind, why = hf_kind(finished.plan, finished.args, finished.pictures)
     if kind is None:
         raise ConfigError(f"{source} can't be asked here: {why}")
-    return finished, entries
+    write_hf(finished, entries, folder, parse_size(DEFAULT_SHARD_SIZE))
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -111,13 +112,16 @@ def model_digest(path: str) -> str:
     """A hash that changes with the model in a folder.
 
     Of a checkpoint's manifest, which has the hashes of its files; or of a folder's settings, and its weight files'
-    names, sizes and times of change (hashing 14 GB would take as long as many questions).
+    names, sizes and times of change (hashing 14 GB would take as long as many questions). Raises ConfigError where
+    there are neither.
     """
     folder = Path(path).expanduser()
     manifest = folder / commit.MANIFEST
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()
     files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+    if not files:
+        raise ConfigError(f"--model_path {path} holds no model: give an exported folder, or a checkpoint-<step>")
     weights = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     settings = [(name, (folder / name).read_bytes()) for name in SETTINGS if (folder / name).is_file()]
     return hashlib.sha256(repr((settings, weights)).encode()).hexdigest()
