@@ -12,8 +12,17 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.sources.paths import short
 from llava_ds.evaluation.choice import LETTERS
-from llava_ds.evaluation.files import Given, Pictures, annotations_of, check_first, field, matching, questions_from
-from llava_ds.evaluation.files import read_json as read
+from llava_ds.evaluation.files import (
+    Given,
+    Pictures,
+    annotations_of,
+    check_first,
+    complete,
+    field,
+    matching,
+    questions_from,
+    read_json,
+)
 from llava_ds.evaluation.question import Question, about
 from llava_ds.infer.generate import Prompt
 
@@ -26,19 +35,19 @@ def scienceqa(given: Given) -> list[Question]:
     """The folder of problems.json and pid_splits.json, by itself or with llava_test_CQM-A.json."""
     path = Path(given.data_path).expanduser()
     from_llava = not path.is_dir()
-    folder = Path(annotations_of(given, "ScienceQA", "the folder of problems.json")) if from_llava else path
-    folder = folder.expanduser()
+    folder = annotations_of(given, "ScienceQA", "the folder of problems.json") if from_llava else complete(given)
+    folder = Path(folder).expanduser()
     file = folder / "problems.json"
-    problems = read(file)
+    problems = read_json(file)
     what, keys = "ScienceQA's problems", ("question", "choices", "answer")
     if not isinstance(problems, dict):
         raise DataError(f"{file} is not {what}: expected an object of problems by their ids, with {', '.join(keys)}")
     check_first(file, what, list(problems.values()), keys)
     if from_llava:
-        records = read(path)
+        records = read_json(path)
         check_first(path, "ScienceQA's questions in LLaVA's layout", records, ("id", "conversations"))
     else:
-        splits = read(folder / "pid_splits.json")
+        splits = read_json(folder / "pid_splits.json")
         if not isinstance(splits, dict) or not isinstance(splits.get(given.split), list):
             known = ", ".join(splits) if isinstance(splits, dict) else "none"
             raise ConfigError(f"{folder / 'pid_splits.json'} has no split {given.split!r}: its splits are {known}")
@@ -89,7 +98,7 @@ def _problem_kinds(problem: dict) -> tuple[str, ...]:
 
 def mmbench(given: Given) -> list[Question]:
     """A TSV of MMBench, with its pictures inside; all rounds of a question where the file has them."""
-    path = given.data_path
+    path = complete(given)
     rows = _rows(path)
     by_index = {row["index"]: row["image"] for row in rows}
     # Later rounds may name the row that has their picture.

@@ -140,6 +140,13 @@ def matching(answers: dict, key: object, path: str | Path) -> object:
     return answers[key]
 
 
+def complete(given: Given) -> str:
+    """--data_path of a file that has the answers, too. Raises ConfigError where --annotations is given as well."""
+    if given.annotations is not None:
+        raise ConfigError(f"--annotations {given.annotations}: {given.data_path} has the answers, too: leave it out")
+    return given.data_path
+
+
 def annotations_of(given: Given, task: str, example: str) -> str:
     """--annotations. Raises ConfigError where it is missing."""
     if given.annotations is None:

@@ -5,7 +5,16 @@ import json
 from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sample import Media, Sample
 from llava_ds.data.sources import RawRecord, SourceOptions, open_sources, shown, to_sample
-from llava_ds.evaluation.files import Given, Pictures, check_first, field, held_under, questions_from, read_json
+from llava_ds.evaluation.files import (
+    Given,
+    Pictures,
+    check_first,
+    complete,
+    field,
+    held_under,
+    questions_from,
+    read_json,
+)
 from llava_ds.evaluation.question import Question, about
 from llava_ds.evaluation.scores import reference_for
 from llava_ds.infer.generate import Prompt
@@ -20,7 +29,7 @@ def llava(given: Given) -> list[Question]:
     """
     questions, problems, total = [], [], 0
     options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir)
-    for source in open_sources(given.data_path, options):
+    for source in open_sources(complete(given), options):
         for record in source.read():
             total += 1
             try:
@@ -72,7 +81,7 @@ def _by_path(media: Media) -> str | Media:
 
 def captions(given: Given) -> list[Question]:
     """captions_val2014.json and others in COCO's layout: one question per picture, all its captions as references."""
-    path, what = given.data_path, "captions in COCO's layout"
+    path, what = complete(given), "captions in COCO's layout"
     content = read_json(path)
     images, annotated = (held_under(path, what, content, key) for key in ("images", "annotations"))
     check_first(path, what, images, ("id", "file_name"))

@@ -8,6 +8,7 @@ from llava_ds.evaluation.files import (
     Pictures,
     annotations_of,
     check_first,
+    complete,
     field,
     held_under,
     matching,
@@ -68,7 +69,7 @@ def textvqa(given: Given) -> list[Question]:
     """TextVQA_0.5.1_val.json, by itself or with llava_textvqa_val_v051_ocr.jsonl, which has OCR tokens in its texts."""
     path, what = given.data_path, "TextVQA's annotations"
     from_llava = _is_jsonl(path)
-    file = annotations_of(given, "TextVQA", "TextVQA_0.5.1_val.json") if from_llava else path
+    file = annotations_of(given, "TextVQA", "TextVQA_0.5.1_val.json") if from_llava else complete(given)
     annotated = held_under(file, what, read_json(file), "data")
     check_first(file, what, annotated, ("image_id", "question", "answers"))
     answers = {_key(each): each for each in annotated if isinstance(each, dict)}
@@ -102,7 +103,7 @@ def gqa(given: Given) -> list[Question]:
     """testdev_balanced_questions.json, by itself or with llava_gqa_testdev_balanced.jsonl."""
     path, what = given.data_path, "GQA's questions"
     from_llava = _is_jsonl(path)
-    file = annotations_of(given, "GQA", "testdev_balanced_questions.json") if from_llava else path
+    file = annotations_of(given, "GQA", "testdev_balanced_questions.json") if from_llava else complete(given)
     content = read_json(file)
     keys = ("imageId", "question", "answer")
     if not isinstance(content, dict):
@@ -142,7 +143,7 @@ def pope(given: Given) -> list[Question]:
     """coco_pope_*.json, one file or a folder of them, by themselves or with llava_pope_test.jsonl."""
     path, what = given.data_path, "POPE's questions"
     from_llava = _is_jsonl(path)
-    labels = annotations_of(given, "POPE", "the folder of coco_pope_*.json") if from_llava else path
+    labels = annotations_of(given, "POPE", "the folder of coco_pope_*.json") if from_llava else complete(given)
     labelled = {_category(file): _lines(file) for file in _label_files(labels)}
     pictures = Pictures(given.image_folder)
     if not from_llava:

@@ -35,8 +35,6 @@ CHOSEN_METRICS = ("exact", "vqa", "yes_no", "choice", "caption")
 
 def read_questions(task: str, given: Given, limit: int | None) -> list[Question]:
     """The first questions of a benchmark, all if there is no limit. Raises ConfigError or DataError."""
-    if given.annotations is not None and task in ("llava", "caption", "mmbench"):
-        raise ConfigError(f"--annotations goes with other tasks: {task}'s one file holds questions and answers")
     if given.image_folder is None and task not in ("llava", "mmbench"):
         raise ConfigError(f"--image_folder is missing: {task}'s files name pictures, say where they lie")
     questions = TASKS[task].read(given)[:limit]

@@ -215,7 +215,7 @@ def test_a_file_of_another_format_is_refused_in_one_sentence(task, tmp_path, vqa
     for name, content in [("list.json", [{"a": 1}]), ("object.json", {"b": {"c": 1}}), ("text.json", "text")]:
         file = dump(tmp_path / name, content)
         with pytest.raises(DataError) as caught:
-            read(task, file, tmp_path, None if task in ("caption", "mmbench") else vqav2[1])
+            read(task, file, tmp_path, vqav2[1] if task == "vqav2" else None)
         assert file in str(caught.value) and "is not" in str(caught.value) and "expected" in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -223,6 +223,8 @@ def test_a_file_of_another_format_is_refused_in_one_sentence(task, tmp_path, vqa
 def test_what_is_missing_is_named(tmp_path, vqav2):
     with pytest.raises(ConfigError, match=r"--annotations is missing: .* VQAv2's questions only"):
         read("vqav2", vqav2[0], tmp_path)
+    with pytest.raises(ConfigError, match="has the answers, too: leave it out"):
+        read("gqa", vqav2[0], tmp_path, vqav2[1])
     with pytest.raises(ConfigError, match="--image_folder is missing"):
         read_questions("vqav2", Given(vqav2[0], vqav2[1]), None)
     (tmp_path / "images" / "COCO_val2014_000000000042.jpg").unlink()
