@@ -30,8 +30,9 @@ class Given:
 
 def read_json(path: str | Path) -> object:
     """A JSON file. Raises ConfigError where there is none and DataError for one that can't be read."""
+    text = read_text(path)
     try:
-        return json.loads(read_text(path))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} can't be read as JSON: {error}") from None
 
