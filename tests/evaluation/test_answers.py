@@ -1,6 +1,9 @@
 """Answers are kept as they come, found again after a break, never mixed, and the same on any number of ranks."""
 
 import json
+import runpy
+import shutil
+import sys
 import threading
 from dataclasses import replace
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 import toys
 from exporting import RANKS, export
+from launching import ROOT
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
@@ -88,6 +92,44 @@ def test_batches_and_answers_do_not_depend_on_the_number_of_ranks(model, questio
     assert sorted(number for batch in seen[1][0] for number in batch) == list(range(len(questions)))
 
 
+def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(model, tmp_path, monkeypatch, capsys):
+    data = toys.write_data(tmp_path / "data", "iittitiit")
+    flags = {**data, "model_path": str(model), "batch_size": "4", "max_new_tokens": "4", "output": "x.json"}
+    asked = [token for name, value in flags.items() for token in (f"--{name}", value)]
+    main = runpy.run_path(str(ROOT / "run" / "evaluate.py"))["main"]
+
+    def evaluate(folder) -> tuple[str, list[bytes]]:
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *asked, "--compare_without_image"])
+        main()
+        files = ["x.json", "x.jsonl", "x.without_picture.jsonl"]
+        assert sorted(file.name for file in folder.iterdir()) == files
+        return capsys.readouterr().out, [(folder / file).read_bytes() for file in files]
+
+    printed, whole = evaluate(tmp_path / "whole")
+    scores, rows = json.loads(whole[0]), [json.loads(line) for line in whole[1].splitlines()]
+    overall = scores["metrics"][MAIN]["overall"]["accuracy"]
+    assert scores["scores"][MAIN]["overall"][1] == len(rows) > 4
+    assert f"accuracy {overall['value']:.3f} [{overall['low']:.3f}, {overall['high']:.3f}]" in printed
+    assert printed.splitlines()[-1].split()[0] == "overall"
+
+    broken = tmp_path / "broken"
+    (broken / "x.partial").mkdir(parents=True)
+    (broken / "x.partial" / "identity.json").write_text(json.dumps(scores["identity"]))
+    kept = [json.dumps({"number": i, "text": rows[i]["text"]}) + "\n" for i in range(len(rows) - 3)]
+    (broken / "x.partial" / "with_picture-1-0.jsonl").write_text("".join(kept) + '{"number": 2')
+    printed, again = evaluate(broken)
+    assert again == whole and f"{len(kept)} of {len(rows)} questions are answered already" in printed
+    printed, again = evaluate(broken)
+    assert again == whole and f"without picture: {len(rows)} of {len(rows)} questions are answered" in printed
+
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model_path", str(tmp_path), "--output", "x.json", *asked[:4]])
+    with pytest.raises(ConfigError, match="holds no model"):
+        main()
+    assert (broken / "x.json").read_bytes() == whole[0]  # a slip moves nothing aside
+
+
 def test_only_what_is_not_answered_is_asked_and_in_whole_batches(questions, monkeypatch):
     asked = []
     monkeypatch.setattr(asking, "make_encoder", lambda loaded: None)
@@ -157,8 +199,6 @@ def test_an_output_has_a_name_that_answers_can_lie_beside(tmp_path):
 
 
 def test_another_models_weights_are_another_model(model, tmp_path):
-    import shutil
-
     copy = shutil.copytree(model, tmp_path / "copy")
     before = model_digest(str(copy))
     assert before == model_digest(str(copy)) == model_digest(str(model))  # copies keep their time of change
