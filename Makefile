@@ -32,6 +32,10 @@ PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
 LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
          $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--num_accelerators 2")')
 
+# One process answers questions; on several GPUs, one on each.
+ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
+      'import torch; print("deepspeed --log_level warning" if torch.cuda.device_count() > 1 else "python")')
+
 .PHONY: install pretrain finetune evaluate ablation doctor bench test test-full test-faults lint clean help
 
 help:
@@ -65,7 +69,7 @@ ifneq ($(if $(MODEL),$(EVAL_DATA),tiny),)
 endif
 
 evaluate: install
-	$(BIN)/python run/evaluate.py --model_path $(OUTPUT)-finetune --compare_without_image \
+	$(ASK) run/evaluate.py --model_path $(OUTPUT)-finetune --compare_without_image \
 	  --output $(OUTPUT)-finetune/evaluation.json \
 	  $(if $(EVAL_DATA),--data_path '$(EVAL_DATA)') $(if $(EVAL_IMAGES),--image_folder '$(EVAL_IMAGES)')
 
@@ -73,7 +77,7 @@ evaluate: install
 ablation: install
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero3.json --recipe run/recipes/tiny-finetune.yaml \
 	  --output_dir output/tiny-finetune-without-stage-1 $(ARGS)
-	$(BIN)/python run/evaluate.py --model_path output/tiny-finetune-without-stage-1 --compare_without_image \
+	$(ASK) run/evaluate.py --model_path output/tiny-finetune-without-stage-1 --compare_without_image \
 	  --output output/tiny-finetune-without-stage-1/evaluation.json
 
 # Whether training can start on this machine: make doctor ARGS="--deepspeed_config ds_configs/zero3.json"

@@ -1,62 +1,156 @@
-"""Score an exported model on held-out questions: python run/evaluate.py --model_path output/tiny-finetune
+"""Score a model on held-out questions: python run/evaluate.py --model_path output/tiny-finetune
 
-Without --data_path it asks about the generated scenes that no training picture shows.
+Without --data_path it asks about the generated scenes that no training picture shows. --task names a benchmark whose
+files are on this disk; docs/evaluation.md says which files. Every local device: deepspeed run/evaluate.py ...
+The same command goes on where a broken one stopped, if it has an --output.
 """
 
 import argparse
-import json
-from pathlib import Path
+import os
 
+import torch
+import transformers
+
+from llava_ds import __version__
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.sources import read_samples
-from llava_ds.distributed import exit_for_bad_input, quiet_libraries
-from llava_ds.infer.evaluate import accuracy_by_kind, questions_of, table, without_image
-from llava_ds.infer.generate import answer
-from llava_ds.infer.load import load_model
+from llava_ds.distributed import (
+    Ranks,
+    check_same,
+    exit_for_bad_input,
+    first_rank_first,
+    gather,
+    init_ranks,
+    print_first,
+    quiet_libraries,
+)
+from llava_ds.evaluation.answers import MAIN_COLUMN, Part, answered, open_store, write_answers, write_scores
+from llava_ds.evaluation.asking import ask, plan_batches
+from llava_ds.evaluation.files import Given
+from llava_ds.evaluation.opening import model_digest, open_model
+from llava_ds.evaluation.question import digest, without_image
+from llava_ds.evaluation.report import as_json, interval_lines, table
+from llava_ds.evaluation.scores import METRICS
+from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
+from llava_ds.launchers import rank_variables
 from llava_ds.tiny.default import heldout_data
+
+MOVED = ("model_name_or_path", "vision_tower", "model_base", "pretrain_mm_mlp_adapter")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", default="output/tiny-finetune", help="exported folder (default: %(default)s)")
-    parser.add_argument("--data_path", help="LLaVA-format JSON with reference answers; 'kind' groups the scores")
-    parser.add_argument("--image_folder", help="folder that the image paths are relative to")
-    parser.add_argument("--cache_dir", default="~/.cache/llava_ds", help="where the generated scenes are kept")
-    parser.add_argument("--compare_without_image", action="store_true", help="ask again with the pictures withheld")
-    parser.add_argument("--batch_size", type=int, default=48, help="questions at a time (default: %(default)s)")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="longest answer (default: %(default)s)")
-    parser.add_argument("--output", help="write scores and every answer to this JSON file")
-    args = parser.parse_args()
-
+    args = parse()
     quiet_libraries()
-    loaded = load_model(args.model_path)
-    data_path, image_folder = args.data_path, args.image_folder
-    if data_path is None:
-        data_path, image_folder = heldout_data(args.cache_dir)
-    questions = questions_of(read_samples(data_path, image_folder))
-    asked = {"with picture": questions}
+    ranks = start()
+    with first_rank_first(ranks):
+        data_path, image_folder = args.data_path, args.image_folder
+        if data_path is None:
+            data_path, image_folder = heldout_data(args.cache_dir)
+        given = Given(data_path, args.annotations, image_folder, args.split, args.metric, args.cache_dir)
+        questions = read_questions(args.task, given, args.limit)
+    asked = {MAIN_COLUMN: questions}
     if args.compare_without_image:
         asked["without picture"] = [without_image(question) for question in questions]
+    metric = TASKS[args.task].metric or args.metric
+    data = digest(questions)
+    check_same({"what --data_path holds": data}, ranks, "give every machine the same files, under the same paths")
 
-    answers = {
-        name: answer(
-            loaded,
-            [question.prompt for question in these],
-            batch_size=args.batch_size,
-            max_new_tokens=args.max_new_tokens,
-            progress=name,
-        )
-        for name, these in asked.items()
-    }
-    scores = {name: accuracy_by_kind(questions, given) for name, given in answers.items()}
-    print(f"accuracy of {args.model_path} on {data_path}:")
-    print(*table(scores), sep="\n")
+    store, attempt = None, 1
+    moved = {name: value for name in MOVED if (value := getattr(args, name)) is not None}
     if args.output is not None:
-        rows = [
-            {"id": q.id, "kind": q.kind, "reference": q.reference, **{name: answers[name][i] for name in answers}}
-            for i, q in enumerate(questions)
-        ]
-        Path(args.output).write_text(json.dumps({"scores": scores, "answers": rows}, indent=1) + "\n", encoding="utf-8")
+        identity = {
+            "task": args.task,
+            "metric": metric,
+            "model": model_digest(args.model_path),
+            "data": data,
+            "questions": len(questions),
+            "version": args.version,
+            "batch_size": args.batch_size,
+            "max_new_tokens": args.max_new_tokens,
+            "packages": {"llava_ds": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+            **moved,
+        }
+        store, attempt = open_store(args.output, identity, list(asked), ranks)
+    loaded = open_model(args.model_path, moved, args.version, args.cache_dir, ranks)
+
+    scored = {}
+    for column, these in asked.items():
+        known = answered(store, column, len(these), ranks)
+        if known:
+            print_first(f"{column}: {len(known):,} of {len(these):,} questions are answered already")
+        part = Part(store, column, attempt, ranks)
+        batches = plan_batches(loaded, these, args.batch_size, ranks)
+        ask(loaded, these, batches, known, part.keep, ranks, max_new_tokens=args.max_new_tokens, progress=column)
+        part.close()
+        for texts in gather(part.texts, ranks):
+            known |= texts
+        texts = [known[number] for number in range(len(these))]
+        if ranks.is_first:
+            if store is not None:
+                write_answers(store, column, these, texts, os.path.basename(os.path.abspath(args.model_path)))
+            scored[column] = METRICS[metric](these, texts)
+
+    if ranks.is_first:
+        scores = as_json(scored, args.resamples, args.seed)
+        print_first(
+            f"{scores['metric']} of {args.model_path} on {data_path}:",
+            f"95 % intervals, {args.resamples:,} resamples:",
+            *interval_lines(scores),
+            *table(scores),
+        )
+        if store is not None:
+            named = {"task": args.task, "model_path": args.model_path, "data_path": data_path}
+            write_scores(store, {**named, **scores})
+
+
+def start() -> Ranks:
+    """This process among those that a launcher started; by itself it needs neither DeepSpeed nor a port."""
+    variables = {**os.environ, **rank_variables(os.environ)[0]}
+    if int(variables["WORLD_SIZE"]) > 1:
+        return init_ranks()
+    return Ranks(0, 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--model_path",
+        default="output/tiny-finetune",
+        help="exported folder, checkpoint-<step> of a run, or any LLaVA that transformers opens (default: %(default)s)",
+    )
+    add("--task", choices=[*TASKS], default="llava", help="whose files and scoring (default: a LLaVA-format file)")
+    add("--data_path", help="the questions; in LLaVA's format 'kind' groups the scores")
+    add("--annotations", help="the answers, where the benchmark has them in another file or folder")
+    add("--image_folder", help="folder that the image paths are relative to")
+    add("--metric", choices=CHOSEN_METRICS, default="exact", help="of --task llava (default: %(default)s)")
+    add("--split", default="test", help="of ScienceQA (default: %(default)s)")
+    add("--limit", type=positive, help="ask the first questions only")
+    add("--compare_without_image", action="store_true", help="ask again with the pictures withheld")
+    add("--batch_size", type=positive, default=48, help="questions at a time on a device (default: %(default)s)")
+    add("--max_new_tokens", type=positive, default=64, help="longest answer (default: %(default)s)")
+    add("--version", help="conversation template of a model folder that does not say it")
+    add("--output", help="write the scores to this .json file and every answer to the .jsonl file beside it")
+    add("--resamples", type=positive, default=1000, help="of the bootstrap's intervals (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
+    add("--cache_dir", default="~/.cache/llava_ds", help="where generated scenes and converted files are kept")
+    add("--model_name_or_path", help="where a checkpoint's base language model lies now")
+    add("--vision_tower", help="where a checkpoint's vision tower lies now")
+    add("--model_base", help="where the model under an adapter lies")
+    add("--pretrain_mm_mlp_adapter", help="where the projector that a checkpoint began with lies now")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
+    args = parser.parse_args()
+    if args.data_path is None and args.task != "llava":
+        raise ConfigError(f"--data_path is missing: say where {args.task}'s questions lie")
+    if args.metric != "exact" and args.task != "llava":
+        raise ConfigError(f"--metric goes with --task llava: {args.task} has a scoring of its own, leave it out")
+    return args
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
 
 
 if __name__ == "__main__":

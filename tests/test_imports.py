@@ -17,6 +17,7 @@ LEVELS = [
     {"data", "model"},
     {"train", "checkpoint", "report"},
     {"export", "infer", "tools", "tiny"},
+    {"evaluation"},
     {"run"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -100,11 +100,12 @@ def _scores(path: Path) -> list[str]:
     """What run/evaluate.py --output wrote there."""
     if not path.is_file():
         return []
-    scores = json.loads(path.read_text(encoding="utf-8"))["scores"]
+    written = json.loads(path.read_text(encoding="utf-8"))
+    scores = written["scores"]
     names = list(scores)
     kinds = list(scores[names[0]])
     rows = [[kind, *(f"{scores[n][kind][0] / scores[n][kind][1]:.3f}" for n in names)] for kind in kinds]
-    table = [["accuracy", *names], ["---"] * (1 + len(names)), *rows]
+    table = [[written.get("metric", "accuracy"), *names], ["---"] * (1 + len(names)), *rows]
     return ["## Evaluation", "", *(f"| {' | '.join(row)} |" for row in table), ""]
 
 

@@ -1,1 +1,1 @@
-"""Opening an exported model, answering and scoring."""
+"""Opening an exported model, and answers from it."""

@@ -45,10 +45,19 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, encoder: Encoder | None = No
 
 @torch.inference_mode()
 def answer(
-    loaded: LoadedModel, prompts: list[Prompt], *, batch_size: int = 32, max_new_tokens: int = 64, progress: str = ""
+    loaded: LoadedModel,
+    prompts: list[Prompt],
+    *,
+    batch_size: int = 32,
+    max_new_tokens: int = 64,
+    progress: str = "",
+    encoder: Encoder | None = None,
 ) -> list[str]:
-    """The greedy answer to each prompt, without its end marker. progress: the bar's name; empty shows none."""
-    encoder = make_encoder(loaded)
+    """The greedy answer to each prompt, without its end marker. progress: the bar's name; empty shows none.
+
+    encoder: make_encoder's, for who calls this often.
+    """
+    encoder = encoder or make_encoder(loaded)
     media = [_laid_out(loaded, prompt) for prompt in prompts]
     ids = [
         encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in own])

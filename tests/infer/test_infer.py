@@ -1,4 +1,4 @@
-"""Answers and scores from an exported folder, and the two scripts that print them."""
+"""Answers from an exported folder, and the script that prints them."""
 
 import json
 import shutil
@@ -23,9 +23,11 @@ from llava_ds.data.sample import Message
 from llava_ds.data.sources import read_samples
 from llava_ds.data.squares import to_pixels
 from llava_ds.data.templates import render_prompt
+from llava_ds.evaluation.files import Given
+from llava_ds.evaluation.llava_questions import llava
+from llava_ds.evaluation.question import Question, without_image
 from llava_ds.export.check import compare_reloaded
 from llava_ds.geometry import PictureOptions, media_layout
-from llava_ds.infer.evaluate import accuracy_by_kind, is_correct, questions_of, table, without_image
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model
 from llava_ds.model.build import build_model, plan_model
@@ -51,9 +53,13 @@ def data(tmp_path_factory) -> dict[str, str]:
     return toys.write_data(tmp_path_factory.mktemp("questions"), "iittiti")
 
 
+def questions_of(data: dict[str, str]) -> list[Question]:
+    return llava(Given(data["data_path"], image_folder=data["image_folder"]))
+
+
 def test_answers_do_not_depend_on_the_batch(built, data):
     loaded = load_model(built[3])
-    prompts = [question.prompt for question in questions_of(read_samples(*data.values()))]
+    prompts = [question.prompt for question in questions_of(data)]
     together = answer(loaded, prompts, batch_size=5, max_new_tokens=6)
     alone = [answer(loaded, [prompt], max_new_tokens=6)[0] for prompt in prompts]
     assert together == alone
@@ -63,7 +69,7 @@ def test_answers_do_not_depend_on_the_batch(built, data):
 def test_the_picture_changes_the_prompt_only_where_it_is_shown(built, data):
     loaded = load_model(built[3])
     image_token = loaded.model.config.image_token_id
-    question = questions_of(read_samples(*data.values()))[0]
+    question = questions_of(data)[0]
     shown, withheld = prompt_ids(loaded, question.prompt), prompt_ids(loaded, without_image(question).prompt)
     assert shown.count(image_token) == loaded.pictures.tokens_per_tile
     assert image_token not in withheld
@@ -94,42 +100,17 @@ def test_large_models_are_written_in_shards_that_open_as_one(built, tmp_path):
     assert all(torch.equal(one[name], many[name]) for name in one)
 
 
-def test_scores_by_kind(data):
-    samples = read_samples(*data.values())
-    questions = questions_of(samples)
-    assert len(questions) == sum(m.role == "gpt" for sample in samples for m in sample.messages)
-    answers = [question.reference if i % 2 else "wrong" for i, question in enumerate(questions)]
-    scores = accuracy_by_kind(questions, answers)
-    assert scores["overall"] == (len(questions) // 2, len(questions))
-    assert f"{len(questions) // 2 / len(questions):.3f}" in table({"with picture": scores})[-1]
-    assert is_correct(" Yes. ", "yes") and not is_correct("yes, two", "yes")
-
-
-def test_later_questions_are_asked_with_the_files_earlier_answers(data):
-    questions = questions_of(read_samples(*data.values()))
-    later = next(q for q in questions if len(q.prompt.messages) == 3)
-    assert [m.role for m in later.prompt.messages] == ["human", "gpt", "human"]
-
-
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no exported model"):
         load_model(tmp_path)
 
 
-def test_the_scripts(built, data, tmp_path):
+def test_the_script(built, data, tmp_path):
     def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, str(ROOT / "run" / script), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
-    out = tmp_path / "scores.json"
     shown = ["--model_path", str(built[3])]
-    with_data = ["--data_path", data["data_path"], "--image_folder", data["image_folder"]]
-    done = run("evaluate.py", *shown, *with_data, "--compare_without_image", "--output", str(out))
-    assert done.returncode == 0, done.stderr
-    assert "with picture" in done.stdout and "without picture" in done.stdout
-    written = json.loads(out.read_text())
-    assert len(written["answers"]) == written["scores"]["with picture"]["overall"][1]
-
     image = str(next(Path(data["image_folder"]).glob("*.png")))
     question = ["--image", image, "--question", "What is it?", "--max_new_tokens", "4"]
     done = run("chat.py", *shown, *question)

@@ -1,0 +1,1 @@
+"""Questions from benchmarks' files, answers that are kept as they come, and the official scores of them."""

@@ -1,0 +1,171 @@
+"""Answers on disk: kept as they come, found again after a break, and never mixed with another evaluation's.
+
+Beside OUTPUT.json, the scores, lie the answers in the questions' order: OUTPUT.jsonl, OUTPUT.without_picture.jsonl.
+While questions are asked, OUTPUT.partial/ holds identity.json and what each rank has of each column.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks, from_first, gather, print_first
+from llava_ds.evaluation.question import Question
+
+IDENTITY = "identity.json"
+MAIN_COLUMN = "with picture"  # its answers lie in OUTPUT.jsonl
+
+
+@dataclass(frozen=True)
+class Store:
+    """The files of one evaluation. identity: all that has to be the same for its answers to count."""
+
+    output: Path
+    identity: dict[str, object]
+
+    @property
+    def partial(self) -> Path:
+        return self.output.with_suffix(".partial")
+
+    def answers_file(self, column: str) -> Path:
+        """Where a column's answers lie in the end."""
+        name = "" if column == MAIN_COLUMN else f".{column.replace(' ', '_')}"
+        return self.output.with_suffix(f"{name}.jsonl")
+
+
+def open_store(output: str, identity: dict[str, object], columns: list[str], ranks: Ranks) -> tuple[Store, int]:
+    """The files of an evaluation, and the number of this attempt at it. All ranks call it together.
+
+    What is there of an evaluation with another identity is moved aside, and said.
+    """
+    store = Store(Path(output).expanduser(), json.loads(json.dumps(identity)))
+    if store.output.suffix != ".json":
+        raise ConfigError(f"--output {output}: expected a name that ends in .json")
+
+    def begin() -> int:
+        try:
+            store.output.parent.mkdir(parents=True, exist_ok=True)
+            _set_aside_others(store, columns)
+            store.partial.mkdir(exist_ok=True)
+            _write(store.partial / IDENTITY, json.dumps(store.identity, indent=1) + "\n")
+            return 1 + max((int(file.name.split("-")[1]) for file in store.partial.glob("*-*-*.jsonl")), default=0)
+        except OSError as error:
+            raise ConfigError(f"--output {output} can't be written ({error.strerror}): name another") from error
+
+    return store, from_first(ranks, begin)
+
+
+def _set_aside_others(store: Store, columns: list[str]) -> None:
+    """Move what another evaluation left; turn what this one left when it ended into what it goes on from."""
+    kept = _json(store.partial / IDENTITY)
+    if store.partial.is_dir() and kept != store.identity:
+        _move(store.partial, _differences(kept, store.identity))
+    finished = [file for file in [store.output, *map(store.answers_file, columns)] if file.exists()]
+    ended = (_json(store.output) or {}).get("identity")
+    if finished and ended != store.identity:
+        for file in finished:
+            _move(file, _differences(ended, store.identity))
+
+
+def _differences(before: object, now: dict[str, object]) -> str:
+    if not isinstance(before, dict):
+        return "it does not say what it is of"
+    names = [name for name in now if before.get(name) != now[name]]
+    return "another " + ", ".join(names)
+
+
+def _move(path: Path, why: str) -> None:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.previous-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    print_first(f"{path} is of another evaluation ({why}): moved to {aside.name}")
+
+
+def answered(store: Store | None, column: str, num_questions: int, ranks: Ranks) -> dict[int, str]:
+    """The answers that earlier attempts left, by the questions' numbers, on every rank. All ranks call it together."""
+    found: dict[int, str] = {}
+    if store is not None:
+        file = store.answers_file(column)
+        if file.is_file():
+            texts = [row["text"] for row in _rows(file)]
+            if len(texts) == num_questions:
+                found = dict(enumerate(texts))
+        for part in sorted(store.partial.glob(f"{_spelled(column)}-*.jsonl")):
+            for row in _rows(part):
+                found.setdefault(row["number"], row["text"])
+    # Machines that share no disk have different parts.
+    return {number: text for each in reversed(gather(found, ranks)) for number, text in each.items()}
+
+
+class Part:
+    """This rank's answers of one column: in memory, and in a file of their own if there is a store.
+
+    A new file for every attempt: the last line of one that was killed may be half a line.
+    """
+
+    def __init__(self, store: Store | None, column: str, attempt: int, ranks: Ranks) -> None:
+        self.texts: dict[int, str] = {}
+        self.path = store and store.partial / f"{_spelled(column)}-{attempt}-{ranks.rank}.jsonl"
+        self.file: TextIO | None = None
+
+    def keep(self, texts: dict[int, str]) -> None:
+        """Add the answers of a batch, in one piece."""
+        self.texts |= texts
+        if self.path is None:
+            return
+        if self.file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # on a machine that does not share rank 0's
+            self.file = self.path.open("w", encoding="utf-8")
+        rows = [json.dumps({"number": n, "text": text}, ensure_ascii=False) + "\n" for n, text in texts.items()]
+        self.file.write("".join(rows))
+        self.file.flush()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def write_answers(store: Store, column: str, questions: list[Question], texts: list[str], model: str) -> None:
+    """Write a column's answers, a line per question with LLaVA's keys, in the questions' order."""
+    rows = [
+        {"question_id": q.id, "prompt": q.asked, "text": text, "model_id": model, "kinds": list(q.kinds), **q.more}
+        for q, text in zip(questions, texts, strict=True)
+    ]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    _write(store.answers_file(column), "".join(lines))
+
+
+def write_scores(store: Store, scores: dict[str, object]) -> None:
+    """Write OUTPUT.json, and remove what was kept meanwhile."""
+    _write(store.output, json.dumps({**scores, "identity": store.identity}, indent=1, ensure_ascii=False) + "\n")
+    shutil.rmtree(store.partial)
+
+
+def _spelled(column: str) -> str:
+    return column.replace(" ", "_")
+
+
+def _rows(file: Path) -> Iterator[dict]:
+    """The whole lines of a file."""
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        yield json.loads(line)
+
+
+def _json(file: Path) -> object:
+    """What a file of ours holds; None where it is not there or not ours."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    scratch = file.with_name(f"{file.name}.tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, file)

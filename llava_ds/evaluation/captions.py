@@ -1,0 +1,84 @@
+"""Scores of captions, one per picture: CIDEr-D and ROUGE-L.
+
+A caption is a list of words (words.caption_words). Both functions take the model's captions and, for each of them, the
+references of the same picture.
+"""
+
+import math
+from collections import Counter
+
+LONGEST = 4  # words of an n-gram
+SIGMA = 6.0  # of the penalty for another length than the reference's
+BETA = 1.2  # how much more recall weighs than precision in ROUGE-L
+
+NGram = tuple[str, ...]
+Vector = tuple[list[dict[NGram, float]], list[float], int]  # weights and norm per length of n-gram, number of pairs
+
+
+def cider(captions: list[list[str]], references: list[list[list[str]]]) -> list[float]:
+    """CIDEr-D of every caption, 0 to 10. How rare an n-gram is, is counted over the pictures given here.
+
+    Source: "CIDEr: Consensus-based Image Description Evaluation" (arXiv 1411.5726), section 5, as COCO computes it.
+    """
+    counted = [[_ngrams(reference) for reference in each] for each in references]
+    pictures_with = Counter(ngram for each in counted for ngram in set().union(*each))
+    log_pictures = math.log(len(references)) if references else 0.0
+
+    def weighted(counts: Counter[NGram]) -> Vector:
+        weights: list[dict[NGram, float]] = [{} for _ in range(LONGEST)]
+        for ngram, count in counts.items():
+            rarity = log_pictures - math.log(max(1, pictures_with[ngram]))
+            weights[len(ngram) - 1][ngram] = count * rarity
+        norms = [math.sqrt(sum(weight**2 for weight in each.values())) for each in weights]
+        return weights, norms, sum(count for ngram, count in counts.items() if len(ngram) == 2)
+
+    scores = []
+    for caption, own in zip(captions, counted, strict=True):
+        asked = weighted(_ngrams(caption))
+        total = sum(sum(_similarity(asked, weighted(reference))) for reference in own)
+        scores.append(10 * total / LONGEST / len(own))
+    return scores
+
+
+def _ngrams(words: list[str]) -> Counter[NGram]:
+    return Counter(tuple(words[i : i + n]) for n in range(1, LONGEST + 1) for i in range(len(words) - n + 1))
+
+
+def _similarity(caption: Vector, reference: Vector) -> list[float]:
+    """The cosine per length of n-gram, clipped at the reference's counts, less for another length."""
+    (own, own_norms, own_length), (theirs, their_norms, their_length) = caption, reference
+    penalty = math.exp(-((own_length - their_length) ** 2) / (2 * SIGMA**2))
+    similarities = []
+    for n in range(LONGEST):
+        shared = sum(min(own[n][ngram], theirs[n][ngram]) * theirs[n][ngram] for ngram in own[n].keys() & theirs[n])
+        norm = own_norms[n] * their_norms[n]
+        similarities.append(penalty * shared / norm if norm else 0.0)
+    return similarities
+
+
+def rouge_l(captions: list[list[str]], references: list[list[list[str]]]) -> list[float]:
+    """ROUGE-L of every caption, 0 to 1: the best precision and the best recall that any reference gives.
+
+    Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), section 3, as COCO computes it.
+    """
+    scores = []
+    for caption, own in zip(captions, references, strict=True):
+        # An empty text is one empty word to the official code: two empty texts are the same.
+        caption, own = caption or [""], [reference or [""] for reference in own]
+        common = [_common_length(caption, reference) for reference in own]
+        precision = max(common) / len(caption)
+        recall = max(length / len(reference) for length, reference in zip(common, own))
+        both = recall + BETA**2 * precision
+        scores.append((1 + BETA**2) * precision * recall / both if precision and recall else 0.0)
+    return scores
+
+
+def _common_length(one: list[str], other: list[str]) -> int:
+    """The length of the longest common subsequence."""
+    before = [0] * (len(other) + 1)
+    for word in one:
+        now = [0]
+        for j, theirs in enumerate(other):
+            now.append(before[j] + 1 if word == theirs else max(before[j + 1], now[j]))
+        before = now
+    return before[-1]

@@ -1,0 +1,54 @@
+"""Which option an answer to a multiple-choice question names; None where it names none."""
+
+import re
+
+LETTERS = "ABCDE"
+
+_IN_SENTENCE = re.compile(r"The answer is ([A-E])")
+_AROUND = [("", "."), ("", ","), ("", ":"), ("", ")"), ("", ")."), ("(", ")"), ("(", ").")]
+_AROUND += [(":", ""), (":", ","), (":", "."), (":", ")"), (":", ").")]
+
+
+def named_letter(answer: str, num_choices: int) -> int | None:
+    """The option that "B", "B. text" or "The answer is B." names, counted from 0.
+
+    Source: LLaVA's evaluation of ScienceQA (llava/eval/eval_science_qa.py).
+    """
+    answer = answer.replace("\n", ". ")
+    found = None
+    if answer.strip() in LETTERS and len(answer.strip()) == 1:
+        found = answer.strip()
+    elif answer[:1] in LETTERS and answer[1:3] == ". ":
+        found = answer[0]
+    elif match := _IN_SENTENCE.search(answer):
+        found = match[1]
+    if found is None or LETTERS.index(found) >= num_choices:
+        return None
+    return LETTERS.index(found)
+
+
+def matched_letter(answer: str, options: dict[str, str]) -> str | None:
+    """The letter that stands alone in an answer, or else the letter of the only option whose text is in it.
+
+    options: by letter, A to D. Nobody is asked what an answer could have meant: what names no option is wrong.
+    Source: "MMBench" (arXiv 2307.06281), section 4.2, step 1, as its evaluation code does it.
+    """
+    pieces = set(answer.split())
+    for before, after in [("", ""), *_AROUND]:
+        found = [letter for letter in LETTERS if before + letter + after in pieces]
+        if len(found) == 1:
+            if (before, after) == ("", "") and "A" in pieces and len(answer.split()) > 3:
+                continue  # it may be the article
+            return found[0]
+    lowered = answer.lower()
+    found = [letter for letter, text in options.items() if text.lower() in lowered]
+    return found[0] if len(found) == 1 else None
+
+
+def says_yes(answer: str) -> bool:
+    """Whether an answer is a yes: its first sentence holds none of the words No, no and not.
+
+    Source: POPE (arXiv 2305.10355), evaluate.py.
+    """
+    words = answer.split(".")[0].replace(",", "").split(" ")
+    return not {"No", "not", "no"} & set(words)

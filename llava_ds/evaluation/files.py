@@ -1,0 +1,155 @@
+"""Benchmarks' files from disk: their records, and the pictures that they name."""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.sources import shown
+from llava_ds.data.sources.paths import find_file, short
+from llava_ds.evaluation.question import Question
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line says about the questions.
+
+    data_path: the questions; annotations: their answers, where another file has them; split: of ScienceQA; metric: of
+    a LLaVA-format file.
+    """
+
+    data_path: str
+    annotations: str | None = None
+    image_folder: str | None = None
+    split: str = "test"
+    metric: str = "exact"
+    cache_dir: str = "~/.cache/llava_ds"
+
+
+def read_json(path: str | Path) -> object:
+    """A JSON file. Raises ConfigError where there is none and DataError for one that can't be read."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} can't be read as JSON: {error}") from None
+
+
+def read_records(path: str | Path, what: str, keys: tuple[str, ...]) -> list[dict]:
+    """The objects of a JSONL file. Raises DataError where it is not `what`: its first record lacks one of the keys."""
+    records = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                expected = f"expected {what}: a JSON object with {', '.join(keys)} on every line"
+                raise DataError(f"{path}, line {number}: {short(line)} is no JSON object; {expected}") from None
+            records.append(record)
+    check_first(path, what, records, keys)
+    return records
+
+
+def check_first(path: str | Path, what: str, records: object, keys: tuple[str, ...]) -> None:
+    """Raise DataError unless records is a list that begins with an object that has the keys."""
+    if not isinstance(records, list) or not records:
+        raise DataError(
+            f"{path} is not {what}: it holds {_described(records)}, expected records with {', '.join(keys)}"
+        )
+    if not isinstance(records[0], dict) or not set(keys) <= set(records[0]):
+        found = f"the keys {', '.join(map(short, records[0]))}" if isinstance(records[0], dict) else short(records[0])
+        raise DataError(f"{path} is not {what}: its first record has {found}, expected {', '.join(keys)}")
+
+
+def held_under(path: str | Path, what: str, content: object, key: str) -> list:
+    """The list under a key of a JSON file's object. Raises DataError where the file is not `what`."""
+    if not isinstance(content, dict) or not isinstance(content.get(key), list):
+        raise DataError(f"{path} is not {what}: it holds {_described(content)}, expected an object with a list {key!r}")
+    return content[key]
+
+
+def _described(content: object) -> str:
+    if isinstance(content, dict):
+        return f"an object with the keys {', '.join(map(short, list(content)[:6])) or '(none)'}"
+    return "no records" if content == [] else short(content)
+
+
+def read_text(path: str | Path) -> str:
+    """A text file. Raises ConfigError where there is none."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not a text in UTF-8: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+
+
+def questions_from(path: str | Path, records: Iterable, make: Callable[[object], Question]) -> list[Question]:
+    """One question per record. Raises DataError, with the first problems, where some can't be used."""
+    questions, problems = [], []
+    for index, record in enumerate(records):
+        try:
+            questions.append(make(record))
+        except DataError as error:
+            problems.append(f"record {index}: {error}")
+    if problems:
+        total = len(problems) + len(questions)
+        raise DataError(f"{path}: {len(problems)} of {total} records can't be used\n{shown(problems)}")
+    return questions
+
+
+def field(record: object, key: str, kind: type | tuple[type, ...]) -> object:
+    """The value under a key of a record. Raises DataError where it is absent or of another kind."""
+    if not isinstance(record, dict):
+        raise DataError(f"is {short(record)}, expected an object")
+    value = record.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise DataError(f"has {short(value)} under {key!r}, expected {' or '.join(each.__name__ for each in kinds)}")
+    return value
+
+
+class Pictures:
+    """The pictures in a folder, by name; nothing outside it is found."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.root = None
+        if folder is not None:
+            self.root = os.path.realpath(os.path.expanduser(folder))
+            if not os.path.isdir(self.root):
+                raise ConfigError(f"--image_folder {folder}: there is no such folder")
+
+    def __call__(self, *names: str) -> str:
+        """The path of the first of the names that is there. Raises DataError where none is."""
+        problem = None
+        for name in names:
+            try:
+                return find_file(name, self.root)
+            except DataError as error:
+                problem = problem or error
+        raise problem
+
+
+def matching(answers: dict, key: object, path: str | Path) -> object:
+    """The answers to a question in an annotation file. Raises DataError where it has none."""
+    if key not in answers:
+        raise DataError(f"is the question {short(key)}, to which {path} has no answer")
+    return answers[key]
+
+
+def complete(given: Given) -> str:
+    """--data_path of a file that has the answers, too. Raises ConfigError where --annotations is given as well."""
+    if given.annotations is not None:
+        raise ConfigError(f"--annotations {given.annotations}: {given.data_path} has the answers, too: leave it out")
+    return given.data_path
+
+
+def annotations_of(given: Given, task: str, example: str) -> str:
+    """--annotations. Raises ConfigError where it is missing."""
+    if given.annotations is None:
+        raise ConfigError(f"--annotations is missing: {given.data_path} holds {task}'s questions only, give {example}")
+    return given.annotations

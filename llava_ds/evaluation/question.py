@@ -1,0 +1,50 @@
+"""What is asked, and what the answer is compared with."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+
+from llava_ds.constants import IMAGE_TOKEN
+from llava_ds.data.sample import Message
+from llava_ds.infer.generate import Prompt
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    id: as its file has it, not always unique; prompt: the conversation that ends with it; asked: its text for the file
+    of answers; reference: what the metric compares with (scores.METRICS says what each expects); kinds: groups that it
+    is scored in; more: written beside its answer.
+    """
+
+    id: str | int
+    prompt: Prompt
+    asked: str
+    reference: object
+    kinds: tuple[str, ...] = ()
+    more: dict[str, object] = field(default_factory=dict)
+
+
+def about(id: str | int, image: str | None, text: str, reference: object, **options: object) -> Question:
+    """A question of one turn, about a picture (its path) if there is one."""
+    shown = f"{IMAGE_TOKEN}\n{text}" if image is not None else text
+    prompt = Prompt((Message("human", shown),), () if image is None else (image,))
+    return Question(id, prompt, text, reference, **options)
+
+
+def without_image(question: Question) -> Question:
+    """The same question with its pictures withheld: neither features nor marks remain."""
+    messages = tuple(Message(m.role, m.text.replace(IMAGE_TOKEN, "").strip()) for m in question.prompt.messages)
+    return replace(question, prompt=Prompt(messages, ()))
+
+
+def digest(questions: list[Question]) -> str:
+    """A hash of all that is asked and compared with; not of the pictures behind their paths."""
+    hashed = hashlib.sha256()
+    for question in questions:
+        messages = [(m.role, m.text) for m in question.prompt.messages]
+        images = [image if isinstance(image, str) else repr(image) for image in question.prompt.images]
+        row = [question.id, messages, images, question.reference, question.kinds, question.more]
+        hashed.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+    return hashed.hexdigest()

@@ -1,0 +1,53 @@
+"""The scores of an evaluation as JSON, and as the table that is printed."""
+
+from dataclasses import asdict
+
+from llava_ds.evaluation.bootstrap import OVERALL, Estimate, estimates, units_of
+from llava_ds.evaluation.scores import Scored
+
+
+def as_json(columns: dict[str, Scored], resamples: int, seed: int) -> dict[str, object]:
+    """scores: of the first metric, [sum, number of units] by column and kind; metrics: every metric by column and kind,
+    with its 95 % interval; resamples and seed: of the intervals."""
+    return {
+        "metric": next(iter(next(iter(columns.values())).metrics)),
+        "scores": {name: _sums(scored) for name, scored in columns.items()},
+        "metrics": {
+            name: {
+                kind: {metric: asdict(estimate) for metric, estimate in metrics.items()}
+                for kind, metrics in estimates(scored, resamples, seed).items()
+            }
+            for name, scored in columns.items()
+        },
+        "resamples": resamples,
+        "seed": seed,
+    }
+
+
+def _sums(scored: Scored) -> dict[str, list[float]]:
+    return {kind: [float(scored.columns[units, 0].sum()), len(units)] for kind, units in units_of(scored).items()}
+
+
+def interval_lines(scores: dict) -> list[str]:
+    """A line per column with every metric over all questions, and its interval."""
+    lines = []
+    for name, kinds in scores["metrics"].items():
+        figures = (f"{metric} {_with_interval(Estimate(**each))}" for metric, each in kinds[OVERALL].items())
+        lines.append(f"  {name}: {', '.join(figures)}")
+    return lines
+
+
+def _with_interval(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def table(scores: dict) -> list[str]:
+    """Lines of a table: a row per kind, a column of the first metric per run, and the number of questions."""
+    sums = scores["scores"]
+    first = next(iter(sums.values()))
+    width = max(len(kind) for kind in first) + 2
+    lines = [f"{'kind':{width}}{'questions':>10}" + "".join(f"{name:>18}" for name in sums)]
+    for kind, (_, asked) in first.items():
+        cells = "".join(f"{each[kind][0] / each[kind][1]:>18.3f}" for each in sums.values())
+        lines.append(f"{kind:{width}}{asked:>10,}{cells}")
+    return lines

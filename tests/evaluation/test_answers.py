@@ -1,0 +1,253 @@
+"""Answers are kept as they come, found again after a break, never mixed, and the same on any number of ranks."""
+
+import json
+import runpy
+import shutil
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import toys
+from exporting import RANKS, export
+from launching import ROOT
+
+from llava_ds.arguments import ModelArguments
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks
+from llava_ds.evaluation import asking
+from llava_ds.evaluation.answers import Part, answered, open_store, write_answers, write_scores
+from llava_ds.evaluation.asking import ask, plan_batches
+from llava_ds.evaluation.bootstrap import estimates
+from llava_ds.evaluation.files import Given
+from llava_ds.evaluation.opening import model_digest, open_model
+from llava_ds.evaluation.report import as_json, table
+from llava_ds.evaluation.scores import Scored, exact_match, yes_no
+from llava_ds.evaluation.tasks import read_questions
+from llava_ds.geometry import PictureOptions
+from llava_ds.infer.generate import answer
+from llava_ds.model.build import build_model, plan_model
+
+MAIN = "with picture"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated")
+    args = ModelArguments(**toys.write_base(folder / "base"))
+    plan = plan_model(args, 512)
+    built = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    pictures = PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
+    export(built, plan, args, pictures, folder / "out")
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    flags = toys.write_data(tmp_path_factory.mktemp("questions"), "iittitiit")
+    return read_questions("llava", Given(flags["data_path"], image_folder=flags["image_folder"]), None)
+
+
+def on_ranks(world_size: int, monkeypatch, work) -> list:
+    """What work(ranks) returns for every rank, each in a thread; they meet in gather as processes do."""
+    shared: list = [None] * world_size
+    meeting = threading.Barrier(world_size)
+
+    def gather(value, ranks):
+        shared[ranks.rank] = value
+        meeting.wait(60)
+        values = list(shared)
+        meeting.wait(60)
+        return values
+
+    monkeypatch.setattr(asking, "gather", gather)
+    results: list = [None] * world_size
+
+    def run(rank: int) -> None:
+        results[rank] = work(Ranks(rank, rank, world_size, torch.device("cpu")))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_batches_and_answers_do_not_depend_on_the_number_of_ranks(model, questions, monkeypatch):
+    loaded = open_model(str(model), {}, None, "", RANKS)
+    seen = {}
+    for world_size in (1, 2, 3):
+        plans = on_ranks(world_size, monkeypatch, lambda ranks: plan_batches(loaded, questions, 4, ranks))
+        assert all(plan == plans[0] for plan in plans)
+        answers: dict[int, str] = {}
+        for rank in range(world_size):  # one after the other: the model is shared
+            ranks = Ranks(rank, rank, world_size, torch.device("cpu"))
+            ask(loaded, questions, plans[0], {}, answers.update, ranks, max_new_tokens=4, progress="")
+        assert sorted(answers) == list(range(len(questions)))
+        seen[world_size] = (plans[0], answers)
+    assert seen[1] == seen[2] == seen[3]
+    assert sorted(number for batch in seen[1][0] for number in batch) == list(range(len(questions)))
+
+
+def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(model, tmp_path, monkeypatch, capsys):
+    data = toys.write_data(tmp_path / "data", "iittitiit")
+    flags = {**data, "model_path": str(model), "batch_size": "4", "max_new_tokens": "4", "output": "x.json"}
+    asked = [token for name, value in flags.items() for token in (f"--{name}", value)]
+    main = runpy.run_path(str(ROOT / "run" / "evaluate.py"))["main"]
+
+    def evaluate(folder) -> tuple[str, list[bytes]]:
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *asked, "--compare_without_image"])
+        main()
+        files = ["x.json", "x.jsonl", "x.without_picture.jsonl"]
+        assert sorted(file.name for file in folder.iterdir()) == files
+        return capsys.readouterr().out, [(folder / file).read_bytes() for file in files]
+
+    printed, whole = evaluate(tmp_path / "whole")
+    scores, rows = json.loads(whole[0]), [json.loads(line) for line in whole[1].splitlines()]
+    overall = scores["metrics"][MAIN]["overall"]["accuracy"]
+    assert scores["scores"][MAIN]["overall"][1] == len(rows) > 4
+    assert f"accuracy {overall['value']:.3f} [{overall['low']:.3f}, {overall['high']:.3f}]" in printed
+    assert printed.splitlines()[-1].split()[0] == "overall"
+
+    broken = tmp_path / "broken"
+    (broken / "x.partial").mkdir(parents=True)
+    (broken / "x.partial" / "identity.json").write_text(json.dumps(scores["identity"]))
+    kept = [json.dumps({"number": i, "text": rows[i]["text"]}) + "\n" for i in range(len(rows) - 3)]
+    (broken / "x.partial" / "with_picture-1-0.jsonl").write_text("".join(kept) + '{"number": 2')
+    printed, again = evaluate(broken)
+    assert again == whole and f"{len(kept)} of {len(rows)} questions are answered already" in printed
+    printed, again = evaluate(broken)
+    assert again == whole and f"without picture: {len(rows)} of {len(rows)} questions are answered" in printed
+
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model_path", str(tmp_path), "--output", "x.json", *asked[:4]])
+    with pytest.raises(ConfigError, match="holds no model"):
+        main()
+    assert (broken / "x.json").read_bytes() == whole[0]  # a slip moves nothing aside
+
+
+def test_only_what_is_not_answered_is_asked_and_in_whole_batches(questions, monkeypatch):
+    asked = []
+    monkeypatch.setattr(asking, "make_encoder", lambda loaded: None)
+    monkeypatch.setattr(asking, "answer", lambda loaded, prompts, **_: [asked.append(p) or "x" for p in prompts])
+    kept: dict[int, str] = {}
+    ask(
+        None,
+        questions,
+        [[0, 1], [2, 3], [4, 5]],
+        {0: "", 1: "", 2: ""},
+        kept.update,
+        RANKS,
+        max_new_tokens=1,
+        progress="",
+    )
+    assert sorted(kept) == [2, 3, 4, 5] and asked == [questions[i].prompt for i in (2, 3, 4, 5)]
+
+
+def store_of(tmp_path, **identity):
+    return open_store(str(tmp_path / "scores.json"), {"model": "a", "data": "b", **identity}, [MAIN], RANKS)
+
+
+def test_answers_are_found_after_a_break(tmp_path):
+    store, attempt = store_of(tmp_path)
+    assert attempt == 1
+    part = Part(store, MAIN, attempt, RANKS)
+    part.keep({3: "three\u2028\n", 1: "one"})
+    with part.path.open("a") as file:
+        file.write('{"number": 2, "te')  # killed while it wrote
+    store, attempt = store_of(tmp_path)
+    assert attempt == 2 and answered(store, MAIN, 4, RANKS) == {3: "three\u2028\n", 1: "one"}
+    more = Part(store, MAIN, attempt, RANKS)
+    more.keep({2: "two", 0: "zero"})
+    part.close()
+    more.close()
+    assert sorted(answered(store, MAIN, 4, RANKS)) == [0, 1, 2, 3]
+
+
+def test_a_finished_evaluation_is_not_asked_again_and_another_is_moved_aside(tmp_path, questions, capsys):
+    store, _ = store_of(tmp_path)
+    texts = [f"answer {i}" for i in range(len(questions))]
+    write_answers(store, MAIN, questions, texts, "model")
+    write_scores(store, {"scores": 1})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["scores.json", "scores.jsonl"]
+    rows = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [row["question_id"] for row in rows] == [question.id for question in questions]
+
+    store, _ = store_of(tmp_path)
+    assert answered(store, MAIN, len(questions), RANKS) == dict(enumerate(texts))
+    capsys.readouterr()
+    other, _ = store_of(tmp_path, model="another")
+    assert answered(other, MAIN, len(questions), RANKS) == {}
+    assert "another model" in capsys.readouterr().out
+    assert (tmp_path / "scores.jsonl.previous-1").read_text().splitlines()[0] == json.dumps(rows[0])
+    Part(other, MAIN, 1, RANKS).keep({0: "x"})
+    third, _ = store_of(tmp_path, model="third")
+    assert answered(third, MAIN, len(questions), RANKS) == {}
+    assert (tmp_path / "scores.partial.previous-2").is_dir()
+
+
+def test_an_output_has_a_name_that_answers_can_lie_beside(tmp_path):
+    with pytest.raises(ConfigError, match=r"ends in \.json"):
+        open_store(str(tmp_path / "scores"), {}, [MAIN], RANKS)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="can't be written"):
+        open_store(str(tmp_path / "file" / "scores.json"), {}, [MAIN], RANKS)
+
+
+def test_another_models_weights_are_another_model(model, tmp_path):
+    copy = shutil.copytree(model, tmp_path / "copy")
+    before = model_digest(str(copy))
+    assert before == model_digest(str(copy)) == model_digest(str(model))  # copies keep their time of change
+    (copy / "evaluation.json").write_text("{}")
+    assert model_digest(str(copy)) == before
+    (copy / "model.safetensors").touch()
+    assert model_digest(str(copy)) != before
+
+
+def test_intervals_are_those_of_a_proportion_and_of_the_seed():
+    scored = Scored(np.array([[1.0]] * 300 + [[0.0]] * 100), [("a",)] * 200 + [()] * 200, exact_match([], []).metrics)
+    found = estimates(scored, 2000, 0)
+    assert list(found) == ["a", "overall"] and found["a"]["accuracy"].low == found["a"]["accuracy"].high == 1
+    overall = found["overall"]["accuracy"]
+    half = 1.96 * (0.75 * 0.25 / 400) ** 0.5  # the normal approximation
+    assert overall.value == 0.75
+    assert overall.low == pytest.approx(0.75 - half, abs=0.006) and overall.high == pytest.approx(
+        0.75 + half, abs=0.006
+    )
+    assert estimates(scored, 2000, 0) == found != estimates(scored, 2000, 1)
+
+
+def test_what_is_printed_and_written(questions):
+    some = [replace(question, reference="yes", kinds=("k",)) for question in questions[:4]]
+    scores = as_json({MAIN: yes_no(some, ["yes", "Yes.", "no", "no"])}, 100, 0)
+    assert scores["scores"] == {MAIN: {"k": [2.0, 4], "overall": [2.0, 4]}}
+    f1 = scores["metrics"][MAIN]["overall"]["f1"]
+    assert f1["value"] == pytest.approx(2 / 3) and f1["low"] < f1["value"] < f1["high"]
+    assert table(scores)[-1].split() == ["overall", "4", "0.500"]
+
+
+def test_a_folder_in_llavas_format_is_asked_as_transformers_would_open_it(model, questions, tmp_path):
+    args = ModelArguments(**toys.write_base(tmp_path / "base"))
+    plan = plan_model(args, 512)
+    built = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    pictures = PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
+    export(built, plan, args, pictures, tmp_path / "llava", form="llava")
+    moved = {"vision_tower": args.vision_tower}
+    loaded = [open_model(str(model), {}, None, "", RANKS)]
+    loaded.append(open_model(str(tmp_path / "llava"), moved, None, str(tmp_path / "cache"), RANKS))
+    prompts = [question.prompt for question in questions]
+    first, second = (answer(each, prompts, max_new_tokens=4) for each in loaded)
+    assert first == second and len(set(first)) > 1
+    assert list((tmp_path / "cache" / "evaluation").iterdir()) == []  # removed when it is loaded
+    with pytest.raises(ConfigError, match="brings all that it needs"):
+        open_model(str(model), moved, None, "", RANKS)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        open_model(str(tmp_path / "nowhere"), {}, None, "", RANKS)
+
+
+def test_another_template_is_asked_with(model):
+    assert open_model(str(model), {}, "plain", "", RANKS).version == "plain"

@@ -1,0 +1,129 @@
+"""Scores equal those of the official code, on 500 answers each, and on published examples."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llava_ds.constants import DataError
+from llava_ds.evaluation.choice import matched_letter, named_letter, says_yes
+from llava_ds.evaluation.normalise import evalai_answer, vqa_answer
+from llava_ds.evaluation.question import Question
+from llava_ds.evaluation.scores import METRICS, reference_for
+from llava_ds.evaluation.words import caption_words
+from llava_ds.infer.generate import Prompt
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+def golden(name: str) -> list[dict]:
+    with gzip.open(GOLDENS / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    assert len(rows) == 500
+    return rows
+
+
+def asked(references: list) -> list[Question]:
+    return [Question(i, Prompt((), ()), "", reference) for i, reference in enumerate(references)]
+
+
+def scored(metric: str, answers: list[str], references: list):
+    return METRICS[metric](asked(references), answers)
+
+
+def figures(result) -> dict[str, float]:
+    return {name: float(figure(result.columns.mean(axis=0))) for name, figure in result.metrics.items()}
+
+
+@pytest.mark.parametrize(("name", "metric"), [("vqav2", "vqa"), ("textvqa", "textvqa")])
+def test_vqa_accuracies_are_the_official_ones(name, metric):
+    rows = golden(name)
+    result = scored(metric, [row["answer"] for row in rows], [row["references"] for row in rows])
+    np.testing.assert_allclose(result.columns[:, 0], [row["expected"] for row in rows], atol=1e-9)
+    assert 0.2 < result.columns.mean() < 0.9  # neither all wrong nor all right
+
+
+def test_popes_figures_are_the_official_ones():
+    rows = golden("pope")
+    result = scored("yes_no", [row["answer"] for row in rows], [row["label"] for row in rows])
+    assert [says_yes(row["answer"]) for row in rows] == [row["expected"] == "yes" for row in rows]
+    assert figures(result) == pytest.approx(rows[0]["figures"], abs=1e-12)
+
+
+def test_scienceqas_options_are_the_official_ones():
+    rows = golden("scienceqa")
+    found = [named_letter(row["answer"], row["num_choices"]) for row in rows]
+    assert [-1 if option is None else option for option in found] == [row["expected"] for row in rows]
+    assert len(set(found)) == 6
+
+
+def test_gqas_accuracy_is_the_official_one():
+    rows = golden("gqa")
+    result = scored("gqa", [row["answer"] for row in rows], [row["reference"] for row in rows])
+    assert result.columns[:, 0].tolist() == [row["expected"] for row in rows]
+
+
+def test_mmbenchs_options_and_circular_accuracy_are_the_official_ones():
+    rows = golden("mmbench")
+    rounds = [(q, each) for q, row in enumerate(rows) for each in row["rounds"]]
+    assert [matched_letter(each["answer"], each["options"]) for _, each in rounds] == [r["expected"] for _, r in rounds]
+    references = [[q, each["letter"], each["options"]] for q, each in rounds]
+    result = scored("circular", [each["answer"] for _, each in rounds], references)
+    assert result.columns[:, 0].tolist() == [row["expected"] for row in rows]
+    assert figures(result)["first_round_accuracy"] > figures(result)["accuracy"]
+
+
+def test_captions_scores_are_the_official_ones():
+    rows = golden("captions")
+    assert [" ".join(caption_words(row["answer"])) for row in rows] == [row["words"] for row in rows]
+    result = scored("caption", [row["answer"] for row in rows], [row["references"] for row in rows])
+    expected = [[row["cider"], row["rouge_l"]] for row in rows]
+    np.testing.assert_allclose(result.columns, expected, rtol=1e-9, atol=1e-9)
+    assert figures(result) == pytest.approx(rows[0]["figures"], rel=1e-9)
+
+
+def test_published_examples():
+    # The VQA paper's formula: three people who said so are enough, leaving one's own answer out.
+    assert scored("vqa", ["yes"] * 3, [["yes"] * n + ["no"] * (10 - n) for n in (1, 3, 10)]).columns[
+        :, 0
+    ].tolist() == pytest.approx([0.3, 0.9, 1.0])
+    # The evaluation page of VQA: lower case, periods but in decimals, numbers, articles, apostrophes, punctuation.
+    assert vqa_answer("The Two dogs.") == "2 dogs"
+    assert vqa_answer("dont") == "don't"
+    assert vqa_answer("3.5") == "3.5"
+    assert vqa_answer("1,000") == "1000"
+    assert evalai_answer("The man's hat?") == "man 's hat"
+    # POPE's README: an answer in a sentence.
+    assert says_yes("Yes, there is a snowboard in the image.") and not says_yes("No, there is not.")
+    # MMBench's paper, table on matching: choice labels and option contents.
+    options = {"A": "teddy bear", "B": "rabbit", "C": "cat", "D": "dog"}
+    assert matched_letter("a cute teddy bear", options) == "A"
+    assert matched_letter("(C) cat", options) == "C"
+    assert matched_letter("Spider", options) is None
+
+
+def test_exact_match_forgives_case_space_and_full_stop_only():
+    result = scored("exact", [" Yes. ", "yes, two", "no"], ["yes", "yes", "no."])
+    assert result.columns[:, 0].tolist() == [1, 0, 1]
+
+
+def test_nobody_says_yes():
+    found = figures(scored("yes_no", ["no", "no"], ["no", "no"]))
+    assert found == {"accuracy": 1, "precision": 0, "recall": 0, "f1": 0, "yes_ratio": 0}
+
+
+def test_references_of_a_record_are_what_the_metric_compares_with():
+    assert reference_for("exact", ["a cat"]) == "a cat"
+    assert reference_for("yes_no", ["Yes, it is."]) == "yes"
+    assert reference_for("choice", ["The answer is C."]) == [2, 5] == reference_for("choice", ["C."])
+    assert reference_for("caption", ["a", "b"]) == ["a", "b"]
+    for metric, texts, message in [
+        ("yes_no", ["perhaps"], "expected yes or no"),
+        ("choice", ["a cat"], "expected a letter"),
+        ("vqa", ["a"], "needs 4 or more"),
+        ("exact", ["a", "b"], "compares with one"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            reference_for(metric, texts)
