@@ -32,6 +32,7 @@ from llava_ds.evaluation.report import as_json, interval_lines, table
 from llava_ds.evaluation.scores import METRICS
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
 from llava_ds.launchers import rank_variables
+from llava_ds.report.page import leave_report
 from llava_ds.tiny.default import heldout_data
 
 MOVED = ("model_name_or_path", "vision_tower", "model_base", "pretrain_mm_mlp_adapter")
@@ -100,6 +101,8 @@ def main() -> None:
         if store is not None:
             named = {"task": args.task, "model_path": args.model_path, "data_path": data_path}
             write_scores(store, {**named, **scores})
+            if (run := store.output.parent / "run.json").is_file():
+                leave_report(run.parent)  # with these scores
 
 
 def start() -> Ranks:
