@@ -142,7 +142,7 @@ def script_flags(name: str, parser: argparse.ArgumentParser) -> list[str]:
     """The section of another script."""
     lines = [f"## run/{name}\n", f"{described(parser.description)}\n", *HEAD]
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction) or action.help is argparse.SUPPRESS:
             continue
         names = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar or action.dest}`"
         help_text = re.sub(r"\(?default: %\(default\)s\)?", "", action.help or "") % vars(action)
@@ -172,7 +172,7 @@ def kind_of(action: argparse.Action) -> str:
 
 def shown(value: object) -> str:
     """A default as it would be written on the command line."""
-    if value is None or value == "":
+    if value in (None, "", []):
         return ""
     if isinstance(value, Path) and value.is_absolute():  # one that lies in this repository
         value = value.relative_to(RUN.parent.resolve())
