@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import typing
@@ -166,7 +167,11 @@ def kind_of(action: argparse.Action) -> str:
         return ", ".join(f"`{choice}`" for choice in action.choices)
     if action.nargs == 0:
         return "no value"
-    kind = {int: "whole number", float: "number", Path: "path"}.get(action.type, "text")
+    gives = action.type
+    if inspect.isfunction(gives) and gives is not os.path.expanduser:  # one that checks, and says what it returns
+        gives = typing.get_type_hints(gives).get("return")
+    kinds = {int: "whole number", float: "number", Path: "path", os.path.expanduser: "path"}
+    kind = kinds.get(gives, "text")
     return f"{kind}, {'one' if action.nargs == '+' else 'none'} or more" if action.nargs in ("+", "*") else kind
 
 
