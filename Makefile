@@ -36,11 +36,11 @@ LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level warning" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune evaluate ablation doctor bench test test-full test-faults lint clean help
+.PHONY: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lint clean help
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune evaluate ablation doctor bench test test-full test-faults lint clean'
+	@echo 'targets: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lint clean'
 
 install: $(VENV)/.installed
 
@@ -88,6 +88,11 @@ doctor: install
 # On a large GPU: make bench ARGS="--preset gpu-7b"
 bench: install
 	$(BIN)/python run/bench.py $(ARGS)
+
+# docs/flags.md, from the code that reads the flags.
+docs: install
+	$(BIN)/python run/flags.py > docs/flags.md.new
+	mv docs/flags.md.new docs/flags.md
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile

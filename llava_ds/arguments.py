@@ -161,7 +161,8 @@ class DataArguments:
         "--video_fps.",
     )
     mm_spatial_pool_stride: int = HfArg(
-        default=2, help="Side of the squares of features that are pooled to one in videos; 1 pools nothing."
+        default=2,
+        help="Side of the squares of features that are pooled to one in videos (at least 1, which pools nothing).",
     )
     mm_spatial_pool_mode: Literal["average", "bilinear"] = HfArg(
         default="bilinear", help="How features of videos are pooled."
@@ -215,7 +216,7 @@ class DataArguments:
         "scenes. Nodes should share it.",
     )
     dataloader_num_workers: int = HfArg(
-        default=0, help="Processes per rank that decode pictures; 0 decodes between steps."
+        default=0, help="Processes per rank that decode pictures (at least 0, which decodes between steps)."
     )
 
 
@@ -236,8 +237,8 @@ class TrainingArguments:
     gradient_accumulation_steps: int = HfArg(default=1, help="Micro-batches per optimizer step (at least 1).")
     train_batch_size: int | None = HfArg(
         default=None,
-        help="Samples per optimizer step over all ranks. Given, accumulation follows from it, so that the same run "
-        "results on any number of ranks; --per_device_train_batch_size is then an upper bound.",
+        help="Samples per optimizer step over all ranks (at least 1). Given, accumulation follows from it, so that the "
+        "same run results on any number of ranks; --per_device_train_batch_size is then an upper bound.",
     )
     tokens_per_micro_batch: int | str | None = HfArg(
         default=None,
@@ -251,15 +252,23 @@ class TrainingArguments:
         "step, fill ranks up from the epoch's first samples and leave out what remains at the end: as LLaVA's trainer. "
         "Absent: with --loss_reduction micro_batch, which is for its curves, too.",
     )
-    learning_rate: float = HfArg(default=2e-5, help="Peak learning rate.")
-    mm_projector_lr: float | None = HfArg(default=None, help="Peak learning rate of the projector, if another.")
-    mm_vision_tower_lr: float | None = HfArg(default=None, help="Peak learning rate of the vision tower, if another.")
-    weight_decay: float = HfArg(default=0.0, help="Weight decay; never on biases and norms.")
-    adam_beta1: float = HfArg(default=0.9, help="AdamW beta 1.")
-    adam_beta2: float = HfArg(default=0.999, help="AdamW beta 2.")
-    adam_epsilon: float = HfArg(default=1e-8, help="AdamW epsilon.")
-    max_grad_norm: float = HfArg(default=0.0, help="Clip the gradient to this norm; 0 does not clip (LLaVA-1.5).")
-    warmup_ratio: float = HfArg(default=0.0, help="Part of all steps in which the rate rises from 0, rounded up.")
+    learning_rate: float = HfArg(default=2e-5, help="Peak learning rate (0 or more).")
+    mm_projector_lr: float | None = HfArg(
+        default=None, help="Peak learning rate of the projector, if another (0 or more)."
+    )
+    mm_vision_tower_lr: float | None = HfArg(
+        default=None, help="Peak learning rate of the vision tower, if another (0 or more)."
+    )
+    weight_decay: float = HfArg(default=0.0, help="Weight decay (0 or more); never on biases and norms.")
+    adam_beta1: float = HfArg(default=0.9, help="AdamW beta 1 (0 to below 1).")
+    adam_beta2: float = HfArg(default=0.999, help="AdamW beta 2 (0 to below 1).")
+    adam_epsilon: float = HfArg(default=1e-8, help="AdamW epsilon (0 or more).")
+    max_grad_norm: float = HfArg(
+        default=0.0, help="Clip the gradient to this norm (0 or more); 0 does not clip (LLaVA-1.5)."
+    )
+    warmup_ratio: float = HfArg(
+        default=0.0, help="Part of all steps in which the rate rises from 0 (0 to 1), rounded up."
+    )
     warmup_steps: float = HfArg(
         default=0.0,
         help="Steps in which the rate rises from 0, or below 1 their part of all; above 0 it wins over --warmup_ratio.",

@@ -1,0 +1,199 @@
+"""What the documentation says of flags, messages and pages is so in the code."""
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+from llava_ds.constants import ConfigError
+from llava_ds.launchers import free_port
+from llava_ds.parsing import parse_arguments
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs" / "README.md"]
+SCRIPTS = [ROOT / "Makefile", ROOT / "run" / "slurm.sh", ROOT / "run" / "hostfile.example"]
+FLAG = re.compile(r"(?<![\w`.-])`?(--[a-zA-Z][\w-]*)")
+FENCED = re.compile(r"^```bash\n(.*?)^```", re.S | re.M)
+
+# Flags of other programs, as far as the pages name them. deepspeed's and torchrun's are looked up in their own source.
+SLURM = {
+    "--cpus-per-task", "--gpus-per-node", "--gpus-per-task", "--job-name", "--kill-on-bad-exit", "--mem", "--nodes",
+    "--ntasks-per-node", "--open-mode", "--output", "--requeue", "--signal", "--time",
+}  # fmt: skip
+OTHERS = {
+    "sbatch": SLURM,
+    "srun": SLURM,
+    "hf": {"--local-dir"},
+    "pytest": {"--dist", "--durations"},
+    "ruff": {"--check"},
+    "sglang": {"--model-path"},
+    "LLaVA's loader": {"--model-path", "--model-base"},
+    "docker": {"--shm-size"},
+    "any": {"--name", "--no-print-directory"},  # "--name value"; make
+}
+
+
+@cache
+def flags_script():
+    spec = importlib.util.spec_from_file_location("flags", ROOT / "run" / "flags.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def parsers():
+    return flags_script().all_parsers()
+
+
+@pytest.fixture(scope="module")
+def known(parsers) -> dict[str, set[str]]:
+    """Flags by what stands before them in a command."""
+    own = {
+        name: {each for action in parser._actions for each in action.option_strings} for name, parser in parsers.items()
+    }
+    for name in ("estimate.py", "inspect_data.py"):  # which hand on what they don't know
+        own[name] |= own["train.py"]
+    packages = Path(importlib.util.find_spec("torch").origin).parents[1]
+    sources = {
+        "deepspeed": packages / "deepspeed" / "launcher" / "runner.py",
+        "torchrun": packages / "torch" / "distributed" / "run.py",
+        **{path.name: path for path in (ROOT / "tests" / "data").glob("measure_*.py")},
+    }
+    theirs = {name: set(re.findall(r"[\"'](--[\w-]+)[\"']", path.read_text())) for name, path in sources.items()}
+    # LLaVA's script, whose flags are ours, and ours under Slurm
+    return {**own, **theirs, "train_mem.py": own["train.py"], "slurm.sh": own["train.py"], **OTHERS}
+
+
+def test_the_page_of_flags_is_what_the_code_says(parsers):
+    written = (ROOT / "docs" / "flags.md").read_text()
+    assert written == flags_script().page(parsers), "docs/flags.md is out of date: make docs"
+
+
+def test_every_flag_is_documented(known):
+    page = (ROOT / "docs" / "flags.md").read_text()
+    for path in (ROOT / "run").glob("*.py"):
+        for flag in known.get(path.name, set()) - {"-h", "--help"}:
+            with_underscores = f"--{flag.removeprefix('--').replace('-', '_')}"  # HfArgumentParser knows both
+            assert f"`{flag}`" in page or f"`{with_underscores}`" in page, f"{flag} of run/{path.name}"
+
+
+def code_of(path: Path) -> list[str]:
+    """Commands of a page: indented and fenced lines and spans, those that go on joined; of a script every line."""
+    text = path.read_text().replace("\\\n", " ")
+    if path in SCRIPTS:
+        return text.splitlines()
+    fenced = [line for block in FENCED.findall(text) for line in block.splitlines()]
+    text = FENCED.sub("", text)
+    indented = [line for line in text.splitlines() if line.startswith("    ")]
+    return fenced + indented + re.findall(r"`([^`]+)`", text)
+
+
+@pytest.mark.parametrize("path", [*PAGES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_flag_in_a_page_exists(path, known):
+    every = set().union(*known.values())
+    unknown = {flag for flag in FLAG.findall(path.read_text()) if flag not in every}
+    assert not unknown
+    programs = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
+    words = re.compile(rf"(?<![\w.-])(?:[\w./$()-]+/|#)?({programs})(?=[ ]|$)|{FLAG.pattern}")
+    for line in code_of(path):
+        program = None
+        for found in words.finditer(line.replace("#SBATCH", "sbatch")):
+            program = found[1] or program
+            assert found[1] or program is None or found[2] in known[program], f"{program} has no {found[2]}: {line}"
+
+
+def test_ranges_are_those_that_are_checked(tmp_path):
+    """A value just outside of what the help says is refused by name."""
+    given = ["--deepspeed_config", str(ROOT / "ds_configs" / "zero2.json"), "--output_dir", str(tmp_path)]
+    count = 0
+    for option in flags_script().build_parser()._actions:
+        outside = []
+        if found := re.search(r"\(at least (\d+)", option.help):
+            outside = [int(found[1]) - 1]
+        elif found := re.search(r"\(0 (to below 1|to 1|or more)", option.help):
+            outside = {"to below 1": [-0.1, 1], "to 1": [-0.1, 1.1], "or more": [-0.1]}[found[1]]
+        for value in outside:
+            count += 1
+            with pytest.raises(ConfigError, match=f"--{option.dest} "):
+                parse_arguments([*given, "--lora_enable", "True", f"--{option.dest}={value}"])
+    assert count > 20
+
+
+def slug(heading: str) -> str:
+    """What a page's heading is linked by."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_links_lead_somewhere():
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", path.read_text())):
+            if target.startswith("http"):
+                continue
+            name, _, anchor = target.partition("#")
+            page = path.parent / name if name else path
+            assert page.exists(), f"{path.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+                assert anchor in map(slug, headings), f"{path.name}: {target}"
+
+
+def test_the_index_has_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        assert path.name == "README.md" or f"]({path.name})" in index, path.name
+
+
+@cache
+def messages() -> list[str]:
+    """Every text in the package's code, with a mark for what is filled in."""
+    texts = []
+    for path in sorted([*(ROOT / "llava_ds").rglob("*.py"), *(ROOT / "run").glob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def test_quoted_messages_are_those_that_the_code_has():
+    quoted = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    assert len(quoted) > 20
+    for message in quoted:
+        pieces = [piece for piece in message.split("…") if piece.strip()]
+        assert any(holds_in_order(text, pieces) for text in messages()), message
+
+
+def holds_in_order(text: str, pieces: list[str]) -> bool:
+    at = 0
+    for piece in pieces:
+        found = text.find(piece, at)
+        if found < 0:
+            return False
+        at = found + len(piece)
+    return True
+
+
+@pytest.mark.full
+def test_the_commands_of_ones_own_data_do_what_the_page_says(tmp_path):
+    """Every command of docs/own_data.md, one after the other, with the tiny model."""
+    for name in ("llava_ds", "run", "ds_configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    text = (ROOT / "docs" / "own_data.md").read_text()
+    blocks = FENCED.findall(text)
+    assert len(blocks) > 6
+    own_port = f'deepspeed() {{ command deepspeed --master_port {free_port()} "$@"; }}'  # for other tests run beside it
+    lines = ["set -euo pipefail", "export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1", own_port, *blocks]
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": "."}
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "output" / "mine" / "model.safetensors").is_file()
+    assert (tmp_path / "output" / "mine-lora-hf" / "model.safetensors").is_file()
