@@ -41,7 +41,7 @@ setup(
         "qlora": ["peft>=0.17", "bitsandbytes>=0.50"],  # from then on with CPU kernels for all of it
         "video": ["av>=14"],
         "wandb": ["wandb"],
-        "demo": ["gradio"],
+        "demo": ["gradio>=6.31,<7"],
         "bench": ["accelerate>=1.1"],  # what transformers' Trainer, the other side, asks for
         "dev": ["pytest", "pytest-xdist", "ruff", "av", "peft", "bitsandbytes", "accelerate"],  # av: a video is decoded
     },
