@@ -144,7 +144,10 @@ def build_page(gr: ModuleType, loaded: LoadedModel, sampling: Sampling, quiet: b
 
 
 def conversation_of(history: list[dict]) -> Conversation:
-    """The turns on the page. A question that was answered with an error, or not at all, is left out."""
+    """The turns on the page. A question that was answered with an error, or not at all, is left out.
+
+    gradio takes tabs and indentation that all lines share out of what it shows, and so out of what comes back.
+    """
     conversation, texts, files = Conversation(), [], []
     for message in history:
         parts = message["content"]
