@@ -93,9 +93,7 @@ def test_upload_ask_and_read(page, tmp_path):
             browser.type(browser.all("textarea")[0], question + "\ue007")  # Enter
 
         def read(text: str) -> None:
-            browser.until(
-                lambda: " ".join(text.split()) in [" ".join(t.split()) for t in browser.texts(".bot.message")]
-            )
+            browser.until(lambda: (browser.texts(".bot.message") or [""])[-1].split() == text.split())
 
         ask("What is it?", pictures[0])
         read(expected("What is it?", pictures[0]))
