@@ -97,9 +97,14 @@ docs: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# What takes too long for every day: more ranks, more layouts.
-test-full: install
-	$(BIN)/python -m pytest -m full
+# What takes too long for every day: more ranks, more layouts, a browser (Debian: chromium, chromium-driver).
+test-full: install $(VENV)/.demo
+	DEMO_SITE='$(CURDIR)/$(VENV)/demo' $(BIN)/python -m pytest -m full
+
+# gradio, for the test of the page: apart, for it wants another Pillow than constraints.txt has.
+$(VENV)/.demo: $(VENV)/.installed
+	$(BIN)/python -m pip install $(PIP_ARGS) --target $(VENV)/demo 'gradio>=6.31,<7'
+	touch $@
 
 # Kills, full disks and damage, with real processes: make test-faults KILLS=20 for fewer of the random kills.
 KILLS ?= 200

@@ -43,7 +43,7 @@ setup(
         "tensorboard": ["tensorboard"],  # with torch's own writer; the package shows the curves, too
         "wandb": ["wandb"],
         "trackio": ["trackio"],
-        "demo": ["gradio"],
+        "demo": ["gradio>=6.31,<7"],
         "bench": ["accelerate>=1.1"],  # what transformers' Trainer, the other side, asks for
         "dev": [
             "pytest",

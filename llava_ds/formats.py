@@ -145,6 +145,19 @@ def to_hf(name: str) -> str:
     return name
 
 
+def to_transformers(name: str) -> str:
+    """A name in a folder of transformers' Llava, in either spelling, to the one in its class as it lives in memory.
+
+    A tower keeps its own name's vision_model, which not every class has in memory.
+    Source: transformers' conversion_mapping.py, "llava".
+    """
+    if name.startswith("language_model.lm_head."):
+        return name.removeprefix("language_model.")
+    if name.startswith("language_model.model."):
+        return "model.language_model." + name.removeprefix("language_model.model.")
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+
 def to_llava(name: str, kind: str) -> str:
     """A parameter's name here to its name in a whole model's folder of LLaVA's, for a kind of projector."""
     if name.startswith("vision_tower.tower."):

@@ -1,52 +1,101 @@
-"""Ask a model about a picture: python run/chat.py --image photo.jpg --question "What is this?"
+"""Talk with a model about pictures: python run/chat.py --image photo.jpg --question "What is this?"
 
-Without --question it asks you, and remembers the conversation.
+Without --question it asks you, and remembers the conversation; /help lists the commands, /image shows another picture.
+With --web it is a page on this machine instead. On several GPUs: deepspeed run/chat.py --engine deepspeed.
 """
 
 import argparse
+import contextlib
+import os
+import sys
 
-from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.sample import Message
-from llava_ds.distributed import exit_for_bad_input, quiet_libraries
-from llava_ds.infer.generate import Prompt, answer
-from llava_ds.infer.load import load_model
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.distributed import Ranks, exit_for_bad_input, init_ranks, quiet_libraries
+from llava_ds.infer.chat import Session, checked_media, converse, end_followers, follow, tell, terminal_reader
+from llava_ds.infer.engines import add_engine_flags, engine_options, load_for_inference
+from llava_ds.infer.generate import Sampling
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", default="output/tiny-finetune", help="exported folder (default: %(default)s)")
-    parser.add_argument("--image", help="picture that the conversation is about")
-    parser.add_argument("--question", help="ask this, print the answer, and leave")
-    parser.add_argument("--max_new_tokens", type=int, default=512, help="longest answer (default: %(default)s)")
-    args = parser.parse_args()
-
+    args = parse()
+    options, sampling = engine_options(args), sampling_of(args)
     quiet_libraries()
-    loaded = load_model(args.model_path)
-    images = () if args.image is None else (args.image,)
-    messages: tuple[Message, ...] = ()
-    while True:
-        question = args.question or _ask()
-        if question is None:
-            return
-        first = not messages
-        text = f"{IMAGE_TOKEN}\n{question}" if first and images else question
-        messages += (Message("human", text),)
-        [reply] = answer(loaded, [Prompt(messages, images)], max_new_tokens=args.max_new_tokens)
-        print(reply, flush=True)
-        if args.question:
-            return
-        messages += (Message("gpt", reply),)
+    ranks: Ranks | None = None
+    if options.engine == "deepspeed":
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks where answers are printed
+            ranks = init_ranks()
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--engine hf runs in one process: start it with python, or give --engine deepspeed")
+    if args.web:
+        from llava_ds.infer.web import gradio, serve
+
+        gradio()  # a missing package is said before a large model is read
+    loaded = load_for_inference(args.model_path, options, ranks)
+    if ranks is not None and not ranks.is_first:
+        follow(loaded)
+        return
+    if not args.quiet:
+        for note in loaded.notes:
+            tell(f"[{note}]")
+    if args.web:
+        serve(loaded, sampling, args.port, args.quiet)
+    else:
+        talk(Session(loaded, sampling, args.quiet), args)
+    end_followers(loaded)
 
 
-def _ask() -> str | None:
-    """The next question from the keyboard; None at its end (Ctrl-D)."""
-    while True:
-        try:
-            question = input("> ").strip()
-        except EOFError:
-            return None
-        if question:
-            return question
+def talk(session: Session, args: argparse.Namespace) -> None:
+    """One question, or as many as come from the terminal."""
+    session.waiting += [checked_media("image", path, session.loaded) for path in args.image]
+    session.waiting += [checked_media("video", path, session.loaded) for path in args.video]
+    if args.question is not None:
+        session.question(args.question)
+    else:
+        converse(session, terminal_reader())
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_flags(parser)
+    files = {"nargs": "+", "action": "extend", "default": [], "metavar": "PATH"}
+    parser.add_argument("--image", "--image-file", help="pictures that the first question shows", **files)
+    parser.add_argument("--video", help="videos that the first question shows", **files)
+    parser.add_argument("--question", help="ask this, print the answer, and leave")
+    parser.add_argument("--quiet", action="store_true", help="nothing but answers: no speed, no notes")
+    parser.add_argument("--web", action="store_true", help="a page on this machine, with the extra 'demo'")
+    parser.add_argument("--port", type=int, default=7860, help="of --web, on 127.0.0.1 (default: %(default)s)")
+    defaults = Sampling()
+    for name, kind, text in (
+        ("max_new_tokens", int, "longest answer in tokens"),
+        ("temperature", float, "0: always the likeliest token; LLaVA's own chat has 0.2"),
+        ("top_p", float, "with a temperature: the likeliest tokens that have this probability together"),
+        ("top_k", int, "with a temperature: so many likeliest tokens; 0: all"),
+        ("repetition_penalty", float, "above 1, tokens that the answer holds already become less likely"),
+    ):
+        spellings = [f"--{name}"] + ["--max-new-tokens"] * (name == "max_new_tokens")
+        default = getattr(defaults, name)
+        parser.add_argument(*spellings, type=kind, default=default, help=f"{text} (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="the same answer again with a temperature; absent: another each time")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
+    return parser.parse_args()
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """The sampling flags. Raises ConfigError for values that mean nothing."""
+    problems = [
+        f"--{name} is {getattr(args, name)}: expected {expected}"
+        for name, expected, fits in (
+            ("max_new_tokens", "at least 1", args.max_new_tokens >= 1),
+            ("temperature", "0 or more", args.temperature >= 0),
+            ("top_p", "above 0, up to 1", 0 < args.top_p <= 1),
+            ("top_k", "0 or more", args.top_k >= 0),
+            ("repetition_penalty", "above 0", args.repetition_penalty > 0),
+        )
+        if not fits
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Sampling(args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.repetition_penalty, args.seed)
 
 
 if __name__ == "__main__":

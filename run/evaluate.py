@@ -6,6 +6,7 @@ The same command goes on where a broken one stopped, if it has an --output.
 """
 
 import argparse
+import dataclasses
 import os
 
 import torch
@@ -31,6 +32,7 @@ from llava_ds.evaluation.question import digest, without_image
 from llava_ds.evaluation.report import as_json, interval_lines, table
 from llava_ds.evaluation.scores import METRICS
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
+from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options
 from llava_ds.launchers import rank_variables
 from llava_ds.report.page import leave_report
 from llava_ds.tiny.default import heldout_data
@@ -41,7 +43,8 @@ MOVED = ("model_name_or_path", "vision_tower", "model_base", "pretrain_mm_mlp_ad
 def main() -> None:
     args = parse()
     quiet_libraries()
-    ranks = start()
+    options = engine_options(args)
+    ranks = start(options)
     with first_rank_first(ranks):
         data_path, image_folder = args.data_path, args.image_folder
         if data_path is None:
@@ -64,14 +67,14 @@ def main() -> None:
             "model": model_digest(args.model_path),
             "data": data,
             "questions": len(questions),
-            "version": args.version,
+            "engine": dataclasses.asdict(options),
             "batch_size": args.batch_size,
             "max_new_tokens": args.max_new_tokens,
             "packages": {"llava_ds": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
             **moved,
         }
         store, attempt = open_store(args.output, identity, list(asked), ranks)
-    loaded = open_model(args.model_path, moved, args.version, args.cache_dir, ranks)
+    loaded = open_model(args.model_path, moved, options, args.cache_dir, ranks)
 
     scored = {}
     for column, these in asked.items():
@@ -105,10 +108,11 @@ def main() -> None:
                 leave_report(run.parent)  # with these scores
 
 
-def start() -> Ranks:
-    """This process among those that a launcher started; by itself it needs neither DeepSpeed nor a port."""
+def start(options: EngineOptions) -> Ranks:
+    """This process among those that a launcher started; by itself, with transformers' engine, it needs neither
+    DeepSpeed nor a port."""
     variables = {**os.environ, **rank_variables(os.environ)[0]}
-    if int(variables["WORLD_SIZE"]) > 1:
+    if int(variables["WORLD_SIZE"]) > 1 or options.engine == "deepspeed":
         return init_ranks()
     return Ranks(0, 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -116,11 +120,7 @@ def start() -> Ranks:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add(
-        "--model_path",
-        default="output/tiny-finetune",
-        help="exported folder, checkpoint-<step> of a run, or any LLaVA that transformers opens (default: %(default)s)",
-    )
+    add_engine_flags(parser)
     add("--task", choices=[*TASKS], default="llava", help="whose files and scoring (default: a LLaVA-format file)")
     add("--data_path", help="the questions; in LLaVA's format 'kind' groups the scores")
     add("--annotations", help="the answers, where the benchmark has them in another file or folder")
@@ -131,7 +131,6 @@ def parse() -> argparse.Namespace:
     add("--compare_without_image", action="store_true", help="ask again with the pictures withheld")
     add("--batch_size", type=positive, default=48, help="questions at a time on a device (default: %(default)s)")
     add("--max_new_tokens", type=positive, default=64, help="longest answer (default: %(default)s)")
-    add("--version", help="conversation template of a model folder that does not say it")
     add("--output", help="write the scores to this .json file and every answer to the .jsonl file beside it")
     add("--resamples", type=positive, default=1000, help="of the bootstrap's intervals (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")

@@ -16,7 +16,8 @@ LEVELS = [
     {"geometry", "batch", "formats", "distributed", "ds_config", "tokenizer"},
     {"data", "model"},
     {"train", "checkpoint", "report"},
-    {"export", "infer", "tools", "tiny"},
+    {"export", "tools", "tiny"},
+    {"infer"},
     {"evaluation"},
     {"run"},
 ]

@@ -33,13 +33,18 @@ def ask(
     max_new_tokens: int,
     progress: str,
 ) -> None:
-    """Ask every batch of which not all is answered, this rank its share, and hand each batch's answers to keep."""
-    left = [batch for batch in batches if not all(number in answered for number in batch)]
-    own = left[ranks.rank :: ranks.world_size]
+    """Ask every batch of which not all is answered, and hand each batch's answers to keep.
+
+    Ranks that each have all of the model take a share each; where they hold it together, all ask, and the first keeps.
+    """
+    own = [batch for batch in batches if not all(number in answered for number in batch)]
+    if loaded.ranks is None:
+        own = own[ranks.rank :: ranks.world_size]
     encoder = make_encoder(loaded)
     with progress_bar(total=sum(map(len, own)), desc=progress, unit="question") as bar:
         for batch in own:
             prompts = [questions[number].prompt for number in batch]
             texts = answer(loaded, prompts, batch_size=len(batch), max_new_tokens=max_new_tokens, encoder=encoder)
-            keep(dict(zip(batch, texts, strict=True)))
+            if loaded.ranks is None or ranks.is_first:
+                keep(dict(zip(batch, texts, strict=True)))
             bar.update(len(batch))

@@ -1,7 +1,6 @@
 """The model that is asked: a folder that transformers opens, or what run/export.py makes one of."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import secrets
@@ -12,9 +11,9 @@ from pathlib import Path
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.identity import TRAINER
 from llava_ds.constants import ConfigError
-from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import Ranks, barrier, first_rank_first, from_first, print_first
-from llava_ds.infer.load import LoadedModel, load_model
+from llava_ds.infer.engines import EngineOptions, load_for_inference
+from llava_ds.infer.load import LoadedModel
 from llava_ds.model.hf import HF_CLASSES
 
 # What decides about answers beside the weights.
@@ -26,21 +25,18 @@ SETTINGS = (
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
-def open_model(path: str, moved: dict[str, str], version: str | None, cache_dir: str, ranks: Ranks) -> LoadedModel:
-    """The model in a folder or a checkpoint, on this rank's device. All ranks call it together.
+def open_model(path: str, moved: dict[str, str], options: EngineOptions, cache_dir: str, ranks: Ranks) -> LoadedModel:
+    """The model in a folder or a checkpoint, as the engine wants it. All ranks call it together.
 
-    moved: where a checkpoint's base models, or an adapter's, lie now, by flag; version: another conversation template
-    than the folder's own. What transformers can't open as it is, is converted into cache_dir, and removed from there
-    when every rank has read it.
+    moved: where a checkpoint's base models, or an adapter's, lie now, by flag. A folder in LLaVA's format, an adapter,
+    and a checkpoint whose models have moved are converted into cache_dir, and removed from there when every rank has
+    read them.
     """
     source = Path(path).expanduser()
     with _openable(source, moved, cache_dir, ranks) as folder:
-        loaded = load_model(folder, str(ranks.device))
+        loaded = load_for_inference(folder, options, ranks)
         barrier(ranks)
-    if version is not None:
-        loaded = dataclasses.replace(loaded, version=resolve_template(version))
-    elif not hasattr(loaded.model.config, "llava_ds_version"):
-        print_first(f"{path} does not say its conversation template: asked with --version {loaded.version}")
+    print_first(*loaded.notes)
     return loaded
 
 
@@ -48,6 +44,9 @@ def open_model(path: str, moved: dict[str, str], version: str | None, cache_dir:
 def _openable(source: Path, moved: dict[str, str], cache_dir: str, ranks: Ranks) -> Iterator[Path]:
     if not source.is_dir():
         raise ConfigError(f"--model_path {source}: there is no such folder")
+    if is_checkpoint(source) and not moved:
+        yield source
+        return
     if not is_checkpoint(source) and _is_hf(source):
         if moved:
             raise ConfigError(f"{', '.join(f'--{name}' for name in moved)}: {source} brings all that it needs")

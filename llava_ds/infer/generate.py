@@ -1,19 +1,26 @@
 # B prompts, T tokens of the longest, D language-model width
 """Answers from a model, in batches, to prompts that are put together as in training."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
-from llava_ds.constants import IMAGE_TOKEN_INDEX
+from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
 from llava_ds.data.images import load_media, probe
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.distributed import progress_bar
-from llava_ds.geometry import MediaLayout, media_layout
+from llava_ds.distributed import Ranks, progress_bar, together
+from llava_ds.geometry import MediaLayout, PictureOptions, Size, media_layout
 from llava_ds.infer.load import LoadedModel
 from llava_ds.model.hf import merged_embeds
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,7 @@ def make_encoder(loaded: LoadedModel) -> Encoder:
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, encoder: Encoder | None = None) -> list[int]:
     """The ids that training would have given the same text, image positions as the model's image token."""
-    num_tokens = [layout.num_tokens for *_, layout in _laid_out(loaded, prompt)]
-    ids = (encoder or make_encoder(loaded)).prompt_ids(prompt.messages, num_tokens)
+    ids = _laid_out(loaded, prompt, encoder or make_encoder(loaded)).ids
     return [loaded.model.config.image_token_id if token == IMAGE_TOKEN_INDEX else token for token in ids]
 
 
@@ -55,57 +61,205 @@ def answer(
 ) -> list[str]:
     """The greedy answer to each prompt, without its end marker. progress: the bar's name; empty shows none.
 
-    encoder: make_encoder's, for who calls this often.
+    encoder: make_encoder's, for who calls this often. Where several processes hold the model (loaded.ranks), all of
+    them are given the same prompts, together.
     """
     encoder = encoder or make_encoder(loaded)
-    media = [_laid_out(loaded, prompt) for prompt in prompts]
-    ids = [
-        encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in own])
-        for prompt, own in zip(prompts, media)
-    ]
+    asked = _on_all(loaded, lambda: [_laid_out(loaded, prompt, encoder) for prompt in prompts])
     stops = end_markers(encoder.options.template, encoder.tokenizer)
-    order = sorted(range(len(prompts)), key=lambda i: len(ids[i]))  # neighbours of equal length need little padding
+    # Neighbours of equal length need little padding.
+    order = sorted(range(len(prompts)), key=lambda i: len(asked[i].ids))
     answers = [""] * len(prompts)
     with progress_bar(total=len(prompts), desc=progress, disable=not progress, unit="question") as bar:
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
-            batch = _batch(loaded, [ids[i] for i in chosen], [media[i] for i in chosen])
-            new = loaded.model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stops)
+            samples = _on_all(loaded, lambda chosen=chosen: [asked[i].decoded(loaded.pictures) for i in chosen])
+            new = loaded.model.generate(
+                **_batch(loaded, samples),
+                **loaded.generating,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=stops,
+            )
             for i, text in zip(chosen, loaded.tokenizer.batch_decode(new, skip_special_tokens=True)):
                 answers[i] = text.strip()
             bar.update(len(chosen))
     return answers
 
 
-def _laid_out(loaded: LoadedModel, prompt: Prompt) -> list[tuple[Media, tuple, MediaLayout]]:
-    """Each picture or video with its sizes and layout; nothing is decoded yet."""
-    laid_out = []
+@dataclass(frozen=True)
+class Sampling:
+    """How an answer is chosen. temperature 0 is greedy, top_k 0 all tokens; the penalty counts the answer's tokens."""
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def options(self) -> dict[str, object]:
+        """What generate() is told; nothing is left to the model's own settings."""
+        options: dict[str, object] = {"repetition_penalty": self.repetition_penalty, "do_sample": self.temperature > 0}
+        if self.temperature > 0:
+            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return options
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer. ended: "marker", "length", or "stopped" by the user; first_s: until its first token was there."""
+
+    text: str
+    ended: str
+    num_prompt_tokens: int
+    num_tokens: int
+    first_s: float
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of those behind the first token, before which the prompt is read."""
+        return (self.num_tokens - 1) / max(self.seconds - self.first_s, 1e-9)
+
+
+@torch.inference_mode()
+def stream(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    sampling: Sampling,
+    on_text: Callable[[str], None] = lambda text: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Reply:
+    """Answer one prompt, calling on_text with each piece as it comes; the pieces joined are the reply's text.
+
+    stopped: asked after every token. Raises DataError for pictures and conversations that can't be used.
+    """
+    start = time.perf_counter()
+    encoder = make_encoder(loaded)
+    sample = _on_all(loaded, lambda: _prepared(loaded, prompt, encoder))
+    num_prompt_tokens = len(sample.input_ids)
+    if sampling.seed is not None:
+        torch.manual_seed(sampling.seed)
+    pieces = _Pieces(loaded.tokenizer, on_text, start)
+    stops = end_markers(encoder.options.template, encoder.tokenizer)
+    try:
+        new = loaded.model.generate(
+            **_batch(loaded, [sample]),
+            **loaded.generating,
+            **sampling.options(),
+            max_new_tokens=min(sampling.max_new_tokens, loaded.context_tokens - num_prompt_tokens),
+            eos_token_id=stops,
+            streamer=pieces,
+            stopping_criteria=StoppingCriteriaList([_Stopped(loaded.ranks, stopped)]),
+        )
+    except torch.OutOfMemoryError as error:
+        if loaded.ranks is not None and loaded.ranks.world_size > 1:
+            raise  # the others are in the middle of it
+        raise DataError(
+            f"there is no memory left for a conversation of {num_prompt_tokens:,} tokens: begin a new one, or show "
+            "fewer pictures"
+        ) from error
+    seconds = time.perf_counter() - start
+    ended = "marker" if int(new[0, -1]) in stops else "stopped" if stopped() else "length"
+    return Reply(pieces.shown, ended, num_prompt_tokens, new.shape[1], pieces.first_s, seconds)
+
+
+class _Pieces(BaseStreamer):
+    """Hands text on as soon as it can't change any more.
+
+    transformers' TextStreamer begins anew at each line's end, where Llama's tokenizers drop a following space.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], start: float) -> None:
+        self._tokenizer, self._on_text, self._start = tokenizer, on_text, start
+        self._ids: list[int] = []
+        self.shown, self.first_s = "", 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.numel() == 0:
+            return  # the prompt, which has no ids
+        self.first_s = self.first_s or time.perf_counter() - self._start
+        self._ids += value.flatten().tolist()
+        text = self._text()
+        if not text.endswith("\ufffd"):  # a character whose other bytes are to come
+            self._show(text)
+
+    def end(self) -> None:
+        self._show(self._text())
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True).strip()
+
+    def _show(self, text: str) -> None:
+        # By length: bytes that turn out to be no characters change what was shown before them.
+        if more := text[len(self.shown) :]:
+            self._on_text(more)
+            self.shown += more
+
+
+class _Stopped(StoppingCriteria):
+    """Whether the user wants no more; of several processes, the first one's says so for all."""
+
+    def __init__(self, ranks: Ranks | None, stopped: Callable[[], bool]) -> None:
+        self._ranks, self._stopped = ranks, stopped
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        stop = torch.full((len(input_ids),), self._stopped(), dtype=torch.bool, device=input_ids.device)
+        if self._ranks is not None and self._ranks.world_size > 1:
+            torch.distributed.broadcast(stop, 0)
+        return stop
+
+
+def _prepared(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> LoadedSample:
+    """A prompt that leaves room for an answer, its pictures decoded."""
+    asked, room = _laid_out(loaded, prompt, encoder), loaded.context_tokens
+    if len(asked.ids) >= room:
+        raise DataError(
+            f"the conversation has {len(asked.ids):,} tokens, pictures included, and the model has positions for "
+            f"{room:,}: begin a new one, or show fewer pictures"
+        )
+    return asked.decoded(loaded.pictures)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A prompt's ids, and each picture or video with its sizes and layout; nothing is decoded yet."""
+
+    ids: list[int]
+    media: list[tuple[Media, tuple[Size, ...], MediaLayout]]
+
+    def decoded(self, pictures: PictureOptions) -> LoadedSample:
+        row = torch.tensor(self.ids)
+        media = [(load_media(one, sizes, layout, pictures), layout) for one, sizes, layout in self.media]
+        return LoadedSample(row, row, media)
+
+
+def _laid_out(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _Asked:
+    media = []
     for item in prompt.images:
-        media = item if isinstance(item, Media) else Media("image", (FileRef(item),))
-        sizes = probe(media, loaded.pictures)
-        laid_out.append((media, sizes, media_layout(media.kind, sizes, len(prompt.images), loaded.pictures)))
-    return laid_out
+        one = item if isinstance(item, Media) else Media("image", (FileRef(item),))
+        sizes = probe(one, loaded.pictures)
+        media.append((one, sizes, media_layout(one.kind, sizes, len(prompt.images), loaded.pictures)))
+    return _Asked(encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in media]), media)
 
 
-def _batch(loaded: LoadedModel, ids: list[list[int]], media: list[list[tuple]]) -> dict[str, torch.Tensor]:
+def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:
+    """What a step before the model gives. Where one rank can't do it, it is an error on all that hold the model."""
+    return prepare() if loaded.ranks is None else together(loaded.ranks, prepare)
+
+
+def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
     """inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left.
 
     Pictures are prepared and merged by training's own code, whatever transformers' processor would do with them.
     """
-    device = loaded.model.device
-    samples = [
-        LoadedSample(
-            torch.tensor(row),
-            torch.tensor(row),
-            [(load_media(one, sizes, layout, loaded.pictures), layout) for one, sizes, layout in own],
-        )
-        for row, own in zip(ids, media)
-    ]
+    device = loaded.device
     batch = collate(samples, loaded.pictures).to(device)
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
     pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
     embeds = merged_embeds(loaded.model, batch, pixels)  # (1, tokens of all prompts, D)
-    lengths = [len(row) for row in ids]
+    lengths = [len(sample.input_ids) for sample in samples]
     longest = max(lengths)
     # The padding is masked, so any embedding will do.
     rows = [torch.nn.functional.pad(row, (0, 0, longest - len(row), 0)) for row in embeds[0].split(lengths)]

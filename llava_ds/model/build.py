@@ -117,7 +117,7 @@ def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: to
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
     # Weights that will be packed are never touched as they are born: on the CPU they then take no memory.
     birthplace = ranks.device if args.bits == 16 else torch.device("cpu")
-    with _construction(ds_config, dtype, birthplace, zero3):
+    with construction(ds_config, dtype, birthplace, zero3):
         model = assemble(plan.text_config, plan.tower, args, mean, std)
     if plan.whole_last_layer is None:
         model.shorten_last_layer()
@@ -196,7 +196,7 @@ def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch
 
 
 @contextlib.contextmanager
-def _construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool) -> Iterator[None]:
+def construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool) -> Iterator[None]:
     """Where modules are born: in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3.
 
     Rotary tables are computed in float32 whatever the dtype, wherever their modules ask for it.

@@ -125,7 +125,7 @@ def test_tables_are_the_same_whether_the_model_is_built_whole_or_partitioned(one
     for family in toys.FAMILIES:
         tables = []
         for zero3 in (False, True):
-            with build._construction(config, torch.bfloat16, torch.device("cpu"), zero3):
+            with build.construction(config, torch.bfloat16, torch.device("cpu"), zero3):
                 model = built(toys.language_model_config(family), attention.register())
             assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
             tables.append(dict(model.named_buffers()))

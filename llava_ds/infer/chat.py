@@ -1,0 +1,293 @@
+"""Conversations about pictures, in a terminal: what was said and shown, and the commands beside questions."""
+
+import contextlib
+import json
+import secrets
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data.images import load_media, probe
+from llava_ds.data.sample import FileRef, Media, Message
+from llava_ds.distributed import Ranks, printable
+from llava_ds.geometry import media_layout
+from llava_ds.infer.generate import Prompt, Reply, Sampling, stream
+from llava_ds.infer.load import LoadedModel
+
+HISTORY_FILE = "~/.cache/llava_ds/chat_history"  # questions typed in a terminal, for the arrow keys
+HISTORY_LINES = 1000
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What was said, and the pictures and videos that were shown, in the order of their marks."""
+
+    messages: tuple[Message, ...] = ()
+    media: tuple[Media, ...] = ()
+
+    def asked(self, question: str, shown: Sequence[Media] = ()) -> "Conversation":
+        """With one more question, which shows these. Raises DataError for a question with a picture's mark in it."""
+        if IMAGE_TOKEN in question:
+            raise DataError(
+                f"the question holds {IMAGE_TOKEN}, which stands for a picture: leave it out, the picture is put first"
+            )
+        text = f"{IMAGE_TOKEN}\n" * len(shown) + question
+        return Conversation((*self.messages, Message("human", text)), (*self.media, *shown))
+
+    def answered(self, text: str) -> "Conversation":
+        """With the answer to the last question."""
+        return Conversation((*self.messages, Message("gpt", text)), self.media)
+
+    def record(self) -> dict[str, object]:
+        """As a record of LLaVA's JSON. Raises DataError where pictures and videos are mixed, which it can't say."""
+        record: dict[str, object] = {"id": time.strftime("chat-%Y%m%d-%H%M%S")}
+        paths = [str(Path(media.refs[0].path).resolve()) for media in self.media]
+        kinds = {media.kind for media in self.media}
+        if len(kinds) > 1:
+            raise DataError("a record of LLaVA's JSON holds pictures or videos, and this conversation has both")
+        if kinds:
+            record[kinds.pop()] = paths
+        record["conversations"] = [{"from": message.role, "value": message.text} for message in self.messages]
+        return record
+
+
+def checked_media(kind: str, path: str, loaded: LoadedModel) -> Media:
+    """A picture ("image") or video that can be shown: it was decoded. Raises DataError, or ConfigError without PyAV."""
+    media = Media(kind, (FileRef(str(Path(path).expanduser())),))
+    sizes = probe(media, loaded.pictures)
+    load_media(media, sizes, media_layout(kind, sizes, 1, loaded.pictures), loaded.pictures)
+    return media
+
+
+def ask(
+    loaded: LoadedModel,
+    conversation: Conversation,
+    sampling: Sampling,
+    on_text: Callable[[str], None] = lambda text: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Reply:
+    """The answer to a conversation's last question, by all ranks that hold the model; called on the first one.
+
+    A question without a seed of its own gets one by chance, the same on all ranks.
+    """
+    if sampling.temperature > 0 and sampling.seed is None:
+        sampling = replace(sampling, seed=secrets.randbits(31))
+    prompt = Prompt(conversation.messages, conversation.media)
+    _share(loaded.ranks, (prompt, sampling))
+    return stream(loaded, prompt, sampling, on_text, stopped)
+
+
+def follow(loaded: LoadedModel) -> None:
+    """Answer with the first rank all that it is asked, until it ends the conversation; called on the other ranks."""
+    while (request := _share(loaded.ranks, None)) is not None:
+        with contextlib.suppress(DataError, ConfigError):  # the first rank tells
+            stream(loaded, *request)
+
+
+def end_followers(loaded: LoadedModel) -> None:
+    """Let the other ranks go; called on the first one."""
+    _share(loaded.ranks, None)
+
+
+def _share(ranks: Ranks | None, request: tuple | None) -> tuple | None:
+    """The first rank's request, on all."""
+    if ranks is None or ranks.world_size == 1:
+        return request
+    held = [request]
+    torch.distributed.broadcast_object_list(held, src=0, group=ranks.patient_group)
+    return held[0]
+
+
+@dataclass
+class Session:
+    """A conversation that goes on. waiting: pictures and videos that the next question will show."""
+
+    loaded: LoadedModel
+    sampling: Sampling
+    quiet: bool = False
+    waiting: list[Media] = field(default_factory=list)
+    conversation: Conversation = field(default_factory=Conversation)
+
+    def question(self, text: str) -> None:
+        """Ask, and print the answer as it comes. What can't be asked raises, and is as if it had not been said."""
+        conversation = self.conversation.asked(text, self.waiting)
+        with _interruptible() as stopped:
+            reply = ask(self.loaded, conversation, self.sampling, _print_piece, stopped)
+        print(flush=True)
+        self.conversation, self.waiting = conversation.answered(reply.text), []
+        if not self.quiet:
+            tell(speed_line(reply))
+
+
+def speed_line(reply: Reply) -> str:
+    """How long an answer took."""
+    ends = {"marker": "", "length": "; cut: --max_new_tokens, or no position is left", "stopped": "; stopped"}
+    rate = f", then {reply.tokens_per_s:.1f} tokens/s" if reply.num_tokens > 1 else ""
+    return (
+        f"[prompt {reply.num_prompt_tokens:,} tokens, answer {reply.num_tokens:,}: first after {reply.first_s:.2f} s"
+        f"{rate}{ends[reply.ended]}]"
+    )
+
+
+def converse(session: Session, read: Callable[[], str | None]) -> None:
+    """Answer questions and obey commands until read gives None. What is wrong with one is told, and it goes on."""
+    while (line := read()) is not None:
+        line = line.strip()
+        if not line:
+            continue
+        name, _, rest = line.partition(" ")
+        try:
+            if name in ("/exit", "/quit"):
+                return
+            if name in COMMANDS:
+                COMMANDS[name].run(session, rest.strip())
+            elif name.startswith("/") and "/" not in name[1:]:
+                raise DataError(f"{name} is no command: {', '.join(COMMANDS)}, /exit")
+            else:
+                session.question(line)
+        except (DataError, ConfigError) as error:
+            tell(f"error: {error}")
+
+
+def tell(line: str) -> None:
+    """Say something that is no answer."""
+    print(printable(line, keep="\n\t"), file=sys.stderr, flush=True)
+
+
+def _print_piece(text: str) -> None:
+    print(printable(text, keep="\n\t"), end="", flush=True)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks for the end of the answer; the second one raises as ever."""
+    pressed = []
+
+    def handler(signum: int, frame: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(signum)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a line that begins with a slash does: its argument's name, a help text, and the function."""
+
+    argument: str
+    help: str
+    run: Callable[[Session, str], None]
+
+
+def _add(kind: str) -> Callable[[Session, str], None]:
+    def run(session: Session, rest: str) -> None:
+        for path in _paths(rest):
+            session.waiting.append(checked_media(kind, path, session.loaded))
+        if not session.waiting:
+            raise DataError(f"/{kind} needs the path of a file")
+        if not session.quiet:
+            tell(f"[the next question shows {', '.join(media.refs[0].path for media in session.waiting)}]")
+
+    return run
+
+
+def _paths(rest: str) -> list[str]:
+    """One path as it stands, if there is such a file, or several, quoted as for a shell."""
+    if Path(rest).expanduser().is_file():
+        return [rest]
+    try:
+        return shlex.split(rest)
+    except ValueError as error:
+        raise DataError(f"{rest}: {error}") from error
+
+
+def _history(session: Session, rest: str) -> None:
+    left = list(session.conversation.media)
+    for message in session.conversation.messages:
+        for _ in range(message.text.count(IMAGE_TOKEN)):
+            tell(f"[{left[0].kind} {left.pop(0).refs[0].path}]")
+        tell(f"{'>' if message.role == 'human' else '<'} {message.text.replace(IMAGE_TOKEN, '').strip()}")
+    for media in session.waiting:
+        tell(f"[{media.kind} {media.refs[0].path}, for the next question]")
+
+
+def _reset(session: Session, rest: str) -> None:
+    session.conversation, session.waiting = Conversation(), []
+
+
+def _save(session: Session, rest: str) -> None:
+    if not rest:
+        raise DataError("/save needs the path of a file to write")
+    text = json.dumps([session.conversation.record()], indent=1, ensure_ascii=False) + "\n"
+    try:
+        with open(Path(rest).expanduser(), "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise DataError(f"{rest} can't be written ({error.strerror}): name another file") from error
+
+
+def _help(session: Session, rest: str) -> None:
+    for name, command in COMMANDS.items():
+        tell(f"{name + ' ' + command.argument:16}{command.help}")
+    tell("/exit, Ctrl-D    leave; Ctrl-C ends an answer")
+
+
+COMMANDS = {
+    "/image": Command("PATH", "show a picture, or several, with the next question", _add("image")),
+    "/video": Command("PATH", "show a video with the next question", _add("video")),
+    "/history": Command("", "what was said and shown so far", _history),
+    "/reset": Command("", "begin a new conversation, without pictures", _reset),
+    "/save": Command("PATH", "write the conversation as LLaVA's JSON", _save),
+    "/help": Command("", "these commands", _help),
+}
+
+
+def terminal_reader() -> Callable[[], str | None]:
+    """Reads a line from a person, with the arrow keys and what was asked in earlier sessions, or from a pipe."""
+    if not sys.stdin.isatty():
+        return lambda: sys.stdin.readline() or None
+    _remember_lines()
+
+    def read() -> str | None:
+        while True:
+            try:
+                return input("> ")
+            except EOFError:
+                print()
+                return None
+            except KeyboardInterrupt:
+                print("\n(Ctrl-D leaves)")
+
+    return read
+
+
+def _remember_lines() -> None:
+    """Let readline keep the lines from one session to the next, in a file that nobody else may read."""
+    import atexit
+
+    try:
+        import readline
+    except ImportError:  # not on every system; lines can be typed without
+        return
+    file = Path(HISTORY_FILE).expanduser()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+        readline.read_history_file(file)
+    except OSError as error:
+        tell(f"{file} can't be used ({error.strerror}): questions are not remembered")
+        return
+    readline.set_history_length(HISTORY_LINES)
+    atexit.register(readline.write_history_file, file)

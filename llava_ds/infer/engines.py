@@ -1,0 +1,223 @@
+"""What runs a model that is asked: transformers alone, or DeepSpeed, over several ranks, or from CPU memory or NVMe.
+
+Every engine leaves a model whose generate() is transformers' own.
+"""
+
+import contextlib
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks
+from llava_ds.infer.load import Described, LoadedModel, constructed, described, load_model, loaded
+from llava_ds.model.hf import HFModel
+
+if TYPE_CHECKING:
+    import argparse
+
+ENGINES = ("hf", "deepspeed")
+OFFLOADS = ("none", "cpu", "nvme")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Language models that DeepSpeed 0.19 cuts with transformers 5 so that answers stay the same, by model_type. Not Phi-3,
+# whose attention counts heads by its configuration, and GPT-2, which DeepSpeed itself refuses.
+CAN_BE_CUT = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
+
+NO_KERNELS = (
+    "DeepSpeed's kernels are not injected: its layers return tuples and keep a cache of their own, which transformers "
+    "5's language models don't take"
+)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """engine: one of ENGINES; offload: where the parameters lie, one of OFFLOADS, with a folder for NVMe; dtype: one of
+    DTYPES, or auto for the weights' own; version: the conversation template of a folder that does not say it."""
+
+    engine: str = "hf"
+    offload: str = "none"
+    offload_path: str | None = None
+    dtype: str = "auto"
+    version: str | None = None
+
+
+def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
+    """The flags that say which model is asked, and what runs it."""
+    parser.add_argument(
+        "--model_path",
+        "--model-path",
+        default="output/tiny-finetune",
+        help="exported folder, checkpoint-<step>, or any folder of transformers' Llava (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--version", "--conv-mode", help="conversation template, where the folder does not say it (then: v1)"
+    )
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="precision; auto: the weights' own")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="hf",
+        help="hf: transformers; deepspeed: init_inference, the language model cut over the ranks that deepspeed "
+        "--num_gpus starts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--offload",
+        choices=OFFLOADS,
+        default="none",
+        help="with --engine deepspeed: ZeRO-Inference, parameters in CPU memory or on NVMe (default: %(default)s)",
+    )
+    parser.add_argument("--offload_path", help="folder on an NVMe disk, for --offload nvme")
+
+
+def engine_options(args: "argparse.Namespace") -> EngineOptions:
+    """What the flags of add_engine_flags said. Raises ConfigError for flags that contradict each other."""
+    options = EngineOptions(args.engine, args.offload, args.offload_path, args.dtype, args.version)
+    problems = []
+    if options.offload != "none" and options.engine != "deepspeed":
+        problems.append(f"--offload {options.offload} is DeepSpeed's: give --engine deepspeed with it")
+    if options.offload == "nvme" and options.offload_path is None:
+        problems.append("--offload nvme needs --offload_path, a folder on an NVMe disk")
+    if options.offload != "nvme" and options.offload_path is not None:
+        problems.append("--offload_path goes with --offload nvme")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return options
+
+
+def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | None = None) -> LoadedModel:
+    """The model at a path, ready to answer.
+
+    ranks: this process's place in its group (init_ranks), which --engine deepspeed needs; with it, all ranks call this
+    together, hold the model together, and have to be asked the same. Raises ConfigError or DataError for what can't be
+    opened, or can't be cut over the ranks.
+    """
+    dtype = DTYPES.get(options.dtype)
+    if options.engine == "hf":
+        return load_model(path, None if ranks is None else str(ranks.device), dtype=dtype, version=options.version)
+    assert ranks is not None, "DeepSpeed's engines run in a process group"
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks where answers are printed
+        if options.offload == "none":
+            found = load_model(path, "cpu", dtype=dtype, version=options.version)
+            model, notes = _tensor_parallel(found.model, ranks, str(path))
+        else:
+            with described(path) as opened:
+                model, notes = _zero_inference(opened, options, ranks)
+                found = loaded(model, opened, options.version)
+    processors = LogitsProcessorList([_FirstRanksScores()] if ranks.world_size > 1 else [])
+    return replace(
+        found, model=model, ranks=ranks, generating={"logits_processor": processors}, notes=(*found.notes, *notes)
+    )
+
+
+def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, list[str]]:
+    """The model on this rank's device, its decoder layers and output layer cut over all; the tower stays whole."""
+    import deepspeed
+    from deepspeed.module_inject.auto_tp import AutoTP
+
+    size, decoder = ranks.world_size, model.model.language_model
+    _check_precision(model.dtype, ranks, path)
+    cut = {}
+    if size > 1:
+        _check_can_be_cut(decoder, size, path)
+        # For the language model alone: left to itself, DeepSpeed 0.19 cuts CLIP's layers, too.
+        cut = {"injection_policy": {layer: tuple(sorted(names)) for layer, names in AutoTP.tp_parser(decoder)}}
+    tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    engine = deepspeed.init_inference(
+        model, dtype=model.dtype, tensor_parallel={"tp_size": size}, replace_with_kernel_inject=False, **cut
+    )
+    # DeepSpeed 0.19 rounds every buffer to dtype; the tables of rotary angles were in float32.
+    for name, buffer in engine.module.named_buffers():
+        buffer.data = tables[name].to(ranks.device)
+    notes = [f"deepspeed.init_inference: the language model is cut over {size} ranks" if size > 1 else
+             "deepspeed.init_inference, on one rank: nothing is cut"]  # fmt: skip
+    return engine.module, [*notes, NO_KERNELS]
+
+
+def _check_can_be_cut(decoder: nn.Module, size: int, path: str) -> None:
+    """Raise ConfigError where ranks would get unequal shares, or the family is none of CAN_BE_CUT."""
+    config = decoder.config
+    if config.model_type not in CAN_BE_CUT:
+        raise ConfigError(
+            f"{path} can't be cut over ranks: its language model is a {config.model_type}, and DeepSpeed cuts "
+            f"{', '.join(CAN_BE_CUT)}: start one rank, or give --offload cpu"
+        )
+    names = ("num_attention_heads", "num_key_value_heads")
+    counts = {name: getattr(config, name, None) for name in names}
+    uneven = [f"{name} {count}" for name, count in counts.items() if count is not None and count % size]
+    if uneven:
+        raise ConfigError(
+            f"{path} can't be cut over {size} ranks: {', '.join(uneven)} can't be divided by it: start another number "
+            "of ranks"
+        )
+
+
+def _zero_inference(opened: Described, options: EngineOptions, ranks: Ranks) -> tuple[HFModel, list[str]]:
+    """The model with its parameters in CPU memory or on NVMe, a part with every rank, fetched layer by layer.
+
+    Weights stream in one by one: no rank holds the whole model. Source: ZeRO-Inference (DeepSpeed's blog, 2022).
+    """
+    import deepspeed
+
+    from llava_ds.model.build import construction
+    from llava_ds.model.weights import freed_memory_returns, load_weights
+
+    dtype = opened.precision(DTYPES.get(options.dtype))
+    _check_precision(dtype, ranks, str(opened.path))
+    config = zero_config(dtype, options, ranks)
+    with freed_memory_returns():
+        with construction(config, dtype, ranks.device, zero3=True):
+            model = constructed(opened, dtype)
+        load_weights(model, opened.weights(model), ranks, str(opened.path))
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        _keep_newline_whole(engine.module.eval())
+    where = "in CPU memory" if options.offload == "cpu" else f"on NVMe, in {options.offload_path}"
+    return engine.module, [f"ZeRO-Inference: parameters {where}, fetched layer by layer", NO_KERNELS]
+
+
+def _keep_newline_whole(model: HFModel) -> None:
+    """Make the learned newline a buffer: it is read outside of its module's forward, where ZeRO fetches nothing."""
+    import deepspeed
+
+    inner = model.model
+    if not hasattr(inner, "image_newline"):
+        return
+    with deepspeed.zero.GatheredParameters([inner.image_newline]):
+        newline = inner.image_newline.detach().clone()
+    del inner.image_newline
+    inner.register_buffer("image_newline", newline, persistent=False)
+
+
+def zero_config(dtype: torch.dtype, options: EngineOptions, ranks: Ranks) -> dict:
+    """The DeepSpeed JSON of ZeRO-Inference."""
+    offload: dict[str, object] = {"device": options.offload, "pin_memory": ranks.device.type == "cuda"}
+    if options.offload == "nvme":
+        # A buffer holds a whole parameter; the largest are the embeddings.
+        offload |= {"nvme_path": options.offload_path, "buffer_count": 5}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": ranks.world_size,
+        "zero_optimization": {"stage": 3, "offload_param": offload},
+    }
+    if dtype != torch.float32:
+        config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
+    return config
+
+
+def _check_precision(dtype: torch.dtype, ranks: Ranks, path: str) -> None:
+    if dtype == torch.float16 and ranks.device.type == "cpu":
+        raise ConfigError(f"{path} is float16, which DeepSpeed does not run on a CPU: give --dtype bfloat16")
+
+
+class _FirstRanksScores(LogitsProcessor):
+    """The first rank's scores on all: no rounding makes ranks choose different tokens, and wait for each other."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores = scores.contiguous()
+        torch.distributed.broadcast(scores, 0)
+        return scores

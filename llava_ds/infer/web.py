@@ -1,0 +1,210 @@
+"""Conversations about pictures in a browser on the same machine, with gradio. Nothing is asked of any other machine."""
+
+import contextlib
+import mimetypes
+import os
+import queue
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.sample import FileRef, Media
+from llava_ds.infer.chat import Conversation, ask, checked_media, speed_line, tell
+from llava_ds.infer.generate import Sampling
+from llava_ds.infer.load import LoadedModel
+
+ADDRESS = "127.0.0.1"
+MAX_FILE_SIZE = "100mb"
+ERROR = "error"  # title of a message that is no answer
+
+# The browser asks nobody else, whatever gradio's pages or the model's words name.
+POLICY = (
+    "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
+    "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; form-action 'self'; base-uri 'self'"
+)
+
+
+def gradio() -> ModuleType:
+    """The package, its telemetry off. Raises ConfigError where it is not installed."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when it is imported
+    try:
+        import gradio
+    except ImportError as error:
+        raise ConfigError(f"--web needs gradio ({error}): pip install 'llava_ds[demo]'") from error
+    return gradio
+
+
+def serve(loaded: LoadedModel, sampling: Sampling, port: int, quiet: bool = False) -> None:
+    """Show the page until Ctrl-C. Raises ConfigError where the port is taken."""
+    with tempfile.TemporaryDirectory(prefix="llava_ds-web-") as uploads, socket.socket() as listener:
+        os.environ["GRADIO_TEMP_DIR"] = uploads
+        gr = gradio()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((ADDRESS, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port {port} can't be used ({error}): give another one") from error
+        app = _application(gr, build_page(gr, loaded, sampling, quiet), port)
+        with contextlib.suppress(KeyboardInterrupt):
+            _server(app, f"http://{ADDRESS}:{port}/").run(sockets=[listener])
+
+
+def _application(gr: ModuleType, page, port: int):
+    """The page behind what every request and answer passes. Not page.launch(), which also asks a server of gradio's."""
+    from fastapi import FastAPI
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(_Policy)
+    # A name of somebody else's that leads to this address is not this page's (DNS rebinding).
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[ADDRESS, "localhost"])
+    return gr.mount_gradio_app(
+        app,
+        page,
+        path="/",
+        server_name=ADDRESS,
+        server_port=port,
+        footer_links=[],
+        run_history=False,
+        ssr_mode=False,
+        mcp_server=False,
+        pwa=False,
+        max_file_size=MAX_FILE_SIZE,
+        # Fonts of the system: gradio's own would come from another machine.
+        theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+    )
+
+
+def _server(app, address: str):
+    """uvicorn, which says where it is once it is there, and waits for no open page at its end."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets=None) -> None:
+            await super().startup(sockets)
+            tell(f"{address}  (Ctrl-C ends)")
+
+    return Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+
+
+class _Policy:
+    """Adds the policy to every answer of the server's."""
+
+    def __init__(self, app) -> None:
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        async def with_policy(message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
+            await send(message)
+
+        await self.app(scope, receive, with_policy)
+
+
+def build_page(gr: ModuleType, loaded: LoadedModel, sampling: Sampling, quiet: bool):
+    """The page: a conversation, and a box for questions, pictures and videos."""
+    turn = threading.Lock()  # the model answers one at a time
+
+    def respond(message: dict, history: list[dict]) -> Iterator[object]:
+        text = (message.get("text") or "").strip()
+        try:
+            conversation = conversation_of(history).asked(
+                text, [checked_media(_kind(path), path, loaded) for path in message.get("files") or []]
+            )
+            if not text:
+                raise DataError("there is no question: type one")
+            with turn:
+                yield from _pieces(loaded, conversation, sampling, quiet)
+        except (DataError, ConfigError) as error:
+            yield {"role": "assistant", "content": str(error), "metadata": {"title": ERROR}}
+
+    box = gr.MultimodalTextbox(
+        file_types=["image", "video"], file_count="multiple", sources=["upload"], placeholder="A question"
+    )
+    # What the model says is shown as it is: neither markup nor links.
+    shown = gr.Chatbot(
+        render_markdown=False, height="70vh", label=loaded.model.config.model_type, buttons=["copy", "copy_all"]
+    )
+    return gr.ChatInterface(
+        respond,
+        multimodal=True,
+        chatbot=shown,
+        textbox=box,
+        title="llava_ds",
+        analytics_enabled=False,
+        flagging_mode="never",
+        api_visibility="private",
+        concurrency_limit=1,
+    )
+
+
+def conversation_of(history: list[dict]) -> Conversation:
+    """The turns on the page. A question that was answered with an error, or not at all, is left out.
+
+    gradio takes tabs and indentation that all lines share out of what it shows, and so out of what comes back.
+    """
+    conversation, texts, files = Conversation(), [], []
+    for message in history:
+        parts = message["content"]
+        parts = [parts] if isinstance(parts, (str, dict)) else parts
+        said = [part if isinstance(part, str) else part.get("text", "") for part in parts if _path(part) is None]
+        if message["role"] == "user":
+            texts += said
+            files += [path for part in parts if (path := _path(part)) is not None]
+            continue
+        if (message.get("metadata") or {}).get("title") != ERROR and texts:
+            conversation = conversation.asked("\n".join(texts).strip(), [_media(path) for path in files])
+            conversation = conversation.answered("".join(said))
+        texts, files = [], []
+    return conversation
+
+
+def _pieces(loaded: LoadedModel, conversation: Conversation, sampling: Sampling, quiet: bool) -> Iterator[str]:
+    """The answer as far as it is known, again and again. Who does not wait for its end stops it."""
+    pieces: queue.Queue = queue.Queue()
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            reply = ask(loaded, conversation, sampling, pieces.put, stop.is_set)
+            if not quiet:
+                tell(speed_line(reply))
+            pieces.put(None)
+        except BaseException as error:  # handed to the page's own thread
+            pieces.put(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    text = ""
+    try:
+        while (piece := pieces.get()) is not None:
+            if isinstance(piece, BaseException):
+                raise piece
+            text += piece
+            yield text
+        if not text:
+            yield text
+    finally:
+        stop.set()
+        worker.join()
+
+
+def _path(part: object) -> str | None:
+    """The file of a part of a message; None for text."""
+    if not isinstance(part, dict):
+        return None
+    file = part.get("file") or part
+    return file.get("path") if isinstance(file, dict) else None
+
+
+def _kind(path: str) -> str:
+    return "video" if (mimetypes.guess_type(path)[0] or "").startswith("video/") else "image"
+
+
+def _media(path: str) -> Media:
+    return Media(_kind(path), (FileRef(str(Path(path))),))

@@ -1,0 +1,183 @@
+"""Whatever runs a model, its answers are transformers' own."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+from exporting import RANKS, export
+from launching import ROOT, ds_config, launch, run_many, toy_run
+from llava_ds.infer.evaluate import questions_of
+
+from llava_ds.arguments import ModelArguments
+from llava_ds.constants import ConfigError
+from llava_ds.data.sources import read_samples
+from llava_ds.distributed import Ranks
+from llava_ds.ds_config.native import extensions_folder
+from llava_ds.geometry import PictureOptions
+from llava_ds.infer.engines import CAN_BE_CUT, NO_KERNELS, EngineOptions, load_for_inference, zero_config
+from llava_ds.infer.generate import Prompt, Sampling, answer, stream
+from llava_ds.infer.load import described, filled, load_model
+from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.hf import TOLERANCE
+from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
+
+WORKER = ROOT / "tests" / "workers" / "engines.py"
+
+
+def exported(folder: Path, base: dict[str, str], dtype: torch.dtype = torch.float32, anyres: bool = False) -> Path:
+    """An exported folder of the parts that flags name, with a random projector between them."""
+    merge_type = "spatial_unpad" if anyres else "flat"
+    args = ModelArguments(**base, mm_patch_merge_type=merge_type)
+    plan = plan_model(args, 512)
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, dtype, 0, RANKS)
+    spec = plan.images
+    ratio = "anyres" if anyres else "square"
+    pictures = PictureOptions(spec.size, spec.patch_size, spec.mean, ratio, merge_type=merge_type)
+    export(model, plan, args, pictures, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    return exported(folder / "out", toys.write_base(folder / "base"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict[str, str]:
+    return toys.write_data(tmp_path_factory.mktemp("questions"), "iit" * 20)
+
+
+def prompts(data: dict[str, str]) -> list[Prompt]:
+    return [question.prompt for question in questions_of(read_samples(*data.values()))]
+
+
+@pytest.mark.parametrize("kind", ["square", "tied", "anyres"])
+def test_weights_that_stream_in_are_those_that_transformers_reads(kind, tmp_path):
+    base = toys.write_base(tmp_path / "base", tie_word_embeddings=kind == "tied")
+    folder = exported(tmp_path / "out", base, anyres=kind == "anyres")
+    with described(folder) as found:
+        streamed = filled(found, torch.float32)
+    read = load_model(folder).model
+    ours, theirs = streamed.state_dict(), read.state_dict()
+    assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    tables = dict(streamed.named_buffers())
+    assert all(torch.equal(tables[name], table) for name, table in read.named_buffers())
+    assert streamed.generation_config.to_dict() == read.generation_config.to_dict()
+    assert (streamed.lm_head.weight is streamed.get_input_embeddings().weight) == (kind == "tied")
+
+
+def test_one_rank_of_deepspeed_computes_the_same_bits(tmp_path, data, capsys):
+    folder = exported(tmp_path / "out", toys.write_base(tmp_path / "base"), torch.bfloat16)
+    plain = load_model(folder, "cpu")
+    loaded = load_for_inference(folder, EngineOptions("deepspeed"), RANKS)
+    assert NO_KERNELS in loaded.notes
+    tables = dict(loaded.model.named_buffers())
+    assert all(torch.equal(tables[name], table) for name, table in plain.model.named_buffers())
+    asked = prompts(data)[:12]
+    assert answer(loaded, asked, max_new_tokens=6) == answer(plain, asked, max_new_tokens=6)
+    embeds = torch.randn(1, 9, 32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(loaded.model(inputs_embeds=embeds).logits, plain.model(inputs_embeds=embeds).logits)
+    capsys.readouterr()
+    stream(loaded, asked[0], Sampling(max_new_tokens=2))
+    assert capsys.readouterr().out == ""
+
+
+def test_what_can_not_be_cut_or_run_is_refused(toy, tmp_path):
+    three = Ranks(0, 0, 3, torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match="over 3 ranks: num_attention_heads 4, num_key_value_heads 2 can't be divided"
+    ):
+        load_for_inference(toy, EngineOptions("deepspeed"), three)
+    two = Ranks(0, 0, 2, torch.device("cpu"))
+    phi3 = exported(tmp_path / "phi3", toys.write_base(tmp_path / "base", family="phi3"))
+    with pytest.raises(ConfigError, match=r"is a phi3, and DeepSpeed cuts llama, mistral,.*: start one rank, or give"):
+        load_for_inference(phi3, EngineOptions("deepspeed"), two)
+    for offload in ("none", "cpu"):
+        options = EngineOptions("deepspeed", offload, dtype="float16")
+        with pytest.raises(ConfigError, match="float16, which DeepSpeed does not run on a CPU: give --dtype bfloat16"):
+            load_for_inference(toy, options, RANKS)
+
+
+def test_the_configuration_of_zero_inference():
+    options = EngineOptions("deepspeed", "nvme", "/disk")
+    config = zero_config(torch.bfloat16, options, Ranks(0, 0, 2, torch.device("cuda")))
+    zero = config["zero_optimization"]
+    assert zero["offload_param"]["nvme_path"] == "/disk" and zero["offload_param"]["pin_memory"]
+    assert config["bf16"]["enabled"] and config["train_batch_size"] == 2
+    assert "bf16" not in zero_config(torch.float32, EngineOptions("deepspeed", "cpu"), RANKS)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory, data) -> list[dict]:
+    """What tests/workers/engines.py asks: the tiny model 100 questions, toys of other kinds a few."""
+    folder = tmp_path_factory.mktemp("cases")
+    tiny = exported(folder / "tiny", {"model_name_or_path": str(LLAMA_PATH), "vision_tower": str(CLIP_PATH)})
+    anyres = exported(folder / "anyres", toys.write_base(folder / "anyres-base"), anyres=True)
+
+    def case(name: str, model: Path, questions: int, **options: object) -> dict:
+        asked = {"questions": questions, "max_new_tokens": 16}
+        return {"name": name, "folder": str(model), "options": options, **asked, **data}
+
+    found = [
+        case("tiny", tiny, 100),
+        case("tiny, bfloat16 weights", tiny, 20, dtype="bfloat16", offload="cpu"),
+        case("tiny from CPU memory", tiny, 100, offload="cpu"),
+        case("anyres", anyres, 20),
+        case("anyres from CPU memory", anyres, 20, offload="cpu"),
+    ]
+    if (extensions_folder() / "async_io" / "async_io.so").is_file():  # compiling it takes minutes
+        disk = folder / "disk"
+        disk.mkdir()
+        found.append(case("tiny from NVMe", tiny, 100, offload="nvme", offload_path=str(disk)))
+    for family in set(CAN_BE_CUT) - {"llama"}:
+        model = exported(folder / family, toys.write_base(folder / f"{family}-base", family=family))
+        found.append(case(family, model, 20))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_answers_are_the_same(num_ranks, cases, data, tmp_path):
+    assert len(prompts(data)) >= 100
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    done = launch(num_ranks, WORKER, str(tmp_path / "cases.json"), timeout_s=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {
+        line["name"]: line for text in done.stdout.splitlines() if text.startswith("{") and (line := json.loads(text))
+    }
+    assert list(lines) == [case["name"] for case in cases]
+    for name, line in lines.items():
+        assert line.get("deepspeed") == line["hf"], (name, line)
+        assert line["difference"] < TOLERANCE[torch.bfloat16 if "bfloat16" in name else torch.float32], name
+    if num_ranks == 2:
+        whole, cut = lines["tiny from CPU memory"], lines["tiny"]
+        assert cut["tower"] == whole["tower"] and cut["decoder"] < 0.51 * whole["decoder"]
+
+
+@pytest.mark.full
+def test_the_script_on_two_ranks_says_what_one_process_says(toy, data):
+    picture = str(next(Path(data["image_folder"]).glob("*.png")))
+    chat, flags = ROOT / "run" / "chat.py", ["--model_path", str(toy), "--max_new_tokens", "6", "--engine", "deepspeed"]
+    asked = Prompt(questions_of(read_samples(*data.values()))[0].prompt.messages[:1], (picture,))
+    text = asked.messages[0].text.removeprefix("<image>\n")
+    done = launch(2, chat, *flags, "--image", picture, "--question", text)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == answer(load_model(toy), [asked], max_new_tokens=6)[0]
+    assert "cut over 2 ranks" in done.stderr and "tokens/s" in done.stderr
+    done = launch(2, chat, *flags, "--image", "nowhere.png", "--question", text)
+    assert done.returncode == 2 and "nowhere.png" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+def test_a_checkpoint_answers_as_its_export(data, tmp_path):
+    given = {**toys.write_base(tmp_path / "base"), **data}
+    saved = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    run_many(2, tmp_path, [toy_run(given, tmp_path / "out", ds_config(3), **saved)])
+    asked = prompts(data)[:10]
+    loaded = load_model(tmp_path / "out" / "checkpoint-2")
+    assert answer(loaded, asked) == answer(load_model(tmp_path / "out"), asked)
+    assert loaded.notes == () and loaded.version == "v1"
