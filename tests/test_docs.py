@@ -36,6 +36,17 @@ OTHERS = {
     "sglang": {"--model-path"},
     "LLaVA's loader": {"--model-path", "--model-base"},
     "docker": {"--shm-size"},
+    "pip": {"--target"},
+    "tensorboard": {"--logdir"},
+    "lmms_eval": {
+        "--log_samples",
+        "--model",
+        "--model_args",
+        "--num_processes",
+        "--output_path",
+        "--tasks",
+        "--batch_size",
+    },
     "any": {"--name", "--no-print-directory"},  # "--name value"; make
 }
 
@@ -102,7 +113,7 @@ def test_every_flag_in_a_page_exists(path, known):
     unknown = {flag for flag in FLAG.findall(path.read_text()) if flag not in every}
     assert not unknown
     programs = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
-    words = re.compile(rf"(?<![\w.-])(?:[\w./$()-]+/|#)?({programs})(?=[ ]|$)|{FLAG.pattern}")
+    words = re.compile(rf"(?<![\w.-])(?<!--engine )(?:[\w./$()-]+/|#)?({programs})(?=[ ]|$)|{FLAG.pattern}")
     for line in code_of(path):
         program = None
         for found in words.finditer(line.replace("#SBATCH", "sbatch")):

@@ -57,10 +57,10 @@ def find_resume_point(
     known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
     may_change = permitted(allowed, known, FREE_FLAGS)
     # DeepSpeed 0.19.8 goes on with a rate of 0, and without the states that never left memory.
-    nvme = "DeepSpeed does not bring an optimizer back that lies on NVMe"
     if identity.optimizer_on_nvme and identity.flags["on_loss_spike"] == "rewind":
         raise ConfigError(
-            f'--on_loss_spike rewind can\'t go back: {nvme}. Give continue, or offload_optimizer to "cpu"'
+            "--on_loss_spike rewind can't go back: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
+            'continue, or offload_optimizer to "cpu"'
         )
     if resume == "never":
         return ResumePoint(), []
@@ -75,8 +75,8 @@ def find_resume_point(
             raise ConfigError(f"--resume {resume} can't be used: {problem}")
     if identity.optimizer_on_nvme:
         raise ConfigError(
-            f"{path} can't be gone on from: {nvme}. Give --resume never to start again, or offload_optimizer to "
-            '"cpu", which a run has to begin with'
+            f"{path} can't be gone on from: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
+            '--resume never to start again, or offload_optimizer to "cpu", which a run has to begin with'
         )
     trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
     saved = trainer["identity"]

@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from llava_ds.evaluation.report import as_json, table
 from llava_ds.evaluation.scores import Scored, exact_match, yes_no
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import PictureOptions
+from llava_ds.infer.engines import EngineOptions
 from llava_ds.infer.generate import answer
 from llava_ds.model.build import build_model, plan_model
 
@@ -77,7 +79,7 @@ def on_ranks(world_size: int, monkeypatch, work) -> list:
 
 
 def test_batches_and_answers_do_not_depend_on_the_number_of_ranks(model, questions, monkeypatch):
-    loaded = open_model(str(model), {}, None, "", RANKS)
+    loaded = open_model(str(model), {}, EngineOptions(), "", RANKS)
     seen = {}
     for world_size in (1, 2, 3):
         plans = on_ranks(world_size, monkeypatch, lambda ranks: plan_batches(loaded, questions, 4, ranks))
@@ -136,7 +138,7 @@ def test_only_what_is_not_answered_is_asked_and_in_whole_batches(questions, monk
     monkeypatch.setattr(asking, "answer", lambda loaded, prompts, **_: [asked.append(p) or "x" for p in prompts])
     kept: dict[int, str] = {}
     ask(
-        None,
+        SimpleNamespace(ranks=None),
         questions,
         [[0, 1], [2, 3], [4, 5]],
         {0: "", 1: "", 2: ""},
@@ -237,17 +239,17 @@ def test_a_folder_in_llavas_format_is_asked_as_transformers_would_open_it(model,
     pictures = PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
     export(built, plan, args, pictures, tmp_path / "llava", form="llava")
     moved = {"vision_tower": args.vision_tower}
-    loaded = [open_model(str(model), {}, None, "", RANKS)]
-    loaded.append(open_model(str(tmp_path / "llava"), moved, None, str(tmp_path / "cache"), RANKS))
+    loaded = [open_model(str(model), {}, EngineOptions(), "", RANKS)]
+    loaded.append(open_model(str(tmp_path / "llava"), moved, EngineOptions(), str(tmp_path / "cache"), RANKS))
     prompts = [question.prompt for question in questions]
     first, second = (answer(each, prompts, max_new_tokens=4) for each in loaded)
     assert first == second and len(set(first)) > 1
     assert list((tmp_path / "cache" / "evaluation").iterdir()) == []  # removed when it is loaded
     with pytest.raises(ConfigError, match="brings all that it needs"):
-        open_model(str(model), moved, None, "", RANKS)
+        open_model(str(model), moved, EngineOptions(), "", RANKS)
     with pytest.raises(ConfigError, match="there is no such folder"):
-        open_model(str(tmp_path / "nowhere"), {}, None, "", RANKS)
+        open_model(str(tmp_path / "nowhere"), {}, EngineOptions(), "", RANKS)
 
 
 def test_another_template_is_asked_with(model):
-    assert open_model(str(model), {}, "plain", "", RANKS).version == "plain"
+    assert open_model(str(model), {}, EngineOptions(version="plain"), "", RANKS).version == "plain"

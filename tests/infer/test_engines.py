@@ -8,13 +8,13 @@ import torch
 import toys
 from exporting import RANKS, export
 from launching import ROOT, ds_config, launch, run_many, toy_run
-from llava_ds.infer.evaluate import questions_of
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.data.sources import read_samples
 from llava_ds.distributed import Ranks
 from llava_ds.ds_config.native import extensions_folder
+from llava_ds.evaluation.files import Given
+from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import PictureOptions
 from llava_ds.infer.engines import CAN_BE_CUT, NO_KERNELS, EngineOptions, load_for_inference, zero_config
 from llava_ds.infer.generate import Prompt, Sampling, answer, stream
@@ -51,7 +51,10 @@ def data(tmp_path_factory) -> dict[str, str]:
 
 
 def prompts(data: dict[str, str]) -> list[Prompt]:
-    return [question.prompt for question in questions_of(read_samples(*data.values()))]
+    return [
+        question.prompt
+        for question in read_questions("llava", Given(data["data_path"], image_folder=data["image_folder"]), None)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["square", "tied", "anyres"])
@@ -162,7 +165,12 @@ def test_answers_are_the_same(num_ranks, cases, data, tmp_path):
 def test_the_script_on_two_ranks_says_what_one_process_says(toy, data):
     picture = str(next(Path(data["image_folder"]).glob("*.png")))
     chat, flags = ROOT / "run" / "chat.py", ["--model_path", str(toy), "--max_new_tokens", "6", "--engine", "deepspeed"]
-    asked = Prompt(questions_of(read_samples(*data.values()))[0].prompt.messages[:1], (picture,))
+    asked = Prompt(
+        read_questions("llava", Given(data["data_path"], image_folder=data["image_folder"]), None)[0].prompt.messages[
+            :1
+        ],
+        (picture,),
+    )
     text = asked.messages[0].text.removeprefix("<image>\n")
     done = launch(2, chat, *flags, "--image", picture, "--question", text)
     assert done.returncode == 0, done.stderr

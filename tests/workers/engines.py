@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import torch
-from llava_ds.infer.evaluate import questions_of
 from torch import nn
 
 from llava_ds.constants import ConfigError
-from llava_ds.data.sources import read_samples
 from llava_ds.distributed import init_ranks, quiet_libraries
+from llava_ds.evaluation.files import Given
+from llava_ds.evaluation.tasks import read_questions
 from llava_ds.infer.engines import EngineOptions, load_for_inference
 from llava_ds.infer.generate import answer
 from llava_ds.infer.load import LoadedModel
@@ -33,7 +33,8 @@ def main() -> None:
     quiet_libraries()
     ranks = init_ranks()
     for case in json.loads(Path(listed).read_text(encoding="utf-8")):
-        questions = questions_of(read_samples(case["data_path"], case["image_folder"]))[: case["questions"]]
+        given = Given(case["data_path"], image_folder=case["image_folder"])
+        questions = read_questions("llava", given, case["questions"])
         prompts = [question.prompt for question in questions]
         asked = {"batch_size": 20, "max_new_tokens": case["max_new_tokens"]}
         dtype = case["options"].get("dtype", "auto")
