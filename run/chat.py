@@ -10,7 +10,7 @@ import os
 import sys
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import Ranks, exit_for_bad_input, init_ranks, quiet_libraries
+from llava_ds.distributed import Ranks, exit_for_bad_input, exit_for_failure, init_ranks, quiet_libraries
 from llava_ds.infer.chat import Session, checked_media, converse, end_followers, follow, tell, terminal_reader
 from llava_ds.infer.engines import add_engine_flags, engine_options, load_for_inference
 from llava_ds.infer.generate import Sampling
@@ -103,3 +103,5 @@ if __name__ == "__main__":
         main()
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, "run/chat.py")
+    except Exception:
+        exit_for_failure()

@@ -18,13 +18,22 @@ from llava_ds.distributed import (
     Ranks,
     check_same,
     exit_for_bad_input,
+    exit_for_failure,
     first_rank_first,
     gather,
     init_ranks,
     print_first,
     quiet_libraries,
 )
-from llava_ds.evaluation.answers import MAIN_COLUMN, Part, answered, open_store, write_answers, write_scores
+from llava_ds.evaluation.answers import (
+    MAIN_COLUMN,
+    WITHOUT_PICTURE,
+    Part,
+    answered,
+    open_store,
+    write_answers,
+    write_scores,
+)
 from llava_ds.evaluation.asking import ask, plan_batches
 from llava_ds.evaluation.files import Given
 from llava_ds.evaluation.opening import model_digest, open_model
@@ -53,7 +62,7 @@ def main() -> None:
         questions = read_questions(args.task, given, args.limit)
     asked = {MAIN_COLUMN: questions}
     if args.compare_without_image:
-        asked["without picture"] = [without_image(question) for question in questions]
+        asked[WITHOUT_PICTURE] = [without_image(question) for question in questions]
     metric = TASKS[args.task].metric or args.metric
     data = digest(questions)
     check_same({"what --data_path holds": data}, ranks, "give every machine the same files, under the same paths")
@@ -73,7 +82,8 @@ def main() -> None:
             "packages": {"llava_ds": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
             **moved,
         }
-        store, attempt = open_store(args.output, identity, list(asked), ranks)
+        inputs = [path for path in (data_path, args.annotations) if path is not None]
+        store, attempt = open_store(args.output, identity, inputs, ranks)
     loaded = open_model(args.model_path, moved, options, args.cache_dir, ranks)
 
     scored = {}
@@ -160,3 +170,5 @@ if __name__ == "__main__":
         main()
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, "run/evaluate.py")
+    except Exception:
+        exit_for_failure()

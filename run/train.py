@@ -225,12 +225,14 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     watchdog.enters("export", state.step)
     progress.close()
     if state.stops:
+        progress.trackers.close()
         return stop.leave(state.step, saves, ranks)
     stop.ends(saves)
     if resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
 
     leave_result(engine, finished, form, max_shard_bytes, args, dataset, ranks)
+    progress.trackers.close()
     return 0
 
 

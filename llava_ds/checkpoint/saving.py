@@ -14,7 +14,7 @@ from llava_ds.checkpoint.layout import layout_file, layout_text
 from llava_ds.checkpoint.random_states import random_states
 from llava_ds.checkpoint.state import rewind
 from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
-from llava_ds.distributed import Ranks, print_first
+from llava_ds.distributed import Ranks, from_first, print_first
 
 MAX_FAILED_SAVES = 3  # in a row, until the run ends
 
@@ -72,13 +72,25 @@ class Saver:
     def rewind(self) -> Path | None:
         """Bring the engine back to the last good checkpoint (see state.rewind) and return it; None while there is none.
 
-        One that is being written becomes it first.
+        One that is being written becomes it first. One that is damaged, or gone, gives way to the newest whole one.
         """
         if self._save is not None:
             self._settle()
-        if self.last_good is not None:
-            rewind(self.engine, self.last_good, self.ranks)
-        return self.last_good
+        if self.last_good is None:
+            return None
+        path, lines = from_first(self.ranks, self._whole)
+        print_first(*lines)
+        if path is not None:
+            rewind(self.engine, path, self.ranks)
+        self.last_good = path
+        return path
+
+    def _whole(self) -> tuple[Path | None, list[str]]:
+        problem = commit.problem_with(self.last_good)
+        if problem is None:
+            return self.last_good, []
+        path, lines = commit.newest_whole(self.output_dir)
+        return path, [f"{self.last_good} is not used: {problem}", *lines]
 
     def _begin(self, step: int, keeps_all: bool) -> None:
         """Write a checkpoint's files, or copy what they are to hold. RNG and engine are this moment's in both cases."""

@@ -16,6 +16,11 @@ from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, barrier, gather
 
+# What a run writes of itself, which another one in the same folder would take for its own.
+OF_A_RUN = (
+    "metrics.jsonl", "metrics.csv", "evals.jsonl", "samples.jsonl", "loss_spikes.jsonl", "skipped.jsonl",
+    "skipped_steps.jsonl", "evaluation*.json", "evaluation*.jsonl", "report.html", "loss.png",
+)  # fmt: skip
 GROUP_STATES = {"params", "step"}  # of a parameter group, what is no rate; DeepSpeed's Adam and Lion count there
 
 
@@ -102,14 +107,14 @@ def find_resume_point(
 
 
 def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
-    """Move what lies ahead of the point to a folder of its own: later checkpoints, and the metrics of a fresh start.
+    """Move what lies ahead of the point to a folder of its own: later checkpoints, and all logs at a fresh start.
 
     They are another run's, or damaged: left where they are, a later resume or clean-up would take them for this one's.
     """
     if ranks.is_first:
         ahead = [path for path in commit.checkpoints(output_dir) if commit.step_of(path) > point.step]
         if point.path is None:
-            ahead += output_dir.glob("metrics.jsonl")
+            ahead += [path for name in OF_A_RUN for path in output_dir.glob(name)]
         if ahead:
             target = output_dir / time.strftime("previous-%Y%m%d-%H%M%S")
             target.mkdir()

@@ -7,17 +7,19 @@ While questions are asked, OUTPUT.partial/ holds identity.json and what each ran
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks, from_first, gather, print_first
+from llava_ds.distributed import Ranks, barrier, from_first, gather, print_first
 from llava_ds.evaluation.question import Question
 
 IDENTITY = "identity.json"
 MAIN_COLUMN = "with picture"  # its answers lie in OUTPUT.jsonl
+WITHOUT_PICTURE = "without picture"
+COLUMNS = (MAIN_COLUMN, WITHOUT_PICTURE)
 
 
 @dataclass(frozen=True)
@@ -37,36 +39,50 @@ class Store:
         return self.output.with_suffix(f"{name}.jsonl")
 
 
-def open_store(output: str, identity: dict[str, object], columns: list[str], ranks: Ranks) -> tuple[Store, int]:
+def open_store(output: str, identity: dict[str, object], inputs: Iterable[str], ranks: Ranks) -> tuple[Store, int]:
     """The files of an evaluation, and the number of this attempt at it. All ranks call it together.
 
-    What is there of an evaluation with another identity is moved aside, and said.
+    What is there of an evaluation with another identity is moved aside, and said. inputs: files that it reads, which
+    may not be among them.
     """
     store = Store(Path(output).expanduser(), json.loads(json.dumps(identity)))
     if store.output.suffix != ".json":
         raise ConfigError(f"--output {output}: expected a name that ends in .json")
+    own = {file.resolve() for file in (store.output, *map(store.answers_file, COLUMNS))}
+    if taken := [path for path in inputs if Path(path).expanduser().resolve() in own]:
+        raise ConfigError(f"--output {output} would be written over {taken[0]}, which is read: give another name")
 
     def begin() -> int:
         try:
             store.output.parent.mkdir(parents=True, exist_ok=True)
-            _set_aside_others(store, columns)
-            store.partial.mkdir(exist_ok=True)
-            _write(store.partial / IDENTITY, json.dumps(store.identity, indent=1) + "\n")
+            _set_aside_others(store)
+            _begin_parts(store)
             return 1 + max((int(file.name.split("-")[1]) for file in store.partial.glob("*-*-*.jsonl")), default=0)
         except OSError as error:
             raise ConfigError(f"--output {output} can't be written ({error.strerror}): name another") from error
 
-    return store, from_first(ranks, begin)
+    attempt = from_first(ranks, begin)
+    if ranks.local_rank == 0 and _json(store.partial / IDENTITY) != store.identity:
+        shutil.rmtree(store.partial, ignore_errors=True)  # of a machine that does not share rank 0's disk
+        _begin_parts(store)
+    barrier(ranks)
+    return store, attempt
 
 
-def _set_aside_others(store: Store, columns: list[str]) -> None:
+def _begin_parts(store: Store) -> None:
+    store.partial.mkdir(parents=True, exist_ok=True)
+    _write(store.partial / IDENTITY, json.dumps(store.identity, indent=1) + "\n")
+
+
+def _set_aside_others(store: Store) -> None:
     """Move what another evaluation left; turn what this one left when it ended into what it goes on from."""
     kept = _json(store.partial / IDENTITY)
     if store.partial.is_dir() and kept != store.identity:
         _move(store.partial, _differences(kept, store.identity))
-    finished = [file for file in [store.output, *map(store.answers_file, columns)] if file.exists()]
+    finished = [file for file in [store.output, *map(store.answers_file, COLUMNS)] if file.exists()]
     ended = (_json(store.output) or {}).get("identity")
-    if finished and ended != store.identity:
+    broken_off = ended is None and kept == store.identity  # between its answers and its scores
+    if finished and ended != store.identity and not broken_off:
         for file in finished:
             _move(file, _differences(ended, store.identity))
 

@@ -42,8 +42,8 @@ class Conversation:
         return Conversation((*self.messages, Message("human", text)), (*self.media, *shown))
 
     def answered(self, text: str) -> "Conversation":
-        """With the answer to the last question."""
-        return Conversation((*self.messages, Message("gpt", text)), self.media)
+        """With the answer to the last question, in which a picture's mark would stand for a picture."""
+        return Conversation((*self.messages, Message("gpt", text.replace(IMAGE_TOKEN, ""))), self.media)
 
     def record(self) -> dict[str, object]:
         """As a record of LLaVA's JSON. Raises DataError where pictures and videos are mixed, which it can't say."""

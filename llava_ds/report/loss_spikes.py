@@ -41,15 +41,19 @@ class LossSpikes:
         self.found: list[dict] = []  # those that nothing was done about yet, the same on every rank
         self._plan = lambda step: next(layout.steps(order, dataset.lengths, step - 1))[1]
         self._dataset = dataset
-        steps, spikes = from_first(ranks, lambda: (rows_of(output_dir / "metrics.jsonl"), rows_of(self.path)))
-        earlier = [row for row in spikes if row["step"] <= resume_step]
+        window = training.loss_spike_window
+
+        def read() -> tuple[list[tuple[int, float]], list[dict]]:
+            steps = [(row["step"], row["loss"]) for row in rows_of(output_dir / "metrics.jsonl")]
+            earlier = [(step, loss) for step, loss in steps if step <= resume_step]
+            return earlier[-window:], [row for row in rows_of(self.path) if row["step"] <= resume_step]
+
+        losses, earlier = from_first(ranks, read)
         self.log = RowLog(self.path, earlier) if ranks.is_first else None
         self._rewound = [row["rewound_to"] for row in earlier if row["last"] and row["rewound_to"] is not None]
         known = {row["step"] for row in earlier}
-        self._losses: deque[float | None] = deque(maxlen=training.loss_spike_window)
-        for row in steps:
-            if row["step"] <= resume_step:
-                self._losses.append(None if row["step"] in known else row["loss"])
+        self._losses: deque[float | None] = deque((None if step in known else loss for step, loss in losses), window)
+        self.problem: str | None = None  # why the run can't go on, the same on every rank
 
     def add(self, results: list) -> None:
         """Judge some steps: StepResults with numbers, the same on every rank."""
@@ -75,7 +79,18 @@ class LossSpikes:
             self.log.write(self.found)
         if rewound_to is not None:
             self._rewound.append(rewound_to)
+            latest = self._rewound[-MOST_REWINDS:]
+            if len(latest) == MOST_REWINDS and len(set(latest)) == 1:
+                self.problem = self._too_often(rewound_to)
         self.found = []
+
+    def _too_often(self, checkpoint: str) -> str:
+        return (
+            f"the run went back to {checkpoint} {MOST_REWINDS} times and met another spike of the loss each time. "
+            f"{self.path} has the samples of those steps. {checkpoint} is as good as before: look at the data, lower "
+            "--learning_rate or set --max_grad_norm (both begin the run anew), or go on from there with a larger "
+            "--loss_spike_sigma and --allow_changed_flags loss_spike_sigma"
+        )
 
     def describe(self) -> str:
         """What was found, in a few words."""
@@ -84,16 +99,4 @@ class LossSpikes:
         return (
             f"the loss of step {first['step']:,}{more} is a spike: {first['loss']:.4f}, where the steps before had "
             f"{first['mean']:.4f} (standard deviation {first['deviation']:.4f})"
-        )
-
-    @property
-    def problem(self) -> str | None:
-        """Why the run can't go on, the same on every rank; None while it can."""
-        latest = self._rewound[-MOST_REWINDS:]
-        if len(latest) < MOST_REWINDS or len(set(latest)) > 1:
-            return None
-        return (
-            f"the run went back to {latest[0]} {MOST_REWINDS} times and met another spike of the loss each time. "
-            f"{self.path} has the samples of those steps. {latest[0]} is as good as before: look at the data, lower "
-            "--learning_rate or set --max_grad_norm (both begin the run anew), or raise --loss_spike_sigma"
         )

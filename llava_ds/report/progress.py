@@ -66,7 +66,7 @@ class Progress:
         """result: a StepResult of the loop; flush: whether to write at once, so that the log does not lag behind a
         checkpoint, whose time is not a step's."""
         self.pending.append(result)
-        if flush or len(self.pending) == self.logging_steps or result.step == self.max_steps:
+        if flush or result.step % self.logging_steps == 0 or result.step == self.max_steps:
             self.flush()
         if flush:
             self.trackers.flush()
@@ -98,8 +98,9 @@ class Progress:
         """End the bar, draw the curve, and leave the report."""
         self.flush()
         self.bar.close()
-        self.trackers.close()
         if self.ranks.is_first:
+            for other in (self.skipped, self.skipped_steps, self.spikes):
+                other.log.write([])  # what waits for room on the disk
             self.plot.close()
             self.log.close()
             leave_report(self.output_dir)

@@ -4,6 +4,7 @@ import math
 import os
 import random
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from llava_ds.redact import redact
 
 # More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
 MOST_POINTS = 5_000
+CLOSING_S = 60.0
 FLUSH_S = 30  # what a killed run may lack there
 PROJECT = "llava_ds"  # unless WANDB_PROJECT or TRACKIO_PROJECT says otherwise
 
@@ -53,7 +55,12 @@ class Trackers:
         self._all(lambda tracker: tracker.flush())
 
     def close(self) -> None:
-        self._all(lambda tracker: tracker.close())
+        """End them, and wait no longer than CLOSING_S: what a service does not take by then it does not get."""
+        thread = threading.Thread(target=lambda: self._all(lambda tracker: tracker.close()), daemon=True)
+        thread.start()
+        thread.join(CLOSING_S)
+        if thread.is_alive():
+            print_first(f"WARNING: {', '.join(self.opened)} did not end within {CLOSING_S:.0f} s: left alone")
         self.opened = {}
 
     def _all(self, act: Callable[[Tracker], None]) -> None:

@@ -38,7 +38,7 @@ class Boundary:
         self.check_divergence_steps = training.check_divergence_steps
         self.stop, self.watchdog, self.progress, self.evaluation = stop, watchdog, progress, evaluation
         self.skipped, self.skipped_steps, self.spikes = progress.skipped, progress.skipped_steps, progress.spikes
-        self.saver = saver
+        self.saver, self.logging_steps, self._evaluation_s = saver, training.logging_steps, 0.0
 
     def after_step(self, result: StepResult) -> float:
         """What the loop calls. Returns the seconds that are not the step's.
@@ -46,33 +46,52 @@ class Boundary:
         Raises DataError, on every rank, where the run can't go on: too many broken samples or skipped steps, copies
         that differ between ranks, a disk that takes no checkpoint.
         """
-        started = time.perf_counter()
-        self.state.stops = self.stop.agreed(result.step_time_s)
-        finished = result.step == self.num_steps
+        started, step = time.perf_counter(), result.step
+        finished = step == self.num_steps
+        self.state.stops = self.stop.agreed(result.step_time_s, self._evaluation_ahead_s(step))
+        evaluates = not self.state.stops and self.evaluation.is_due(step, finished)
         last = finished or self.state.stops
-        saves = self.save_steps is not None and (last or result.step % self.save_steps == 0)
-        evaluates = not self.state.stops and self.evaluation.is_due(result.step, finished)
+        saves = self.save_steps is not None and (last or step % self.save_steps == 0)
         self.progress.after_step(result, flush=saves or evaluates)
-        if self.spikes.found:
-            self._meet_spike(result.step)
-        check_replicas(self.model, result.step, self.check_divergence_steps, self.ranks)
-        last = last or self.skipped.problem is not None
-        saves = saves or (last and self.save_steps is not None)
+        # Not wherever the log was read: where a run goes back may not depend on who looks at it when.
+        rewinds = bool(self.spikes.found) and (saves or finished or step % self.logging_steps == 0)
+        if rewinds:
+            self._meet_spike(step)
+        check_replicas(self.model, step, self.check_divergence_steps, self.ranks)
         # Weights that steps have left as they were, or that were brought back, are in the last checkpoint.
         ends = [p for p in (self.skipped_steps.problem, self.spikes.problem) if p is not None]
-        last = last or bool(ends)
+        last = last or bool(ends) or self.skipped.problem is not None
+        saves = (saves or (last and self.save_steps is not None)) and not ends
         if evaluates and not ends:
-            self.watchdog.enters("evaluation", result.step)
-            self.evaluation.run(result.step, finished)
-        if saves:
-            self.watchdog.enters("save", result.step)
-            settle_skipped_steps(self.engine)
+            self._evaluate(step, finished)
         # What was saved before steps that change nothing is kept until one changes something.
-        failed = self.saver.after_step(result.step, saves, last, keeps_all=self.skipped_steps.in_a_row > 0)
+        failed = self._save(step, saves, last, keeps_all=self.skipped_steps.in_a_row > 0)
         if problems := [p for p in (self.skipped.problem, *ends, failed) if p is not None]:
             raise DataError("\n".join(problems))
-        self.watchdog.enters("step", result.step + 1)
-        return self.stop.saved(time.perf_counter() - started) if saves or evaluates else 0.0
+        self.watchdog.enters("step", step + 1)
+        return time.perf_counter() - started if saves or evaluates or rewinds else 0.0
+
+    def _save(self, step: int, saves: bool, last: bool, keeps_all: bool) -> str | None:
+        """Let the saver do what is due. Returns why the run has to end, if it has to."""
+        started = time.perf_counter()
+        if saves:
+            self.watchdog.enters("save", step)
+            settle_skipped_steps(self.engine)
+        failed = self.saver.after_step(step, saves, last, keeps_all=keeps_all)
+        if saves:
+            self.stop.saved(time.perf_counter() - started)
+        return failed
+
+    def _evaluate(self, step: int, finished: bool) -> None:
+        started = time.perf_counter()
+        self.watchdog.enters("evaluation", step)
+        self.evaluation.run(step, finished)
+        self._evaluation_s = time.perf_counter() - started
+
+    def _evaluation_ahead_s(self, step: int) -> float:
+        """Seconds of an evaluation that would come before the next chance to stop."""
+        due = any(self.evaluation.is_due(at, at == self.num_steps) for at in (step, step + 1))
+        return self._evaluation_s if due else 0.0
 
     def _meet_spike(self, step: int) -> None:
         """Say it, and go back to the last checkpoint where that is asked for: what came since then is passed over."""

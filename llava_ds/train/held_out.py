@@ -18,13 +18,15 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.encode import end_markers
 from llava_ds.data.loader import Layout, micro_batches
 from llava_ds.data.templates import TEMPLATES
-from llava_ds.distributed import Ranks, all_sum
+from llava_ds.distributed import Ranks, all_sum, gather
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The part of a sample up to its first answer, and that answer's text; images: paths, for a person to look at."""
+    """The part of a sample up to its first answer, and that answer's text; index: of the sample in its data set;
+    images: paths, for a person to look at."""
 
+    index: int
     id: str
     question: str
     images: list[str]
@@ -75,6 +77,7 @@ def prompts_of(dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokeni
         question = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
         found.append(
             Prompt(
+                index=index,
                 id=str(row["id"]),
                 question=question.replace(TEMPLATES[template].system, "", 1).strip(),
                 images=dataset.pictures_of(index)[: len(shown)],
@@ -158,7 +161,10 @@ class Evaluation:
         self._layout, self._num_workers, self._log, self._ranks = layout, args.data.dataloader_num_workers, log, ranks
         self._tokenizer, self._template = tokenizer, args.model.version
         number = args.training.num_sample_questions
-        self._prompts = prompts_of(asked, number, tokenizer, self._template) if asked else []
+        prompts = prompts_of(asked, number, tokenizer, self._template) if asked else []
+        # A picture may be missing on one machine only.
+        shown = set.intersection(*(set(part) for part in gather([prompt.index for prompt in prompts], ranks)))
+        self._prompts = [prompt for prompt in prompts if prompt.index in shown]
 
     def is_due(self, step: int, last: bool) -> bool:
         """last: whether the run ends with this step."""

@@ -140,20 +140,23 @@ class Stopping:
             self._release()
             raise
 
-    def agreed(self, step_time_s: float) -> bool:
-        """Whether to save and stop at this boundary, the same on every rank. Each calls it once per step."""
+    def agreed(self, step_time_s: float, ahead_s: float = 0.0) -> bool:
+        """Whether to save and stop at this boundary, the same on every rank. Each calls it once per step.
+
+        ahead_s: seconds of what else comes before the next chance.
+        """
         self._num_steps += 1
         if self._num_steps > 1:  # the first one also compiles and allocates
             self._longest_step_s = max(self._longest_step_s, step_time_s)
-        if self._limit_s is not None and not self._asked and self._elapsed_s() > self._limit_s - self._needed_s():
+        limited = self._limit_s is not None and not self._asked
+        if limited and self._elapsed_s() > self._limit_s - self._needed_s() - ahead_s:
             self._asked = TIME_IS_OVER
         self._reason = self._agreement.exchange(self._asked)
         return self._reason != 0
 
-    def saved(self, seconds: float) -> float:
-        """Note how long a checkpoint took, with what was done before it, for --max_run_time. Returns it."""
+    def saved(self, seconds: float) -> None:
+        """Note how long a checkpoint took, for --max_run_time."""
         self._longest_save_s = max(seconds, self._longest_save_s or 0.0)
-        return seconds
 
     def ends(self, is_saved: bool) -> None:
         """Training is over. is_saved: whether a checkpoint holds all of it, so that a request ends the process at once,

@@ -151,7 +151,7 @@ def test_only_what_is_not_answered_is_asked_and_in_whole_batches(questions, monk
 
 
 def store_of(tmp_path, **identity):
-    return open_store(str(tmp_path / "scores.json"), {"model": "a", "data": "b", **identity}, [MAIN], RANKS)
+    return open_store(str(tmp_path / "scores.json"), {"model": "a", "data": "b", **identity}, [], RANKS)
 
 
 def test_answers_are_found_after_a_break(tmp_path):
@@ -194,10 +194,10 @@ def test_a_finished_evaluation_is_not_asked_again_and_another_is_moved_aside(tmp
 
 def test_an_output_has_a_name_that_answers_can_lie_beside(tmp_path):
     with pytest.raises(ConfigError, match=r"ends in \.json"):
-        open_store(str(tmp_path / "scores"), {}, [MAIN], RANKS)
+        open_store(str(tmp_path / "scores"), {}, [], RANKS)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can't be written"):
-        open_store(str(tmp_path / "file" / "scores.json"), {}, [MAIN], RANKS)
+        open_store(str(tmp_path / "file" / "scores.json"), {}, [], RANKS)
 
 
 def test_another_models_weights_are_another_model(model, tmp_path):

@@ -75,7 +75,8 @@ def folder(tmp_path_factory):
             {
                 **flags,
                 **KINDS[kind][0],
-                "per_device_train_batch_size": 8,  # accumulation is what is left
+                "per_device_train_batch_size": 8,  # on other ranks accumulation is what is left
+                **({"train_batch_size": 8} if move[0] == size else {}),
                 "deepspeed_config": ds_config(move[3]),
                 "output_dir": break_off(
                     folder / kind / f"{move[0]}-zero{move[1]}", folder / kind / name_of(move), SAVED
