@@ -4,7 +4,9 @@ import math
 import os
 import random
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +20,6 @@ from llava_ds.redact import redact
 # More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
 MOST_POINTS = 5_000
 CLOSING_S = 60.0
-FLUSH_S = 30  # what a killed run may lack there
 PROJECT = "llava_ds"  # unless WANDB_PROJECT or TRACKIO_PROJECT says otherwise
 
 
@@ -126,31 +127,38 @@ def scalars(row: dict) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in output_dir/tensorboard."""
+    """Event files in output_dir/tensorboard, written at once: the package has a thread for that, whose errors
+    nobody can catch."""
 
     def __init__(self, args: Arguments, output_dir: Path, resume_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import FileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.summary = Summary
-        self.writer = FileWriter(output_dir / "tensorboard", flush_secs=FLUSH_S)
+        self.event, self.summary = Event, Summary
+        folder = output_dir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        # The names' order is the events'.
+        number = len(list(folder.glob("events.out.tfevents.*")))
+        name = f"events.out.tfevents.{int(time.time()):010d}.{number:05d}.{socket.gethostname()}.{os.getpid()}"
+        self.records = RecordWriter((folder / name).open("xb", buffering=0))
         # Readers pass over what earlier files have from this step on.
-        self.writer.add_event(Event(file_version="brain.Event:2"), resume_step + 1)
-        self.writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), resume_step + 1)
+        self._add(resume_step + 1, file_version="brain.Event:2")
+        self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, values: dict[str, float], step: int) -> None:
-        # In one event: by SummaryWriter.add_scalar, each value costs as much as all of them do so.
         value = self.summary.Value
-        self.writer.add_summary(
-            self.summary(value=[value(tag=name, simple_value=number) for name, number in values.items()]), step
-        )
+        points = [value(tag=name, simple_value=number) for name, number in values.items()]
+        self._add(step, summary=self.summary(value=points))
 
     def flush(self) -> None:
-        self.writer.flush()
+        pass  # nothing waits
 
     def close(self) -> None:
-        self.writer.close()
+        self.records.close()
+
+    def _add(self, step: int, **content: object) -> None:
+        self.records.write(self.event(wall_time=time.time(), step=step, **content).SerializeToString())
 
 
 class Logged:

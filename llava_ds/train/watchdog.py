@@ -96,10 +96,18 @@ class Watchdog:
                 self.enters("done", self._at[1])
                 self._send(replace(self._beat, phase="done", step=self._at[1], seconds=0.0, limit=self._limit("done")))
             if error is None:
-                barrier(self._ranks)
+                self._wait_for_all()
         self._closed.set()
         self._thread.join(timeout=WRITING_S)
         self._thread = None
+
+    def _wait_for_all(self) -> None:
+        """Until every rank is at its end. One that fails there says so itself, and the launcher ends this one."""
+        try:
+            barrier(self._ranks)
+        except RuntimeError as lost:
+            self._raised(lost)
+            raise
 
     def _raised(self, error: Exception) -> None:
         """Tell the others why this rank ends, and name it before the traceback."""
