@@ -18,7 +18,7 @@ from torch import nn
 
 from llava_ds.checkpoint.gather import gathered
 from llava_ds.checkpoint.identity import ENGINE
-from llava_ds.checkpoint.layout import write_layout
+from llava_ds.checkpoint.layout import layout_file, layout_text
 from llava_ds.checkpoint.random_states import random_states
 from llava_ds.checkpoint.state import ResumePoint, restore
 from llava_ds.distributed import Ranks, all_sum, init_ranks, quiet_libraries
@@ -88,7 +88,7 @@ def run(case: dict, ranks: Ranks) -> dict:
         rates.append(result.lr)
         if result.step == SAVED and "before" in case:
             engine.save_checkpoint(str(folder), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)
-            write_layout(engine, folder, ranks)
+            layout_file(folder, ranks.rank).write_text(layout_text(engine))
             torch.save(random_states(ranks.device), folder / f"random-{ranks.rank}.pt")
             torch.distributed.barrier()
         return 0.0
