@@ -25,6 +25,8 @@ class RowLog:
         """Append rows, in one write, so that a killed run leaves whole lines."""
         told = bool(self.waiting)
         self.waiting += rows
+        if not self.waiting:
+            return
         before = None
         try:
             with self.path.open("ab", buffering=0) as file:
