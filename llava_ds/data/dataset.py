@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -280,6 +280,11 @@ def open_encoded(
         pictures=pictures,
         fingerprint=digest_of([*common, repr(used), *contents, *outcome]),
     )
+
+
+def sample_ids(dataset: EncodedDataset, samples: Iterable[int]) -> list[str]:
+    """The ids that the records of samples have in their files."""
+    return [str(dataset.row(int(dataset.rows[sample]))["id"]) for sample in samples]
 
 
 def check_same_data(fingerprint: str, ranks: Ranks) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 
 from llava_ds.arguments import TrainingArguments
-from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.dataset import EncodedDataset, sample_ids
 from llava_ds.data.loader import Layout
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks, from_first
@@ -73,7 +73,7 @@ class LossSpikes:
         for row in self.found:
             plan = self._plan(row["step"])
             samples = [sample for rank in plan for micro_batch in rank for sample in micro_batch]
-            row["samples"] = [str(self._dataset.row(int(self._dataset.rows[sample]))["id"]) for sample in samples]
+            row["samples"] = sample_ids(self._dataset, samples)
             row["rewound_to"], row["last"] = rewound_to, row is self.found[-1]
         if self.ranks.is_first:
             self.log.write(self.found)

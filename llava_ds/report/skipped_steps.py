@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.dataset import EncodedDataset, sample_ids
 from llava_ds.data.loader import Layout
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks, from_first, gather, print_first
@@ -69,7 +69,7 @@ class SkippedSteps:
         wrong = [rank for rank, finite in enumerate(gather(math.isfinite(loss), self.ranks)) if not finite]
         plan = self._plan(step)
         samples = [sample for rank in wrong or range(len(plan)) for micro_batch in plan[rank] for sample in micro_batch]
-        ids = [str(self._dataset.row(int(self._dataset.rows[sample]))["id"]) for sample in samples]
+        ids = sample_ids(self._dataset, samples)
         what = "loss" if wrong else "gradients"
         if self.ranks.is_first:
             self.log.write([{"step": step, "not_finite": what, "ranks": wrong, "samples": ids}])

@@ -107,13 +107,15 @@ def answers(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     max_new_tokens: int,
+    max_length: int,
     ranks: Ranks,
 ) -> list[str]:
     """The greedy answer to each prompt, by the engine as it trains, whatever its ZeRO stage.
 
     All ranks call it together, and compute all of it, for at ZeRO-3 none can compute alone. What was said is computed
     anew for every token, which a few short answers can afford: no cache has to fit the language model of training.
-    dataset: for how pictures are laid out.
+    dataset: for how pictures are laid out; max_length: where samples of training are cut, beyond which a language model
+    may have no positions.
     """
     engine.eval()
     ends = set(end_markers(template, tokenizer))
@@ -130,7 +132,7 @@ def answers(
                 going.remove(i)
                 continue
             said[i].append(token)
-            if len(said[i]) == max_new_tokens:
+            if len(said[i]) == min(max_new_tokens, max_length - len(prompts[i].sample.input_ids)):
                 going.remove(i)
     engine.train()
     return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in said]
@@ -159,7 +161,7 @@ class Evaluation:
         from; None of either: it is not."""
         self._engine, self._training, self._held_out, self._asked = engine, args.training, held_out, asked
         self._layout, self._num_workers, self._log, self._ranks = layout, args.data.dataloader_num_workers, log, ranks
-        self._tokenizer, self._template = tokenizer, args.model.version
+        self._tokenizer, self._template, self._max_length = tokenizer, args.model.version, args.data.model_max_length
         number = args.training.num_sample_questions
         prompts = prompts_of(asked, number, tokenizer, self._template) if asked else []
         # A picture may be missing on one machine only.
@@ -179,9 +181,15 @@ class Evaluation:
             )
             self._log.add_loss(step, loss, tokens, samples, time.perf_counter() - started)
         if self._asks(step, last):
-            longest = self._training.sample_max_new_tokens
             said = answers(
-                self._engine, self._prompts, self._asked, self._tokenizer, self._template, longest, self._ranks
+                self._engine,
+                self._prompts,
+                self._asked,
+                self._tokenizer,
+                self._template,
+                self._training.sample_max_new_tokens,
+                self._max_length,
+                self._ranks,
             )
             shown = ("id", "question", "images", "reference")
             rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, said)]

@@ -8,7 +8,7 @@ import torch
 from llava_ds.arguments import TrainingArguments
 from llava_ds.batch import Batch
 from llava_ds.constants import ConfigError
-from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.dataset import EncodedDataset, sample_ids
 from llava_ds.data.loader import Layout
 from llava_ds.data.sampler import SampleOrder
 from llava_ds.distributed import Ranks
@@ -90,7 +90,7 @@ class MemoryWatch:
 
 def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
     """How many, and the ids of the first."""
-    ids = [str(dataset.row(int(dataset.rows[i]))["id"]) for i in samples[:MOST_NAMED]]
+    ids = sample_ids(dataset, samples[:MOST_NAMED])
     more = f" and {len(samples) - MOST_NAMED:,} more" if len(samples) > MOST_NAMED else ""
     return f"{len(samples):,} samples ({', '.join(ids)}{more})"
 
