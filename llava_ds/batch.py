@@ -17,6 +17,7 @@ class Batch:
     input_ids (1, T) int64, 0 at image positions; position_ids (1, T) int64, from 0 in every sample;
     cu_seqlens (samples + 1,) int32, where samples start, and T; max_seqlen, the longest sample;
     target_positions (S,) int64, positions whose output is supervised; targets (S,) int64, the ids expected there;
+    target_sources (S,) int64, the data source of each, by number;
     pixel_values (N, 3, H, W) uint8, at least one tile (a blank one placed nowhere if the samples have none);
     pool_index (R, K) int64, which of the N * P features are pooled; pool_weight (R, K) float32, their weights;
     image_positions (M,) int64, where in T something of a picture goes, newlines last; feature_index (F,) int64, what
@@ -29,6 +30,7 @@ class Batch:
     max_seqlen: int
     target_positions: torch.Tensor
     targets: torch.Tensor
+    target_sources: torch.Tensor
     pixel_values: torch.Tensor
     pool_index: torch.Tensor
     pool_weight: torch.Tensor

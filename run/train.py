@@ -221,7 +221,8 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     )
     watchdog.enters("step", state.step + 1)
     with watch, stop.training(args.training.max_run_time, ranks):
-        train(engine, steps, state, num_steps, args.training.loss_reduction, ranks, boundary.after_step)
+        reduction, num_sources = args.training.loss_reduction, len(dataset.sources)
+        train(engine, steps, state, num_steps, reduction, num_sources, ranks, boundary.after_step)
     watchdog.enters("export", state.step)
     progress.close()
     if state.stops:

@@ -16,12 +16,14 @@ from llava_ds.geometry import MediaLayout, PictureOptions
 class LoadedSample:
     """input_ids and labels (length,) int64, IMAGE_TOKEN_INDEX at image positions.
 
-    media: per picture or video in reading order, its tiles (n, 3, S, S) uint8 and their layout.
+    media: per picture or video in reading order, its tiles (n, 3, S, S) uint8 and their layout; source: the number of
+    the data source that it is from.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     media: list[tuple[torch.Tensor, MediaLayout]]
+    source: int = 0
 
 
 def collate(samples: list[LoadedSample], options: PictureOptions) -> Batch:
@@ -40,6 +42,7 @@ def collate(samples: list[LoadedSample], options: PictureOptions) -> Batch:
     labels = torch.cat([sample.labels for sample in samples])  # (T,)
     labels[cu_seqlens[:-1]] = IGNORE_INDEX  # what comes before a sample's first token is another sample
     supervised = (labels != IGNORE_INDEX).nonzero()[:, 0]  # (S,)
+    sources = torch.tensor([sample.source for sample in samples])
 
     is_image = ids == IMAGE_TOKEN_INDEX
     pixels = [tiles for sample in samples for tiles, _ in sample.media]
@@ -56,6 +59,7 @@ def collate(samples: list[LoadedSample], options: PictureOptions) -> Batch:
         max_seqlen=int(lengths.max()),
         target_positions=supervised - 1,
         targets=labels[supervised],
+        target_sources=sources.repeat_interleave(lengths)[supervised],
         pixel_values=pixel_values,
         pool_index=pool_index,
         pool_weight=pool_weight,

@@ -68,19 +68,21 @@ class BrokenSample:
 class EncodedDataset(torch.utils.data.Dataset):
     """The accepted samples by index, their pictures decoded when asked for.
 
-    fingerprint: a hash of everything that the samples depend on; lengths and num_targets: per sample, tokens and
-    supervised tokens (lists of int); rows: of these samples among all records.
+    sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; lengths
+    and num_targets: per sample, tokens and supervised tokens (lists of int); rows: of these samples among all records.
     """
 
     def __init__(
         self,
         table: datasets.Dataset,
         folder: Path,
+        sources: list[str],
         descriptions: list[str],
         pictures: geometry.PictureOptions,
         fingerprint: str,
     ) -> None:
         self.folder = folder  # that the table is read from
+        self.sources = sources
         self.descriptions = descriptions  # of the sources: how they are read
         self.pictures = pictures
         self.fingerprint = fingerprint
@@ -108,7 +110,7 @@ class EncodedDataset(torch.utils.data.Dataset):
                 note_stale(self.folder)
             place = (row.column(name)[0].as_py() for name in ("file", "line", "index", "id"))
             return BrokenSample(*place, str(error))
-        return LoadedSample(*_ids_and_labels(row), loaded)
+        return LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
 
     def lengths_for(self, how: str) -> list[int]:
         """What an order of the sampler goes by: for "modality" and "length" the numbers that LLaVA takes."""
@@ -276,10 +278,28 @@ def open_encoded(
     return EncodedDataset(
         table,
         folder=rows.folder,
+        sources=short_names([source.path for source in sources]),
         descriptions=[source.describe() for source in sources],
         pictures=pictures,
         fingerprint=digest_of([*common, repr(used), *contents, *outcome]),
     )
+
+
+def short_names(paths: list[str]) -> list[str]:
+    """A different name for each data source: its file's, with as many folders as it takes to tell them apart."""
+    parts, stems = [Path(path).parts for path in paths], [Path(path).stem for path in paths]
+    for depth in range(max(map(len, parts))):
+        names = ["/".join(part[-depth:]) for part in parts] if depth else stems
+        if len(set(names)) == len(names):
+            return names
+    # One file more than once, as different parts of it.
+    return [f"{stem} ({number})" for number, stem in enumerate(stems, 1)]
+
+
+def means_by_source(sources: list[str], sums: list[float], targets: list[float]) -> dict[str, float]:
+    """The mean loss per supervised token of each data source that has any, in the five digits that are looked at."""
+    means = {name: total / number for name, total, number in zip(sources, sums, targets) if number}
+    return {name: float(f"{mean:.5g}") for name, mean in means.items()}
 
 
 def sample_ids(dataset: EncodedDataset, samples: Iterable[int]) -> list[str]:

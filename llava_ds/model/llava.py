@@ -43,10 +43,14 @@ class LlavaModel(nn.Module):
         last_layer.shorten(self.language_model)
         self._short_last_layer = True
 
-    def forward(self, batch: Batch, logits_at: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, batch: Batch, logits_at: torch.Tensor | None = None, num_sources: int | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The cross-entropy summed over the S supervised positions, float32, a scalar.
 
-        With logits_at, (S,) indices into T, the output layer there instead: (S, V).
+        With logits_at, (S,) indices into T, the output layer there instead: (S, V). With num_sources, that sum, and
+        what it consists of: the cross-entropy and the number of positions of every data source, (2, num_sources)
+        float32, without a gradient.
         """
         wanted = batch.target_positions if logits_at is None else logits_at
         options = {}
@@ -67,7 +71,8 @@ class LlavaModel(nn.Module):
         output_layer = self.language_model.get_output_embeddings()
         if logits_at is not None:
             return final_logits(output_layer(hidden), self.language_model.config)
-        return output_layer(hidden, targets=batch.targets, softcap=self._softcap)
+        loss, row_losses = output_layer(hidden, targets=batch.targets, softcap=self._softcap)
+        return loss if num_sources is None else (loss, _by_source(row_losses, batch.target_sources, num_sources))
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """Token embeddings with the pictures' features in their places: (1, T, D).
@@ -104,6 +109,12 @@ def merged(
     if newline is not None:
         placed = newline(placed, len(batch.image_positions))  # (M, D)
     return embeds.index_copy(1, batch.image_positions, placed[None].to(embeds.dtype))
+
+
+def _by_source(row_losses: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
+    """(2, num_sources): losses (S,) summed by source, and their numbers; always in the same order of addition."""
+    is_from = sources == torch.arange(num_sources, device=sources.device)[:, None]  # (num_sources, S)
+    return torch.stack([torch.where(is_from, row_losses, 0.0).sum(1), is_from.sum(1).float()])
 
 
 def _pooled(features: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

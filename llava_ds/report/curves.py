@@ -14,6 +14,7 @@ def curves(run: RunFiles) -> str:
         return sentence(run.problems.get("metrics.jsonl", "There are no steps."), "warn")
     charts = [
         line_chart("Loss per supervised token", loss_series(run)),
+        _sources(run),
         line_chart("Learning rate", _rates(run), log=False),
         _smoothed(run, "Gradient norm", "grad_norm"),
         _smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False),
@@ -38,6 +39,29 @@ def loss_series(run: RunFiles) -> list[Series]:
         Series("running mean", steps, running_mean(losses), colour=0),
     ]
     return [*series, Series("held-out", *held_out, colour=1, dots=True)] if held_out[0] else series
+
+
+def _sources(run: RunFiles) -> str:
+    """For each data source, of a run that has several, the running mean of its loss, and its held-out loss."""
+    names = list(dict.fromkeys(name for row in run.metrics for name in _by_source(row)))
+    series = []
+    for i, name in enumerate(names):
+        (steps, losses), held_out = _of_source(run.metrics, name), _of_source(run.evals, name)
+        series.append(Series(name, steps, running_mean(losses), colour=i % 8))
+        if held_out[0]:
+            series.append(Series(f"{name}, held-out", *held_out, colour=i % 8, dots=True))
+    return line_chart("Loss by data source (running mean)", series) if series else ""
+
+
+def _of_source(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
+    """Steps and losses of one data source."""
+    found = [(row["step"], _by_source(row)[name]) for row in rows if is_number(_by_source(row).get(name))]
+    return [step for step, _ in found], [float(loss) for _, loss in found]
+
+
+def _by_source(row: dict) -> dict[str, float]:
+    found = row.get("source_losses")
+    return found if isinstance(found, dict) else {}
 
 
 def _smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:

@@ -22,13 +22,17 @@ class Evals:
                 for path in (output_dir / EVALS, output_dir / SAMPLES)
             )
 
-    def add_loss(self, step: int, loss: float, tokens: int, samples: int, seconds: float) -> None:
-        """loss: the mean over these supervised tokens."""
+    def add_loss(
+        self, step: int, loss: float, tokens: int, samples: int, by_source: dict[str, float], seconds: float
+    ) -> None:
+        """loss: the mean over these supervised tokens; by_source: over those of each data source."""
         if not self.is_first:
             return
         row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples}
-        self.evals.write([{**row, "seconds": round(seconds, 3)}])
-        self.trackers.log({"eval/loss": loss}, step)
+        several = {"source_losses": by_source} if len(by_source) > 1 else {}
+        self.evals.write([{**row, **several, "seconds": round(seconds, 3)}])
+        curves = {f"eval/loss/{name}": mean for name, mean in by_source.items()} if several else {}
+        self.trackers.log({"eval/loss": loss, **curves}, step)
         print_first(f"step {step:,}: the loss on {samples:,} held-out samples is {loss:.4f} ({seconds:.1f} s)")
 
     def add_answers(self, step: int, rows: list[dict[str, object]]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from llava_ds.data.dataset import means_by_source
 from llava_ds.data.loader import Counts
 from llava_ds.distributed import Ranks, all_sum, progress_bar
 from llava_ds.model.flops import ModelFlops
@@ -20,6 +21,9 @@ from llava_ds.report.skipped import SkippedLog
 from llava_ds.report.skipped_steps import SkippedSteps
 from llava_ds.report.table import MetricsTable
 from llava_ds.report.trackers import Trackers
+
+# Rows with a loss for each data source: of longer runs every n-th step has it, so that logs of mixtures stay small.
+MOST_BY_SOURCE = 10_000
 
 
 class Progress:
@@ -35,6 +39,7 @@ class Progress:
         steps_per_epoch: int,
         batch_size: int,
         logging_steps: int,
+        sources: list[str],
         flops: ModelFlops,
         peak_flops: float,
         skipped: SkippedLog,
@@ -44,12 +49,13 @@ class Progress:
         monitor,
         trackers: Trackers,
     ) -> None:
-        """title: of loss.png; batch_size: samples of an optimizer step; peak_flops: of this rank's device, per second;
-        monitor: the engine's, which feeds what the DeepSpeed JSON switches on (TensorBoard, CSV, W&B, Comet);
-        trackers: what --report_to switches on."""
+        """title: of loss.png; batch_size: samples of an optimizer step; sources: the data's names; peak_flops: of this
+        rank's device, per second; monitor: the engine's, which feeds what the DeepSpeed JSON switches on (TensorBoard,
+        CSV, W&B, Comet); trackers: what --report_to switches on."""
         self.batch_size, self.monitor, self.trackers = batch_size, monitor, trackers
         self.output_dir, self.ranks = output_dir, ranks
         self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
+        self.sources, self.source_steps = sources, math.ceil(max_steps / MOST_BY_SOURCE)
         self.flops, self.peak_flops = flops, peak_flops * ranks.world_size
         self.skipped, self.skipped_steps, self.spikes = skipped, skipped_steps, spikes
         self.pending: list = []
@@ -148,7 +154,10 @@ class Progress:
         counts = [Counts(*(int(next(numbers)) for _ in Counts._fields)) for _ in results]
         rest = iter([next(numbers) if isinstance(value, torch.Tensor) else value for value in rest])
         means = [None if result.means is None else self._means_of_all(result.means) for result in results]
-        return [[loss, next(rest), next(rest), *others] for loss, *others in zip(losses, counts, means)]
+        by_source = [None] * len(results)
+        if len(self.sources) > 1:
+            by_source = all_sum(torch.stack([result.by_source for result in results])).tolist()
+        return [[loss, next(rest), next(rest), *others] for loss, *others in zip(losses, counts, means, by_source)]
 
     def _means_of_all(self, means: torch.Tensor) -> list[list[float]]:
         """(ranks, micro-batches) of each rank's (micro-batches,)."""
@@ -174,12 +183,22 @@ class Progress:
             "skipped_steps": int(result.skipped_steps),
             "broken_samples": result.num_planned - result.counts.samples,
         }
+        if result.by_source is not None and (result.step % self.source_steps == 0 or result.step == self.max_steps):
+            row["source_losses"] = means_by_source(self.sources, *result.by_source)
         return row if result.means is None else {**row, "micro_batch_losses": result.means}
 
 
-def _on_host(result, loss: float, grad_norm: float | None, skipped_steps: float, counts: Counts, means: list | None):
+def _on_host(
+    result,
+    loss: float,
+    grad_norm: float | None,
+    skipped_steps: float,
+    counts: Counts,
+    means: list | None,
+    by_source: list | None,
+):
     """A StepResult with numbers in the place of tensors."""
-    values = {"loss": loss, "counts": counts, "skipped_steps": skipped_steps, "means": means}
+    values = {"loss": loss, "counts": counts, "skipped_steps": skipped_steps, "means": means, "by_source": by_source}
     return dataclasses.replace(result, **values, grad_norm=None if grad_norm is None else float(grad_norm))
 
 

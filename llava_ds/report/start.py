@@ -52,6 +52,7 @@ def start_progress(
         steps_per_epoch=layout.steps_per_epoch(order),
         batch_size=layout.batch_size,
         logging_steps=training.logging_steps,
+        sources=dataset.sources,
         flops=flops,
         peak_flops=peak,
         skipped=skipped,

@@ -123,7 +123,8 @@ def scalars(row: dict) -> dict[str, float]:
     }
     rates = {f"train/learning_rate_{i}": rate for i, rate in enumerate(row["lr"]) if rate != row["lr"][0]}
     bad = {f"train/{name}": row[name] for name in ("skipped_steps", "broken_samples") if row[name]}
-    return {name: value for name, value in {**values, **rates, **bad}.items() if value is not None}
+    by_source = {f"train/loss/{name}": loss for name, loss in row.get("source_losses", {}).items()}
+    return {name: value for name, value in {**values, **rates, **by_source, **bad}.items() if value is not None}
 
 
 class TensorBoard:

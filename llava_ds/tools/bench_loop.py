@@ -32,7 +32,7 @@ def measure_loop_overhead(
             if name == "bare":
                 _bare(engine, itertools.islice(itertools.cycle(batches), num_steps * per_step), per_step)
             else:
-                train(engine, itertools.cycle(windows), TrainState(), num_steps, "token", ranks, lambda result: 0.0)
+                train(engine, itertools.cycle(windows), TrainState(), num_steps, "token", 1, ranks, lambda result: 0.0)
             _wait(ranks)
             if turn:  # the first is warm-up
                 times[name].append((time.perf_counter() - started) / num_steps)

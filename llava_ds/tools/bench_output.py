@@ -44,7 +44,7 @@ def measure_output_loss(
         return F.cross_entropy(layer(states).float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
     def ours(states: torch.Tensor) -> torch.Tensor:
-        return layer(states.index_select(0, positions), targets=targets)
+        return layer(states.index_select(0, positions), targets=targets)[0]
 
     def once(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, torch.Tensor]:
         layer.weight.grad = None

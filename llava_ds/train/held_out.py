@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.arguments import Arguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collator import LoadedSample, collate
-from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.dataset import EncodedDataset, means_by_source
 from llava_ds.data.encode import end_markers
 from llava_ds.data.loader import Layout, micro_batches
 from llava_ds.data.templates import TEMPLATES
@@ -37,23 +37,27 @@ class Prompt:
 @torch.no_grad()
 def held_out_loss(
     engine, dataset: EncodedDataset, layout: Layout, num_workers: int, ranks: Ranks
-) -> tuple[float, int, int]:
-    """The mean loss per supervised token over a data set, those tokens, and the samples. All ranks call it together.
+) -> tuple[float, int, int, dict[str, float]]:
+    """The mean loss per supervised token over a data set, those tokens, the samples, and the mean by data source.
 
-    It is laid out as an optimizer step would be that takes all of it: on all ranks, which then have equally many
-    micro-batches, as ZeRO-3 needs.
+    All ranks call it together. It is laid out as an optimizer step would be that takes all of it: on all ranks, which
+    then have equally many micro-batches, as ZeRO-3 needs.
     """
     plan = layout.plan_all(dataset.lengths)
     engine.eval()
-    total = torch.zeros(3, dtype=torch.float64, device=ranks.device)
+    num_sources, num_samples = len(dataset.sources), 0
+    total = torch.zeros(2 + 2 * num_sources, dtype=torch.float64, device=ranks.device)
     for micro in micro_batches(dataset, plan[ranks.rank], num_workers, ranks.device):
-        loss_sum = engine(micro.batch)
-        counted = torch.tensor([0, micro.num_targets, micro.num_samples], dtype=torch.float64)
-        counted[0] = loss_sum.double() if micro.num_targets else 0.0
-        total += counted.to(ranks.device)
+        loss_sum, by_source = engine(micro.batch, num_sources=num_sources)
+        total[0] += loss_sum
+        total[2:] += by_source.flatten()
+        num_samples += micro.num_samples
+    total[1] = num_samples
     engine.train()
-    loss, targets, samples = all_sum(total).tolist()
-    return loss / max(1.0, targets), int(targets), int(samples)
+    loss, samples, *by_source = all_sum(total).tolist()
+    targets = by_source[num_sources:]
+    means = means_by_source(dataset.sources, by_source[:num_sources], targets)
+    return loss / max(1.0, sum(targets)), int(sum(targets)), int(samples), means
 
 
 def prompts_of(dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Prompt]:
@@ -176,10 +180,8 @@ class Evaluation:
         """Do what is due. All ranks call it together."""
         if self._measures(step, last):
             started = time.perf_counter()
-            loss, tokens, samples = held_out_loss(
-                self._engine, self._held_out, self._layout, self._num_workers, self._ranks
-            )
-            self._log.add_loss(step, loss, tokens, samples, time.perf_counter() - started)
+            found = held_out_loss(self._engine, self._held_out, self._layout, self._num_workers, self._ranks)
+            self._log.add_loss(step, *found, time.perf_counter() - started)
         if self._asks(step, last):
             said = answers(
                 self._engine,

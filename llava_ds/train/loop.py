@@ -27,11 +27,13 @@ class StepResult:
 
     loss: this rank's part, which those of all ranks add up to; counts: Window.counts of all ranks, (6,) float64;
     skipped_steps: so far; num_planned: samples with the broken ones, of all ranks; broken: those of this rank;
+    by_source: (2, sources), the summed loss and the supervised tokens that this rank had of each data source;
     means: (micro-batches,), this rank's mean losses, where those are what is averaged. No batch is kept alive by it.
     """
 
     step: int
     loss: torch.Tensor
+    by_source: torch.Tensor
     counts: torch.Tensor
     grad_norm: object  # as the engine gives it: a number, a tensor, or None
     skipped_steps: object  # a number or a tensor
@@ -49,6 +51,7 @@ def train(
     state: TrainState,
     max_steps: int,
     loss_reduction: str,
+    num_sources: int,
     ranks: Ranks,
     after_step: Callable[[StepResult], float],
 ) -> None:
@@ -65,18 +68,20 @@ def train(
         # A picture may break after it was checked: what counts is what the ranks really have, not what was planned.
         counts = all_sum(_on_device(window.counts, ranks.device))
         scales = loss_scales(window, loss_reduction, counts, ranks.world_size)
-        sums = []
+        sums, by_source = [], []
         for i, (batch, scale) in enumerate(zip(window.batches, scales)):
-            loss_sum = engine(batch)  # over this micro-batch's supervised tokens
+            loss_sum, of_sources = engine(batch, num_sources=num_sources)  # over this micro-batch's supervised tokens
             engine.set_gradient_accumulation_boundary(i == len(scales) - 1)
             engine.backward(loss_sum * scale, scale_wrt_gas=False)
             engine.step()
             sums.append(loss_sum.detach())
+            by_source.append(of_sources)
         state.step += 1
         finished = time.perf_counter()
         result = StepResult(
             step=state.step,
             loss=torch.stack(sums).dot(torch.stack(scales)) / ranks.world_size,
+            by_source=torch.stack(by_source).sum(0),
             counts=counts,
             grad_norm=engine.get_global_grad_norm(),
             skipped_steps=skipped_steps(engine),

@@ -84,7 +84,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     mixture, torn = write_mixture(folder / "mixture"), write_torn(folder / "torn")
     outputs: dict[str, Path] = {}
     for ranks in (1, 2):
-        plans = {f"mixture-{ranks}": (mixture, 2, MIXTURE), f"torn-{ranks}": (torn, 3, {})}
+        plans = {f"mixture-{ranks}": (mixture, 1 + ranks, MIXTURE), f"torn-{ranks}": (torn, 3, {})}
         if ranks == 2:
             anyres = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad", "version": "qwen_2"}
             plans["qwen"] = ({**torn, **toys.write_qwen_base(folder / "qwen-base")}, 3, anyres)
@@ -103,8 +103,9 @@ def more_runs(runs) -> dict[str, Path]:
     outputs = {"mixture-4": folder / "mixture-4", "mixture-resumed": folder / "mixture-resumed"}
     shutil.copytree(runs["mixture-2"], outputs["mixture-resumed"])
     shutil.rmtree(outputs["mixture-resumed"] / "checkpoint-6")
-    for ranks, name in ((4, "mixture-4"), (2, "mixture-resumed")):
-        run_many(ranks, folder / f"launch-{name}", [flags_of(base_in(folder), mixture, outputs[name], 2, **MIXTURE)])
+    for ranks, stage, name in ((4, 2, "mixture-4"), (2, 3, "mixture-resumed")):
+        todo = [flags_of(base_in(folder), mixture, outputs[name], stage, **MIXTURE)]
+        run_many(ranks, folder / f"launch-{name}", todo)
     return {**runs, **outputs}
 
 
@@ -131,6 +132,15 @@ def test_a_mixture_has_the_same_order_on_four_ranks(more_runs):
 
 def test_a_mixture_goes_on_in_its_order_after_a_resume(more_runs):
     assert losses(more_runs["mixture-resumed"]) == losses(more_runs["mixture-2"])
+
+
+def test_a_mixture_has_a_loss_for_each_of_its_sources(runs):
+    one, two = (rows(runs[f"mixture-{ranks}"]) for ranks in (1, 2))
+    assert {name for row in one for name in row["source_losses"]} == {"a/data.json", "b/data.jsonl", "c/data.json"}
+    for row, other in zip(one, two, strict=True):
+        assert row["source_losses"] == pytest.approx(other["source_losses"], rel=2e-5)
+        assert min(row["source_losses"].values()) <= row["loss"] + 1e-4
+        assert max(row["source_losses"].values()) >= row["loss"] - 1e-4
 
 
 def test_a_mixture_takes_what_its_strategies_say(runs):

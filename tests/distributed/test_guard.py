@@ -1,6 +1,7 @@
 """A step in which one rank of two meets a loss that is not finite changes nothing on either, at every ZeRO stage."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,21 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("guard")
     given = toys.write_base(folder / "base") | toys.write_data(folder / "data", "ittiitti")
     common = {"train_batch_size": 2, "max_grad_norm": 1.0}
+    not_finite, flipped = ({"rank": 1, "where": where, "value": math.nan} for where in ("loss", "weight"))
     runs = []
     for name, (stage, precision) in KINDS.items():
         more = {**common, "max_steps": 4, "bf16": precision == "bf16"}
-        runs.append(toy_run(given, folder / name, ds_config(stage), **more))
+        runs.append((toy_run(given, folder / name, ds_config(stage), **more), {3: not_finite}))
     for stage in range(4):
         more = {**common, "max_steps": 9, "bf16": True}
         saving = {**more, "max_skipped_steps": 3, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-        runs.append(toy_run(given, folder / f"stays-{stage}", ds_config(stage), **saving))
-        runs.append(toy_run(given, folder / f"flips-{stage}", ds_config(stage), **more, check_divergence_steps=4))
+        stays = dict.fromkeys(range(3, 10), not_finite)
+        runs.append((toy_run(given, folder / f"stays-{stage}", ds_config(stage), **saving), stays))
+        checks = {**more, "check_divergence_steps": 4}
+        runs.append((toy_run(given, folder / f"flips-{stage}", ds_config(stage), **checks), {3: flipped}))
     listed = folder / "runs.json"
-    listed.write_text(json.dumps([command_line(flags) for flags in runs]))
-    done = launch(2, ROOT / "tests" / "workers" / "poisoned.py", str(listed))
+    listed.write_text(json.dumps([(command_line(flags), faults) for flags, faults in runs]))
+    done = launch(2, ROOT / "tests" / "workers" / "disturbed.py", str(listed))
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "output.txt").write_text(done.stdout)
     return folder

@@ -19,6 +19,7 @@ STEPS = 6
 STAGES = range(4)
 LAYOUTS = {"count": {}, "tokens": {"tokens_per_micro_batch": 300}}
 WATCH = {"eval_steps": 2, "sample_steps": 2, "num_sample_questions": 3, "sample_max_new_tokens": 5}
+PARTS = ("first", "second")  # of what is held out
 CASES = list(itertools.product(STAGES, LAYOUTS))
 
 
@@ -29,11 +30,16 @@ def folder(tmp_path_factory):
     records = json.loads((folder / "data" / "data.json").read_text())
     held_out = folder / "held-out.json"
     held_out.write_text(json.dumps(records[:7]))  # does not divide by ranks nor micro-batches
+    parts = {name: folder / f"{name}.json" for name in PARTS}
+    for path, part in zip(parts.values(), (records[:4], records[4:7])):
+        path.write_text(json.dumps(part))
+    mixture = folder / "mix.yaml"
+    mixture.write_text(json.dumps({"datasets": [{"json_path": str(path)} for path in parts.values()]}))
     common = {"train_batch_size": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": STEPS}
     common |= {"per_device_train_batch_size": 2, "dataloader_num_workers": 1}
     runs = []
     for stage, layout in CASES:
-        for name, more in (("plain", {}), ("watched", {**WATCH, "eval_data_path": held_out})):
+        for name, more in (("plain", {}), ("watched", {**WATCH, "eval_data_path": mixture})):
             out = folder / f"{stage}-{layout}" / name
             runs.append(toy_run(given, out, ds_config(stage), **{**common, **LAYOUTS[layout], **more}))
     run_many(2, folder / "launch", runs, timeout_s=900)
@@ -50,6 +56,10 @@ def test_the_run_is_the_one_that_does_not_look(folder, stage, layout):
     evals = read_metrics(watched / "evals.jsonl")
     assert [row["step"] for row in evals] == [2, 4, 6] and {row["samples"] for row in evals} == {7}
     assert len({row["loss"] for row in evals}) == 3
+    for row in evals:
+        by_source = row["source_losses"]
+        assert list(by_source) == list(PARTS)
+        assert min(by_source.values()) < row["loss"] < max(by_source.values())
     asked = read_metrics(watched / "samples.jsonl")
     assert [row["step"] for row in asked] == [2] * 3 + [4] * 3 + [6] * 3
 

@@ -34,6 +34,7 @@ def batch_of(kept: tuple[int, ...]) -> Batch:
         max_seqlen=max(LENGTHS),
         target_positions=torch.tensor(kept, dtype=torch.int64),
         targets=torch.randint(0, 400, (len(kept),), generator=generator),
+        target_sources=torch.zeros(len(kept), dtype=torch.int64),
         pixel_values=torch.zeros(1, 3, 2, 2, dtype=torch.uint8),
         pool_index=torch.zeros(0, 1, dtype=torch.int64),
         pool_weight=torch.zeros(0, 1),

@@ -71,6 +71,18 @@ def test_laid_end_to_end_equals_one_at_a_time(model, dataset):
         assert (packed_gradients[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
+def test_the_loss_is_what_the_data_sources_add_up_to(model, dataset):
+    samples = [dataclasses.replace(dataset[i], source=source) for i, source in enumerate([2, 0, 2, 0])]
+    loss, by_source = model(collate(samples, dataset.pictures), num_sources=3)
+    for source in range(3):
+        batch = collate([sample for sample in samples if sample.source == source], dataset.pictures)
+        assert by_source[0, source].item() == pytest.approx(model(batch).item(), rel=1e-5)
+        assert by_source[1, source] == len(batch.targets)
+    assert by_source[0].sum().item() == pytest.approx(loss.item(), rel=1e-6)
+    assert loss.requires_grad and not by_source.requires_grad
+    assert torch.equal(loss, model(collate(samples, dataset.pictures)))
+
+
 def test_a_sample_does_not_see_its_neighbours(model, dataset):
     batch = batch_of(dataset, [0, 1, 2])
     first, second, _ = batch.cu_seqlens[:-1].tolist()

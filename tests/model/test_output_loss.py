@@ -40,10 +40,14 @@ def differs(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_loss_and_gradients(monkeypatch, chunk, softcap):
     monkeypatch.setitem(output_loss.CHUNK_LOGITS, "cpu", chunk)
     layer, hidden, targets = case()
-    loss = layer(hidden, targets=targets, softcap=softcap)
+    loss, by_row = layer(hidden, targets=targets, softcap=softcap)
     (loss * 0.37).backward()
     wanted = expected(layer, hidden, targets, softcap, 0.37)
     assert loss.dtype == torch.float32 and loss.shape == ()
+    logits = layer(hidden.detach())
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    assert torch.allclose(by_row, F.cross_entropy(logits, targets, reduction="none"), atol=1e-5)
+    assert not by_row.requires_grad
     assert max(map(differs, (loss, hidden.grad, layer.weight.grad), wanted)) < 2e-6
     assert torch.equal(layer(hidden), F.linear(hidden, layer.weight))  # without targets it is what it was
 
@@ -59,7 +63,7 @@ def test_in_half_precision_it_is_no_further_off_than_torchs_own(monkeypatch, chu
         layer, hidden, targets = case(dtype)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             if ours:
-                loss = layer(hidden, targets=targets)
+                loss, _ = layer(hidden, targets=targets)
             else:
                 loss = F.cross_entropy(layer(hidden).float(), targets, reduction="sum")
         loss.backward()
@@ -81,7 +85,7 @@ def test_float16_gradients_of_a_sum_may_exceed_float16(monkeypatch, chunk, autoc
         hidden[:, 3] = 25
         layer.weight[:, 3] = 0
     with torch.autocast("cpu", torch.float16, enabled=autocast):
-        loss = layer(hidden, targets=targets)
+        loss, _ = layer(hidden, targets=targets)
     loss.div(4096).backward()
     wanted = expected(layer, hidden, targets, scale=1 / 4096)
     assert 10 < wanted[2].abs().max() < 25 and wanted[2].abs().max() * 4096 > torch.finfo(torch.float16).max
@@ -96,7 +100,7 @@ def test_float16_gradients_do_not_vanish_before_the_loss_scale():
         layer.weight[:] = 0
         layer.weight[0] = 18 / WIDTH
     targets[:] = 0
-    (layer(hidden, targets=targets) * 2.0**20).backward()
+    (layer(hidden, targets=targets)[0] * 2.0**20).backward()
     wanted = expected(layer, hidden, targets, scale=2.0**20)
     assert wanted[2][1] @ hidden[0].detach().double() > 1
     assert max(map(differs, (hidden.grad, layer.weight.grad[1:]), (wanted[1], wanted[2][1:]))) < 3e-2
@@ -105,7 +109,7 @@ def test_float16_gradients_do_not_vanish_before_the_loss_scale():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_nothing_supervised_gives_zero_gradients(dtype):
     layer, hidden, targets = case(dtype, rows=0)
-    loss = layer(hidden, targets=targets)
+    loss, _ = layer(hidden, targets=targets)
     loss.backward()
     assert loss == 0 and hidden.grad.shape == (0, WIDTH)
     assert layer.weight.grad.shape == (VOCABULARY, WIDTH) and not layer.weight.grad.any()
@@ -131,7 +135,7 @@ def test_only_what_trains_is_computed(frozen, no_grad, products):
     layer, hidden, targets = case(frozen=frozen)
     with Products() as seen:
         with torch.set_grad_enabled(not no_grad):
-            loss = layer(hidden, targets=targets)
+            loss, _ = layer(hidden, targets=targets)
         if not no_grad:
             loss.backward()
     assert seen.count == products
@@ -141,7 +145,7 @@ def test_no_more_logits_exist_than_a_chunks(monkeypatch):
     monkeypatch.setitem(output_loss.CHUNK_LOGITS, "cpu", 1)
     layer, hidden, targets = case()
     with Products() as seen:
-        loss = layer(hidden, targets=targets)
+        loss, _ = layer(hidden, targets=targets)
         kept = [gradient.shape for gradient in loss.grad_fn.gradients]
         assert not loss.grad_fn.saved_tensors  # all that is kept is there
         loss.backward()
@@ -151,7 +155,7 @@ def test_no_more_logits_exist_than_a_chunks(monkeypatch):
 
 def test_a_second_backward_says_so():
     layer, hidden, targets = case()
-    loss = layer(hidden, targets=targets)
+    loss, _ = layer(hidden, targets=targets)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="propagated backward a second time"):
         loss.backward()

@@ -28,6 +28,7 @@ class Result:
     broken: list[BrokenSample]
     data_wait_s: float
     step_time_s: float
+    by_source: object = None
     means: object = None
 
 
@@ -49,6 +50,7 @@ def progress(tmp_path, monkeypatch) -> Progress:
         steps_per_epoch=5,
         batch_size=4,
         logging_steps=2,
+        sources=["one"],
         flops=ModelFlops(per_token=1e6, per_pair=1e3, per_tile=1e7, per_target=1e5),
         peak_flops=1e9,
         skipped=SimpleNamespace(add=lambda results: None, log=SimpleNamespace(write=lambda rows: None)),
@@ -71,6 +73,22 @@ def test_rates_are_of_useful_work_over_the_steps_that_are_read_together(progress
     flops = 300 * 1e6 + 2 * (5000 * 1e3 + 3 * 1e7 + 10 * 1e5)
     assert first["mfu"] == second["mfu"] == pytest.approx(flops / 1e9, rel=1e-5)
     assert second["micro_batch_losses"] == [[1.0, 3.0]] and "micro_batch_losses" not in first
+
+
+def test_a_mixture_has_a_loss_for_each_data_source_that_a_step_met(progress, tmp_path):
+    progress.sources = ["captions", "questions", "text"]
+    of_each = torch.tensor([[3.0, 1.0, 0.0], [2.0, 3.0, 0.0]])
+    for step in (1, 2, 3, 4, 5):
+        progress.after_step(result(step, 0.1, by_source=of_each * step))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["source_losses"] for row in rows] == [{"captions": 1.5, "questions": 0.33333}] * 5
+
+
+def test_a_long_run_of_a_mixture_has_them_at_every_nth_step(progress, tmp_path):
+    progress.sources, progress.source_steps = ["captions", "questions"], 2
+    for step in (1, 2, 3, 4, 5):
+        progress.after_step(result(step, 0.1, by_source=torch.ones(2, 2)))
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if "source_losses" in row] == [2, 4, 5]
 
 
 def test_what_the_device_still_had_to_do_counts_once(progress, tmp_path, monkeypatch):

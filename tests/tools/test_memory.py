@@ -256,6 +256,7 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
         max_seqlen=200,
         target_positions=torch.arange(num_supervised),
         targets=torch.zeros(num_supervised, dtype=torch.int64),
+        target_sources=torch.zeros(num_supervised, dtype=torch.int64),
         pixel_values=torch.zeros(num_tiles, 3, 24, 24, dtype=torch.uint8),
         pool_index=torch.zeros(0, 1, dtype=torch.int64),
         pool_weight=torch.zeros(0, 1),

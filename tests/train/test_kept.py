@@ -80,6 +80,7 @@ def heaviest(accumulates: bool = False) -> Heaviest:
         max_seqlen=90,
         target_positions=torch.arange(30),
         targets=torch.randint(300, (30,), generator=generator),
+        target_sources=torch.zeros(30, dtype=torch.int64),
         pixel_values=torch.randint(255, (tiles, 3, 24, 24), generator=generator, dtype=torch.uint8),
         pool_index=torch.zeros(0, 1, dtype=torch.int64),
         pool_weight=torch.zeros(0, 1),

@@ -154,7 +154,7 @@ def run(engine, window, ranks: Ranks, num_steps: int, agreement: Agreement | Non
         assert agreement is None or not agreement.exchange(0)
         return 0.0
 
-    train(engine, itertools.repeat(window), TrainState(), num_steps, "token", ranks, after_step)
+    train(engine, itertools.repeat(window), TrainState(), num_steps, "token", 2, ranks, after_step)
     return results
 
 

@@ -1,7 +1,7 @@
 """run_many.py with numbers gone wrong: a list of [command line, {"step": fault}], for one micro-batch a step.
 
-A fault is {"rank", "where": "loss" | "gradient" | "pixels", "value"}: what the loss or its gradient is multiplied by,
-or what one pixel is.
+A fault is {"rank", "where": "loss" | "gradient" | "pixels" | "weight", "value"}: what the loss or its gradient is
+multiplied by, or what one pixel is; of a weight one bit is turned.
 """
 
 import json
@@ -42,12 +42,18 @@ class Disturbed:
         return fault if fault and fault["rank"] == torch.distributed.get_rank() else {}
 
     def model(self, forward):
-        def changed(model, batch, logits_at=None):
+        def changed(model, batch, num_sources):
             self.step += 1
-            loss, fault = forward(model, batch, logits_at), self.fault
+            (loss, by_source), fault = forward(model, batch, num_sources=num_sources), self.fault
             if fault.get("where") == "loss":
-                return loss * fault["value"]
-            return ScaledGradient.apply(loss, fault["value"]) if fault.get("where") == "gradient" else loss
+                loss = loss * fault["value"]
+            elif fault.get("where") == "gradient":
+                loss = ScaledGradient.apply(loss, fault["value"])
+            elif fault.get("where") == "weight":
+                # At ZeRO-3, of a parameter that is not let go of after forward.
+                own = (p for p in model.vision_tower.parameters() if p.numel() and getattr(p, "ds_persist", True))
+                next(own).data.view(-1).view(torch.int16)[0] ^= 1
+            return loss, by_source
 
         return changed
 
