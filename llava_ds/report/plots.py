@@ -4,6 +4,8 @@ import math
 import os
 import threading
 import time
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 from llava_ds.report.series import running_mean, thinned
@@ -18,9 +20,7 @@ class LossPlot:
     def __init__(self, path: Path, title: str, rows: list[dict]) -> None:
         """rows: of metrics.jsonl, with which a resumed run begins."""
         self.path, self.title = path, title
-        self.steps: list[int] = []
-        self.losses: list[float] = []
-        self.rates: list[float] = []
+        self.steps, self.losses, self.rates = array("q"), array("d"), array("d")  # which take 24 bytes a step
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # of the last drawing
         self.next_s = time.monotonic() + EVERY_S
@@ -45,9 +45,9 @@ class LossPlot:
             print(f"WARNING: {self.path} could not be drawn: {self.problem}", flush=True)
 
     def _take(self, rows: list[dict]) -> None:
-        self.steps += [row["step"] for row in rows]
-        self.losses += [row["loss"] for row in rows]
-        self.rates += [max(row["lr"]) for row in rows]
+        self.steps.extend(row["step"] for row in rows)
+        self.losses.extend(row["loss"] for row in rows)
+        self.rates.extend(max(row["lr"]) for row in rows)
 
     def _draw(self, count: int) -> None:
         """Of the first rows: more may come meanwhile."""
@@ -61,7 +61,7 @@ class LossPlot:
         self.next_s = ended + max(EVERY_S, (ended - started) / LARGEST_SHARE)
 
 
-def plot_loss(steps: list[int], losses: list[float], rates: list[float], path: Path, title: str) -> None:
+def plot_loss(steps: Sequence[int], losses: Sequence[float], rates: Sequence[float], path: Path, title: str) -> None:
     """Draw the loss, its running mean, and the learning rate over the steps, to a PNG file that is never half there."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
