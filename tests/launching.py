@@ -72,5 +72,19 @@ def ds_config(stage: int) -> str:
     return str(ROOT / "ds_configs" / f"zero{stage}.json")
 
 
+def tight_config(folder: Path) -> str:
+    """ZeRO-3 as of a model that is larger than its limits: what was used is let go of, what comes next is fetched."""
+    config = json.loads(Path(ds_config(3)).read_text())
+    config["zero_optimization"] |= {
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 300,
+        "stage3_param_persistence_threshold": 0,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "zero3_tight.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
 def losses(output_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (output_dir / "metrics.jsonl").read_text().splitlines()]

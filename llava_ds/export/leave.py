@@ -37,6 +37,7 @@ def leave_result(
     the disk does not take it.
     """
     output_dir = Path(args.training.output_dir)
+    engine.empty_partition_cache()  # after a look at held-out samples, as below
     with _written_or_said(output_dir, saves=args.training.save_strategy != "no"):
         if ranks.is_first:
             write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
@@ -106,8 +107,8 @@ def _leave_adapter(
     batch = collate([dataset.example()], dataset.pictures).to(ranks.device)
     engine.eval()
     with torch.no_grad(), exact_products(engine.module):
-        logits = _logits_everywhere(engine, batch)
         embeds = engine.module.embed(batch)
+        logits = _logits_everywhere(engine, batch)
     export_adapter(engine.module, finished.plan, args.model, dataset.pictures, output_dir, ranks)
     if ranks.is_first:
         difference = compare_reloaded_adapter(output_dir, finished.plan, args.model, embeds, logits)
@@ -116,4 +117,7 @@ def _leave_adapter(
 
 def _logits_everywhere(engine, batch: Batch) -> torch.Tensor:
     """(T, V). Not by the engine, which would compute in autocast's precision: it is the weights that are compared."""
-    return engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device))
+    logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device))
+    # ZeRO-3 has begun to gather what a backward pass would want next, and that nobody else can gather meanwhile.
+    engine.empty_partition_cache()
+    return logits

@@ -17,10 +17,14 @@ class Evals:
     def __init__(self, output_dir: Path, resume_step: int, ranks: Ranks, trackers: Trackers) -> None:
         self.trackers, self.is_first = trackers, ranks.is_first
         if self.is_first:
-            self.evals, self.samples = (
-                RowLog(path, [row for row in rows_of(path) if row["step"] <= resume_step])
-                for path in (output_dir / EVALS, output_dir / SAMPLES)
-            )
+            paths = output_dir / EVALS, output_dir / SAMPLES
+            kept = [[row for row in rows_of(path) if row["step"] <= resume_step] for path in paths]
+            self.evals, self.samples = map(RowLog, paths, kept)
+            self._steps = {row["step"] for rows in kept for row in rows}
+
+    def has(self, step: int) -> bool:
+        """Whether an earlier start looked after this step. For rank 0."""
+        return step in self._steps
 
     def add_loss(
         self, step: int, loss: float, tokens: int, samples: int, by_source: dict[str, float], seconds: float

@@ -40,6 +40,13 @@ class Boundary:
         self.skipped, self.skipped_steps, self.spikes = progress.skipped, progress.skipped_steps, progress.spikes
         self.saver, self.logging_steps, self._evaluation_s = saver, training.logging_steps, 0.0
 
+    def begin(self) -> None:
+        """Before the first step of this start. All ranks call it together."""
+        step = self.state.step
+        if step and self.evaluation.was_missed(step, step == self.num_steps):
+            self._evaluate(step, step == self.num_steps)
+        self.watchdog.enters("step", step + 1)
+
     def after_step(self, result: StepResult) -> float:
         """What the loop calls. Returns the seconds that are not the step's.
 

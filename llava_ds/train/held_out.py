@@ -18,7 +18,7 @@ from llava_ds.data.dataset import EncodedDataset, means_by_source
 from llava_ds.data.encode import end_markers
 from llava_ds.data.loader import Layout, micro_batches
 from llava_ds.data.templates import TEMPLATES
-from llava_ds.distributed import Ranks, all_sum, gather
+from llava_ds.distributed import Ranks, all_sum, from_first, gather
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,10 @@ class Evaluation:
     def is_due(self, step: int, last: bool) -> bool:
         """last: whether the run ends with this step."""
         return self._measures(step, last) or self._asks(step, last)
+
+    def was_missed(self, step: int, last: bool) -> bool:
+        """Whether it was due at the step that a run goes on from, whose stop left no time. All ranks call it."""
+        return self.is_due(step, last) and not from_first(self._ranks, lambda: self._log.has(step))
 
     def run(self, step: int, last: bool) -> None:
         """Do what is due. All ranks call it together."""

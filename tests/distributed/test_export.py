@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import toys
-from launching import ROOT, ds_config, run_many, toy_run
+from launching import ROOT, ds_config, run_many, tight_config, toy_run
 from safetensors.torch import load_file
 
 from llava_ds.constants import ConfigError, DataError
@@ -41,8 +41,9 @@ def trained(folder, runs: dict, num_ranks: int) -> tuple[dict, str]:
     """Output folders by name, and what was printed."""
     out = {name: folder / name.replace(" ", "-") for name in runs}
     flags = [
-        toy_run(given(folder, name), out[name], ds_config(stage), **{"max_steps": 2, **more, "save_strategy": "steps"})
+        toy_run(given(folder, name), out[name], config, **{"max_steps": 2, **more, "save_strategy": "steps"})
         for name, (stage, more) in runs.items()
+        for config in [tight_config(folder) if stage == 3 else ds_config(stage)]
     ]
     return out, run_many(num_ranks, folder, flags)
 

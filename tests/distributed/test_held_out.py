@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import toys
 from checkpoints import differences
-from launching import ds_config, run_many, toy_run
+from launching import ds_config, run_many, tight_config, toy_run
 
 from llava_ds.data.sample import Message
 from llava_ds.infer.generate import Prompt, answer
@@ -15,7 +17,7 @@ from llava_ds.report.metrics import read_metrics
 
 pytestmark = pytest.mark.full
 
-STEPS = 6
+STEPS, SAVED = 6, 4
 STAGES = range(4)
 LAYOUTS = {"count": {}, "tokens": {"tokens_per_micro_batch": 300}}
 WATCH = {"eval_steps": 2, "sample_steps": 2, "num_sample_questions": 3, "sample_max_new_tokens": 5}
@@ -35,15 +37,31 @@ def folder(tmp_path_factory):
         path.write_text(json.dumps(part))
     mixture = folder / "mix.yaml"
     mixture.write_text(json.dumps({"datasets": [{"json_path": str(path)} for path in parts.values()]}))
-    common = {"train_batch_size": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": STEPS}
+    common = {"train_batch_size": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED}
     common |= {"per_device_train_batch_size": 2, "dataloader_num_workers": 1}
-    runs = []
+    runs, stopped = [], []
     for stage, layout in CASES:
         for name, more in (("plain", {}), ("watched", {**WATCH, "eval_data_path": mixture})):
             out = folder / f"{stage}-{layout}" / name
-            runs.append(toy_run(given, out, ds_config(stage), **{**common, **LAYOUTS[layout], **more}))
+            config = tight_config(folder) if stage == 3 else ds_config(stage)
+            runs.append(toy_run(given, out, config, **{**common, **LAYOUTS[layout], **more}))
+            if name == "watched" and layout == "count":
+                stopped.append({**runs[-1], "output_dir": folder / f"{stage}-{layout}" / "stopped"})
     run_many(2, folder / "launch", runs, timeout_s=900)
+    for flags in stopped:
+        as_if_stopped(Path(flags["output_dir"]).with_name("watched"), Path(flags["output_dir"]))
+    run_many(2, folder / "launch-stopped", stopped, timeout_s=900)
     return folder
+
+
+def as_if_stopped(whole: Path, out: Path) -> None:
+    """What a run leaves that is stopped at the step of a checkpoint: it saves, and looks at nothing any more."""
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / f"checkpoint-{STEPS}")
+    for name in ("evals.jsonl", "samples.jsonl"):
+        rows = [row for row in read_metrics(out / name) if row["step"] < SAVED]
+        assert rows
+        (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize(("stage", "layout"), CASES)
@@ -62,6 +80,15 @@ def test_the_run_is_the_one_that_does_not_look(folder, stage, layout):
         assert min(by_source.values()) < row["loss"] < max(by_source.values())
     asked = read_metrics(watched / "samples.jsonl")
     assert [row["step"] for row in asked] == [2] * 3 + [4] * 3 + [6] * 3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_stop_leaves_no_time_for_is_done_when_the_run_goes_on(folder, stage):
+    watched, stopped = (folder / f"{stage}-count" / name for name in ("watched", "stopped"))
+    for name in ("evals.jsonl", "samples.jsonl"):
+        whole, again = ([{**row, "seconds": 0} for row in read_metrics(side / name)] for side in (watched, stopped))
+        assert again == whole
+    assert differences(watched / f"checkpoint-{STEPS}", stopped / f"checkpoint-{STEPS}") == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)  # whose dropout differs, and so do the weights that it trains

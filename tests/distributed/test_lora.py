@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from launching import ROOT, ds_config, losses, run_many, toy_run
+from launching import ROOT, ds_config, losses, run_many, tight_config, toy_run
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -63,7 +63,7 @@ def runs(tmp_path_factory) -> Path:
     todo = [
         t.run("still", ds_config(3), learning_rate=0, mm_projector_lr=0, max_steps=1),
         t.run("lora-0", ds_config(0), save_strategy="steps"),
-        t.run("lora-3", ds_config(3), save_strategy="steps"),
+        t.run("lora-3", tight_config(t.folder), save_strategy="steps"),
         t.run("whole", ds_config(3), bits=4, **saves),
         t.run("resumed", ds_config(3), bits=4, **saves, resume=t.folder / "whole" / f"checkpoint-{SAVED}"),
         {**script, "cache_dir": t.folder / "cache"},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from launching import SECRET, ds_config, losses, run_many
+from launching import SECRET, ds_config, losses, run_many, tight_config
 from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
@@ -44,7 +44,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         **talks,
         "version": "v1",
         "image_aspect_ratio": "pad",
-        "deepspeed_config": ds_config(3),
+        "deepspeed_config": tight_config(folder),
         "pretrain_mm_mlp_adapter": folder / "stage1" / "mm_projector.bin",
     }
     zero2 = json.loads(Path(ds_config(2)).read_text())

@@ -46,17 +46,18 @@ class LanguageModel(nn.Module):
 
 
 class Small(nn.Module):
-    """The parts of a LlavaModel that the parameter groups look for, and its loss: a sum in float32."""
+    """The parts of a LlavaModel that the parameter groups look for, and its loss: a sum in float32, by one source."""
 
     def __init__(self) -> None:
         super().__init__()
         self.projector, self.language_model = nn.Linear(WIDTH, WIDTH), LanguageModel()
 
-    def forward(self, batch: SimpleNamespace) -> torch.Tensor:
+    def forward(self, batch: SimpleNamespace, num_sources: int) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = self.projector.weight.dtype
         logits = self.language_model(batch.ids, self.projector(batch.pictures.to(dtype)))
         self.computed_in = logits.dtype
-        return nn.functional.cross_entropy(logits.float(), batch.targets, reduction="sum")
+        loss = nn.functional.cross_entropy(logits.float(), batch.targets, reduction="sum")
+        return loss, torch.stack([loss.detach(), loss.new_tensor(batch.num_targets)])[:, None]
 
 
 def windows(rank: int):
@@ -101,7 +102,7 @@ def run(case: dict, folder: Path, ranks) -> dict:
         rates.append(result.lr)
         return 0.0
 
-    train(engine, windows(ranks.rank), TrainState(), STEPS, "token", ranks, after_step)
+    train(engine, windows(ranks.rank), TrainState(), STEPS, "token", 1, ranks, after_step)
     answer = {
         "losses": losses,
         "rates": rates,

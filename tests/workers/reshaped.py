@@ -38,9 +38,9 @@ class Partly(Small):
         super().__init__()
         self.vision_tower = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
-    def forward(self, batch: SimpleNamespace) -> torch.Tensor:
+    def forward(self, batch: SimpleNamespace, num_sources: int) -> tuple[torch.Tensor, torch.Tensor]:
         pictures = torch.tanh(self.vision_tower(batch.pictures.to(self.projector.weight.dtype)))
-        return super().forward(SimpleNamespace(**{**vars(batch), "pictures": pictures}))
+        return super().forward(SimpleNamespace(**{**vars(batch), "pictures": pictures}), num_sources)
 
 
 def windows(ranks: Ranks, start_step: int):
@@ -97,7 +97,7 @@ def run(case: dict, ranks: Ranks) -> dict:
     if "after" in case:
         state.step = SAVED
         said = restore(engine, ResumePoint(folder, SAVED, case["world_size"]), ranks, seed=1)
-    train(engine, windows(ranks, state.step), state, STEPS, "token", ranks, after_step)
+    train(engine, windows(ranks, state.step), state, STEPS, "token", 1, ranks, after_step)
     names = {p: name for name, p in engine.module.named_parameters()}
     weights = {name: tensor.tolist() for name, tensor in gathered(((names[p], p) for p in names), ranks)}
     keys = ("lr", "weight_decay", "betas", "momentum", "eps")
