@@ -41,10 +41,17 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def line_chart(title: str, series: Sequence[Series], shown: Callable[[float], str] = short, log: bool = True) -> str:
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    shown: Callable[[float], str] = short,
+    log: bool = True,
+    from_zero: bool = False,
+) -> str:
     """A figure with a curve for each series over the optimizer steps; a sentence where there is nothing to draw.
 
-    log: whether the scale may be logarithmic, which it then is for values that are far apart.
+    log: whether the scale may be logarithmic, which it then is for values that are far apart; from_zero: whether it
+    begins there, for what is more or less of something.
     """
     drawn = [one for one in series if any(map(math.isfinite, one.values))]
     caption = f"<figcaption>{html.escape(title)}{_legend(series)}</figcaption>"
@@ -53,7 +60,7 @@ def line_chart(title: str, series: Sequence[Series], shown: Callable[[float], st
     values = [value for one in drawn for value in one.values if math.isfinite(value)]
     first, last = min(one.steps[0] for one in drawn), max(one.steps[-1] for one in drawn)
     first = 0 if 20 * first < last else first
-    low, high = min(values), max(values)
+    low, high = 0.0 if from_zero else min(values), max(values)
     is_log = log and low > 0 and high / low >= LOG_FROM
     ticks = _log_ticks(low, high) if is_log else _ticks(low, high)
     low, high = min(low, ticks[0]), max(high, ticks[-1])

@@ -2,7 +2,7 @@
 
 import math
 
-from llava_ds.report.chart import Series, line_chart, short
+from llava_ds.report.chart import Series, line_chart
 from llava_ds.report.markup import sentence
 from llava_ds.report.run_files import RunFiles, is_number
 from llava_ds.report.series import running_mean
@@ -14,7 +14,8 @@ def curves(run: RunFiles) -> str:
         return sentence(run.problems.get("metrics.jsonl", "There are no steps."), "warn")
     charts = [
         line_chart("Loss per supervised token", loss_series(run)),
-        _sources(run),
+        _sources("Loss by data source (running mean)", run.metrics, smooth=True),
+        _sources("Held-out loss by data source", run.evals, smooth=False),
         line_chart("Learning rate", _rates(run), log=False),
         _smoothed(run, "Gradient norm", "grad_norm"),
         _smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False),
@@ -41,16 +42,14 @@ def loss_series(run: RunFiles) -> list[Series]:
     return [*series, Series("held-out", *held_out, colour=1, dots=True)] if held_out[0] else series
 
 
-def _sources(run: RunFiles) -> str:
-    """For each data source, of a run that has several, the running mean of its loss, and its held-out loss."""
-    names = list(dict.fromkeys(name for row in run.metrics for name in _by_source(row)))
+def _sources(title: str, rows: list[dict], smooth: bool) -> str:
+    """For each data source, of a run that has several, its loss."""
+    names = list(dict.fromkeys(name for row in rows for name in _by_source(row)))
     series = []
     for i, name in enumerate(names):
-        (steps, losses), held_out = _of_source(run.metrics, name), _of_source(run.evals, name)
-        series.append(Series(name, steps, running_mean(losses), colour=i % 8))
-        if held_out[0]:
-            series.append(Series(f"{name}, held-out", *held_out, colour=i % 8, dots=True))
-    return line_chart("Loss by data source (running mean)", series) if series else ""
+        steps, losses = _of_source(rows, name)
+        series.append(Series(name, steps, running_mean(losses) if smooth else losses, colour=i % 8, dots=not smooth))
+    return line_chart(title, series) if series else ""
 
 
 def _of_source(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
@@ -103,4 +102,4 @@ def _memory(run: RunFiles) -> str:
     if not sizes:
         return ""
     gigabytes = [size / 1e9 for size in sizes]
-    return line_chart("Peak memory of rank 0, GB", [Series("", steps, gigabytes)], shown=short, log=False)
+    return line_chart("Peak memory of rank 0, GB", [Series("", steps, gigabytes)], log=False, from_zero=True)
