@@ -45,13 +45,15 @@ class Piece(NamedTuple):
 @dataclass(frozen=True)
 class Layout:
     """kind: one of those above; optimizer: its class; dtypes of the model's and the optimizer's weights; slots: the
-    pieces in each tensor that the optimizer updates, in the order in which it numbers their states."""
+    pieces in each tensor that the optimizer updates, in the order in which it numbers their states; fused: whether it
+    is torch's in one kernel, whose states lie elsewhere."""
 
     kind: str
     optimizer: str
     dtype: str
     master_dtype: str
     slots: tuple[tuple[Piece, ...], ...]
+    fused: bool = False
 
     @property
     def names(self) -> set[str]:
@@ -105,6 +107,7 @@ def layout_of(engine) -> Layout:
         str(engine.get_data_types()[0]),
         str(masters(engine)[0].dtype),
         tuple(tuple(slot) for slot in slots),
+        any(group.get("fused") for group in engine.basic_optimizer.param_groups),
     )
 
 
