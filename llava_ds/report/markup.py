@@ -138,8 +138,8 @@ def tiles(numbers: Iterable[tuple[str, str]]) -> str:
     return f'<div class="tiles">{"".join(each)}</div>'
 
 
-def details(summary: str, body: str, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{esc(summary)}</summary>{body}</details>"
+def details(summary: str, body: str) -> str:
+    return f"<details><summary>{esc(summary)}</summary>{body}</details>"
 
 
 def sentence(text: str, kind: str = "none") -> str:

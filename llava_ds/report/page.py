@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shlex
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from llava_ds.report.markup import Markup, details, document, esc, navigation, s
 from llava_ds.report.run_files import RunFiles, is_number, read_run
 from llava_ds.report.sampled import sampled_answers
 from llava_ds.report.wording import duration, model_of, num_bytes, shown_score
+from llava_ds.whole_files import write_whole
 
 FILE = "report.html"
 MOST_REJECTED = 50
@@ -39,9 +39,7 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
     path: absent, report.html in that folder. Raises OSError where it can't be written.
     """
     path = output_dir / FILE if path is None else path
-    fresh = path.with_name(f".{path.name}.tmp")
-    fresh.write_text(report_page(read_run(output_dir)), encoding="utf-8")
-    os.replace(fresh, path)
+    write_whole(path, report_page(read_run(output_dir)))
     return path
 
 

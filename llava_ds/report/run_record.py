@@ -19,6 +19,7 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.distributed import Ranks
 from llava_ds.ds_config.resolve import ResolvedConfig
 from llava_ds.redact import redact
+from llava_ds.whole_files import write_whole
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "safetensors", "pillow")
 
@@ -50,7 +51,7 @@ def write_run_record(
         "data": {"summary": dataset.summary(), "lengths": length_histogram(dataset.lengths)},
     }
     for name, content in (("run.json", record), ("ds_config.json", resolved.config)):
-        (output_dir / name).write_text(json.dumps(redact(content), indent=2) + "\n", encoding="utf-8")
+        write_whole(output_dir / name, json.dumps(redact(content), indent=2) + "\n")
 
 
 def length_histogram(lengths: list[int]) -> dict[str, list[int]]:

@@ -16,6 +16,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, from_first, print_first
 from llava_ds.parsing import is_installed
 from llava_ds.redact import redact
+from llava_ds.report.records import RecordFile
 
 # More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
 MOST_POINTS = 5_000
@@ -133,7 +134,6 @@ class TensorBoard:
     def __init__(self, args: Arguments, output_dir: Path, resume_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.event, self.summary = Event, Summary
         folder = output_dir / "tensorboard"
@@ -141,7 +141,7 @@ class TensorBoard:
         # The names' order is the events'.
         number = len(list(folder.glob("events.out.tfevents.*")))
         name = f"events.out.tfevents.{int(time.time()):010d}.{number:05d}.{socket.gethostname()}.{os.getpid()}"
-        self.records = RecordWriter((folder / name).open("xb", buffering=0))
+        self.records = RecordFile((folder / name).open("xb", buffering=0))
         # Readers pass over what earlier files have from this step on.
         self._add(resume_step + 1, file_version="brain.Event:2")
         self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
