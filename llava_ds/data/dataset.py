@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -137,10 +137,12 @@ class EncodedDataset(torch.utils.data.Dataset):
         """All columns of one record, accepted or not, by its place among all records."""
         return self.table[index]
 
-    def pictures_of(self, index: int) -> list[str]:
-        """Where a sample's pictures and videos lie, for a person to look at."""
+    def pictures_of(self, index: int) -> list[str | dict[str, object]]:
+        """Where a sample's pictures and videos lie, for a person to look at: a path, or the fields of a FileRef for what
+        is a slice of a file."""
         media = media_from_text(self.row(int(self.rows[index]))["media"])
-        return [one.media.refs[0].path for one in media]
+        refs = [one.media.refs[0] for one in media]
+        return [ref.path if ref.num_bytes < 0 else asdict(ref) for ref in refs]
 
     def without_part(self, fraction: float, seed: int) -> tuple["EncodedDataset", "EncodedDataset"]:
         """Two data sets: the samples but for a part of them, and that part, drawn by the seed.

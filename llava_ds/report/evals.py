@@ -22,14 +22,16 @@ class Evals:
                 for path in (output_dir / EVALS, output_dir / SAMPLES)
             )
 
-    def add_loss(self, step: int, loss: float, tokens: int, samples: int, seconds: float) -> None:
-        """loss: the mean over these supervised tokens."""
+    def add_loss(self, step: int, loss: float, tokens: int, samples: int, broken: int, seconds: float) -> None:
+        """loss: the mean over these supervised tokens of these samples; broken: samples that are not among them, for
+        their pictures could not be read."""
         if not self.is_first:
             return
-        row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples}
+        row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken}
         self.evals.write([{**row, "seconds": round(seconds, 3)}])
         self.trackers.log({"eval/loss": loss}, step)
-        print_first(f"step {step:,}: the loss on {samples:,} held-out samples is {loss:.4f} ({seconds:.1f} s)")
+        without = f", without {broken:,} that broke" if broken else ""
+        print_first(f"step {step:,}: the loss on {samples:,} held-out samples{without} is {loss:.4f} ({seconds:.1f} s)")
 
     def add_answers(self, step: int, rows: list[dict[str, object]]) -> None:
         """rows: id, question, images, reference and answer of each."""

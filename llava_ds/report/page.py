@@ -168,7 +168,18 @@ def _data(run: RunFiles) -> str:
         parts.append(f'<div class="charts">{chart}</div>')
     if not parts:
         parts.append(sentence("run.json says nothing about the data."))
-    return "".join(parts) + _rejected(run) + _skipped_steps(run)
+    return "".join(parts) + _held_out(run, data.get("held_out")) + _rejected(run) + _skipped_steps(run)
+
+
+def _held_out(run: RunFiles, summary: object) -> str:
+    """summary: run.json's lines about it; another list than that, of runs that knew nothing of it, says nothing."""
+    if not isinstance(summary, list):
+        return ""
+    broken = run.column("broken_samples", run.evals)[1]
+    told = sentence(f"Held-out samples that broke, at the last measurement: {broken[-1]:,.0f}.", "warn")
+    lines = f"<pre>{esc(chr(10).join(map(str, summary)))}</pre>"
+    nothing = sentence("Nothing: neither --eval_fraction nor --eval_data_path was given.", "note")
+    return "<h3>Held out</h3>" + (lines if summary else nothing) + (told if broken and broken[-1] else "")
 
 
 def _rejected(run: RunFiles) -> str:

@@ -24,12 +24,12 @@ from llava_ds.distributed import Ranks, all_sum, gather
 @dataclass(frozen=True)
 class Prompt:
     """The part of a sample up to its first answer, and that answer's text; index: of the sample in its data set;
-    images: paths, for a person to look at."""
+    images: where they lie, for a person to look at (EncodedDataset.pictures_of)."""
 
     index: int
     id: str
     question: str
-    images: list[str]
+    images: list[str | dict[str, object]]
     reference: str
     sample: LoadedSample
 
@@ -179,7 +179,8 @@ class Evaluation:
             loss, tokens, samples = held_out_loss(
                 self._engine, self._held_out, self._layout, self._num_workers, self._ranks
             )
-            self._log.add_loss(step, loss, tokens, samples, time.perf_counter() - started)
+            broken = len(self._held_out) - samples
+            self._log.add_loss(step, loss, tokens, samples, broken, time.perf_counter() - started)
         if self._asks(step, last):
             said = answers(
                 self._engine,
