@@ -138,8 +138,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         return self.table[index]
 
     def pictures_of(self, index: int) -> list[str | dict[str, object]]:
-        """Where a sample's pictures and videos lie, for a person to look at: a path, or the fields of a FileRef for what
-        is a slice of a file."""
+        """Where a sample's pictures and videos lie, for a person to look at: paths, or all that a FileRef has of a
+        slice of a file."""
         media = media_from_text(self.row(int(self.rows[index]))["media"])
         refs = [one.media.refs[0] for one in media]
         return [ref.path if ref.num_bytes < 0 else asdict(ref) for ref in refs]
@@ -176,9 +176,11 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     def summary(self) -> list[str]:
         """How the data are read, how much there is to see and to learn, and what was left out, for a person to read."""
+        accepted = self.num_records - self.num_rejected
+        apart = f"; {accepted - len(self):,} of the accepted are held out" if accepted > len(self) else ""
         lines = [
             *self.descriptions,
-            f"{self.num_records:,} records: {len(self):,} accepted, {self.num_rejected:,} rejected",
+            f"{self.num_records:,} records: {accepted:,} accepted, {self.num_rejected:,} rejected{apart}",
         ]
         if len(self):
             lengths, targets = np.array(self.lengths), sum(self.num_targets)

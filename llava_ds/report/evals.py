@@ -30,7 +30,7 @@ class Evals:
         row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken}
         self.evals.write([{**row, "seconds": round(seconds, 3)}])
         self.trackers.log({"eval/loss": loss}, step)
-        without = f", without {broken:,} that broke" if broken else ""
+        without = f", without {broken:,} that broke," if broken else ""
         print_first(f"step {step:,}: the loss on {samples:,} held-out samples{without} is {loss:.4f} ({seconds:.1f} s)")
 
     def add_answers(self, step: int, rows: list[dict[str, object]]) -> None:

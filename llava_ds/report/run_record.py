@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -41,6 +42,7 @@ def write_run_record(
     output_dir.mkdir(parents=True, exist_ok=True)
     record = {
         "command": sys.argv,
+        "folder": os.getcwd(),  # which relative paths in it are from
         "arguments": args.as_dict(),
         "given": sorted(args.given),
         "num_steps": num_steps,

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import io
+import re
 from pathlib import Path
 
 from PIL import Image
@@ -35,6 +36,7 @@ def _card(asked: list[dict], output_dir: Path) -> str:
     pictures = "".join(_picture(place, output_dir) for place in paths)
     reference = last.get("reference")
     question = str(last.get("question", "")).replace(IMAGE_TOKEN, "").strip()  # what it marks is seen
+    question = re.sub(r"^(\w+:)\s+", r"\1 ", question)  # and left a line of its own behind
     lines = []
     if reference is not None:
         lines.append(f"<dt>reference</dt><dd>{esc(reference)}</dd>")

@@ -17,7 +17,6 @@ from llava_ds.distributed import Ranks, from_first, print_first
 from llava_ds.parsing import is_installed
 from llava_ds.redact import redact
 from llava_ds.report.metrics import rows_of
-from llava_ds.report.records import RecordFile
 
 # More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
 MOST_POINTS = 5_000
@@ -135,23 +134,29 @@ class TensorBoard:
 
     def __init__(self, args: Arguments, output_dir: Path, resume_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.event, self.summary = Event, Summary
+        self.event, self.points = Event, Event()  # points: of the last step, to be filled anew
         folder = output_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         # The names' order is the events'.
         number = len(list(folder.glob("events.out.tfevents.*")))
         name = f"events.out.tfevents.{int(time.time()):010d}.{number:05d}.{socket.gethostname()}.{os.getpid()}"
-        self.records = RecordFile((folder / name).open("xb", buffering=0))
+        self.records = RecordWriter((folder / name).open("xb", buffering=0))
         # Readers pass over what earlier files have from this step on.
         self._add(resume_step + 1, file_version="brain.Event:2")
         self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, values: dict[str, float], step: int) -> None:
-        value = self.summary.Value
-        points = [value(tag=name, simple_value=number) for name, number in values.items()]
-        self._add(step, summary=self.summary(value=points))
+        points = self.points.summary.value
+        if [point.tag for point in points] != list(values):  # as a rule they are those of the step before
+            del points[:]
+            for name in values:
+                points.add(tag=name)
+        for point, number in zip(points, values.values()):
+            point.simple_value = number
+        self.points.wall_time, self.points.step = time.time(), step
+        self.records.write(self.points.SerializeToString())
 
     def flush(self) -> None:
         pass  # nothing waits

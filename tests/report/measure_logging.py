@@ -1,7 +1,8 @@
 """What logging costs per step, and what it leaves on disk: python tests/report/measure_logging.py
 
 CPU time of the process, all threads, so that a busy machine disturbs it less: rounds of steps that are logged every one
-(metrics.jsonl, metrics.csv, TensorBoard, loss.png, the bar, the watch for bad steps) alternate with rounds of the same steps that are not.
+(metrics.jsonl, metrics.csv, TensorBoard, loss.png, the bar, the watch for bad steps) alternate with rounds of the same
+steps that are not.
 """
 
 import argparse
