@@ -70,7 +70,8 @@ details { margin: .6rem 0 } summary { cursor: pointer; font-weight: 600; font-si
 .sample dt { color: var(--dim); font-variant-numeric: tabular-nums } .sample dd { margin: 0; white-space: pre-wrap }
 .sample .same { background: var(--mark); border-radius: 3px; padding: 0 .25em }
 footer { margin-top: 3rem; color: var(--dim); font-size: .85rem }
-@media (max-width: 600px) { th, td:first-child { white-space: normal } .stack thead { display: none }
+@media (max-width: 600px) { th, td:first-child { white-space: normal; overflow-wrap: break-word }
+  .stack thead { display: none }
   table:not(.stack) :is(th, td):first-child { position: sticky; left: 0; background: var(--bg); max-width: 9rem }
   .stack td { display: block; border: 0; padding: 0; min-width: 0; white-space: normal }
   .stack td:first-child { font-weight: 600; overflow-wrap: anywhere }
