@@ -97,7 +97,7 @@ docs: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# What takes too long for every day: more ranks, more layouts, a browser (Debian: chromium, chromium-driver).
+# What takes too long for every day: more ranks, more layouts, a browser (Debian: chromium).
 test-full: install $(VENV)/.demo
 	DEMO_SITE='$(CURDIR)/$(VENV)/demo' $(BIN)/python -m pytest -m full
 

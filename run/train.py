@@ -156,7 +156,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         return 0
     checkpoint.set_aside(output_dir, resume, ranks)
     if ranks.is_first:
-        write_run_record(output_dir, args, resolved, num_steps, dataset, ranks)
+        write_run_record(output_dir, args, resolved, num_steps, dataset, held_out, ranks)
     finished = Finished(plan, args.model, pictures, resolved.dtype, args.data.model_max_length)
     if form != "adapter" and not trains_projector_only(args.model):
         entries = planned_entries(finished)

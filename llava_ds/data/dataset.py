@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -139,10 +139,12 @@ class EncodedDataset(torch.utils.data.Dataset):
         """All columns of one record, accepted or not, by its place among all records."""
         return self.table[index]
 
-    def pictures_of(self, index: int) -> list[str]:
-        """Where a sample's pictures and videos lie, for a person to look at."""
+    def pictures_of(self, index: int) -> list[str | dict[str, object]]:
+        """Where a sample's pictures and videos lie, for a person to look at: paths, or all that a FileRef has of a
+        slice of a file."""
         media = media_from_text(self.row(int(self.rows[index]))["media"])
-        return [one.media.refs[0].path for one in media]
+        refs = [one.media.refs[0] for one in media]
+        return [ref.path if ref.num_bytes < 0 else asdict(ref) for ref in refs]
 
     def without_part(self, fraction: float, seed: int) -> tuple["EncodedDataset", "EncodedDataset"]:
         """Two data sets: the samples but for a part of them, and that part, drawn by the seed.
@@ -176,9 +178,11 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     def summary(self) -> list[str]:
         """How the data are read, how much there is to see and to learn, and what was left out, for a person to read."""
+        accepted = self.num_records - self.num_rejected
+        apart = f"; {accepted - len(self):,} of the accepted are held out" if accepted > len(self) else ""
         lines = [
             *self.descriptions,
-            f"{self.num_records:,} records: {len(self):,} accepted, {self.num_rejected:,} rejected",
+            f"{self.num_records:,} records: {accepted:,} accepted, {self.num_rejected:,} rejected{apart}",
         ]
         if len(self):
             lengths, targets = np.array(self.lengths), sum(self.num_targets)

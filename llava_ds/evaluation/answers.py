@@ -5,9 +5,8 @@ While questions are asked, OUTPUT.partial/ holds identity.json and what each ran
 """
 
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -15,6 +14,8 @@ from typing import TextIO
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, barrier, from_first, gather, print_first
 from llava_ds.evaluation.question import Question
+from llava_ds.report.metrics import read_metrics
+from llava_ds.whole_files import write_whole
 
 IDENTITY = "identity.json"
 MAIN_COLUMN = "with picture"  # its answers lie in OUTPUT.jsonl
@@ -71,7 +72,7 @@ def open_store(output: str, identity: dict[str, object], inputs: Iterable[str], 
 
 def _begin_parts(store: Store) -> None:
     store.partial.mkdir(parents=True, exist_ok=True)
-    _write(store.partial / IDENTITY, json.dumps(store.identity, indent=1) + "\n")
+    write_whole(store.partial / IDENTITY, json.dumps(store.identity, indent=1) + "\n")
 
 
 def _set_aside_others(store: Store) -> None:
@@ -108,11 +109,11 @@ def answered(store: Store | None, column: str, num_questions: int, ranks: Ranks)
     if store is not None:
         file = store.answers_file(column)
         if file.is_file():
-            texts = [row["text"] for row in _rows(file)]
+            texts = [row["text"] for row in read_metrics(file)]
             if len(texts) == num_questions:
                 found = dict(enumerate(texts))
         for part in sorted(store.partial.glob(f"{_spelled(column)}-*.jsonl")):
-            for row in _rows(part):
+            for row in read_metrics(part):
                 found.setdefault(row["number"], row["text"])
     # Machines that share no disk have different parts.
     return {number: text for each in reversed(gather(found, ranks)) for number, text in each.items()}
@@ -153,23 +154,17 @@ def write_answers(store: Store, column: str, questions: list[Question], texts: l
         for q, text in zip(questions, texts, strict=True)
     ]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    _write(store.answers_file(column), "".join(lines))
+    write_whole(store.answers_file(column), "".join(lines))
 
 
 def write_scores(store: Store, scores: dict[str, object]) -> None:
     """Write OUTPUT.json, and remove what was kept meanwhile."""
-    _write(store.output, json.dumps({**scores, "identity": store.identity}, indent=1, ensure_ascii=False) + "\n")
+    write_whole(store.output, json.dumps({**scores, "identity": store.identity}, indent=1, ensure_ascii=False) + "\n")
     shutil.rmtree(store.partial)
 
 
 def _spelled(column: str) -> str:
     return column.replace(" ", "_")
-
-
-def _rows(file: Path) -> Iterator[dict]:
-    """The whole lines of a file."""
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-        yield json.loads(line)
 
 
 def _json(file: Path) -> object:
@@ -178,10 +173,3 @@ def _json(file: Path) -> object:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    scratch = file.with_name(f"{file.name}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, file)

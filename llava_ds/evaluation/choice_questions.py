@@ -4,8 +4,9 @@ import base64
 import binascii
 import csv
 import hashlib
-import os
 import sys
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
@@ -25,6 +26,7 @@ from llava_ds.evaluation.files import (
 )
 from llava_ds.evaluation.question import Question, about
 from llava_ds.infer.generate import Prompt
+from llava_ds.whole_files import write_whole
 
 LETTER_ONLY = "\nAnswer with the option's letter from the given choices directly."  # LLaVA-1.5's, for both
 ROUND = 1_000_000  # MMBench's later rounds have the question's index and this many times their number
@@ -170,15 +172,17 @@ def _stored(texts: list[str], cache_dir: str) -> dict[str, Media]:
     path = Path(cache_dir).expanduser() / "evaluation" / f"{hashed.hexdigest()[:32]}.pictures"
     if not path.is_file() or path.stat().st_size != sum(map(len, contents.values())):
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}")
-        with scratch.open("wb") as file:
-            file.writelines(contents.values())
-        os.replace(scratch, path)
+        write_whole(path, partial(_write_all, contents.values()))
     media, offset = {}, 0
     for text, content in contents.items():
         media[text] = Media("image", (FileRef(str(path), offset, len(content)),))
         offset += len(content)
     return media
+
+
+def _write_all(contents: Iterable[bytes], path: Path) -> None:
+    with path.open("wb") as file:
+        file.writelines(contents)
 
 
 def _decoded(text: str) -> bytes:

@@ -92,18 +92,20 @@ def comparison_page(runs: list[RunFiles]) -> str:
         charts.insert(1, line_chart("Held-out loss", held_out))
     differing = differences(runs)
     problems = [f"{name}: {text}" for name, run in zip(names, runs) for text in run.problems.values()]
-    lines = [(name, model_of(run) if run.flags else "", run.output_dir) for name, run in zip(names, runs)]
+    lines = [(name, model_of(run) if run.flags else "", run.output_dir.resolve()) for name, run in zip(names, runs)]
     return document(
         f"{', '.join(names)}: side by side",
         [
             f"<header><h1>{esc(' · '.join(names))}</h1></header>",
             *(sentence(text, "warn") for text in problems),
-            section("Runs", table(["run", "what", "folder"], lines)),
+            section("Runs", table(["run", "what", "folder"], lines, stacks=True)),
             section("Numbers", table(["", *names], numbers_table(runs), numbers=range(1, len(names) + 1))),
             section("Curves", f'<div class="charts">{"".join(charts)}</div>'),
             section(
                 "What differs",
-                table(["", *names], differing) if differing else sentence("No flag and no DeepSpeed value.", "note"),
+                table(["", *names], differing, stacks=True, named=True)
+                if differing
+                else sentence("No flag and no DeepSpeed value.", "note"),
             ),
         ],
     )
@@ -115,7 +117,7 @@ def _series(run: RunFiles, name: str, label: str, index: int) -> Series:
 
 
 def _side_by_side(runs: list[RunFiles]) -> list[tuple[str, list[object]]]:
-    """(name, values) of all that a run is told, in the order of the flags."""
+    """(name, values) of all that a run is told: flags in their order, DeepSpeed's values, versions, the rest."""
     each = []
     for run in runs:
         told = {f"--{name}": value for name, value in run.flags.items() if name not in PLACES}
@@ -124,7 +126,9 @@ def _side_by_side(runs: list[RunFiles]) -> list[tuple[str, list[object]]]:
         told |= {f"version of {name}": text for name, text in (versions if isinstance(versions, dict) else {}).items()}
         told |= {name: run.record.get(name) for name in ("world_size", "device", "git_revision")}
         each.append(told)
+    order = ("--", "ds_config: ", "version of ", "")
     names = dict.fromkeys(name for told in each for name in told)
+    names = sorted(names, key=lambda name: next(i for i, start in enumerate(order) if name.startswith(start)))
     return [(name, [told.get(name) for told in each]) for name in names]
 
 

@@ -27,17 +27,27 @@ class Evals:
         return step in self._steps
 
     def add_loss(
-        self, step: int, loss: float, tokens: int, samples: int, by_source: dict[str, float], seconds: float
+        self,
+        step: int,
+        loss: float,
+        tokens: int,
+        samples: int,
+        by_source: dict[str, float],
+        *,
+        broken: int,
+        seconds: float,
     ) -> None:
-        """loss: the mean over these supervised tokens; by_source: over those of each data source."""
+        """loss: the mean over these supervised tokens of these samples; by_source: over those of each data source;
+        broken: samples that are not among them, for their pictures could not be read."""
         if not self.is_first:
             return
-        row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples}
+        row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken}
         several = {"source_losses": by_source} if len(by_source) > 1 else {}
         self.evals.write([{**row, **several, "seconds": round(seconds, 3)}])
         curves = {f"eval/loss/{name}": mean for name, mean in by_source.items()} if several else {}
         self.trackers.log({"eval/loss": loss, **curves}, step)
-        print_first(f"step {step:,}: the loss on {samples:,} held-out samples is {loss:.4f} ({seconds:.1f} s)")
+        without = f", without {broken:,} that broke," if broken else ""
+        print_first(f"step {step:,}: the loss on {samples:,} held-out samples{without} is {loss:.4f} ({seconds:.1f} s)")
 
     def add_answers(self, step: int, rows: list[dict[str, object]]) -> None:
         """rows: id, question, images, reference and answer of each."""

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from llava_ds.report.metrics import read_metrics
+from llava_ds.whole_files import write_whole
 
 
 def write_trainer_state(output_dir: Path, batch_size: int, num_epochs: float) -> None:
@@ -36,4 +37,4 @@ def write_trainer_state(output_dir: Path, batch_size: int, num_epochs: float) ->
         "trial_name": None,
         "trial_params": None,
     }
-    (output_dir / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    write_whole(output_dir / "trainer_state.json", json.dumps(state, indent=2) + "\n")

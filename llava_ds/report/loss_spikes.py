@@ -62,7 +62,9 @@ class LossSpikes:
             spike = None
             if math.isfinite(result.loss) and len(known) * 2 >= max(self._losses.maxlen, 4):
                 mean = statistics.fmean(known)
-                deviation = max(statistics.pstdev(known, mean), LEAST_DEVIATION * abs(mean))
+                deviation = LEAST_DEVIATION * abs(mean)
+                if result.loss > mean + self.sigma * deviation:  # else there is nothing to measure, which takes long
+                    deviation = max(statistics.pstdev(known, mean), deviation)
                 if result.loss > mean + self.sigma * deviation:
                     spike = {"step": result.step, "loss": result.loss, "mean": mean, "deviation": deviation}
                     self.found.append(spike)

@@ -70,8 +70,12 @@ details { margin: .6rem 0 } summary { cursor: pointer; font-weight: 600; font-si
 .sample dt { color: var(--dim); font-variant-numeric: tabular-nums } .sample dd { margin: 0; white-space: pre-wrap }
 .sample .same { background: var(--mark); border-radius: 3px; padding: 0 .25em }
 footer { margin-top: 3rem; color: var(--dim); font-size: .85rem }
-@media (max-width: 600px) { .stack thead { display: none } .stack td { display: block; border: 0; padding: 0;
-  min-width: 0; white-space: normal } .stack td:first-child { font-weight: 600; overflow-wrap: anywhere }
+@media (max-width: 600px) { th, td:first-child { white-space: normal; overflow-wrap: break-word }
+  .stack thead { display: none }
+  table:not(.stack) :is(th, td):first-child { position: sticky; left: 0; background: var(--bg); max-width: 9rem }
+  .stack td { display: block; border: 0; padding: 0; min-width: 0; white-space: normal }
+  .stack td:first-child { font-weight: 600; overflow-wrap: anywhere }
+  .stack td[data-of]::before { content: attr(data-of) ": "; color: var(--dim) }
   .stack tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line) } }
 @media print { nav { display: none } details:not([open]) > * { display: revert } }
 """
@@ -113,13 +117,19 @@ def navigation(titles: Iterable[str]) -> str:
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = (), stacks: bool = False
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    numbers: Sequence[int] = (),
+    stacks: bool = False,
+    named: bool = False,
 ) -> str:
     """Escaped cells; numbers: columns that stand to the right; stacks: whether the cells of a row may stand below each
-    other where a screen is narrow. A cell that is a Markup is taken as it is."""
+    other where a screen is narrow; named: whether they then say whose column they are of. A cell that is a Markup is
+    taken as it is."""
 
     def cell(tag: str, column: int, value: object) -> str:
         kind = ' class="n"' if column in numbers else ""
+        kind += f' data-of="{esc(head[column])}"' if named and tag == "td" and column else ""
         return f"<{tag}{kind}>{value if isinstance(value, Markup) else esc(value)}</{tag}>"
 
     header = "".join(cell("th", i, name) for i, name in enumerate(head))
@@ -138,8 +148,8 @@ def tiles(numbers: Iterable[tuple[str, str]]) -> str:
     return f'<div class="tiles">{"".join(each)}</div>'
 
 
-def details(summary: str, body: str, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{esc(summary)}</summary>{body}</details>"
+def details(summary: str, body: str) -> str:
+    return f"<details><summary>{esc(summary)}</summary>{body}</details>"
 
 
 def sentence(text: str, kind: str = "none") -> str:

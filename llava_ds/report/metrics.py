@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llava_ds.constants import DataError
+from llava_ds.whole_files import write_whole
+
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 class RowLog:
@@ -27,16 +30,9 @@ class RowLog:
         self.waiting += rows
         if not self.waiting:
             return
-        before = None
         try:
-            with self.path.open("ab", buffering=0) as file:
-                before = file.tell()
-                text = "".join(as_line(row) for row in self.waiting).encode()
-                if file.write(text) != len(text):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # it took a part of them
+            append(self.path, "".join(map(as_line, self.waiting)))
         except OSError as error:
-            if before is not None:
-                os.truncate(self.path, before)  # no half line
             if not told:
                 print(f"WARNING: {self.path} can't be written ({error.strerror}): its rows wait in memory", flush=True)
         else:
@@ -64,20 +60,39 @@ def rows_of(path: Path) -> list[dict]:
 
 def replace_rows(path: Path, rows: Iterable[dict]) -> None:
     """Write a JSONL file anew, in one rename, so that a killed run leaves the old or the new one."""
-    fresh = path.with_name(f".{path.name}.tmp")
-    fresh.write_text("".join(map(as_line, rows)), encoding="utf-8")
-    os.replace(fresh, path)
+    write_whole(path, "".join(map(as_line, rows)))
+
+
+def append(path: Path, text: str) -> None:
+    """Add whole lines to a file, in one write. Raises OSError, where the disk is full for one, with the file as it was.
+
+    Nothing stays open: on a network's disk closing is what brings the lines to the server.
+    """
+    data, before = text.encode(), None
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            before = os.fstat(handle).st_size
+            if os.write(handle, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # it took a part of them
+        finally:
+            os.close(handle)
+    except OSError:
+        if before is not None:
+            os.truncate(path, before)  # no half line
+        raise
 
 
 def as_line(row: dict) -> str:
     """A row as it stands in the file, without the blanks that 100,000 rows would have 3 MB of."""
-    return json.dumps(row, separators=(",", ":")) + "\n"
+    return _JSON.encode(row) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict]:
     """All whole rows of a JSONL file of this package; a last line that a kill cut short is passed over."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    whole, _, last = path.read_bytes().rpartition(b"\n")  # the last may end within a character
+    for line in f"{whole.decode()}\n{last.decode(errors='replace')}".lstrip("\n").split("\n"):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:

@@ -2,23 +2,22 @@
 
 import dataclasses
 import json
-import os
 import shlex
 import time
 from pathlib import Path
 
 from llava_ds.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava_ds.data.preflight import reasons_in_short
 from llava_ds.ds_config.draft import value_at
-from llava_ds.report.chart import bar_chart, short
+from llava_ds.report.chart import short
 from llava_ds.report.curves import curves
+from llava_ds.report.data_part import data_part
 from llava_ds.report.markup import Markup, details, document, esc, navigation, section, sentence, table, tiles
 from llava_ds.report.run_files import RunFiles, is_number, read_run
 from llava_ds.report.sampled import sampled_answers
 from llava_ds.report.wording import duration, model_of, num_bytes, shown_score
+from llava_ds.whole_files import write_whole
 
 FILE = "report.html"
-MOST_REJECTED = 50
 
 
 def leave_report(output_dir: Path) -> None:
@@ -39,9 +38,7 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
     path: absent, report.html in that folder. Raises OSError where it can't be written.
     """
     path = output_dir / FILE if path is None else path
-    fresh = path.with_name(f".{path.name}.tmp")
-    fresh.write_text(report_page(read_run(output_dir)), encoding="utf-8")
-    os.replace(fresh, path)
+    write_whole(path, report_page(read_run(output_dir)))
     return path
 
 
@@ -51,7 +48,7 @@ def report_page(run: RunFiles) -> str:
         "Curves": curves(run),
         "Answers while training": _answers(run),
         "Evaluation": _evaluation(run),
-        "Data": _data(run),
+        "Data": data_part(run),
         "Configuration": _configuration(run),
         "Checkpoints": _checkpoints(run),
         "To repeat it": _command(run),
@@ -64,7 +61,7 @@ def report_page(run: RunFiles) -> str:
             _head(run),
             navigation(shown),
             *(section(title, content) for title, content in shown.items()),
-            f"<footer>Written {esc(written)} by llava_ds from {esc(run.output_dir)}.</footer>",
+            f"<footer>Written {esc(written)} by llava_ds from {esc(run.output_dir.resolve())}.</footer>",
         ],
     )
 
@@ -79,7 +76,7 @@ def _head(run: RunFiles) -> str:
         esc(text)
         for text in (
             f"started {run.record['started']}" if run.record.get("started") else "",
-            f"{run.record['world_size']} × {run.record.get('device')}" if run.record.get("world_size") else "",
+            f"on {run.record['world_size']} × {run.record.get('device')}" if run.record.get("world_size") else "",
         )
         if text
     )
@@ -95,6 +92,7 @@ def _tiles(run: RunFiles) -> str:
     numbers = {
         name: value for name, value in run.numbers.items() if value or name not in ("skipped_steps", "broken_samples")
     }
+    numbers |= {"left_out": len(run.skipped)} if run.skipped else {}
     shown = [
         ("loss", "loss at the end (running mean)", "{:.4f}".format),
         ("held_out_loss", "held-out loss, last", "{:.4f}".format),
@@ -109,6 +107,7 @@ def _tiles(run: RunFiles) -> str:
         ("peak_memory_bytes", "peak memory of rank 0", num_bytes),
         ("skipped_steps", "steps skipped (not finite)", "{:,.0f}".format),
         ("broken_samples", "samples that broke", "{:,.0f}".format),
+        ("left_out", "records left out", "{:,.0f}".format),
     ]
     found = [(form(numbers[name]), label) for name, label, form in shown if numbers.get(name) is not None]
     return tiles(found) if numbers else ""
@@ -156,57 +155,6 @@ def _flat(value: object, path: str = ""):
     elif isinstance(value, dict):
         for name, each in value.items():
             yield from _flat(each, f"{path} {name}".strip())
-
-
-def _data(run: RunFiles) -> str:
-    data = run.record.get("data")
-    data = data if isinstance(data, dict) else {}
-    summary, lengths = data.get("summary"), data.get("lengths")
-    parts = []
-    if isinstance(summary, list):
-        parts.append(f"<pre>{esc(chr(10).join(map(str, summary)))}</pre>")
-    if isinstance(lengths, dict) and isinstance(lengths.get("edges"), list) and isinstance(lengths.get("counts"), list):
-        chart = bar_chart("Samples by length", lengths["edges"], lengths["counts"], "tokens, image features included")
-        parts.append(f'<div class="charts">{chart}</div>')
-    if not parts:
-        parts.append(sentence("run.json says nothing about the data."))
-    return "".join(parts) + _rejected(run) + _skipped_steps(run)
-
-
-def _rejected(run: RunFiles) -> str:
-    if "skipped.jsonl" in run.problems:
-        return sentence(run.problems["skipped.jsonl"], "warn")
-    if not run.skipped:
-        return sentence("Every record was trained on.", "note")
-    reasons = reasons_in_short([str(row.get("reason")) for row in run.skipped])
-    rows = [
-        (
-            f"{row.get('file')}:{row.get('line')}",
-            row.get("id"),
-            f"broke at step {row['step']}" if row.get("step") else "before training",
-            row.get("reason"),
-        )
-        for row in run.skipped[:MOST_REJECTED]
-    ]
-    more = len(run.skipped) - len(rows)
-    note = sentence(f"{more:,} more are in skipped.jsonl.", "note") if more else ""
-    listing = details(
-        f"Records left out: {len(run.skipped):,}", table(["where", "id", "when", "why"], rows, stacks=True) + note
-    )
-    return f"<h3>Left out</h3><pre>{esc(chr(10).join(reasons))}</pre>{listing}"
-
-
-def _skipped_steps(run: RunFiles) -> str:
-    if not run.skipped_steps:
-        return ""
-    rows = [
-        (f"{row['step']:,}", row.get("not_finite"), ", ".join(map(str, (row.get("samples") or [])[:8])))
-        for row in run.skipped_steps[:MOST_REJECTED]
-    ]
-    return details(
-        f"Steps that changed nothing, for they were not finite: {len(run.skipped_steps):,}",
-        table(["step", "what", "samples"], rows, numbers=(0,)),
-    )
 
 
 def _configuration(run: RunFiles) -> str:
@@ -291,9 +239,16 @@ def _command(run: RunFiles) -> str:
     if run.record.get("git_revision"):
         rows.append(("source revision", run.record["git_revision"]))
     note = "On several machines: with their launcher, and as many ranks." if is_number(ranks) and ranks > 8 else ""
+    if str(run.record.get("git_revision")).endswith("+"):
+        note += " The source had changes that no commit has."
     given = [str(word) for word in command if not str(word).startswith("--local_rank=")]  # which the launcher adds
+    begins = [i for i, word in enumerate(given) if word.startswith("--")]
+    flags = [shlex.join(given[i:j]) for i, j in zip(begins, [*begins[1:], len(given)])]
+    lines = [shlex.join([*launcher, *given[: begins[0] if begins else None]]), *flags]
+    folder = [f"cd {shlex.quote(str(run.record['folder']))}"] if run.record.get("folder") else []
+    told = "\n".join([*folder, " \\\n  ".join(lines)])
     return (
-        f"<pre>{esc(shlex.join([*launcher, *given]))}</pre>"
-        + (sentence(note, "note") if note else "")
+        f"<pre>{esc(told)}</pre>"
+        + (sentence(note.strip(), "note") if note else "")
         + (table(["package", "version"], rows) if rows else "")
     )

@@ -1,7 +1,6 @@
 """loss.png."""
 
 import math
-import os
 import threading
 import time
 from array import array
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llava_ds.report.series import running_mean, thinned
+from llava_ds.whole_files import write_whole
 
 EVERY_S = 60.0  # at least, between two drawings while it trains
 LARGEST_SHARE = 1 / 200  # of the time, that drawing may take
@@ -79,6 +79,4 @@ def plot_loss(steps: Sequence[int], losses: Sequence[float], rates: Sequence[flo
     rate.plot(*thinned(steps, rates), color="tab:grey", linestyle=":", label="learning rate")
     rate.set_ylabel("learning rate")
     figure.legend(loc="lower center", ncols=2, frameon=False)
-    fresh = path.with_name(f".{path.name}.tmp")
-    figure.savefig(fresh, dpi=120, format="png")
-    os.replace(fresh, path)
+    write_whole(path, lambda fresh: figure.savefig(fresh, dpi=120, format="png"))

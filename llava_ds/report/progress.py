@@ -147,8 +147,8 @@ class Progress:
         losses = all_sum(torch.stack([result.loss for result in results]))
         rest = [value for result in results for value in (result.grad_norm, result.skipped_steps)]
         on_device = [value for value in rest if isinstance(value, torch.Tensor)]
-        table = [losses.double(), *(result.counts for result in results)]
-        table += [value.to(device).double().reshape(1) for value in on_device]
+        table = [losses, *(result.counts for result in results)]  # the counts are float64, so all of it will be
+        table += [value.to(device).reshape(1) for value in on_device]
         numbers = iter(torch.cat(table).tolist())
         losses = [next(numbers) for _ in results]
         counts = [Counts(*(int(next(numbers)) for _ in Counts._fields)) for _ in results]

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.distributed import Ranks
 from llava_ds.ds_config.resolve import ResolvedConfig
 from llava_ds.redact import redact
+from llava_ds.whole_files import write_whole
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "safetensors", "pillow")
 
@@ -27,13 +29,20 @@ LENGTH_BINS = 40
 
 
 def write_run_record(
-    output_dir: Path, args: Arguments, resolved: ResolvedConfig, num_steps: int, dataset: EncodedDataset, ranks: Ranks
+    output_dir: Path,
+    args: Arguments,
+    resolved: ResolvedConfig,
+    num_steps: int,
+    dataset: EncodedDataset,
+    held_out: EncodedDataset | None,
+    ranks: Ranks,
 ) -> None:
     """Write run.json (flags, versions, revision, command, data, and why each "auto" was filled as it was) and
     ds_config.json, without secrets."""
     output_dir.mkdir(parents=True, exist_ok=True)
     record = {
         "command": sys.argv,
+        "folder": os.getcwd(),  # which relative paths in it are from
         "arguments": args.as_dict(),
         "given": sorted(args.given),
         "num_steps": num_steps,
@@ -47,10 +56,30 @@ def write_run_record(
         },
         "git_revision": _git_revision(),
         "ds_config_reasons": resolved.reasons,
-        "data": {"summary": dataset.summary(), "lengths": length_histogram(dataset.lengths)},
+        "data": {
+            "summary": dataset.summary(),
+            "lengths": length_histogram(dataset.lengths),
+            "held_out": held_out_summary(args, held_out),
+        },
     }
     for name, content in (("run.json", record), ("ds_config.json", resolved.config)):
-        (output_dir / name).write_text(json.dumps(redact(content), indent=2) + "\n", encoding="utf-8")
+        write_whole(output_dir / name, json.dumps(redact(content), indent=2) + "\n")
+
+
+def held_out_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
+    """What the held-out loss is measured on and where it comes from, in lines; none where nothing is held out."""
+    if held_out is None:
+        return []
+    samples = "1 sample" if len(held_out) == 1 else f"{len(held_out):,} samples"
+    if not args.data.eval_fraction:
+        return [f"{samples} of --eval_data_path {args.data.eval_data_path}", *held_out.summary()]
+    seed = args.training.seed if args.training.data_seed is None else args.training.data_seed
+    tokens, targets = sum(held_out.lengths), sum(held_out.num_targets)
+    return [
+        f"{samples} of the accepted records of --data_path: --eval_fraction {args.data.eval_fraction:g}, drawn by seed "
+        f"{seed}; they are not trained on",
+        f"{tokens:,} tokens, of which {targets:,} ({targets / tokens:.1%}) are supervised",
+    ]
 
 
 def length_histogram(lengths: list[int]) -> dict[str, list[int]]:

@@ -1,13 +1,16 @@
 """The questions that were asked while it trained, with their pictures and how the answers changed."""
 
 import base64
+import dataclasses
 import io
+import re
 from pathlib import Path
 
 from PIL import Image
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.images import load_image
+from llava_ds.data.sample import FileRef
 from llava_ds.report.markup import esc, sentence
 
 MOST_QUESTIONS, MOST_ANSWERS = 24, 12
@@ -30,9 +33,10 @@ def _card(asked: list[dict], output_dir: Path) -> str:
     asked = sorted(asked, key=lambda row: row["step"])
     last = asked[-1]
     paths = last.get("images") if isinstance(last.get("images"), list) else []
-    pictures = "".join(_picture(output_dir / str(path)) for path in paths)
+    pictures = "".join(_picture(place, output_dir) for place in paths)
     reference = last.get("reference")
     question = str(last.get("question", "")).replace(IMAGE_TOKEN, "").strip()  # what it marks is seen
+    question = re.sub(r"^(\w+:)\s+", r"\1 ", question)  # and left a line of its own behind
     lines = []
     if reference is not None:
         lines.append(f"<dt>reference</dt><dd>{esc(reference)}</dd>")
@@ -44,10 +48,13 @@ def _card(asked: list[dict], output_dir: Path) -> str:
     return f'<div class="sample">{pictures}<p class="question">{esc(question)}</p><dl>{"".join(lines)}</dl></div>'
 
 
-def _picture(path: Path) -> str:
+def _picture(place: object, output_dir: Path) -> str:
+    """place: of EncodedDataset.pictures_of, as JSON."""
     try:
-        return f'<img src="{data_uri(load_image(path), PICTURE_SIDE, "JPEG")}" alt="">'
-    except DataError as error:
+        ref = FileRef(**place) if isinstance(place, dict) else FileRef(str(place))
+        picture = load_image(dataclasses.replace(ref, path=str(output_dir / ref.path)))
+        return f'<img src="{data_uri(picture, PICTURE_SIDE, "JPEG")}" alt="">'
+    except (DataError, TypeError) as error:
         return sentence(f"The picture can't be shown: {error}")
 
 

@@ -1,10 +1,10 @@
 """metrics.csv: the numbers of metrics.jsonl for spreadsheets, a line per optimizer step."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from llava_ds.report.metrics import read_metrics
+from llava_ds.report.metrics import append, read_metrics
+from llava_ds.whole_files import write_whole
 
 COLUMNS = (
     "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "supervised_tokens", "step_time_s", "data_wait_s",
@@ -29,16 +29,12 @@ class MetricsTable:
             if not self.follows:
                 self._make_anew()
                 return
-            with self.path.open("ab", buffering=0) as file:
-                text = as_csv(rows).encode()
-                self.follows = file.write(text) == len(text)
+            append(self.path, as_csv(rows))
         except OSError:
             self.follows = False  # metrics.jsonl, on the same disk, has said so
 
     def _make_anew(self) -> None:
-        fresh = self.path.with_name(f".{self.path.name}.tmp")
-        fresh.write_text(",".join(COLUMNS) + "\n" + as_csv(read_metrics(self.log)), encoding="utf-8")
-        os.replace(fresh, self.path)
+        write_whole(self.path, ",".join(COLUMNS) + "\n" + as_csv(read_metrics(self.log)))
         self.follows = True
 
 
@@ -48,8 +44,9 @@ def as_csv(rows: Iterable[dict]) -> str:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, list):
-        value = max(value)  # of the parameter groups' rates
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return "" if value is None else str(value)
+    kind = type(value)  # for each of fifteen cells of every step
+    if kind is int:
+        return str(value)
+    if kind is list:
+        value, kind = max(value), float  # of the parameter groups' rates
+    return f"{value:.6g}" if kind is float else "" if value is None else str(value)

@@ -16,6 +16,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, from_first, print_first
 from llava_ds.parsing import is_installed
 from llava_ds.redact import redact
+from llava_ds.report.metrics import rows_of
 
 # More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
 MOST_POINTS = 5_000
@@ -79,8 +80,9 @@ class Trackers:
 def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps: int, ranks: Ranks) -> Trackers:
     """Those of --report_to, on rank 0; none on the others. All ranks call it together.
 
-    What an earlier start wrote behind resume_step is dropped there, for it will come again. Raises ConfigError, on
-    every rank, where one that was asked for can't be opened.
+    What an earlier start wrote behind resume_step comes again: TensorBoard drops it, Logged does not send it twice, for
+    which metrics.jsonl has to be as that start left it. Raises ConfigError, on every rank, where one that was asked for
+    can't be opened.
     """
     asked = args.training.report_to
     if asked is None and not is_installed("tensorboard"):
@@ -133,10 +135,9 @@ class TensorBoard:
 
     def __init__(self, args: Arguments, output_dir: Path, resume_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.event, self.summary = Event, Summary
+        self.event, self.points = Event, Event()  # points: of the last step, to be filled anew
         folder = output_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         # The names' order is the events'.
@@ -148,9 +149,15 @@ class TensorBoard:
         self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, values: dict[str, float], step: int) -> None:
-        value = self.summary.Value
-        points = [value(tag=name, simple_value=number) for name, number in values.items()]
-        self._add(step, summary=self.summary(value=points))
+        points = self.points.summary.value
+        if [point.tag for point in points] != list(values):  # as a rule they are those of the step before
+            del points[:]
+            for name in values:
+                points.add(tag=name)
+        for point, number in zip(points, values.values()):
+            point.simple_value = number
+        self.points.wall_time, self.points.step = time.time(), step
+        self.records.write(self.points.SerializeToString())
 
     def flush(self) -> None:
         pass  # nothing waits
@@ -163,13 +170,20 @@ class TensorBoard:
 
 
 class Logged:
-    """W&B, or trackio, which has its functions. What was logged before a resumed run's start stands as it is."""
+    """W&B, or trackio, whose run has the same methods.
 
-    def __init__(self, module, run) -> None:
-        self.module, self.run = module, run
+    A resumed run goes on in the same one there, where nothing can be taken back: the steps behind the checkpoint, which
+    come again, are those that it has, and none is given to it twice. Steps never go back otherwise, for where
+    --on_loss_spike rewinds, the weights alone do.
+    """
+
+    def __init__(self, run, last_step: int) -> None:
+        """last_step: what an earlier start had come to, 0 for none."""
+        self.run, self.last_step = run, last_step
 
     def write(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
+        if step > self.last_step:
+            self.run.log(values, step=step)
 
     def flush(self) -> None:
         pass  # processes of their own write it, also when this one is killed
@@ -179,7 +193,8 @@ class Logged:
 
 
 def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
-    """A run on the server that WANDB_MODE and the like choose; a resumed one goes on in the same."""
+    """A run on the server that WANDB_MODE and the like choose; a resumed one goes on in the same, with the flags that
+    it has now."""
     import wandb
 
     kept = output_dir / "wandb" / "run-id"
@@ -194,10 +209,10 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
         resume="allow",
         name=redact(called(args)),
         dir=str(output_dir),
-        config=_settings(args),
         settings=settings,
     )
-    return Logged(wandb, run)
+    run.config.update(_settings(args), allow_val_change=True)  # of --allow_changed_flags, which is an error without
+    return Logged(run, _last_step(output_dir, resume_step))
 
 
 def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
@@ -211,7 +226,13 @@ def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged
         config=_settings(args),
         embed=False,
     )
-    return Logged(trackio, run)
+    return Logged(run, _last_step(output_dir, resume_step))
+
+
+def _last_step(output_dir: Path, resume_step: int) -> int:
+    """The last step that an earlier start logged, if the run goes on from one: metrics.jsonl still has it."""
+    steps = [row["step"] for row in rows_of(output_dir / "metrics.jsonl")] if resume_step else []
+    return max(steps, default=0)
 
 
 def called(args: Arguments) -> str:

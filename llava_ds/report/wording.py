@@ -36,8 +36,11 @@ def num_bytes(count: float) -> str:
 def model_of(run: RunFiles) -> str:
     """What was trained on what, in a sentence. Of paths, the last part."""
     flags = run.flags
-    base = _last_part(flags.get("model_name_or_path")) or "the tiny model that ships with llava_ds"
-    tower = _last_part(flags.get("vision_tower"))
+    given = run.record.get("given")
+    if flags.get("model_name_or_path") and not (isinstance(given, list) and "model_name_or_path" not in given):
+        base, tower = _last_part(flags["model_name_or_path"]), _last_part(flags.get("vision_tower"))
+    else:
+        base, tower = "the tiny model that ships with llava_ds", ""
     data = _last_part(flags.get("data_path")) or "generated scenes of coloured shapes"
     try:
         known = {name: flags[name] for name in ModelArguments.__dataclass_fields__ if name in flags}

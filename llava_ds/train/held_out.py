@@ -7,6 +7,7 @@ Nothing here draws random numbers or leaves anything in the engine: the steps af
 import dataclasses
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,24 +25,31 @@ from llava_ds.distributed import Ranks, all_sum, from_first, gather
 @dataclass(frozen=True)
 class Prompt:
     """The part of a sample up to its first answer, and that answer's text; index: of the sample in its data set;
-    images: paths, for a person to look at."""
+    images: where they lie, for a person to look at (EncodedDataset.pictures_of)."""
 
     index: int
     id: str
     question: str
-    images: list[str]
+    images: list[str | dict[str, object]]
     reference: str
     sample: LoadedSample
 
 
-@torch.no_grad()
-def held_out_loss(
-    engine, dataset: EncodedDataset, layout: Layout, num_workers: int, ranks: Ranks
-) -> tuple[float, int, int, dict[str, float]]:
-    """The mean loss per supervised token over a data set, those tokens, the samples, and the mean by data source.
+class HeldOutLoss(NamedTuple):
+    """The mean loss per supervised token, those tokens, the samples, and the mean by data source."""
 
-    All ranks call it together. It is laid out as an optimizer step would be that takes all of it: on all ranks, which
-    then have equally many micro-batches, as ZeRO-3 needs.
+    loss: float
+    tokens: int
+    samples: int
+    by_source: dict[str, float]
+
+
+@torch.no_grad()
+def held_out_loss(engine, dataset: EncodedDataset, layout: Layout, num_workers: int, ranks: Ranks) -> HeldOutLoss:
+    """The loss over a data set. All ranks call it together.
+
+    It is laid out as an optimizer step would be that takes all of it: on all ranks, which then have equally many
+    micro-batches, as ZeRO-3 needs.
     """
     plan = layout.plan_all(dataset.lengths)
     engine.eval()
@@ -57,7 +65,7 @@ def held_out_loss(
     loss, samples, *by_source = all_sum(total).tolist()
     targets = by_source[num_sources:]
     means = means_by_source(dataset.sources, by_source[:num_sources], targets)
-    return loss / max(1.0, sum(targets)), int(sum(targets)), int(samples), means
+    return HeldOutLoss(loss / max(1.0, sum(targets)), int(sum(targets)), int(samples), means)
 
 
 def prompts_of(dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Prompt]:
@@ -185,7 +193,8 @@ class Evaluation:
         if self._measures(step, last):
             started = time.perf_counter()
             found = held_out_loss(self._engine, self._held_out, self._layout, self._num_workers, self._ranks)
-            self._log.add_loss(step, *found, time.perf_counter() - started)
+            broken, seconds = len(self._held_out) - found.samples, time.perf_counter() - started
+            self._log.add_loss(step, *found, broken=broken, seconds=seconds)
         if self._asks(step, last):
             said = answers(
                 self._engine,

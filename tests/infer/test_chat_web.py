@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import toys
-import webdriver
+from browser import Browser, missing
 from exporting import RANKS, export
 from launching import ROOT, environment
 
@@ -41,8 +41,8 @@ def page(tmp_path, tmp_path_factory):
     import torch
 
     variables = with_gradio()
-    if (missing := webdriver.missing()) is not None:
-        pytest.skip(missing)
+    if (lacking := missing()) is not None:
+        pytest.skip(lacking)
     # The tiny model's own parts speak in words; a toy's control characters would not come through a page unchanged.
     args = ModelArguments(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
     plan = plan_model(args, 512)
@@ -75,22 +75,20 @@ def test_upload_ask_and_read(page, tmp_path):
         conversation = conversation.answered(text)
         return text
 
-    with webdriver.Browser(tmp_path / "profile") as browser:
+    with Browser(tmp_path / "profile") as browser:
         browser.until(lambda: server.poll() is not None or b"Ctrl-C" in log.read_bytes(), 600)
         assert server.poll() is None, log.read_text()
         browser.open(address)
-        browser.until(lambda: browser.all("textarea"), 120)
+        browser.until(lambda: browser.count("textarea"), 120)
 
         def ask(question: str, *shown: Path) -> None:
             # The box is closed until an answer has ended.
-            open_box = "const box = document.querySelector('textarea'); return box && !box.disabled && !box.value"
-            browser.until(lambda: browser.run(open_box) and not browser.all(".thumbnail-item"))
+            open_box = "(box => box && !box.disabled && !box.value)(document.querySelector('textarea'))"
+            browser.until(lambda: browser.ask(open_box) and not browser.count(".thumbnail-item"))
             if shown:
-                # WebDriver adds to the files that an input has; a person's choice takes their place.
-                browser.run("document.querySelector('input[type=file]').value = ''")
-                browser.type(browser.all("input[type=file]")[0], "\n".join(map(str, shown)))
-                browser.until(lambda: len(browser.all(".thumbnail-item")) == len(shown), 60)
-            browser.type(browser.all("textarea")[0], question + "\ue007")  # Enter
+                browser.upload("input[type=file]", shown)
+                browser.until(lambda: browser.count(".thumbnail-item") == len(shown), 60)
+            browser.type("textarea", question)
 
         def read(text: str) -> None:
             browser.until(lambda: (browser.texts(".bot.message") or [""])[-1].split() == text.split())
@@ -104,8 +102,8 @@ def test_upload_ask_and_read(page, tmp_path):
         ask("Why?")  # what went wrong is no part of the conversation
         read(expected("Why?"))
         browser.screenshot(tmp_path / "page.png")
-        asked = [url for url in browser.requested() if not url.startswith((address, "data:", "blob:"))]
-        assert asked == [] and browser.console() == []
+        asked = [url for url in browser.requests if not url.startswith((address, "data:", "blob:"))]
+        assert asked == [] and browser.errors == []
 
 
 def test_a_missing_gradio_names_the_extra(monkeypatch):

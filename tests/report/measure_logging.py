@@ -1,7 +1,8 @@
 """What logging costs per step, and what it leaves on disk: python tests/report/measure_logging.py
 
 CPU time of the process, all threads, so that a busy machine disturbs it less: rounds of steps that are logged every one
-(metrics.jsonl, metrics.csv, TensorBoard, loss.png, the bar) alternate with rounds of the same steps that are not.
+(metrics.jsonl, metrics.csv, TensorBoard, loss.png, the bar, the watch for bad steps) alternate with rounds of the same
+steps that are not.
 """
 
 import argparse
@@ -15,11 +16,15 @@ from types import SimpleNamespace
 import torch
 from test_progress import Result
 
+from llava_ds.arguments import TrainingArguments
 from llava_ds.distributed import Ranks
 from llava_ds.model.flops import ModelFlops
 from llava_ds.report import progress as module
+from llava_ds.report.loss_spikes import LossSpikes
 from llava_ds.report.metrics import MetricsLog
 from llava_ds.report.progress import Progress
+from llava_ds.report.skipped import SkippedLog
+from llava_ds.report.skipped_steps import SkippedSteps
 from llava_ds.report.table import MetricsTable
 from llava_ds.report.trackers import TensorBoard, Trackers
 
@@ -78,6 +83,7 @@ def sizes_of(folder: Path, rows: int) -> dict[str, int]:
 
 def logging_to(folder: Path, num_steps: int) -> Progress:
     folder.mkdir(exist_ok=True)
+    ranks, training = Ranks(0, 0, 1, torch.device("cpu")), TrainingArguments()
     return Progress(
         folder,
         "a run",
@@ -86,11 +92,14 @@ def logging_to(folder: Path, num_steps: int) -> Progress:
         steps_per_epoch=5_197,
         batch_size=128,
         logging_steps=1,
+        sources=["data"],
         flops=ModelFlops(per_token=1.4e10, per_pair=1e3, per_tile=3.6e11, per_target=1e8),
         peak_flops=8e15,
-        skipped=SimpleNamespace(add=lambda results: None),
-        skipped_steps=SimpleNamespace(add=lambda results, losses: None),
-        ranks=Ranks(0, 0, 1, torch.device("cpu")),
+        # Which look at the dataset only where something went wrong.
+        skipped=SkippedLog(folder / "skipped.jsonl", [], 1, 0, ranks),
+        skipped_steps=SkippedSteps(folder, None, None, None, 3, (0, 0), ranks),
+        spikes=LossSpikes(folder, None, None, None, training, 0, ranks),
+        ranks=ranks,
         monitor=SimpleNamespace(enabled=False),
         trackers=tensorboard(folder, min(num_steps, 5_000)),
     )

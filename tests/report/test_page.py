@@ -6,7 +6,7 @@ import math
 import re
 
 import pytest
-from browser import CHROMIUM, browser
+from browser import Browser, missing
 from PIL import Image
 
 from llava_ds.report.comparison import comparison_page, differences, in_terminal, names_of
@@ -32,6 +32,7 @@ def write_run(folder, steps: int = 30, **flags: object):
     folder.mkdir(parents=True)
     record = {
         "command": ["run/train.py", "--local_rank=0", "--data_path", "my data.json"],
+        "folder": "/w",
         "arguments": {"model_name_or_path": "/m/vicuna", "data_path": f"/d/{EVIL}", "learning_rate": 1e-3, **flags},
         "given": ["learning_rate"],
         "num_steps": 30,
@@ -41,8 +42,9 @@ def write_run(folder, steps: int = 30, **flags: object):
         "versions": {"torch": "2.13"},
         "git_revision": "abc",
         "ds_config_reasons": {"train_batch_size": "--train_batch_size"},
-        "data": {"summary": ["7 records", EVIL], "lengths": {"edges": [0, 5, 10], "counts": [3, 4]}},
-    }
+        "data": {"summary": ["7 records", EVIL], "lengths": {"edges": [0, 5, 10], "counts": [3, 4]},
+                 "held_out": ["1 sample of --eval_data_path x"]},
+    }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(record))
     (folder / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
     write_jsonl(
@@ -57,7 +59,7 @@ def write_run(folder, steps: int = 30, **flags: object):
             for n in range(1, steps + 1)
         ),
     )  # fmt: skip
-    write_jsonl(folder / "evals.jsonl", [{"step": n, "loss": 4 / n} for n in (10, 20)])
+    write_jsonl(folder / "evals.jsonl", [{"step": n, "loss": 4 / n, "broken_samples": 3} for n in (10, 20)])
     Image.new("RGB", (900, 600), "red").save(folder / "a.png")
     write_jsonl(
         folder / "samples.jsonl",
@@ -122,7 +124,9 @@ def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
         "7 records", "Samples by length",
         "Records left out: 1",
         "not finite: 1", "--learning_rate", "given", "--train_batch_size", '"stage": 2', "checkpoint-10",
-        "no manifest", "deepspeed --num_accelerators 2 run/train.py --data_path 'my data.json'", "2.13", "abc",
+        "no manifest", "cd /w\ndeepspeed --num_accelerators 2 run/train.py \\\n  --data_path 'my data.json'",
+        "2.13", "abc",
+        "1 sample of --eval_data_path", "broke, at the last measurement: 3",
     ):  # fmt: skip
         assert part in elements.text, part
     assert elements.text.count(EVIL) >= 8  # as text, wherever it came from
@@ -215,19 +219,19 @@ def test_sizes_are_decimal():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here: apt-get install chromium")
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_in_a_browser_nothing_is_asked_for_and_all_of_it_fits(tmp_path):
     folder = write_run(tmp_path / "run", run_name=EVIL)
     write_report(folder)
     (folder / "compare.html").write_text(comparison_page([read_run(folder)] * 2))
-    with browser(tmp_path / "profile") as tab:
+    with Browser(tmp_path / "profile") as tab:
         for page in (folder / "report.html", folder / "compare.html"):
             for width in (400, 1400):
                 tab.open(page, width)
                 assert [address for address in tab.requests if not address.startswith("data:")] == [page.as_uri()]
-                assert tab.said == []
-                loaded = "[...document.images].map(i => i.complete && i.naturalWidth > 0)"
-                assert tab.ask(loaded) == ([True] if page.name == "report.html" else [])
+                assert tab.errors == []
+                assert tab.broken_images() == []
+                assert tab.count("img") == (page.name == "report.html")
                 assert tab.ask("document.documentElement.scrollWidth") <= width
                 smallest = (
                     "Math.min(...[...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height))"

@@ -1,12 +1,16 @@
 """Where the curves go beside the run's own files: each point once, and no failure of theirs is the run's."""
 
+import sqlite3
+from types import SimpleNamespace
+
 import pytest
 
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks
 from llava_ds.report import trackers
-from llava_ds.report.trackers import MOST_POINTS, Trackers, called, open_trackers, scalars
+from llava_ds.report.metrics import MetricsLog
+from llava_ds.report.trackers import MOST_POINTS, Logged, Tracker, Trackers, called, open_trackers, scalars
 
 ALONE = Ranks(0, 0, 1, None)
 
@@ -120,10 +124,50 @@ def test_wandb_offline_has_the_run_and_no_secret(tmp_path, monkeypatch):
     assert not [path for path in left if b"planted-4f1c2e77" in path.read_bytes()]
 
 
+def start(folder, resume_step: int, steps: range, tracker: str, **training) -> Tracker:
+    """A start of a run from a checkpoint that takes so many steps; it ends without a word to the log."""
+    flags = args(folder, report_to=tracker, **training)
+    opened = open_trackers(flags, folder, resume_step, 10, ALONE)
+    one = opened.opened[tracker]
+    log = MetricsLog(folder / "metrics.jsonl", resume_step)
+    for step in steps:
+        log.write([row(step)])
+        opened.write([row(step)])
+    opened.close()
+    return one
+
+
+def test_a_resumed_run_sends_no_step_twice(tmp_path, monkeypatch):
+    sent = []
+    run = SimpleNamespace(log=lambda values, step: sent.append(step), finish=lambda: None)
+    monkeypatch.setitem(
+        trackers.OPEN, "wandb", lambda args, folder, resume: Logged(run, trackers._last_step(folder, resume))
+    )
+    for resume_step, steps in ((0, range(1, 9)), (5, range(6, 11))):
+        start(tmp_path, resume_step, steps, "wandb")
+    assert sent == list(range(1, 11))
+    sent.clear()
+    start(tmp_path, 0, range(1, 3), "wandb")  # a new run
+    assert sent == [1, 2]
+
+
+def test_wandb_goes_on_in_the_same_run_with_the_flags_that_it_has_now(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    first = start(tmp_path, 0, range(1, 4), "wandb", learning_rate=1e-3).run
+    second = start(tmp_path, 2, range(3, 5), "wandb", learning_rate=5e-4).run
+    assert first.id == second.id and first.config["learning_rate"] == 1e-3
+    assert second.config["learning_rate"] == 5e-4
+    assert start(tmp_path, 0, range(1, 2), "wandb").run.id != first.id  # a run that begins anew
+
+
 def test_trackio_takes_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio")
-    opened = open_trackers(args(tmp_path / "run", report_to="trackio"), tmp_path, 0, 10, ALONE)
-    opened.write([row(1), row(2)])
-    opened.close()
-    assert any((tmp_path / "trackio").rglob("*.db"))
+    (folder := tmp_path / "run").mkdir()
+    start(folder, 0, range(1, 5), "trackio")
+    start(folder, 2, range(3, 7), "trackio", learning_rate=5e-4)
+    [database] = (tmp_path / "trackio").rglob("*.db")
+    with sqlite3.connect(database) as connection:
+        steps = connection.execute("SELECT step FROM metrics ORDER BY step").fetchall()
+    assert [step for (step,) in steps] == [1, 2, 3, 4, 5, 6]
