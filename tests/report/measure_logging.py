@@ -121,7 +121,7 @@ def result_of(step: int) -> Result:
 def row_of(progress: Progress, step: int) -> dict:
     result = result_of(step)
     counts = module.Counts(*map(int, result.counts.tolist()))
-    read = module._on_host(result, result.loss.item(), result.grad_norm, 0, counts, None)
+    read = module._on_host(result, result.loss.item(), result.grad_norm, 0, counts, None, None)
     rates = {"tokens_per_s": round(33_000 + 3_000 * drawn.random(), 1), "mfu": round(0.4 + drawn.random() / 10, 6)}
     return {**progress._row(read, rates), "peak_memory_bytes": 62_913_536_000 + step}
 
