@@ -202,7 +202,8 @@ def zero_config(dtype: torch.dtype, options: EngineOptions, ranks: Ranks) -> dic
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": ranks.world_size,
-        "zero_optimization": {"stage": 3, "offload_param": offload},
+        # DeepSpeed's own linear layer, which saves memory in backward, rounds once more before it adds the bias.
+        "zero_optimization": {"stage": 3, "offload_param": offload, "memory_efficient_linear": False},
     }
     if dtype != torch.float32:
         config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
