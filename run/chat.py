@@ -11,8 +11,8 @@ import sys
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import Ranks, exit_for_bad_input, exit_for_failure, init_ranks, quiet_libraries
-from llava_ds.infer.chat import Session, checked_media, converse, end_followers, follow, tell, terminal_reader
-from llava_ds.infer.engines import add_engine_flags, engine_options, load_for_inference
+from llava_ds.infer.chat import Session, checked_media, converse, follow, followed, tell, terminal_reader
+from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
 from llava_ds.infer.generate import Sampling
 
 
@@ -20,12 +20,7 @@ def main() -> None:
     args = parse()
     options, sampling = engine_options(args), sampling_of(args)
     quiet_libraries()
-    ranks: Ranks | None = None
-    if options.engine == "deepspeed":
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks where answers are printed
-            ranks = init_ranks()
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("--engine hf runs in one process: start it with python, or give --engine deepspeed")
+    ranks = start(options)
     if args.web:
         from llava_ds.infer.web import gradio, serve
 
@@ -37,11 +32,21 @@ def main() -> None:
     if not args.quiet:
         for note in loaded.notes:
             tell(f"[{note}]")
-    if args.web:
-        serve(loaded, sampling, args.port, args.quiet)
-    else:
-        talk(Session(loaded, sampling, args.quiet), args)
-    end_followers(loaded)
+    with followed(loaded):
+        if args.web:
+            serve(loaded, sampling, args.port, args.quiet)
+        else:
+            talk(Session(loaded, sampling, args.quiet), args)
+
+
+def start(options: EngineOptions) -> Ranks | None:
+    """This process among those that hold the model together; None where it is alone."""
+    if options.engine == "deepspeed":
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks where answers are printed
+            return init_ranks()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--engine hf runs in one process: start it with python, or give --engine deepspeed")
+    return None
 
 
 def talk(session: Session, args: argparse.Namespace) -> None:

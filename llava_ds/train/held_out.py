@@ -22,7 +22,7 @@ from llava_ds.distributed import Ranks, all_sum, gather
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SampleQuestion:
     """The part of a sample up to its first answer, and that answer's text; index: of the sample in its data set;
     images: paths, for a person to look at."""
 
@@ -56,9 +56,11 @@ def held_out_loss(
     return loss / max(1.0, targets), int(targets), int(samples)
 
 
-def prompts_of(dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Prompt]:
+def prompts_of(
+    dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str
+) -> list[SampleQuestion]:
     """The first samples of a data set that have an answer and whose pictures can be shown, at most `number`."""
-    found: list[Prompt] = []
+    found: list[SampleQuestion] = []
     for index in range(len(dataset)):
         if len(found) == number:
             break
@@ -76,7 +78,7 @@ def prompts_of(dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokeni
         ids = sample.input_ids[:begin]
         question = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
         found.append(
-            Prompt(
+            SampleQuestion(
                 index=index,
                 id=str(row["id"]),
                 question=question.replace(TEMPLATES[template].system, "", 1).strip(),
@@ -102,7 +104,7 @@ def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
 @torch.no_grad()
 def answers(
     engine,
-    prompts: list[Prompt],
+    prompts: list[SampleQuestion],
     dataset: EncodedDataset,
     tokenizer: PreTrainedTokenizerBase,
     template: str,

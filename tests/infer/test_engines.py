@@ -1,6 +1,7 @@
 """Whatever runs a model, its answers are transformers' own."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from llava_ds.ds_config.native import extensions_folder
 from llava_ds.evaluation.files import Given
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import PictureOptions
+from llava_ds.infer.described import described
 from llava_ds.infer.engines import CAN_BE_CUT, NO_KERNELS, EngineOptions, load_for_inference, zero_config
 from llava_ds.infer.generate import Prompt, Sampling, answer, stream
-from llava_ds.infer.load import described, filled, load_model
+from llava_ds.infer.load import filled, load_model
 from llava_ds.model.build import build_model, plan_model
 from llava_ds.model.hf import TOLERANCE
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
@@ -186,6 +188,11 @@ def test_a_checkpoint_answers_as_its_export(data, tmp_path):
     saved = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
     run_many(2, tmp_path, [toy_run(given, tmp_path / "out", ds_config(3), **saved)])
     asked = prompts(data)[:10]
-    loaded = load_model(tmp_path / "out" / "checkpoint-2")
-    assert answer(loaded, asked) == answer(load_model(tmp_path / "out"), asked)
+    checkpoint, expected = tmp_path / "out" / "checkpoint-2", answer(load_model(tmp_path / "out"), asked)
+    loaded = load_model(checkpoint)
+    assert answer(loaded, asked) == expected
     assert loaded.notes == () and loaded.version == "v1"
+    moved = {name: shutil.move(given[name], tmp_path / name) for name in ("model_name_or_path", "vision_tower")}
+    with pytest.raises(ConfigError, match="is not there any more: say where it lies now"):
+        load_model(checkpoint)
+    assert answer(load_model(checkpoint, moved=moved), asked) == expected
