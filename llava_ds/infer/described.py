@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from llava_ds import formats
@@ -195,5 +196,5 @@ def said_clearly(path: Path) -> Iterator[None]:
         yield
     except (ConfigError, DataError):
         raise
-    except (OSError, ValueError, ImportError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, SafetensorError) as error:
         raise ConfigError(f"{path} can't be opened as a LLaVA: {why_not_opened(error)}") from error

@@ -106,12 +106,12 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
     opened, or can't be cut over the ranks.
     """
     how = {"dtype": DTYPES.get(options.dtype), "version": options.version, "moved": options.moved}
-    if options.engine == "hf":
-        if ranks is None:
-            return load_model(path, **how)
-        return together(ranks, lambda: load_model(path, str(ranks.device), **how))
-    assert ranks is not None, "DeepSpeed's engines run in a process group"
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks where answers are printed
+        if options.engine == "hf":
+            if ranks is None:
+                return load_model(path, **how)
+            return together(ranks, lambda: load_model(path, str(ranks.device), **how))
+        assert ranks is not None, "DeepSpeed's engines run in a process group"
         if options.offload == "none":
             found = load_model(path, "cpu", **how)
             model, notes = _tensor_parallel(found.model, ranks, str(path))

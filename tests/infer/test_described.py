@@ -1,4 +1,4 @@
-"""Whatever format a model lies in, it answers alike; what it does not bring is named by flags, and nothing is written."""
+"""Whatever format a model lies in, it answers alike; what it does not bring is named by flags; nothing is written."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from llava_ds.model.build import build_model, plan_model
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> dict[str, Path]:
-    """A random toy as a folder of transformers', in LLaVA's format, and as LoRA over its language model; and its parts."""
+    """A random toy as transformers' folder, in LLaVA's format, and as LoRA over its language model; and its parts."""
     folder = tmp_path_factory.mktemp("described")
     base = toys.write_base(folder / "base")
     args = ModelArguments(**base)

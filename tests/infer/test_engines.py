@@ -129,8 +129,9 @@ def cases(tmp_path_factory, data) -> list[dict]:
 
     found = [
         case("tiny", tiny, 100),
-        case("tiny, bfloat16 weights", tiny, 20, dtype="bfloat16", offload="cpu"),
+        case("tiny in bfloat16", tiny, 20, dtype="bfloat16"),
         case("tiny from CPU memory", tiny, 100, offload="cpu"),
+        case("tiny in bfloat16 from CPU memory", tiny, 20, dtype="bfloat16", offload="cpu"),
         case("anyres", anyres, 20),
         case("anyres from CPU memory", anyres, 20, offload="cpu"),
     ]
@@ -156,8 +157,14 @@ def test_answers_are_the_same(num_ranks, cases, data, tmp_path):
     }
     assert list(lines) == [case["name"] for case in cases]
     for name, line in lines.items():
-        assert line.get("deepspeed") == line["hf"], (name, line)
-        assert line["difference"] < TOLERANCE[torch.bfloat16 if "bfloat16" in name else torch.float32], name
+        is_cut = num_ranks == 2 and "from" not in name
+        if not is_cut:  # the same sums in the same order
+            assert line.get("difference") == 0 and line["deepspeed"] == line["hf"], (name, line)
+        elif "bfloat16" in name:  # so where answers differ, two tokens were within twice as much
+            assert line["difference"] < TOLERANCE[torch.bfloat16], (name, line)
+        else:
+            assert line.get("difference", 1) < TOLERANCE[torch.float32], (name, line)
+            assert line["deepspeed"] == line["hf"], (name, line)
     if num_ranks == 2:
         whole, cut = lines["tiny from CPU memory"], lines["tiny"]
         assert cut["tower"] == whole["tower"] and cut["decoder"] < 0.51 * whole["decoder"]
