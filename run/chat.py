@@ -6,6 +6,7 @@ With --web it is a page on this machine instead. On several GPUs: deepspeed run/
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 
@@ -18,6 +19,8 @@ from llava_ds.infer.generate import Sampling
 
 def main() -> None:
     args = parse()
+    if args.web and (given := [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]):
+        raise ConfigError(f"{', '.join(given)}: with --web it is said on the page, leave it out")
     options, sampling = engine_options(args), sampling_of(args)
     quiet_libraries()
     ranks = start(options)
@@ -91,10 +94,11 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
         f"--{name} is {getattr(args, name)}: expected {expected}"
         for name, expected, fits in (
             ("max_new_tokens", "at least 1", args.max_new_tokens >= 1),
-            ("temperature", "0 or more", args.temperature >= 0),
+            ("temperature", "0 or more", 0 <= args.temperature < math.inf),
             ("top_p", "above 0, up to 1", 0 < args.top_p <= 1),
             ("top_k", "0 or more", args.top_k >= 0),
-            ("repetition_penalty", "above 0", args.repetition_penalty > 0),
+            ("repetition_penalty", "above 0", 0 < args.repetition_penalty < math.inf),
+            ("seed", "0 to 2**63 - 1", args.seed is None or 0 <= args.seed < 2**63),
         )
         if not fits
     ]

@@ -90,7 +90,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]
         data_path, image_folder = args.data_path, args.image_folder
         if data_path is None:
             data_path, image_folder = heldout_data(args.cache_dir)
-        given = Given(data_path, args.annotations, image_folder, args.split, args.metric, args.cache_dir)
+        given = Given(data_path, args.annotations, image_folder, args.split or "test", args.metric, args.cache_dir)
         questions = read_questions(args.task, given, args.limit)
     remedy = "give every machine the same files, under the same paths"
     check_same({"what --data_path holds": digest(questions)}, ranks, remedy)
@@ -153,14 +153,14 @@ def parse() -> argparse.Namespace:
     add("--annotations", help="the answers, where the benchmark has them in another file or folder")
     add("--image_folder", help="folder that the image paths are relative to")
     add("--metric", choices=CHOSEN_METRICS, default="exact", help="of --task llava (default: %(default)s)")
-    add("--split", default="test", help="of ScienceQA (default: %(default)s)")
+    add("--split", help="of ScienceQA (default: test)")
     add("--limit", type=positive, help="ask the first questions only")
     add("--compare_without_image", action="store_true", help="ask again with the pictures withheld")
     add("--batch_size", type=positive, default=48, help="questions at a time on a device (default: %(default)s)")
     add("--max_new_tokens", type=positive, default=64, help="longest answer (default: %(default)s)")
     add("--output", help="write the scores to this .json file and every answer to the .jsonl file beside it")
     add("--resamples", type=positive, default=1000, help="of the bootstrap's intervals (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
+    add("--seed", type=not_negative, default=0, help="of the bootstrap (default: %(default)s)")
     add("--cache_dir", default="~/.cache/llava_ds", help="where generated scenes and MMBench's pictures are kept")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
     args = parser.parse_args()
@@ -168,13 +168,28 @@ def parse() -> argparse.Namespace:
         raise ConfigError(f"--data_path is missing: say where {args.task}'s questions lie")
     if args.metric != "exact" and args.task != "llava":
         raise ConfigError(f"--metric goes with --task llava: {args.task} has a scoring of its own, leave it out")
+    if args.split is not None and args.task != "scienceqa":
+        raise ConfigError(
+            f"--split goes with --task scienceqa: {args.task}'s files are of one split each, leave it out"
+        )
     return args
 
 
 def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return at_least(1, text)
+
+
+def not_negative(text: str) -> int:
+    return at_least(0, text)
+
+
+def at_least(least: int, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, {least} or more")
     return number
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -33,6 +34,10 @@ MOVED_FLAGS = {
     "vision_tower": "where the vision tower of a checkpoint, an adapter or a folder in LLaVA's format lies now",
     "pretrain_mm_mlp_adapter": "where the projector that a checkpoint began with lies now",
 }
+# What transformers and what it stands on raise over files that are damaged.
+_RAISED = (
+    OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
 OF_CHECKPOINTS = ("model_name_or_path", "pretrain_mm_mlp_adapter")
 
 
@@ -101,11 +106,17 @@ def _is_transformers(folder: Path) -> bool:
             f"{folder} holds no exported model (no config.json) and is no whole checkpoint-<step> (no "
             f"{commit.MANIFEST}): train one first, as make finetune does"
         )
+    said = _config_of(folder)
+    return not ("mm_vision_tower" in said and "text_config" not in said)
+
+
+def _config_of(folder: Path) -> dict:
+    """config.json; nothing where it can't be read."""
     try:
-        said = json.loads(config.read_text(encoding="utf-8"))
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError:
-        return True
-    return not (isinstance(said, dict) and "mm_vision_tower" in said and "text_config" not in said)
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _of_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[Finished, list[Entry], tuple[str, ...]]":
@@ -183,6 +194,10 @@ def _renaming(model: HFModel) -> Callable[[str], str | None]:
 
 
 def _settings(folder: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    said = _config_of(folder)
+    absent = [name for name in ("text_config", "vision_config") if said.get(name) is None]
+    if said.get("model_type") in HF_CLASSES and absent:  # transformers would take a model of 7 billion parameters
+        raise ValueError(f"its config.json has no {' and no '.join(absent)}: copy it again")
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.model_type not in HF_CLASSES:
         raise ValueError(f"its model_type is {config.model_type!r}, expected {' or '.join(HF_CLASSES)}")
@@ -196,5 +211,5 @@ def said_clearly(path: Path) -> Iterator[None]:
         yield
     except (ConfigError, DataError):
         raise
-    except (OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, SafetensorError) as error:
+    except _RAISED as error:
         raise ConfigError(f"{path} can't be opened as a LLaVA: {why_not_opened(error)}") from error

@@ -89,7 +89,8 @@ def constructed(found: Described, dtype: torch.dtype) -> HFModel:
         torch.set_default_dtype(before)
     model.tie_weights()
     if (found.folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(found.folder, local_files_only=True)
+        with said_clearly(found.path):
+            model.generation_config = GenerationConfig.from_pretrained(found.folder, local_files_only=True)
     return model.eval()
 
 
@@ -100,13 +101,18 @@ def loaded(model: HFModel, found: Described, version: str | None = None) -> Load
     mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
     said = getattr(model.config, "llava_ds_version", None)
     notes = found.notes
-    if version is not None:
+    if version is None and said is not None:
+        try:
+            version = resolve_template(said)
+        except ConfigError as error:
+            raise ConfigError(f"{found.path}: its config.json has llava_ds_version {said!r}; {error}") from error
+    elif version is not None:
         version = resolve_template(version)
-    elif said is None:
+    else:
         version = "v1"
         notes += (f"{found.path} does not say its conversation template: Vicuna's is taken; --version names another",)
-    pictures = _picture_options(model, processor)
-    return LoadedModel(model, found.tokenizer, mean, std, pictures, version or said, notes=notes)
+    pictures = _picture_options(model, processor, found.path)
+    return LoadedModel(model, found.tokenizer, mean, std, pictures, version, notes=notes)
 
 
 def _from_pretrained(found: Described, dtype: torch.dtype | None) -> HFModel:
@@ -116,9 +122,10 @@ def _from_pretrained(found: Described, dtype: torch.dtype | None) -> HFModel:
             dtype=dtype or "auto",
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, too
             **attention_options(found.config),
         )
-    wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+    wrong = sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"])
     if wrong:
         raise ConfigError(
             f"{found.path} is not a whole LLaVA: {len(wrong)} tensors are missing or misshapen, first {wrong[0]}"
@@ -126,13 +133,18 @@ def _from_pretrained(found: Described, dtype: torch.dtype | None) -> HFModel:
     return model
 
 
-def _picture_options(model: HFModel, processor: dict) -> PictureOptions:
+def _picture_options(model: HFModel, processor: dict, path: Path) -> PictureOptions:
     """What our own exports say; for other llava-hf folders, what their class and processor do."""
     config = model.config
     written = getattr(config, "llava_ds_pictures", None)
     if written is not None:
-        pinpoints = tuple(map(tuple, written["pinpoints"]))
-        return PictureOptions(**{**written, "mean": tuple(written["mean"]), "pinpoints": pinpoints})
+        try:
+            pinpoints = tuple(map(tuple, written["pinpoints"]))
+            return PictureOptions(**{**written, "mean": tuple(written["mean"]), "pinpoints": pinpoints})
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}: llava_ds_pictures in its config.json is not what an export writes ({error}): export it again"
+            ) from error
     vision, mean = config.vision_config, tuple(processor.get("image_mean", [0.5] * 3))
     size, patch_size = vision.image_size, vision.patch_size
     if config.model_type != "llava":

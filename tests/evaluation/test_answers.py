@@ -169,6 +169,19 @@ def test_answers_are_found_after_a_break(tmp_path):
     assert sorted(answered(store, MAIN, 4, RANKS)) == [0, 1, 2, 3]
 
 
+def test_damaged_answers_are_said_and_asked_again(tmp_path, capsys):
+    store, _ = store_of(tmp_path)
+    rows = ['{"number": 0, "text": "zero"}', "\0 garbage", '{"n": 1}', "[1]", '{"number": 9, "text": "x"}']
+    rows += ['{"number": "1", "text": "x"}', '{"number": 1, "text": 5}', '{"number": 2, "text": "two"}', ""]
+    (store.partial / "with_picture-3-0.jsonl").write_text("\n".join(rows))
+    (store.partial / "with-other-name.jsonl").write_text("somebody else's")
+    store, attempt = store_of(tmp_path)
+    assert attempt == 4 and answered(store, MAIN, 3, RANKS) == {0: "zero", 2: "two"}
+    assert "6 of 8 lines are damaged; their questions are asked again" in capsys.readouterr().out
+    store.answers_file(MAIN).write_text('{"text": "a"}\nb\n{"text": "c"}\n')
+    assert answered(store, MAIN, 3, RANKS) == {0: "zero", 2: "two"}
+
+
 def test_a_finished_evaluation_is_not_asked_again_and_another_is_moved_aside(tmp_path, questions, capsys):
     store, _ = store_of(tmp_path)
     texts = [f"answer {i}" for i in range(len(questions))]
