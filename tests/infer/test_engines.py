@@ -157,11 +157,10 @@ def test_answers_are_the_same(num_ranks, cases, data, tmp_path):
     }
     assert list(lines) == [case["name"] for case in cases]
     for name, line in lines.items():
-        is_cut = num_ranks == 2 and "from" not in name
-        if not is_cut:  # the same sums in the same order
+        if num_ranks == 1:
             assert line.get("difference") == 0 and line["deepspeed"] == line["hf"], (name, line)
         elif "bfloat16" in name:  # so where answers differ, two tokens were within twice as much
-            assert line["difference"] < TOLERANCE[torch.bfloat16], (name, line)
+            assert line.get("difference", 1) < TOLERANCE[torch.bfloat16], (name, line)
         else:
             assert line.get("difference", 1) < TOLERANCE[torch.float32], (name, line)
             assert line["deepspeed"] == line["hf"], (name, line)
@@ -193,7 +192,7 @@ def test_the_script_on_two_ranks_says_what_one_process_says(toy, data):
 def test_a_checkpoint_answers_as_its_export(data, tmp_path):
     given = {**toys.write_base(tmp_path / "base"), **data}
     saved = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    run_many(2, tmp_path, [toy_run(given, tmp_path / "out", ds_config(3), **saved)])
+    run_many(2, tmp_path, [toy_run(given, tmp_path / "out", ds_config(3), **saved)], timeout_s=900)
     asked = prompts(data)[:10]
     checkpoint, expected = tmp_path / "out" / "checkpoint-2", answer(load_model(tmp_path / "out"), asked)
     loaded = load_model(checkpoint)
