@@ -169,9 +169,7 @@ def parse() -> argparse.Namespace:
     if args.metric != "exact" and args.task != "llava":
         raise ConfigError(f"--metric goes with --task llava: {args.task} has a scoring of its own, leave it out")
     if args.split is not None and args.task != "scienceqa":
-        raise ConfigError(
-            f"--split goes with --task scienceqa: {args.task}'s files are one split each, leave it out"
-        )
+        raise ConfigError(f"--split goes with --task scienceqa: {args.task}'s files are one split each, leave it out")
     return args
 
 
