@@ -6,26 +6,24 @@ With --web it is a page on this machine instead. On several GPUs: deepspeed run/
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import Ranks, exit_for_bad_input, exit_for_failure, init_ranks, quiet_libraries
-from llava_ds.infer.chat import Session, checked_media, converse, end_followers, follow, tell, terminal_reader
-from llava_ds.infer.engines import add_engine_flags, engine_options, load_for_inference
+from llava_ds.infer.chat import Session, checked_media, converse, follow, followed, tell, terminal_reader
+from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
 from llava_ds.infer.generate import Sampling
 
 
 def main() -> None:
     args = parse()
+    if args.web and (given := [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]):
+        raise ConfigError(f"{', '.join(given)}: with --web it is said on the page, leave it out")
     options, sampling = engine_options(args), sampling_of(args)
     quiet_libraries()
-    ranks: Ranks | None = None
-    if options.engine == "deepspeed":
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks where answers are printed
-            ranks = init_ranks()
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("--engine hf runs in one process: start it with python, or give --engine deepspeed")
+    ranks = start(options)
     if args.web:
         from llava_ds.infer.web import gradio, serve
 
@@ -37,11 +35,21 @@ def main() -> None:
     if not args.quiet:
         for note in loaded.notes:
             tell(f"[{note}]")
-    if args.web:
-        serve(loaded, sampling, args.port, args.quiet)
-    else:
-        talk(Session(loaded, sampling, args.quiet), args)
-    end_followers(loaded)
+    with followed(loaded):
+        if args.web:
+            serve(loaded, sampling, args.port, args.quiet)
+        else:
+            talk(Session(loaded, sampling, args.quiet), args)
+
+
+def start(options: EngineOptions) -> Ranks | None:
+    """This process among those that hold the model together; None where it is alone."""
+    if options.engine == "deepspeed":
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks where answers are printed
+            return init_ranks()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--engine hf runs in one process: start it with python, or give --engine deepspeed")
+    return None
 
 
 def talk(session: Session, args: argparse.Namespace) -> None:
@@ -86,10 +94,11 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
         f"--{name} is {getattr(args, name)}: expected {expected}"
         for name, expected, fits in (
             ("max_new_tokens", "at least 1", args.max_new_tokens >= 1),
-            ("temperature", "0 or more", args.temperature >= 0),
+            ("temperature", "0 or more", 0 <= args.temperature < math.inf),
             ("top_p", "above 0, up to 1", 0 < args.top_p <= 1),
             ("top_k", "0 or more", args.top_k >= 0),
-            ("repetition_penalty", "above 0", args.repetition_penalty > 0),
+            ("repetition_penalty", "above 0", 0 < args.repetition_penalty < math.inf),
+            ("seed", "0 to 2**63 - 1", args.seed is None or 0 <= args.seed < 2**63),
         )
         if not fits
     ]

@@ -6,13 +6,10 @@ The same command goes on where a broken one stopped, if it has an --output.
 """
 
 import argparse
-import dataclasses
 import os
 
 import torch
-import transformers
 
-from llava_ds import __version__
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import (
     Ranks,
@@ -29,6 +26,7 @@ from llava_ds.evaluation.answers import (
     MAIN_COLUMN,
     WITHOUT_PICTURE,
     Part,
+    Store,
     answered,
     open_store,
     write_answers,
@@ -36,17 +34,16 @@ from llava_ds.evaluation.answers import (
 )
 from llava_ds.evaluation.asking import ask, plan_batches
 from llava_ds.evaluation.files import Given
-from llava_ds.evaluation.opening import model_digest, open_model
-from llava_ds.evaluation.question import digest, without_image
+from llava_ds.evaluation.identity import identity_of
+from llava_ds.evaluation.question import Question, digest, without_image
 from llava_ds.evaluation.report import as_json, interval_lines, table
-from llava_ds.evaluation.scores import METRICS
+from llava_ds.evaluation.scores import METRICS, Scored
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
-from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options
+from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
+from llava_ds.infer.load import LoadedModel
 from llava_ds.launchers import rank_variables
 from llava_ds.report.page import leave_report
 from llava_ds.tiny.default import heldout_data
-
-MOVED = ("model_name_or_path", "vision_tower", "model_base", "pretrain_mm_mlp_adapter")
 
 
 def main() -> None:
@@ -54,68 +51,88 @@ def main() -> None:
     quiet_libraries()
     options = engine_options(args)
     ranks = start(options)
-    with first_rank_first(ranks):
-        data_path, image_folder = args.data_path, args.image_folder
-        if data_path is None:
-            data_path, image_folder = heldout_data(args.cache_dir)
-        given = Given(data_path, args.annotations, image_folder, args.split, args.metric, args.cache_dir)
-        questions = read_questions(args.task, given, args.limit)
-    asked = {MAIN_COLUMN: questions}
-    if args.compare_without_image:
-        asked[WITHOUT_PICTURE] = [without_image(question) for question in questions]
+    given, questions = read(args, ranks)
     metric = TASKS[args.task].metric or args.metric
-    data = digest(questions)
-    check_same({"what --data_path holds": data}, ranks, "give every machine the same files, under the same paths")
-
     store, attempt = None, 1
-    moved = {name: value for name in MOVED if (value := getattr(args, name)) is not None}
     if args.output is not None:
-        identity = {
-            "task": args.task,
-            "metric": metric,
-            "model": model_digest(args.model_path),
-            "data": data,
-            "questions": len(questions),
-            "engine": dataclasses.asdict(options),
-            "batch_size": args.batch_size,
-            "max_new_tokens": args.max_new_tokens,
-            "packages": {"llava_ds": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
-            **moved,
-        }
-        inputs = [path for path in (data_path, args.annotations) if path is not None]
+        identity = identity_of(
+            args.model_path,
+            options,
+            task=args.task,
+            metric=metric,
+            data=digest(questions),
+            questions=len(questions),
+            batch_size=args.batch_size,
+            max_new_tokens=args.max_new_tokens,
+        )
+        inputs = [path for path in (given.data_path, given.annotations) if path is not None]
         store, attempt = open_store(args.output, identity, inputs, ranks)
-    loaded = open_model(args.model_path, moved, options, args.cache_dir, ranks)
+    loaded = load_for_inference(args.model_path, options, ranks)
+    print_first(*loaded.notes)
 
+    columns = {MAIN_COLUMN: questions}
+    if args.compare_without_image:
+        columns[WITHOUT_PICTURE] = [without_image(question) for question in questions]
     scored = {}
-    for column, these in asked.items():
-        known = answered(store, column, len(these), ranks)
-        if known:
-            print_first(f"{column}: {len(known):,} of {len(these):,} questions are answered already")
-        part = Part(store, column, attempt, ranks)
-        batches = plan_batches(loaded, these, args.batch_size, ranks)
-        ask(loaded, these, batches, known, part.keep, ranks, max_new_tokens=args.max_new_tokens, progress=column)
-        part.close()
-        for texts in gather(part.texts, ranks):
-            known |= texts
-        texts = [known[number] for number in range(len(these))]
+    for column, these in columns.items():
+        texts = answers_to(these, column, loaded, store, attempt, args, ranks)
         if ranks.is_first:
             if store is not None:
                 write_answers(store, column, these, texts, os.path.basename(os.path.abspath(args.model_path)))
             scored[column] = METRICS[metric](these, texts)
-
     if ranks.is_first:
-        scores = as_json(scored, args.resamples, args.seed)
-        print_first(
-            f"{scores['metric']} of {args.model_path} on {data_path}:",
-            f"95 % intervals, {args.resamples:,} resamples:",
-            *interval_lines(scores),
-            *table(scores),
-        )
-        if store is not None:
-            named = {"task": args.task, "model_path": args.model_path, "data_path": data_path}
-            write_scores(store, {**named, **scores})
-            if (run := store.output.parent / "run.json").is_file():
-                leave_report(run.parent)  # with these scores
+        show(scored, given.data_path, store, args)
+
+
+def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]:
+    """What the command line says about the questions, and the questions, the same on all ranks."""
+    with first_rank_first(ranks):
+        data_path, image_folder = args.data_path, args.image_folder
+        if data_path is None:
+            data_path, image_folder = heldout_data(args.cache_dir)
+        given = Given(data_path, args.annotations, image_folder, args.split or "test", args.metric, args.cache_dir)
+        questions = read_questions(args.task, given, args.limit)
+    remedy = "give every machine the same files, under the same paths"
+    check_same({"what --data_path holds": digest(questions)}, ranks, remedy)
+    return given, questions
+
+
+def answers_to(
+    questions: list[Question],
+    column: str,
+    loaded: LoadedModel,
+    store: Store | None,
+    attempt: int,
+    args: argparse.Namespace,
+    ranks: Ranks,
+) -> list[str]:
+    """The answer to each question, on every rank; what earlier attempts left is not asked again."""
+    known = answered(store, column, len(questions), ranks)
+    if known:
+        print_first(f"{column}: {len(known):,} of {len(questions):,} questions are answered already")
+    part = Part(store, column, attempt, ranks)
+    batches = plan_batches(loaded, questions, args.batch_size, ranks)
+    ask(loaded, questions, batches, known, part.keep, ranks, max_new_tokens=args.max_new_tokens, progress=column)
+    part.close()
+    for texts in gather(part.texts, ranks):
+        known |= texts
+    return [known[number] for number in range(len(questions))]
+
+
+def show(scored: dict[str, Scored], data_path: str, store: Store | None, args: argparse.Namespace) -> None:
+    """Print the scores, write them where there is a store, and put them into a run's page if they lie beside it."""
+    scores = as_json(scored, args.resamples, args.seed)
+    print_first(
+        f"{scores['metric']} of {args.model_path} on {data_path}:",
+        f"95 % intervals, {args.resamples:,} resamples:",
+        *interval_lines(scores),
+        *table(scores),
+    )
+    if store is not None:
+        named = {"task": args.task, "model_path": args.model_path, "data_path": data_path}
+        write_scores(store, {**named, **scores})
+        if (run := store.output.parent / "run.json").is_file():
+            leave_report(run.parent)
 
 
 def start(options: EngineOptions) -> Ranks:
@@ -136,32 +153,41 @@ def parse() -> argparse.Namespace:
     add("--annotations", help="the answers, where the benchmark has them in another file or folder")
     add("--image_folder", help="folder that the image paths are relative to")
     add("--metric", choices=CHOSEN_METRICS, default="exact", help="of --task llava (default: %(default)s)")
-    add("--split", default="test", help="of ScienceQA (default: %(default)s)")
+    add("--split", help="of ScienceQA (default: test)")
     add("--limit", type=positive, help="ask the first questions only")
     add("--compare_without_image", action="store_true", help="ask again with the pictures withheld")
     add("--batch_size", type=positive, default=48, help="questions at a time on a device (default: %(default)s)")
     add("--max_new_tokens", type=positive, default=64, help="longest answer (default: %(default)s)")
     add("--output", help="write the scores to this .json file and every answer to the .jsonl file beside it")
     add("--resamples", type=positive, default=1000, help="of the bootstrap's intervals (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
-    add("--cache_dir", default="~/.cache/llava_ds", help="where generated scenes and converted files are kept")
-    add("--model_name_or_path", help="where a checkpoint's base language model lies now")
-    add("--vision_tower", help="where a checkpoint's vision tower lies now")
-    add("--model_base", help="where the model under an adapter lies")
-    add("--pretrain_mm_mlp_adapter", help="where the projector that a checkpoint began with lies now")
+    add("--seed", type=not_negative, default=0, help="of the bootstrap (default: %(default)s)")
+    add("--cache_dir", default="~/.cache/llava_ds", help="where generated scenes and MMBench's pictures are kept")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
     args = parser.parse_args()
     if args.data_path is None and args.task != "llava":
         raise ConfigError(f"--data_path is missing: say where {args.task}'s questions lie")
     if args.metric != "exact" and args.task != "llava":
         raise ConfigError(f"--metric goes with --task llava: {args.task} has a scoring of its own, leave it out")
+    if args.split is not None and args.task != "scienceqa":
+        raise ConfigError(f"--split goes with --task scienceqa: {args.task}'s files are one split each, leave it out")
     return args
 
 
 def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return at_least(1, text)
+
+
+def not_negative(text: str) -> int:
+    return at_least(0, text)
+
+
+def at_least(least: int, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, {least} or more")
     return number
 
 

@@ -4,9 +4,11 @@ Beside OUTPUT.json, the scores, lie the answers in the questions' order: OUTPUT.
 While questions are asked, OUTPUT.partial/ holds identity.json and what each rank has of each column.
 """
 
+import contextlib
 import json
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -14,13 +16,13 @@ from typing import TextIO
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, barrier, from_first, gather, print_first
 from llava_ds.evaluation.question import Question
-from llava_ds.report.metrics import read_metrics
 from llava_ds.whole_files import write_whole
 
 IDENTITY = "identity.json"
 MAIN_COLUMN = "with picture"  # its answers lie in OUTPUT.jsonl
 WITHOUT_PICTURE = "without picture"
 COLUMNS = (MAIN_COLUMN, WITHOUT_PICTURE)
+PART = re.compile(r"\w+-(?P<attempt>\d+)-\d+\.jsonl")  # of a column, an attempt and a rank
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def open_store(output: str, identity: dict[str, object], inputs: Iterable[str], 
             store.output.parent.mkdir(parents=True, exist_ok=True)
             _set_aside_others(store)
             _begin_parts(store)
-            return 1 + max((int(file.name.split("-")[1]) for file in store.partial.glob("*-*-*.jsonl")), default=0)
+            parts = (PART.fullmatch(file.name) for file in store.partial.iterdir())
+            return 1 + max((int(part["attempt"]) for part in parts if part is not None), default=0)
         except OSError as error:
             raise ConfigError(f"--output {output} can't be written ({error.strerror}): name another") from error
 
@@ -109,11 +112,11 @@ def answered(store: Store | None, column: str, num_questions: int, ranks: Ranks)
     if store is not None:
         file = store.answers_file(column)
         if file.is_file():
-            texts = [row["text"] for row in read_metrics(file)]
-            if len(texts) == num_questions:
-                found = dict(enumerate(texts))
+            rows = _rows(file, lambda row: isinstance(row["text"], str))
+            if len(rows) == num_questions:
+                found = {number: row["text"] for number, row in enumerate(rows)}
         for part in sorted(store.partial.glob(f"{_spelled(column)}-*.jsonl")):
-            for row in read_metrics(part):
+            for row in _rows(part, lambda row: row["number"] in range(num_questions) and isinstance(row["text"], str)):
                 found.setdefault(row["number"], row["text"])
     # Machines that share no disk have different parts.
     return {number: text for each in reversed(gather(found, ranks)) for number, text in each.items()}
@@ -165,6 +168,18 @@ def write_scores(store: Store, scores: dict[str, object]) -> None:
 
 def _spelled(column: str) -> str:
     return column.replace(" ", "_")
+
+
+def _rows(file: Path, is_ours: Callable[[dict], bool]) -> list[dict]:
+    """The whole lines of a file. What is damaged is said, and left out: its questions are asked again."""
+    rows, lines = [], file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            if is_ours(row := json.loads(line)):
+                rows.append(row)
+    if damaged := len(lines) - len(rows):
+        print_first(f"{file}: {damaged:,} of {len(lines):,} lines are damaged; their questions are asked again")
+    return rows
 
 
 def _json(file: Path) -> object:

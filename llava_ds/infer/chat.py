@@ -91,8 +91,14 @@ def follow(loaded: LoadedModel) -> None:
             stream(loaded, *request)
 
 
-def end_followers(loaded: LoadedModel) -> None:
-    """Let the other ranks go; called on the first one."""
+@contextlib.contextmanager
+def followed(loaded: LoadedModel) -> Iterator[None]:
+    """Let the other ranks go when the conversation is over, or ends with what is wrong with the user's input."""
+    try:
+        yield
+    except (DataError, ConfigError):
+        _share(loaded.ranks, None)
+        raise
     _share(loaded.ranks, None)
 
 

@@ -5,7 +5,8 @@ Every engine leaves a model whose generate() is transformers' own.
 
 import contextlib
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks
-from llava_ds.infer.load import Described, LoadedModel, constructed, described, load_model, loaded
+from llava_ds.distributed import Ranks, together
+from llava_ds.infer.described import MOVED_FLAGS, Described, described
+from llava_ds.infer.load import LoadedModel, constructed, load_model, loaded
 from llava_ds.model.hf import HFModel
 
 if TYPE_CHECKING:
@@ -38,13 +40,15 @@ NO_KERNELS = (
 @dataclass(frozen=True)
 class EngineOptions:
     """engine: one of ENGINES; offload: where the parameters lie, one of OFFLOADS, with a folder for NVMe; dtype: one of
-    DTYPES, or auto for the weights' own; version: the conversation template of a folder that does not say it."""
+    DTYPES, or auto for the weights' own; version: the conversation template of a folder that does not say it; moved:
+    where models that it does not bring lie now, by MOVED_FLAGS."""
 
     engine: str = "hf"
     offload: str = "none"
     offload_path: str | None = None
     dtype: str = "auto"
     version: str | None = None
+    moved: Mapping[str, str] = field(default_factory=dict)
 
 
 def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
@@ -53,8 +57,11 @@ def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
         "--model_path",
         "--model-path",
         default="output/tiny-finetune",
-        help="exported folder, checkpoint-<step>, or any folder of transformers' Llava (default: %(default)s)",
+        help="exported folder, checkpoint-<step>, any folder of transformers' Llava or in LLaVA's format, or LoRA over "
+        "one (default: %(default)s)",
     )
+    for name, text in MOVED_FLAGS.items():
+        parser.add_argument(f"--{name}", *["--model-base"] * (name == "model_base"), metavar="PATH", help=text)
     parser.add_argument(
         "--version", "--conv-mode", help="conversation template, where the folder does not say it (then: v1)"
     )
@@ -77,7 +84,8 @@ def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
 
 def engine_options(args: "argparse.Namespace") -> EngineOptions:
     """What the flags of add_engine_flags said. Raises ConfigError for flags that contradict each other."""
-    options = EngineOptions(args.engine, args.offload, args.offload_path, args.dtype, args.version)
+    moved = {name: value for name in MOVED_FLAGS if (value := getattr(args, name)) is not None}
+    options = EngineOptions(args.engine, args.offload, args.offload_path, args.dtype, args.version, moved)
     problems = []
     if options.offload != "none" and options.engine != "deepspeed":
         problems.append(f"--offload {options.offload} is DeepSpeed's: give --engine deepspeed with it")
@@ -97,16 +105,18 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
     together, hold the model together, and have to be asked the same. Raises ConfigError or DataError for what can't be
     opened, or can't be cut over the ranks.
     """
-    dtype = DTYPES.get(options.dtype)
-    if options.engine == "hf":
-        return load_model(path, None if ranks is None else str(ranks.device), dtype=dtype, version=options.version)
-    assert ranks is not None, "DeepSpeed's engines run in a process group"
+    how = {"dtype": DTYPES.get(options.dtype), "version": options.version, "moved": options.moved}
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks where answers are printed
+        if options.engine == "hf":
+            if ranks is None:
+                return load_model(path, **how)
+            return together(ranks, lambda: load_model(path, str(ranks.device), **how))
+        assert ranks is not None, "DeepSpeed's engines run in a process group"
         if options.offload == "none":
-            found = load_model(path, "cpu", dtype=dtype, version=options.version)
+            found = load_model(path, "cpu", **how)
             model, notes = _tensor_parallel(found.model, ranks, str(path))
         else:
-            with described(path) as opened:
+            with described(path, options.moved, options.version) as opened:
                 model, notes = _zero_inference(opened, options, ranks)
                 found = loaded(model, opened, options.version)
     processors = LogitsProcessorList([_FirstRanksScores()] if ranks.world_size > 1 else [])
@@ -202,7 +212,8 @@ def zero_config(dtype: torch.dtype, options: EngineOptions, ranks: Ranks) -> dic
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": ranks.world_size,
-        "zero_optimization": {"stage": 3, "offload_param": offload},
+        # DeepSpeed's own linear layer, which saves memory in backward, rounds once more before it adds the bias.
+        "zero_optimization": {"stage": 3, "offload_param": offload, "memory_efficient_linear": False},
     }
     if dtype != torch.float32:
         config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}

@@ -23,7 +23,7 @@ from llava_ds.distributed import Ranks, all_sum, from_first, gather
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SampleQuestion:
     """The part of a sample up to its first answer, and that answer's text; index: of the sample in its data set;
     images: where they lie, for a person to look at (EncodedDataset.pictures_of)."""
 
@@ -68,9 +68,11 @@ def held_out_loss(engine, dataset: EncodedDataset, layout: Layout, num_workers: 
     return HeldOutLoss(loss / max(1.0, sum(targets)), int(sum(targets)), int(samples), means)
 
 
-def prompts_of(dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Prompt]:
+def prompts_of(
+    dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str
+) -> list[SampleQuestion]:
     """The first samples of a data set that have an answer and whose pictures can be shown, at most `number`."""
-    found: list[Prompt] = []
+    found: list[SampleQuestion] = []
     for index in range(len(dataset)):
         if len(found) == number:
             break
@@ -88,7 +90,7 @@ def prompts_of(dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokeni
         ids = sample.input_ids[:begin]
         question = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
         found.append(
-            Prompt(
+            SampleQuestion(
                 index=index,
                 id=str(row["id"]),
                 question=question.replace(TEMPLATES[template].system, "", 1).strip(),
@@ -114,7 +116,7 @@ def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
 @torch.no_grad()
 def answers(
     engine,
-    prompts: list[Prompt],
+    prompts: list[SampleQuestion],
     dataset: EncodedDataset,
     tokenizer: PreTrainedTokenizerBase,
     template: str,

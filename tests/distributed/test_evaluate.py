@@ -15,6 +15,7 @@ from launching import ROOT, ds_config, environment, launch, run_many, toy_run
 pytestmark = pytest.mark.full
 
 EVALUATE = ROOT / "run" / "evaluate.py"
+TIMEOUT_S = 1200
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +24,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     data = toys.write_data(folder / "data", "iitittiiit" * 3)
     flags = {**toys.write_base(folder / "base"), **data}
-    run_many(
-        2, folder, [toy_run(flags, folder / "out", ds_config(3), max_steps=3, save_strategy="steps", save_steps=3)]
-    )
+    saved = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    run_many(2, folder, [toy_run(flags, folder / "out", ds_config(3), **saved)], timeout_s=TIMEOUT_S)
     asked = ["--batch_size", "4", "--max_new_tokens", "8", "--cache_dir", folder / "cache"]
     return folder / "out", [*map(str, asked), *(token for name in data for token in (f"--{name}", data[name]))]
 
@@ -33,10 +33,10 @@ def run(tmp_path_factory):
 def evaluate(model, output, asked, num_ranks: int) -> str:
     arguments = ["--model_path", str(model), "--output", str(output), "--compare_without_image", *asked]
     if num_ranks > 1:
-        done = launch(num_ranks, EVALUATE, *arguments)
+        done = launch(num_ranks, EVALUATE, *arguments, timeout_s=TIMEOUT_S)
     else:
         command = [sys.executable, str(EVALUATE), *arguments]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -23,13 +23,12 @@ from llava_ds.evaluation.answers import Part, answered, open_store, write_answer
 from llava_ds.evaluation.asking import ask, plan_batches
 from llava_ds.evaluation.bootstrap import estimates
 from llava_ds.evaluation.files import Given
-from llava_ds.evaluation.opening import model_digest, open_model
+from llava_ds.evaluation.identity import model_digest
 from llava_ds.evaluation.report import as_json, table
 from llava_ds.evaluation.scores import Scored, exact_match, yes_no
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import PictureOptions
-from llava_ds.infer.engines import EngineOptions
-from llava_ds.infer.generate import answer
+from llava_ds.infer.load import load_model
 from llava_ds.model.build import build_model, plan_model
 
 MAIN = "with picture"
@@ -79,7 +78,7 @@ def on_ranks(world_size: int, monkeypatch, work) -> list:
 
 
 def test_batches_and_answers_do_not_depend_on_the_number_of_ranks(model, questions, monkeypatch):
-    loaded = open_model(str(model), {}, EngineOptions(), "", RANKS)
+    loaded = load_model(model)
     seen = {}
     for world_size in (1, 2, 3):
         plans = on_ranks(world_size, monkeypatch, lambda ranks: plan_batches(loaded, questions, 4, ranks))
@@ -170,6 +169,19 @@ def test_answers_are_found_after_a_break(tmp_path):
     assert sorted(answered(store, MAIN, 4, RANKS)) == [0, 1, 2, 3]
 
 
+def test_damaged_answers_are_said_and_asked_again(tmp_path, capsys):
+    store, _ = store_of(tmp_path)
+    rows = ['{"number": 0, "text": "zero"}', "\0 garbage", '{"n": 1}', "[1]", '{"number": 9, "text": "x"}']
+    rows += ['{"number": "1", "text": "x"}', '{"number": 1, "text": 5}', '{"number": 2, "text": "two"}', ""]
+    (store.partial / "with_picture-3-0.jsonl").write_text("\n".join(rows))
+    (store.partial / "with-other-name.jsonl").write_text("somebody else's")
+    store, attempt = store_of(tmp_path)
+    assert attempt == 4 and answered(store, MAIN, 3, RANKS) == {0: "zero", 2: "two"}
+    assert "6 of 8 lines are damaged; their questions are asked again" in capsys.readouterr().out
+    store.answers_file(MAIN).write_text('{"text": "a"}\nb\n{"text": "c"}\n')
+    assert answered(store, MAIN, 3, RANKS) == {0: "zero", 2: "two"}
+
+
 def test_a_finished_evaluation_is_not_asked_again_and_another_is_moved_aside(tmp_path, questions, capsys):
     store, _ = store_of(tmp_path)
     texts = [f"answer {i}" for i in range(len(questions))]
@@ -230,26 +242,3 @@ def test_what_is_printed_and_written(questions):
     f1 = scores["metrics"][MAIN]["overall"]["f1"]
     assert f1["value"] == pytest.approx(2 / 3) and f1["low"] < f1["value"] < f1["high"]
     assert table(scores)[-1].split() == ["overall", "4", "0.500"]
-
-
-def test_a_folder_in_llavas_format_is_asked_as_transformers_would_open_it(model, questions, tmp_path):
-    args = ModelArguments(**toys.write_base(tmp_path / "base"))
-    plan = plan_model(args, 512)
-    built = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
-    pictures = PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
-    export(built, plan, args, pictures, tmp_path / "llava", form="llava")
-    moved = {"vision_tower": args.vision_tower}
-    loaded = [open_model(str(model), {}, EngineOptions(), "", RANKS)]
-    loaded.append(open_model(str(tmp_path / "llava"), moved, EngineOptions(), str(tmp_path / "cache"), RANKS))
-    prompts = [question.prompt for question in questions]
-    first, second = (answer(each, prompts, max_new_tokens=4) for each in loaded)
-    assert first == second and len(set(first)) > 1
-    assert list((tmp_path / "cache" / "evaluation").iterdir()) == []  # removed when it is loaded
-    with pytest.raises(ConfigError, match="brings all that it needs"):
-        open_model(str(model), moved, EngineOptions(), "", RANKS)
-    with pytest.raises(ConfigError, match="there is no such folder"):
-        open_model(str(tmp_path / "nowhere"), {}, EngineOptions(), "", RANKS)
-
-
-def test_another_template_is_asked_with(model):
-    assert open_model(str(model), {}, EngineOptions(version="plain"), "", RANKS).version == "plain"

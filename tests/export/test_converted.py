@@ -137,6 +137,3 @@ def test_what_is_no_whole_llava_is_refused(trained, tmp_path):
         convert(tmp_path / "hf", "--model_name_or_path", tower)
     with pytest.raises(ConfigError, match=r"--output_dir .* can't be made .*: name another folder"):
         convert(tmp_path / "hf", "--output_dir", tmp_path / "hf" / "config.json" / "no")
-    export(*described, tmp_path / "llava", "llava")
-    with pytest.raises(ConfigError, match=r"in LLaVA's own format: convert it first, with run/export\.py"):
-        load_model(tmp_path / "llava")

@@ -1,6 +1,7 @@
 """Whatever runs a model, its answers are transformers' own."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from llava_ds.ds_config.native import extensions_folder
 from llava_ds.evaluation.files import Given
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import PictureOptions
+from llava_ds.infer.described import described
 from llava_ds.infer.engines import CAN_BE_CUT, NO_KERNELS, EngineOptions, load_for_inference, zero_config
 from llava_ds.infer.generate import Prompt, Sampling, answer, stream
-from llava_ds.infer.load import described, filled, load_model
+from llava_ds.infer.load import filled, load_model
 from llava_ds.model.build import build_model, plan_model
 from llava_ds.model.hf import TOLERANCE
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
@@ -127,8 +129,9 @@ def cases(tmp_path_factory, data) -> list[dict]:
 
     found = [
         case("tiny", tiny, 100),
-        case("tiny, bfloat16 weights", tiny, 20, dtype="bfloat16", offload="cpu"),
+        case("tiny in bfloat16", tiny, 20, dtype="bfloat16"),
         case("tiny from CPU memory", tiny, 100, offload="cpu"),
+        case("tiny in bfloat16 from CPU memory", tiny, 20, dtype="bfloat16", offload="cpu"),
         case("anyres", anyres, 20),
         case("anyres from CPU memory", anyres, 20, offload="cpu"),
     ]
@@ -154,8 +157,13 @@ def test_answers_are_the_same(num_ranks, cases, data, tmp_path):
     }
     assert list(lines) == [case["name"] for case in cases]
     for name, line in lines.items():
-        assert line.get("deepspeed") == line["hf"], (name, line)
-        assert line["difference"] < TOLERANCE[torch.bfloat16 if "bfloat16" in name else torch.float32], name
+        if num_ranks == 1:
+            assert line.get("difference") == 0 and line["deepspeed"] == line["hf"], (name, line)
+        elif "bfloat16" in name:  # so where answers differ, two tokens were within twice as much
+            assert line.get("difference", 1) < TOLERANCE[torch.bfloat16], (name, line)
+        else:
+            assert line.get("difference", 1) < TOLERANCE[torch.float32], (name, line)
+            assert line["deepspeed"] == line["hf"], (name, line)
     if num_ranks == 2:
         whole, cut = lines["tiny from CPU memory"], lines["tiny"]
         assert cut["tower"] == whole["tower"] and cut["decoder"] < 0.51 * whole["decoder"]
@@ -184,8 +192,13 @@ def test_the_script_on_two_ranks_says_what_one_process_says(toy, data):
 def test_a_checkpoint_answers_as_its_export(data, tmp_path):
     given = {**toys.write_base(tmp_path / "base"), **data}
     saved = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    run_many(2, tmp_path, [toy_run(given, tmp_path / "out", ds_config(3), **saved)])
+    run_many(2, tmp_path, [toy_run(given, tmp_path / "out", ds_config(3), **saved)], timeout_s=900)
     asked = prompts(data)[:10]
-    loaded = load_model(tmp_path / "out" / "checkpoint-2")
-    assert answer(loaded, asked) == answer(load_model(tmp_path / "out"), asked)
+    checkpoint, expected = tmp_path / "out" / "checkpoint-2", answer(load_model(tmp_path / "out"), asked)
+    loaded = load_model(checkpoint)
+    assert answer(loaded, asked) == expected
     assert loaded.notes == () and loaded.version == "v1"
+    moved = {name: shutil.move(given[name], tmp_path / name) for name in ("model_name_or_path", "vision_tower")}
+    with pytest.raises(ConfigError, match="is not there any more: say where it lies now"):
+        load_model(checkpoint)
+    assert answer(load_model(checkpoint, moved=moved), asked) == expected

@@ -173,3 +173,29 @@ def test_a_model_with_missing_weights_is_refused(built, tmp_path):
     save_file(tensors, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="is not a whole LLaVA: 1 tensors"):
         load_model(tmp_path / "broken")
+
+
+def changed(file: Path, **values: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:5000]), "can't be opened as a LLaVA"),
+        ("config.json", lambda file: changed(file, text_config=None), "config.json has no text_config: copy it again"),
+        ("config.json", lambda file: changed(file, vision_config={"hidden_size": 8}), "not a multiple of"),
+        ("config.json", lambda file: changed(file, vision_config={"hidden_size": 24}), "missing or misshapen"),
+        ("config.json", lambda file: changed(file, llava_ds_pictures={"a": 1}), "not what an export writes"),
+        (
+            "config.json",
+            lambda file: changed(file, llava_ds_version="v77"),
+            "llava_ds_version 'v77'; --version v77 is not",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_refused(name, damage, message, built, tmp_path):
+    folder = Path(shutil.copytree(built[3], tmp_path / "damaged"))
+    damage(folder / name)
+    with pytest.raises(ConfigError, match=message):
+        load_model(folder)

@@ -1,0 +1,57 @@
+"""What an evaluation's answers depend on, so that those of another are never taken for its own."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import torch
+import transformers
+
+from llava_ds import __version__
+from llava_ds.checkpoint import commit
+from llava_ds.constants import ConfigError
+from llava_ds.infer.engines import EngineOptions
+
+# What decides about answers beside the weights.
+SETTINGS = (
+    "adapter_config.json", "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json",
+    "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json",
+)  # fmt: skip
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def identity_of(model_path: str, options: EngineOptions, **asked: object) -> dict[str, object]:
+    """All that has to be the same for answers to count. asked: what is asked, and how.
+
+    Models count by what they are, not by where they lie. Raises ConfigError where one is not there.
+    """
+    engine = dataclasses.asdict(options)
+    return {
+        "model": model_digest(model_path),
+        **{name: model_digest(path, f"--{name}") for name, path in engine.pop("moved").items()},
+        "engine": engine,
+        **asked,
+        "packages": {"llava_ds": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def model_digest(path: str, flag: str = "--model_path") -> str:
+    """A hash that changes with the model in a folder, or with a file of weights.
+
+    Of a checkpoint's manifest, which has the hashes of its files; or of a folder's settings, and its weight files'
+    names, sizes and times of change (hashing 14 GB would take as long as many questions). Raises ConfigError where
+    there are neither.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        raise ConfigError(f"{flag} {path}: there is no such folder")
+    manifest = folder / commit.MANIFEST
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    files = [folder] if folder.is_file() else [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+    if not files:
+        raise ConfigError(f"{flag} {path} holds no model: give an exported folder, or a checkpoint-<step>")
+    weights = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    settings = [(name, (folder / name).read_bytes()) for name in SETTINGS if (folder / name).is_file()]
+    return hashlib.sha256(repr((settings, weights)).encode()).hexdigest()

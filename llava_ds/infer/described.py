@@ -1,0 +1,215 @@
+"""All of a model but its weights, whatever holds it: transformers' folder, LLaVA's, an adapter, or a checkpoint."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from llava_ds import formats
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.identity import TRAINER
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.model.folders import FLAG
+from llava_ds.model.hf import HF_CLASSES, HFModel
+from llava_ds.model.lora import ADAPTER_CONFIG
+from llava_ds.model.weight_files import WeightFiles, Weights
+from llava_ds.tokenizer import why_not_opened
+
+if TYPE_CHECKING:
+    from llava_ds.export.entries import Entry
+    from llava_ds.export.finished import Finished
+
+# Where the models that a checkpoint, an adapter or a folder in LLaVA's format does not bring lie now.
+MOVED_FLAGS = {
+    "model_name_or_path": "where a checkpoint's base language model lies now",
+    "model_base": "the model under an adapter, where the adapter does not say it",
+    "vision_tower": "where the vision tower of a checkpoint, an adapter or a folder in LLaVA's format lies now",
+    "pretrain_mm_mlp_adapter": "where the projector that a checkpoint began with lies now",
+}
+# What transformers and what it stands on raise over files that are damaged.
+_RAISED = (
+    OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
+OF_CHECKPOINTS = ("model_name_or_path", "pretrain_mm_mlp_adapter")
+
+
+@dataclass(frozen=True)
+class Described:
+    """path: as the user named it; folder: where configuration and tokenizer lie; weights: of the class as it lives in
+    memory, by its own names; is_folder: whether transformers opens the path itself; notes: lines about what it is."""
+
+    path: Path
+    folder: Path
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    weights: Callable[[HFModel], Weights]
+    is_folder: bool
+    notes: tuple[str, ...] = ()
+
+    def precision(self, asked: torch.dtype | None) -> torch.dtype:
+        """What is asked for, what the configuration says, or float32."""
+        return asked or self.config.dtype or torch.float32
+
+
+@contextlib.contextmanager
+def described(
+    path: str | Path, moved: Mapping[str, str] | None = None, version: str | None = None
+) -> Iterator[Described]:
+    """What there is at a path, before any weight is read; its folder may be gone afterwards.
+
+    moved: values of MOVED_FLAGS; version: the conversation template of a folder in LLaVA's format that does not say it.
+    What is no folder of transformers' is read as run/export.py reads it, and nothing is written but its settings.
+    Raises ConfigError where there is no LLaVA, or what it needs is not there; DataError for a damaged one.
+    """
+    path, moved = Path(path).expanduser(), dict(moved or {})
+    if not path.is_dir():
+        raise ConfigError(f"--model_path {path}: there is no such folder")
+    if is_checkpoint(path):
+        with _as_exported(path, *_of_checkpoint(path, moved)) as found:
+            yield found
+    elif _is_transformers(path):
+        if moved:
+            raise ConfigError(
+                f"{', '.join(f'--{name}' for name in moved)}: {path} brings all that it needs, leave it out"
+            )
+        with said_clearly(path):
+            config, tokenizer = _settings(path)
+        yield Described(path, path, config, tokenizer, lambda model: WeightFiles(path, _renaming(model)), True)
+    else:
+        with _as_exported(path, *_of_folder(path, moved, version)) as found:
+            yield found
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of run/train.py."""
+    return (folder / TRAINER).is_file() or (folder / commit.MANIFEST).is_file()
+
+
+def _is_transformers(folder: Path) -> bool:
+    """Whether a folder is for transformers alone, whether it opens it or says why not.
+
+    Raises ConfigError for one that holds no model at all.
+    """
+    config = folder / "config.json"
+    if (folder / ADAPTER_CONFIG).is_file():
+        return False
+    if not config.is_file():
+        raise ConfigError(
+            f"{folder} holds no exported model (no config.json) and is no whole checkpoint-<step> (no "
+            f"{commit.MANIFEST}): train one first, as make finetune does"
+        )
+    said = _config_of(folder)
+    return not ("mm_vision_tower" in said and "text_config" not in said)
+
+
+def _config_of(folder: Path) -> dict:
+    """config.json; nothing where it can't be read."""
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _of_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[Finished, list[Entry], tuple[str, ...]]":
+    from llava_ds.export.restored import restore  # with DeepSpeed, which takes seconds, and a folder does without
+
+    restored = restore(path, moved, None)
+    return restored.finished, restored.entries, ()
+
+
+def _of_folder(
+    path: Path, moved: dict[str, str], version: str | None
+) -> "tuple[Finished, list[Entry], tuple[str, ...]]":
+    from llava_ds.export.converted import open_folder  # with DeepSpeed, too
+
+    if wrong := [f"--{name}" for name in OF_CHECKPOINTS if name in moved]:
+        raise ConfigError(f"{', '.join(wrong)} goes with a checkpoint, and {path} is none: leave it out")
+    given = moved if version is None else {**moved, "version": version}
+    try:
+        finished, entries, lines = open_folder(path, given, None, "hf")
+    except (ConfigError, DataError) as error:  # says the flag that training has for it
+        raise type(error)(str(error).replace(f"{FLAG} {path}", f"--model_path {path}")) from error
+    return finished, entries, tuple(lines)
+
+
+@contextlib.contextmanager
+def _as_exported(
+    path: Path, finished: "Finished", entries: "list[Entry]", notes: tuple[str, ...]
+) -> Iterator[Described]:
+    """A model as the folder that its export would be, whose files of weights are holes."""
+    from llava_ds.export.finished import hf_kind
+    from llava_ds.export.hf import hf_entries, write_hf
+    from llava_ds.export.shards import DEFAULT_SHARD_SIZE, parse_size
+
+    kind, why = hf_kind(finished.plan, finished.args, finished.pictures)
+    if kind is None:
+        raise ConfigError(f"{path} can't be asked here: {why}")
+    named = hf_entries(finished, entries)
+    with tempfile.TemporaryDirectory(prefix="llava_ds-") as scratch:
+        folder = Path(scratch)
+        write_hf(finished, entries, folder, parse_size(DEFAULT_SHARD_SIZE), holes=True)
+        with said_clearly(path):
+            config, tokenizer = _settings(folder)
+        yield Described(
+            path, folder, config, tokenizer, lambda model: _Entries(path, named, _renaming(model)), False, notes
+        )
+
+
+class _Entries:
+    """The tensors of a checkpoint, an adapter over its base or LLaVA's format, as a class of transformers' has them."""
+
+    notes = ()
+
+    def __init__(self, path: Path, entries: "list[Entry]", rename: Callable[[str], str | None]) -> None:
+        self.path = path
+        self._entries = {new: entry for entry in entries if (new := rename(entry.name)) is not None}
+        self.shapes = {name: tuple(entry.shape) for name, entry in self._entries.items()}
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        for name, entry in self._entries.items():
+            yield name, entry.read
+
+
+def _renaming(model: HFModel) -> Callable[[str], str | None]:
+    """From names on disk to the model's own; None for what it does not have: layers of tables, and of other uses."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def rename(name: str) -> str | None:
+        new = formats.to_transformers(name)
+        for spelling in (new, new.replace("vision_tower.vision_model.", "vision_tower.")):
+            if spelling in known:
+                return spelling
+        return None
+
+    return rename
+
+
+def _settings(folder: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    said = _config_of(folder)
+    absent = [name for name in ("text_config", "vision_config") if said.get(name) is None]
+    if said.get("model_type") in HF_CLASSES and absent:  # transformers would take a model of 7 billion parameters
+        raise ValueError(f"its config.json has no {' and no '.join(absent)}: copy it again")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if config.model_type not in HF_CLASSES:
+        raise ValueError(f"its model_type is {config.model_type!r}, expected {' or '.join(HF_CLASSES)}")
+    return config, AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+@contextlib.contextmanager
+def said_clearly(path: Path) -> Iterator[None]:
+    """What transformers raises over a folder, as a ConfigError that says which."""
+    try:
+        yield
+    except (ConfigError, DataError):
+        raise
+    except _RAISED as error:
+        raise ConfigError(f"{path} can't be opened as a LLaVA: {why_not_opened(error)}") from error
