@@ -36,11 +36,11 @@ LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level warning" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lint clean help
+.PHONY: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lmms-eval lint clean help
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lint clean'
+	@echo 'targets: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lmms-eval lint clean'
 
 install: $(VENV)/.installed
 
@@ -111,9 +111,20 @@ KILLS ?= 200
 test-faults: install
 	KILLS=$(KILLS) $(BIN)/python -m pytest -m faults --durations=15
 
+# lmms-eval beside the environment of training, and its answers beside run/evaluate.py's.
+LMMS ?= .lmms
+lmms-eval: install $(LMMS)/.installed
+	LMMS_EVAL='$(abspath $(LMMS))' $(BIN)/python -m pytest -m full -rs tests/evaluation/test_lmms_eval.py
+
+$(LMMS)/.installed: tests/evaluation/lmms_eval.txt constraints.txt
+	$(PYTHON) -m venv $(LMMS)
+	$(LMMS)/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -r tests/evaluation/lmms_eval.txt
+	$(LMMS)/bin/python -m pip install $(PIP_ARGS) --no-deps lmms-eval==0.7.3
+	touch $@
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) output .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(LMMS) output .pytest_cache .ruff_cache *.egg-info

@@ -49,6 +49,25 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "per_device_eval_batch_size": (None, "held-out samples are laid out as those of training"),
 }
 
+# What other trainers call a flag of ours, where the nearest name would lead astray.
+ELSEWHERE = {
+    "--cutoff_len": "--model_max_length",
+    "--dataset": "--data_path",
+    "--ddp_timeout": "the variable DEEPSPEED_TIMEOUT (minutes)",
+    "--finetuning_type": "--lora_enable",
+    "--lora_rank": "--lora_r",
+    "--max_length": "--model_max_length",
+    "--max_seq_length": "--model_max_length",
+    "--media_dir": "--image_folder",
+    "--optim": "an optimizer in the DeepSpeed JSON",
+    "--overwrite_output_dir": "--resume never",
+    "--quantization_bit": "--bits",
+    "--resume_from_checkpoint": "--resume",
+    "--template": "--version",
+    "--use_peft": "--lora_enable",
+    "--val_size": "--eval_fraction",
+}
+
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
 PATHS = (
     "model_name_or_path",
@@ -515,7 +534,7 @@ def _unknown_flags(unknown: list[str], parser: HfArgumentParser, own_flags: Coll
                 lines.append(f"unexpected argument {flag!r}: every value belongs behind a --flag")
             continue
         after_flag = "=" not in token
-        nearest = difflib.get_close_matches(flag, known, n=1)
+        nearest = [ELSEWHERE[flag]] if flag in ELSEWHERE else difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
         hint = f": did you mean {nearest[0]}?" if nearest else ": run/train.py --help lists all flags"
         lines.append(f"unknown flag {flag}{hint}")
     return "\n".join(lines)

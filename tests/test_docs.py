@@ -15,7 +15,7 @@ from launching import ROOT
 
 from llava_ds.constants import ConfigError
 from llava_ds.launchers import free_port
-from llava_ds.parsing import parse_arguments
+from llava_ds.parsing import ELSEWHERE, WITHOUT_EFFECT, parse_arguments
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs" / "README.md"]
 SCRIPTS = [ROOT / "Makefile", ROOT / "run" / "slurm.sh", ROOT / "run" / "hostfile.example"]
@@ -36,16 +36,17 @@ OTHERS = {
     "sglang": {"--model-path"},
     "LLaVA's loader": {"--model-path", "--model-base"},
     "docker": {"--shm-size"},
-    "pip": {"--target"},
+    "pip": {"--target", "--no-deps"},
     "tensorboard": {"--logdir"},
+    "accelerate": {"--num_processes"},
     "lmms_eval": {
+        "--batch_size",
+        "--include_path",
         "--log_samples",
         "--model",
         "--model_args",
-        "--num_processes",
         "--output_path",
         "--tasks",
-        "--batch_size",
     },
     "any": {"--name", "--no-print-directory"},  # "--name value"; make
 }
@@ -208,3 +209,24 @@ def test_the_commands_of_ones_own_data_do_what_the_page_says(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "output" / "mine" / "model.safetensors").is_file()
     assert (tmp_path / "output" / "mine-lora-hf" / "model.safetensors").is_file()
+
+
+def test_what_other_trainers_call_a_flag_is_answered_with_ours(tmp_path):
+    given = ["--deepspeed_config", str(ROOT / "ds_configs" / "zero2.json"), "--output_dir", str(tmp_path)]
+    known = {option for action in flags_script().build_parser()._actions for option in action.option_strings}
+    for theirs, ours in ELSEWHERE.items():
+        assert theirs not in known and (not ours.startswith("--") or ours.split()[0] in known)
+        with pytest.raises(ConfigError, match=re.escape(f"unknown flag {theirs}: did you mean {ours}?")):
+            parse_arguments([*given, theirs, "1"])
+    with pytest.raises(ConfigError, match="unknown flag --do_train: run"):
+        parse_arguments([*given, "--do_train", "True"])
+
+
+def test_the_page_for_those_who_come_from_llava_names_what_is_not_known(tmp_path):
+    page = (ROOT / "docs" / "from_llava.md").read_text()
+    row = next(line for line in page.splitlines() if "| not known; leave them out" in line)
+    known = {action.dest for action in flags_script().build_parser()._actions} | set(WITHOUT_EFFECT)
+    assert not known & set(re.findall(r"`(\w+)`", row.split("|")[1]))
+    same = [line.split("|")[1] for line in page.splitlines() if re.search(r"\| the same( names)? \|$", line)]
+    names = set(re.findall(r"`-{0,2}(\w+)`", " ".join(same)))
+    assert len(names) > 25 and names <= known

@@ -194,7 +194,8 @@ class EncodedDataset(torch.utils.data.Dataset):
                 f"lengths in tokens, shortest to longest: {shown}",
             ]
         if self.num_rejected:
-            lines += ["left out:", *reasons_in_short([row["reason"] for row in self.rejections()])]
+            rows = list(self.rejections())
+            lines += ["left out:", *reasons_in_short([row["reason"] for row in rows]), f"  the first: {_told(rows[0])}"]
         return lines
 
     def _column(self, name: str) -> np.ndarray:
@@ -322,6 +323,11 @@ def check_same_data(fingerprint: str, ranks: Ranks) -> None:
         )
 
 
+def _told(row: dict[str, object]) -> str:
+    """A rejection as a line: where, which, why."""
+    return f"{row['file']}:{row['line']}: record {row['index']} ({row['id']}): {row['reason']}"
+
+
 def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:
     """Raise DataError when more was rejected than the options allow; the message says what, and where all is listed."""
     bad = table.data.table.filter(pa.compute.is_valid(table.data.column("reason")))
@@ -333,7 +339,7 @@ def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: P
     rows = list(rejections(bad, np.arange(len(bad))))
     listing = folder / "rejected.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    lines = [f"{row['file']}:{row['line']}: record {row['index']} ({row['id']}): {row['reason']}" for row in rows]
+    lines = [_told(row) for row in rows]
     limit = (
         "--on_bad_sample stop allows none"
         if options.on_bad_sample == "stop"
