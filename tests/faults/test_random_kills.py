@@ -150,7 +150,8 @@ class Forked:
         elif len(alive) == 1:
             self._failed_at = self._failed_at or time.monotonic()
             if time.monotonic() - self._failed_at > LAUNCHER_S:
-                alive[0].kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    alive[0].kill()
         return self._code
 
     def everyone(self) -> list[psutil.Process]:
