@@ -94,12 +94,13 @@ docs: install
 	$(BIN)/python run/flags.py > docs/flags.md.new
 	mv docs/flags.md.new docs/flags.md
 
+# Two processes of one thread each: more would wait for each other on two cores.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # What takes too long for every day: more ranks, more layouts, a browser (Debian: chromium).
 test-full: install $(VENV)/.demo
-	DEMO_SITE='$(CURDIR)/$(VENV)/demo' $(BIN)/python -m pytest -m full
+	DEMO_SITE='$(CURDIR)/$(VENV)/demo' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m full -n 2 --dist loadfile
 
 # gradio, for the test of the page: apart, for it wants another Pillow than constraints.txt has.
 $(VENV)/.demo: $(VENV)/.installed
