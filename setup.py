@@ -40,20 +40,11 @@ setup(
         "lora": ["peft>=0.17"],
         "qlora": ["peft>=0.17", "bitsandbytes>=0.50"],  # from then on with CPU kernels for all of it
         "video": ["av>=14"],
-        "tensorboard": ["tensorboard"],  # with torch's own writer; the package shows the curves, too
+        "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
         "trackio": ["trackio"],
         "demo": ["gradio>=6.31,<7"],
         "bench": ["accelerate>=1.1"],  # what transformers' Trainer, the other side, asks for
-        "dev": [
-            "pytest",
-            "pytest-xdist",
-            "ruff",
-            "tensorboard",
-            "av",
-            "peft",
-            "bitsandbytes",
-            "accelerate",
-        ],  # av: a video is decoded
+        "dev": ["pytest", "pytest-xdist", "ruff", "tensorboard", "av", "peft", "bitsandbytes", "accelerate"],
     },
 )
