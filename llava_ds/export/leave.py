@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype
 from safetensors import SafetensorError
+from torch import nn
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.batch import Batch
@@ -115,9 +117,23 @@ def _leave_adapter(
         print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
 
 
+@contextlib.contextmanager
+def _gathered_exactly(module: nn.Module) -> Iterator[None]:
+    """Without the lower precision in which ZeRO-3 fetches float32 weights under torch's autocast."""
+    lowered = [(p, get_comm_dtype(p)) for p in module.parameters() if has_comm_dtype(p)]
+    for p, _ in lowered:
+        delattr(p, PARAM_COMM_DTYPE_ATTR_NAME)
+    try:
+        yield
+    finally:
+        for p, dtype in lowered:
+            setattr(p, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
+
+
 def _logits_everywhere(engine, batch: Batch) -> torch.Tensor:
     """(T, V). Not by the engine, which would compute in autocast's precision: it is the weights that are compared."""
-    logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device))
+    with _gathered_exactly(engine.module):
+        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device))
     # ZeRO-3 has begun to gather what a backward pass would want next, and that nobody else can gather meanwhile.
     engine.empty_partition_cache()
     return logits
