@@ -219,8 +219,9 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         num_workers=args.data.dataloader_num_workers,
         device=ranks.device,
     )
-    with watch, stop.training(args.training.max_run_time, ranks):
+    with watch:
         boundary.begin()
+    with watch, stop.training(args.training.max_run_time, ranks):
         reduction, num_sources = args.training.loss_reduction, len(dataset.sources)
         train(engine, steps, state, num_steps, reduction, num_sources, ranks, boundary.after_step)
     watchdog.enters("export", state.step)

@@ -293,12 +293,12 @@ def open_encoded(
 def short_names(paths: list[str]) -> list[str]:
     """A different name for each data source: its file's, with as many folders as it takes to tell them apart."""
     parts, stems = [Path(path).parts for path in paths], [Path(path).stem for path in paths]
-    for depth in range(max(map(len, parts))):
+    for depth in range(max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts] if depth else stems
         if len(set(names)) == len(names):
             return names
     # One file more than once, as different parts of it.
-    return [f"{stem} ({number})" for number, stem in enumerate(stems, 1)]
+    return [f"{path} ({paths[: i + 1].count(path)})" if paths.count(path) > 1 else path for i, path in enumerate(paths)]
 
 
 def means_by_source(sources: list[str], sums: list[float], targets: list[float]) -> dict[str, float]:

@@ -172,7 +172,7 @@ def _stored(texts: list[str], cache_dir: str) -> dict[str, Media]:
     path = Path(cache_dir).expanduser() / "evaluation" / f"{hashed.hexdigest()[:32]}.pictures"
     if not path.is_file() or path.stat().st_size != sum(map(len, contents.values())):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, partial(_write_all, contents.values()))
+        write_whole(path, partial(_write_all, contents.values()), shared=True)
     media, offset = {}, 0
     for text, content in contents.items():
         media[text] = Media("image", (FileRef(str(path), offset, len(content)),))

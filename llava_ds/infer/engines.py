@@ -4,6 +4,7 @@ Every engine leaves a model whose generate() is transformers' own.
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,7 @@ def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
 
 def engine_options(args: "argparse.Namespace") -> EngineOptions:
     """What the flags of add_engine_flags said. Raises ConfigError for flags that contradict each other."""
-    moved = {name: value for name in MOVED_FLAGS if (value := getattr(args, name)) is not None}
+    moved = {name: os.path.expanduser(path) for name in MOVED_FLAGS if (path := getattr(args, name)) is not None}
     options = EngineOptions(args.engine, args.offload, args.offload_path, args.dtype, args.version, moved)
     problems = []
     if options.offload != "none" and options.engine != "deepspeed":
@@ -113,7 +114,7 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
             return together(ranks, lambda: load_model(path, str(ranks.device), **how))
         assert ranks is not None, "DeepSpeed's engines run in a process group"
         if options.offload == "none":
-            found = load_model(path, "cpu", **how)
+            found = together(ranks, lambda: load_model(path, "cpu", **how))
             model, notes = _tensor_parallel(found.model, ranks, str(path))
         else:
             with described(path, options.moved, options.version) as opened:

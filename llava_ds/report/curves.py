@@ -12,10 +12,12 @@ def curves(run: RunFiles) -> str:
     """All of them, as HTML; what a run has no numbers for is left out."""
     if not run.metrics:
         return sentence(run.problems.get("metrics.jsonl", "There are no steps."), "warn")
+    # In one order, so that both charts draw a source in the same colour.
+    names = list(dict.fromkeys(name for row in (*run.metrics, *run.evals) for name in _by_source(row)))
     charts = [
         line_chart("Loss per supervised token", loss_series(run)),
-        _sources("Loss by data source (running mean)", run.metrics, smooth=True),
-        _sources("Held-out loss by data source", run.evals, smooth=False),
+        _sources("Loss by data source (running mean)", run.metrics, names, smooth=True),
+        _sources("Held-out loss by data source", run.evals, names, smooth=False),
         line_chart("Learning rate", _rates(run), log=False),
         _smoothed(run, "Gradient norm", "grad_norm"),
         _smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False),
@@ -42,12 +44,13 @@ def loss_series(run: RunFiles) -> list[Series]:
     return [*series, Series("held-out", *held_out, colour=1, dots=True)] if held_out[0] else series
 
 
-def _sources(title: str, rows: list[dict], smooth: bool) -> str:
-    """For each data source, of a run that has several, its loss."""
-    names = list(dict.fromkeys(name for row in rows for name in _by_source(row)))
+def _sources(title: str, rows: list[dict], names: list[str], smooth: bool) -> str:
+    """For each data source, of a run that has several, its loss. The page has eight colours, which then begin anew."""
     series = []
     for i, name in enumerate(names):
         steps, losses = _of_source(rows, name)
+        if not steps:
+            continue
         series.append(Series(name, steps, running_mean(losses) if smooth else losses, colour=i % 8, dots=not smooth))
     return line_chart(title, series) if series else ""
 

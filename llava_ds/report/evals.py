@@ -37,14 +37,14 @@ class Evals:
         broken: int,
         seconds: float,
     ) -> None:
-        """loss: the mean over these supervised tokens of these samples; by_source: over those of each data source;
-        broken: samples that are not among them, for their pictures could not be read."""
+        """loss: the mean over these supervised tokens of these samples; by_source: over those of each of several data
+        sources; broken: samples that are not among them, for their pictures could not be read."""
         if not self.is_first:
             return
         row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken}
-        several = {"source_losses": by_source} if len(by_source) > 1 else {}
+        several = {"source_losses": by_source} if by_source else {}
         self.evals.write([{**row, **several, "seconds": round(seconds, 3)}])
-        curves = {f"eval/loss/{name}": mean for name, mean in by_source.items()} if several else {}
+        curves = {f"eval/loss/{name}": mean for name, mean in by_source.items()}
         self.trackers.log({"eval/loss": loss, **curves}, step)
         without = f", without {broken:,} that broke," if broken else ""
         print_first(f"step {step:,}: the loss on {samples:,} held-out samples{without} is {loss:.4f} ({seconds:.1f} s)")

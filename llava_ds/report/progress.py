@@ -22,9 +22,6 @@ from llava_ds.report.skipped_steps import SkippedSteps
 from llava_ds.report.table import MetricsTable
 from llava_ds.report.trackers import Trackers
 
-# Rows with a loss for each data source: of longer runs every n-th step has it, so that logs of mixtures stay small.
-MOST_BY_SOURCE = 10_000
-
 
 class Progress:
     """Takes every step's result, reads the device only every logging_steps, and writes on rank 0."""
@@ -55,7 +52,8 @@ class Progress:
         self.batch_size, self.monitor, self.trackers = batch_size, monitor, trackers
         self.output_dir, self.ranks = output_dir, ranks
         self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
-        self.sources, self.source_steps = sources, math.ceil(max_steps / MOST_BY_SOURCE)
+        # Of long runs every n-th step has a loss for each source, so that logs of mixtures stay small.
+        self.sources, self.source_steps = sources, trackers.every
         self.flops, self.peak_flops = flops, peak_flops * ranks.world_size
         self.skipped, self.skipped_steps, self.spikes = skipped, skipped_steps, spikes
         self.pending: list = []
@@ -144,19 +142,20 @@ class Progress:
     def _values(self) -> list[list]:
         """Loss, gradient norm, skipped steps, counts and means of what is pending, in one look at the device."""
         results, device = self.pending, self.ranks.device
-        losses = all_sum(torch.stack([result.loss for result in results]))
+        several = len(self.sources) > 1
+        sums = [result.loss.reshape(1) for result in results]
+        sums += [result.by_source.flatten() for result in results if several]
         rest = [value for result in results for value in (result.grad_norm, result.skipped_steps)]
         on_device = [value for value in rest if isinstance(value, torch.Tensor)]
-        table = [losses, *(result.counts for result in results)]  # the counts are float64, so all of it will be
+        # The counts are float64, so all of it will be.
+        table = [all_sum(torch.cat(sums)), *(result.counts for result in results)]
         table += [value.to(device).reshape(1) for value in on_device]
         numbers = iter(torch.cat(table).tolist())
         losses = [next(numbers) for _ in results]
+        by_source = [[[next(numbers) for _ in self.sources] for _ in range(2)] if several else None for _ in results]
         counts = [Counts(*(int(next(numbers)) for _ in Counts._fields)) for _ in results]
         rest = iter([next(numbers) if isinstance(value, torch.Tensor) else value for value in rest])
         means = [None if result.means is None else self._means_of_all(result.means) for result in results]
-        by_source = [None] * len(results)
-        if len(self.sources) > 1:
-            by_source = all_sum(torch.stack([result.by_source for result in results])).tolist()
         return [[loss, next(rest), next(rest), *others] for loss, *others in zip(losses, counts, means, by_source)]
 
     def _means_of_all(self, means: torch.Tensor) -> list[list[float]]:

@@ -199,7 +199,8 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
 
     kept = output_dir / "wandb" / "run-id"
     kept.parent.mkdir(parents=True, exist_ok=True)
-    if resume_step == 0 or not kept.is_file():
+    begins = resume_step == 0 or not kept.is_file()
+    if begins:
         kept.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), encoding="utf-8")
     # Neither the command line nor what is printed is taken along: both are redacted here only.
     settings = wandb.Settings(console="off", x_disable_meta=True, disable_git=True, save_code=False, silent=True)
@@ -212,7 +213,7 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
         settings=settings,
     )
     run.config.update(_settings(args), allow_val_change=True)  # of --allow_changed_flags, which is an error without
-    return Logged(run, _last_step(output_dir, resume_step))
+    return Logged(run, 0 if begins else _last_step(output_dir, resume_step))
 
 
 def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged:

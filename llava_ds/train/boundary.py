@@ -41,7 +41,7 @@ class Boundary:
         self.saver, self.logging_steps, self._evaluation_s = saver, training.logging_steps, 0.0
 
     def begin(self) -> None:
-        """Before the first step of this start. All ranks call it together."""
+        """Make the evaluation that the stop before this start left no time for. All ranks call it together."""
         step = self.state.step
         if step and self.evaluation.was_missed(step, step == self.num_steps):
             self._evaluate(step, step == self.num_steps)

@@ -36,7 +36,7 @@ class SampleQuestion:
 
 
 class HeldOutLoss(NamedTuple):
-    """The mean loss per supervised token, those tokens, the samples, and the mean by data source."""
+    """The mean loss per supervised token, those tokens, the samples, and the mean by data source, if there are some."""
 
     loss: float
     tokens: int
@@ -64,7 +64,7 @@ def held_out_loss(engine, dataset: EncodedDataset, layout: Layout, num_workers: 
     engine.train()
     loss, samples, *by_source = all_sum(total).tolist()
     targets = by_source[num_sources:]
-    means = means_by_source(dataset.sources, by_source[:num_sources], targets)
+    means = means_by_source(dataset.sources, by_source[:num_sources], targets) if num_sources > 1 else {}
     return HeldOutLoss(loss / max(1.0, sum(targets)), int(sum(targets)), int(samples), means)
 
 

@@ -421,7 +421,9 @@ def test_long_records_are_checked_a_few_at_a_time(opened, tmp_path, monkeypatch)
 def test_data_sources_have_short_names_that_differ():
     assert short_names(["/data/llava.json", "/data/vqa.jsonl"]) == ["llava", "vqa"]
     assert short_names(["/data/a/x.json", "/data/b/x.json"]) == ["a/x.json", "b/x.json"]
-    assert short_names(["/data/x.json"] * 2) == ["x (1)", "x (2)"]
+    assert short_names(["/data/x.json"] * 2) == ["/data/x.json (1)", "/data/x.json (2)"]
+    assert short_names(["coco/train.json", "sqa/train.json"]) == ["coco/train.json", "sqa/train.json"]
+    assert short_names(["x.json", "x.json", "y.json"]) == ["x.json (1)", "x.json (2)", "y.json"]
 
 
 def test_a_part_is_held_back_the_same_one_for_a_seed(opened, tmp_path):
