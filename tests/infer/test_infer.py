@@ -106,22 +106,16 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         load_model(tmp_path)
 
 
-def test_the_script(built, data, tmp_path):
-    def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(ROOT / "run" / script), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
+def test_the_script(built, data):
     shown = ["--model_path", str(built[3])]
     image = str(next(Path(data["image_folder"]).glob("*.png")))
     question = ["--image", image, "--question", "What is it?", "--max_new_tokens", "4"]
-    done = run("chat.py", *shown, *question)
+    command = [sys.executable, str(ROOT / "run" / "chat.py"), *shown, *question]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     loaded = load_model(built[3])
     prompt = Prompt((Message("human", "<image>\nWhat is it?"),), (image,))
     assert done.stdout.strip() == printable(answer(loaded, [prompt], max_new_tokens=4)[0], keep="\n\t").strip()
-
-    done = run("chat.py", "--model_path", str(tmp_path), "--question", "Hello?")
-    assert done.returncode == 2 and "Traceback" not in done.stderr and "holds no exported model" in done.stderr
 
 
 def test_the_processor_of_todays_llama_tokenizer_gives_the_ids_of_training(tmp_path):
