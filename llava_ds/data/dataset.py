@@ -25,6 +25,7 @@ from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.fingerprint import digest_of, file_digest, file_stamp, options_that_matter, tokenizer_parts
 from llava_ds.data.images import load_media
 from llava_ds.data.preflight import Checker, layout_of, media_from_text, reasons_in_short, rejections
+from llava_ds.data.source_names import short_names
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
 from llava_ds.data.sources.reading import shown
 from llava_ds.data.templates import resolve_template
@@ -288,23 +289,6 @@ def open_encoded(
         pictures=pictures,
         fingerprint=digest_of([*common, repr(used), *contents, *outcome]),
     )
-
-
-def short_names(paths: list[str]) -> list[str]:
-    """A different name for each data source: its file's, with as many folders as it takes to tell them apart."""
-    parts, stems = [Path(path).parts for path in paths], [Path(path).stem for path in paths]
-    for depth in range(max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts] if depth else stems
-        if len(set(names)) == len(names):
-            return names
-    # One file more than once, as different parts of it.
-    return [f"{path} ({paths[: i + 1].count(path)})" if paths.count(path) > 1 else path for i, path in enumerate(paths)]
-
-
-def means_by_source(sources: list[str], sums: list[float], targets: list[float]) -> dict[str, float]:
-    """The mean loss per supervised token of each data source that has any, in the five digits that are looked at."""
-    means = {name: total / number for name, total, number in zip(sources, sums, targets) if number}
-    return {name: float(f"{mean:.5g}") for name, mean in means.items()}
 
 
 def sample_ids(dataset: EncodedDataset, samples: Iterable[int]) -> list[str]:

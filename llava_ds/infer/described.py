@@ -34,11 +34,11 @@ MOVED_FLAGS = {
     "vision_tower": "where the vision tower of a checkpoint, an adapter or a folder in LLaVA's format lies now",
     "pretrain_mm_mlp_adapter": "where the projector that a checkpoint began with lies now",
 }
+OF_CHECKPOINTS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # those that only a checkpoint lacks
 # What transformers and what it stands on raise over files that are damaged.
 _RAISED = (
     OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
-OF_CHECKPOINTS = ("model_name_or_path", "pretrain_mm_mlp_adapter")
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from llava_ds.data.dataset import means_by_source
 from llava_ds.data.loader import Counts
+from llava_ds.data.source_names import means_by_source
 from llava_ds.distributed import Ranks, all_sum, progress_bar
 from llava_ds.model.flops import ModelFlops
 from llava_ds.report.loss_spikes import LossSpikes

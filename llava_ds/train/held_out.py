@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.arguments import Arguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collator import LoadedSample, collate
-from llava_ds.data.dataset import EncodedDataset, means_by_source
+from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.encode import end_markers
 from llava_ds.data.loader import Layout, micro_batches
+from llava_ds.data.source_names import means_by_source
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.distributed import Ranks, all_sum, from_first, gather
 

@@ -20,7 +20,7 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
 from llava_ds.data import preflight as preflight_module
 from llava_ds.data import writing
-from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data, short_names
+from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
 from llava_ds.data.preflight import Checker, reasons_in_short
 from llava_ds.data.sources import read_samples
@@ -416,14 +416,6 @@ def test_long_records_are_checked_a_few_at_a_time(opened, tmp_path, monkeypatch)
     monkeypatch.setattr(writing, "CHARS_PER_BATCH", 500)
     again = opened(data_path=path, cache_dir=tmp_path / "other")
     assert same(once, again) and sum(seen) == 40 and 1 <= min(seen) < max(seen) < 8
-
-
-def test_data_sources_have_short_names_that_differ():
-    assert short_names(["/data/llava.json", "/data/vqa.jsonl"]) == ["llava", "vqa"]
-    assert short_names(["/data/a/x.json", "/data/b/x.json"]) == ["a/x.json", "b/x.json"]
-    assert short_names(["/data/x.json"] * 2) == ["/data/x.json (1)", "/data/x.json (2)"]
-    assert short_names(["coco/train.json", "sqa/train.json"]) == ["coco/train.json", "sqa/train.json"]
-    assert short_names(["x.json", "x.json", "y.json"]) == ["x.json (1)", "x.json (2)", "y.json"]
 
 
 def test_a_part_is_held_back_the_same_one_for_a_seed(opened, tmp_path):
