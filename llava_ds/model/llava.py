@@ -50,7 +50,7 @@ class LlavaModel(nn.Module):
 
         With logits_at, (S,) indices into T, the output layer there instead: (S, V). With num_sources, that sum, and
         what it consists of: the cross-entropy and the number of positions of every data source, (2, num_sources)
-        float32, without a gradient.
+        float64, without a gradient.
         """
         wanted = batch.target_positions if logits_at is None else logits_at
         options = {}
@@ -112,9 +112,9 @@ def merged(
 
 
 def _by_source(row_losses: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
-    """(2, num_sources): losses (S,) summed by source, and their numbers; always in the same order of addition."""
+    """(2, num_sources) float64: losses (S,) summed by source, and their numbers; always added up in the same order."""
     is_from = sources == torch.arange(num_sources, device=sources.device)[:, None]  # (num_sources, S)
-    return torch.stack([torch.where(is_from, row_losses, 0.0).sum(1), is_from.sum(1).float()])
+    return torch.stack([torch.where(is_from, row_losses, 0.0).sum(1), is_from.sum(1).double()])
 
 
 def _pooled(features: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,9 @@ FLOAT16_SCALE = 2.0**15
 def add_loss(output_layer: nn.Linear) -> None:
     """Let the output layer give the loss, too: output_layer(hidden, targets=targets, softcap=cap).
 
-    hidden (S, D); targets (S,) int64. It gives the cross-entropy of its logits there, float32: summed, a scalar, and
-    row by row, (S,), without a gradient. With softcap c, logits x count as c * tanh(x / c). It is a call of the layer,
-    so that ZeRO-3's hooks gather the weight for it. Without targets the layer is as before.
+    hidden (S, D); targets (S,) int64. It gives the cross-entropy of its logits there: summed, a float32 scalar, and row
+    by row, (S,) float64, without a gradient. With softcap c, logits x count as c * tanh(x / c). It is a call of the
+    layer, so that ZeRO-3's hooks gather the weight for it. Without targets the layer is as before.
     """
     output_layer.forward = types.MethodType(_forward, output_layer)
 
@@ -42,8 +42,9 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of hidden @ weight.T, summed and by row: hidden (S, D), weight (V, D), targets (S,) int64, any S.
 
-    Computes in the precision of hidden, or autocast's; softmax and sums in float32. Backward can run once. In float16
-    gradients stay float32 until backward brings the loss's scale: those of a sum alone can exceed float16.
+    Computes in the precision of hidden, or autocast's; softmax in float32, its logarithm and the sum of rows in
+    float64, so that what is logged depends as little as can be on how rows were dealt to ranks. Backward can run once.
+    In float16 gradients stay float32 until backward brings the loss's scale: those of a sum alone can exceed float16.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -64,8 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, softcap, backward):
         wants_hidden, wants_weight = (backward and wanted for wanted in ctx.needs_input_grad[:2])
         rows = chunk_rows(len(weight), hidden.device.type)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        row_losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        row_losses = torch.empty(len(hidden), dtype=torch.float64, device=hidden.device)
         in_float16 = hidden.dtype == torch.float16
         d_hidden = torch.empty_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
         # Sums over several chunks are kept in float32, as a product keeps its own.
@@ -77,7 +77,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             h = hidden[start : start + rows]
             d_logits, losses = _softmax_minus_target(h @ weight.T, targets[start : start + rows], softcap)
-            loss += losses.sum()
             row_losses[start : start + rows] = losses
             if wants_hidden and in_float16:
                 d_hidden[start : start + rows] = _float32_product(d_logits, weight)
@@ -98,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_weight = d_weight.to(weight.dtype)
         ctx.gradients, ctx.in_float16 = (d_hidden, d_weight), in_float16
         ctx.mark_non_differentiable(row_losses)
-        return loss, row_losses
+        return row_losses.sum().float(), row_losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -124,9 +123,9 @@ def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _softmax_minus_target(
     logits: torch.Tensor, targets: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the cross-entropy, (rows, V) in the logits' precision, and its values (rows,). Uses logits up.
+    """The gradient of the cross-entropy, (rows, V) in the logits' precision; its values, (rows,) float64.
 
-    In float16 the gradient is FLOAT16_SCALE times as large.
+    Uses logits up. In float16 the gradient is FLOAT16_SCALE times as large.
     """
     dtype = logits.dtype
     logits = logits.float()
@@ -138,7 +137,7 @@ def _softmax_minus_target(
     largest = logits.amax(1, keepdim=True)
     weights = logits.sub_(largest).exp_()
     total = weights.sum(1, keepdim=True)
-    losses = (total.log() + largest - at_target)[:, 0]
+    losses = (total.double().log() + largest - at_target)[:, 0]
     gradient = weights.div_(total)
     gradient.scatter_add_(1, targets, torch.full_like(at_target, -1.0))
     if softcap is not None:

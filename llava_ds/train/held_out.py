@@ -55,18 +55,17 @@ def held_out_loss(engine, dataset: EncodedDataset, layout: Layout, num_workers: 
     plan = layout.plan_all(dataset.lengths)
     engine.eval()
     num_sources, num_samples = len(dataset.sources), 0
-    total = torch.zeros(2 + 2 * num_sources, dtype=torch.float64, device=ranks.device)
+    total = torch.zeros(1 + 2 * num_sources, dtype=torch.float64, device=ranks.device)
     for micro in micro_batches(dataset, plan[ranks.rank], num_workers, ranks.device):
-        loss_sum, by_source = engine(micro.batch, num_sources=num_sources)
-        total[0] += loss_sum
-        total[2:] += by_source.flatten()
+        _, by_source = engine(micro.batch, num_sources=num_sources)
+        total[1:] += by_source.flatten()
         num_samples += micro.num_samples
-    total[1] = num_samples
+    total[0] = num_samples
     engine.train()
-    loss, samples, *by_source = all_sum(total).tolist()
-    targets = by_source[num_sources:]
-    means = means_by_source(dataset.sources, by_source[:num_sources], targets) if num_sources > 1 else {}
-    return HeldOutLoss(loss / max(1.0, sum(targets)), int(sum(targets)), int(samples), means)
+    samples, *by_source = all_sum(total).tolist()
+    losses, targets = by_source[:num_sources], by_source[num_sources:]
+    means = means_by_source(dataset.sources, losses, targets) if num_sources > 1 else {}
+    return HeldOutLoss(sum(losses) / max(1.0, sum(targets)), int(sum(targets)), int(samples), means)
 
 
 def prompts_of(

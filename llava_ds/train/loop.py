@@ -25,10 +25,11 @@ class TrainState:
 class StepResult:
     """What one optimizer step was. Tensors are on the device: reading one waits for the step.
 
-    loss: this rank's part, which those of all ranks add up to; counts: Window.counts of all ranks, (6,) float64;
+    loss: this rank's part, which those of all ranks add up to; counts: Window.counts of all ranks, (6,);
     skipped_steps: so far; num_planned: samples with the broken ones, of all ranks; broken: those of this rank;
     by_source: (2, sources), the summed loss and the supervised tokens that this rank had of each data source;
-    means: (micro-batches,), this rank's mean losses, where those are what is averaged. No batch is kept alive by it.
+    means: (micro-batches,), this rank's mean losses, where those are what is averaged. All four are float64. No batch
+    is kept alive by it.
     """
 
     step: int
@@ -68,20 +69,21 @@ def train(
         # A picture may break after it was checked: what counts is what the ranks really have, not what was planned.
         counts = all_sum(_on_device(window.counts, ranks.device))
         scales = loss_scales(window, loss_reduction, counts, ranks.world_size)
-        sums, by_source = [], []
+        by_source = []  # of each micro-batch
         for i, (batch, scale) in enumerate(zip(window.batches, scales)):
             loss_sum, of_sources = engine(batch, num_sources=num_sources)  # over this micro-batch's supervised tokens
             engine.set_gradient_accumulation_boundary(i == len(scales) - 1)
-            engine.backward(loss_sum * scale, scale_wrt_gas=False)
+            engine.backward(loss_sum * scale.float(), scale_wrt_gas=False)
             engine.step()
-            sums.append(loss_sum.detach())
             by_source.append(of_sources)
         state.step += 1
         finished = time.perf_counter()
+        sums = torch.stack(by_source)  # (micro-batches, 2, sources)
+        losses = sums[:, 0].sum(1)  # each what backward began with, but added up in float64
         result = StepResult(
             step=state.step,
-            loss=torch.stack(sums).dot(torch.stack(scales)) / ranks.world_size,
-            by_source=torch.stack(by_source).sum(0),
+            loss=losses.dot(torch.stack(scales)) / ranks.world_size,
+            by_source=sums.sum(0),
             counts=counts,
             grad_norm=engine.get_global_grad_norm(),
             skipped_steps=skipped_steps(engine),
@@ -90,7 +92,7 @@ def train(
             broken=window.broken,
             data_wait_s=window.data_wait_s,
             step_time_s=finished - started,
-            means=_means(sums, window) if loss_reduction == "micro_batch" else None,
+            means=_means(losses, window) if loss_reduction == "micro_batch" else None,
         )
         started = finished + after_step(result)
 
@@ -101,6 +103,6 @@ def _on_device(numbers: tuple, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-def _means(sums: list[torch.Tensor], window: Window) -> torch.Tensor:
+def _means(losses: torch.Tensor, window: Window) -> torch.Tensor:
     """(micro-batches,) from the summed losses."""
-    return torch.stack([total / max(1, micro.num_targets) for total, micro in zip(sums, window.micro_batches)])
+    return torch.stack([total / max(1, micro.num_targets) for total, micro in zip(losses, window.micro_batches)])

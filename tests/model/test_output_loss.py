@@ -46,8 +46,9 @@ def test_loss_and_gradients(monkeypatch, chunk, softcap):
     assert loss.dtype == torch.float32 and loss.shape == ()
     logits = layer(hidden.detach())
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    assert torch.allclose(by_row, F.cross_entropy(logits, targets, reduction="none"), atol=1e-5)
-    assert not by_row.requires_grad
+    assert torch.allclose(by_row.float(), F.cross_entropy(logits, targets, reduction="none"), atol=1e-5)
+    assert by_row.dtype == torch.float64 and not by_row.requires_grad
+    assert by_row.sum().float() == loss
     assert max(map(differs, (loss, hidden.grad, layer.weight.grad), wanted)) < 2e-6
     assert torch.equal(layer(hidden), F.linear(hidden, layer.weight))  # without targets it is what it was
 

@@ -47,6 +47,7 @@ class Disturbed:
             (loss, by_source), fault = forward(model, batch, num_sources=num_sources), self.fault
             if fault.get("where") == "loss":
                 loss = loss * fault["value"]
+                by_source[0] *= fault["value"]  # which the log adds up
             elif fault.get("where") == "gradient":
                 loss = ScaledGradient.apply(loss, fault["value"])
             elif fault.get("where") == "weight":
