@@ -91,8 +91,9 @@ def num_packed(parameter: nn.Parameter) -> int:
 def pack(module: nn.Module, name: str, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
     """Quantize a weight (O, I) on the device, put it into the module under a parameter's name, and return it.
 
-    weight: on the CPU, in any precision. Raises RuntimeError when what it stands for is further from the weight than
-    half of the format's coarsest step.
+    weight: on the CPU, in any precision. Raises ConfigError when what it stands for is further from the weight than
+    half of the format's coarsest step: bitsandbytes 0.50 on CPUs with AVX-512 unpacks 4 bits wrong where a row is no
+    whole number of blocks, as in toys.
     """
     layer = module.get_submodule(name.rpartition(".")[0])
     empty = layer.weight
@@ -145,9 +146,11 @@ def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
     else:
         allowed = 0.006 * weight.abs().amax(1)
     if not (error.amax(1) <= allowed).all():
-        raise RuntimeError(
-            f"{name} was not quantized right: what the {layer.weight.device.type} computes with is up to "
-            f"{error.max():.3g} off, in weights of up to {weight.abs().max():.3g}: check bitsandbytes' installation"
+        rows = "" if weight.shape[1] % BLOCK == 0 else f" (its rows of {weight.shape[1]} are no multiple of {BLOCK})"
+        raise ConfigError(
+            f"{name} was not quantized right{rows}: what the {layer.weight.device.type} computes with is up to "
+            f"{error.max():.3g} off, in weights of up to {weight.abs().max():.3g}: check bitsandbytes' installation, "
+            "or train with --bits 16"
         )
 
 

@@ -18,6 +18,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks
 from llava_ds.model import lora
 from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.quantize import BLOCK
 
 STEPS, SAVED = 8, 4
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 16, "lora_dropout": 0.0}
@@ -41,10 +42,10 @@ class Toys:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.base = toys.write_base(folder / "base", attention_bias=True)
+        self.base = toys.write_base(folder / "base", attention_bias=True, hidden_size=BLOCK, intermediate_size=BLOCK)
         self.data = toys.write_data(folder / "data", "iitiitiiitiitiit" * 2)
         torch.manual_seed(5)
-        shapes = {"0.weight": (32, 16), "0.bias": (32,), "2.weight": (32, 32), "2.bias": (32,)}
+        shapes = {"0.weight": (BLOCK, 16), "0.bias": (BLOCK,), "2.weight": (BLOCK, BLOCK), "2.bias": (BLOCK,)}
         stage1 = {f"model.mm_projector.{name}": torch.randn(shape) / 4 for name, shape in shapes.items()}
         torch.save(stage1, folder / "mm_projector.bin")
         self.given = {**self.base, **self.data, "pretrain_mm_mlp_adapter": str(folder / "mm_projector.bin")}
