@@ -4,6 +4,7 @@ A thread beside the main one looks five times a second where that one is, and te
 goes on while the main thread hangs in a collective, where no signal handler runs and a timeout takes minutes or hours.
 """
 
+import faulthandler
 import os
 import sys
 import threading
@@ -84,6 +85,7 @@ class Watchdog:
         self._at = (phase, step)
 
     def __enter__(self) -> "Watchdog":
+        faulthandler.enable(2)  # from here on a crash in native code leaves the stacks of all threads
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:

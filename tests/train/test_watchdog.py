@@ -1,6 +1,7 @@
 """What ends a run and what does not, with one rank's thread, short limits, and a clock of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -155,6 +156,19 @@ def test_a_process_gets_on_with_its_processor_its_files_and_its_children():
     child.kill()
     child.wait()
     assert found >= used + 0.2 and psutil.Process().cpu_times().user < found
+
+
+def test_a_crash_in_native_code_leaves_the_stacks(tmp_path):
+    said = tmp_path / "said.txt"
+    child = os.fork()
+    if child == 0:
+        with said.open("w") as file, Watchdog():
+            os.dup2(file.fileno(), 2)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in said.read_text()
+    assert "in test_a_crash_in_native_code_leaves_the_stacks" in said.read_text()
 
 
 def test_a_steps_limit_grows_with_the_steps(start):
