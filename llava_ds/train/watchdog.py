@@ -68,6 +68,7 @@ class Watchdog:
         self._deaf = False
         self._speaking = threading.Lock()
         self._interval_s = self._peers.interval_s if self._peers else 1.0
+        self._send(self._beat)  # at once: a rank that was never heard can't be told from a network that is blocked
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -247,7 +248,7 @@ class Watchdog:
         if self._ranks.rank == min(set(range(self._ranks.world_size)) - set(missing)):
             say(
                 f"watchdog: no heartbeat of {spelled(missing)} reached {self._name(self._ranks.rank)}: UDP between the "
-                "machines is blocked, or they were stopped at once. Until it comes, no limit ends the run"
+                "machines is blocked. Until it comes, no limit ends the run"
             )
 
     def _probe(self) -> None:

@@ -158,6 +158,11 @@ def test_a_process_gets_on_with_its_processor_its_files_and_its_children():
     assert found >= used + 0.2 and psutil.Process().cpu_times().user < found
 
 
+def test_a_rank_is_heard_before_it_can_be_stopped(start, monkeypatch):
+    monkeypatch.setattr(Others, "interval_s", 1000.0)
+    assert [beat.phase for beat in start(2).others.sent] == ["start"]
+
+
 def test_a_crash_in_native_code_leaves_the_stacks(tmp_path):
     said = tmp_path / "said.txt"
     child = os.fork()
