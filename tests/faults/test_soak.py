@@ -6,6 +6,7 @@ STEPS in the environment says how many; the figures are printed with -s.
 import json
 import os
 
+import numpy as np
 import pytest
 import toys
 from launching import ROOT, command_line, ds_config, launch, toy_run
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.faults
 NUM_STEPS = int(os.environ.get("STEPS", "3000"))
 # Of memory that is in use, in bytes a step: a tensor, dict or list that is kept at every one of them is more. What is
 # resident goes by that, and by what malloc keeps for later: it is only printed.
-MOST_GROWTH = 100
+MOST_GROWTH, MOST_ERROR = 100, 150
 KINDS = {
     "zero2": (2, {}),
     "zero3-async": (3, {"async_save": True, "bf16": True, "tokens_per_micro_batch": 400}),
@@ -23,7 +24,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_grows(tmp_path, kind):
+def test_nothing_grows(tmp_path, monkeypatch, kind):
     stage, more = KINDS[kind]
     given = toys.write_base(tmp_path / "base") | toys.write_data(tmp_path / "data", "ittiitti" * 8)
     flags = toy_run(
@@ -33,18 +34,24 @@ def test_nothing_grows(tmp_path, kind):
         **{"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 100, "save_total_limit": 2},
         **{"dataloader_num_workers": 1, "check_divergence_steps": 500, "max_run_time": "2h", **more},
     )
+    # On CPUs with bfloat16 oneDNN keeps a thousand compiled products, which come and go with the lengths of packed rows.
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1")
     worker = ROOT / "tests" / "workers" / "soaking.py"
     done = launch(2, worker, *command_line(flags), str(tmp_path), timeout_s=600 + NUM_STEPS)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         looks = json.loads((tmp_path / f"soak-{rank}.json").read_text())
-        part = len(looks) // 4
-        assert part >= 5, "the run was too short to be looked at"
-        # Until the first loss.png is drawn, after a minute, a run still grows.
-        before, late = (
-            {key: min(look[key] for look in some) for key in looks[0]}
-            for some in (looks[2 * part : 3 * part], looks[-part:])
-        )
-        print(f"\n{kind} rank {rank}: {before} to {late} in the last {NUM_STEPS // 4} of {NUM_STEPS} steps")
-        assert late["in use"] - before["in use"] < MOST_GROWTH * NUM_STEPS / 4
-        assert all(late[key] <= before[key] for key in ("files", "threads", "children"))
+        late = looks[len(looks) // 4 :]  # until the first loss.png is drawn, after a minute, a run still grows
+        assert len(late) >= 15, "the run was too short to be looked at"
+        growth, error = trend([look["step"] for look in late], [look["in use"] for look in late])
+        print(f"\n{kind} rank {rank}: {growth:.0f} ± {error:.0f} bytes a step; {late[0]} to {late[-1]}")
+        assert error < MOST_ERROR and growth - 2 * error < MOST_GROWTH
+        half = len(late) // 2
+        for key in ("files", "threads", "children"):
+            assert min(look[key] for look in late[half:]) <= min(look[key] for look in late[:half]), key
+
+
+def trend(steps: list[int], values: list[float]) -> tuple[float, float]:
+    """The slope of the line through the values, and its standard error."""
+    (slope, _), covariance = np.polyfit(steps, values, 1, cov=True)
+    return float(slope), float(covariance[0, 0] ** 0.5)

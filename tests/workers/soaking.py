@@ -12,7 +12,7 @@ from run_many import load_train
 
 from llava_ds.train.boundary import Boundary
 
-EVERY = 50  # steps
+EVERY = 100  # steps, half-way between two saves
 
 
 class Mallinfo2(ctypes.Structure):
@@ -30,11 +30,12 @@ def main() -> None:
 
     def look(boundary: Boundary, result) -> float:
         others_s = after_step(boundary, result)
-        if result.step % EVERY == 0:
+        if result.step % EVERY == EVERY // 2:
             gc.collect()
             heap = libc.mallinfo2()
             looks.append(
                 {
+                    "step": result.step,
                     "in use": heap.uordblks + heap.hblkhd,
                     "resident": process.memory_info().rss,
                     "files": process.num_fds(),
