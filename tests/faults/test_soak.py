@@ -34,7 +34,7 @@ def test_nothing_grows(tmp_path, monkeypatch, kind):
         **{"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 100, "save_total_limit": 2},
         **{"dataloader_num_workers": 1, "check_divergence_steps": 500, "max_run_time": "2h", **more},
     )
-    # On CPUs with bfloat16 oneDNN keeps a thousand compiled products, which come and go with the lengths of packed rows.
+    # On CPUs with bfloat16 oneDNN keeps a thousand compiled products, which come and go with the lengths of the rows.
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1")
     worker = ROOT / "tests" / "workers" / "soaking.py"
     done = launch(2, worker, *command_line(flags), str(tmp_path), timeout_s=600 + NUM_STEPS)
