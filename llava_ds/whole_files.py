@@ -10,8 +10,8 @@ def write_whole(path: Path, content: str | Callable[[Path], object], shared: boo
     """Write a file anew, in one rename: whoever reads it, after a kill too, finds all of the old one or of the new one.
 
     content: its text, or what writes it to a path that it is given; shared: whether other processes may write the same
-    file at the same time. Nothing is flushed to the disk. Raises OSError and
-    what content raises, with the old file as it was.
+    file at the same time. Nothing is flushed to the disk. Raises OSError and what content raises, with the old file as
+    it was.
     """
     # One name for all starts of a run, so that the next overwrites what a kill has left.
     mark = f".{os.getpid()}" if shared else ""

@@ -28,8 +28,8 @@ class StepResult:
     loss: this rank's part, which those of all ranks add up to; counts: Window.counts of all ranks, (6,);
     skipped_steps: so far; num_planned: samples with the broken ones, of all ranks; broken: those of this rank;
     by_source: (2, sources), the summed loss and the supervised tokens that this rank had of each data source;
-    means: (micro-batches,), this rank's mean losses, where those are what is averaged. All four are float64. No batch
-    is kept alive by it.
+    means: (micro-batches,), this rank's mean losses, where those are what is averaged. Losses and counts are float64.
+    No batch is kept alive by it.
     """
 
     step: int
