@@ -16,6 +16,7 @@ from transformers.convert_slow_tokenizer import import_protobuf
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, ConfigError
+from llava_ds.model_files import check_folder, library_errors, read_config, read_json_if_there, shown
 
 SPACE = "▁"  # what sentencepiece writes for a space
 
@@ -28,38 +29,42 @@ _FIRST_SPACE_ONLY = "sentencepiece_first_space_only"
 
 def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, with character offsets. Raises ConfigError for a folder without one."""
+    where = f"--model_name_or_path {path}"
     try:
-        tokenizer = _auto_tokenizer(path)
-    except (OSError, ValueError, ImportError) as error:
-        reason = why_not_opened(error)
-        if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            reason = "there is no tokenizer.json or tokenizer.model beside config.json: put the tokenizer's files there"
-        raise ConfigError(f"--model_name_or_path {path}: the tokenizer can't be opened: {reason}") from error
-    if not tokenizer.is_fast:
+        tokenizer = read_tokenizer(path, where)
+    except ConfigError as error:
+        if any((Path(path) / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            raise
         raise ConfigError(
-            f"--model_name_or_path {path}: the tokenizer is a slow one, without character offsets: "
-            "add its tokenizer.json"
-        )
+            f"{where}: the tokenizer can't be opened: there is no tokenizer.json or tokenizer.model beside "
+            "config.json: put the tokenizer's files there"
+        ) from error
+    if not tokenizer.is_fast:
+        raise ConfigError(f"{where}: the tokenizer is a slow one, without character offsets: add its tokenizer.json")
     return as_llava(tokenizer)
 
 
-def why_not_opened(error: Exception) -> str:
-    """What transformers says of a folder that it does not open; without its advice to run the folder's own code."""
-    if "trust_remote_code" in str(error) or "custom code" in str(error):
-        return (
-            "it brings Python code of its own (auto_map in its JSON files), which is never run here: bring a model "
-            "whose classes transformers has"
+def read_tokenizer(path: str | Path, where: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder in transformers' own class. Raises ConfigError that says where."""
+    check_folder(path, where)
+    with library_errors(where, "the tokenizer can't be opened"):
+        tokenizer = _auto_tokenizer(path, where)
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, (int, float)) or longest < 1:
+        raise ConfigError(
+            f"{where}: tokenizer_config.json says model_max_length {shown(longest)}, expected a number of tokens: "
+            "copy it again"
         )
-    return str(error)
+    return tokenizer
 
 
-def _auto_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def _auto_tokenizer(path: str | Path, where: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False, use_fast=True)
     except AttributeError:
         # transformers 5.23 opens a config.json of a model_type that it does not know, as LLaVA's are, with its base
         # class, which fails on rotary angles of Llama 3.1's kind, YaRN's and Phi-3's.
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        config = read_config(Path(path) / "config.json", where)
         rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
         rest = PreTrainedConfig.from_dict(rest)
         return AutoTokenizer.from_pretrained(
@@ -76,8 +81,12 @@ def as_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     if getattr(tokenizer, "_is_as_llava", False) or not any((folder / name).is_file() for name in files):
         return tokenizer
-    config_file = folder / "tokenizer_config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    with library_errors(str(folder), "the tokenizer can't be opened"):
+        return _rebuilt(tokenizer, folder)
+
+
+def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizerBase:
+    config = read_json_if_there(folder / "tokenizer_config.json", str(folder))
     proto = _read_sentencepiece(folder / "tokenizer.model")
     declared = str(config.get("tokenizer_class", type(tokenizer).__name__)).removesuffix("Fast")
     first_space_only = bool(config.get(_FIRST_SPACE_ONLY, False))
@@ -146,9 +155,8 @@ def _declared_tokens(folder: Path, config: dict) -> set[str]:
     named += config.get("additional_special_tokens") or []
     named += (config.get("added_tokens_decoder") or {}).values()
     for name in ("special_tokens_map.json", "added_tokens.json"):
-        if (folder / name).is_file():
-            for key, value in json.loads((folder / name).read_text(encoding="utf-8")).items():
-                named += [key] if isinstance(value, int) else value if isinstance(value, list) else [value]
+        for key, value in read_json_if_there(folder / name, str(folder)).items():
+            named += [key] if isinstance(value, int) else value if isinstance(value, list) else [value]
     return {token["content"] if isinstance(token, dict) else token for token in named if isinstance(token, (str, dict))}
 
 

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Sequence
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from llava_ds.constants import IM_END_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, DataError
+from llava_ds.constants import IM_END_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data import template_process
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, Segment, prepare
+from llava_ds.model_files import MAX_TEMPLATE_BYTES, shown
 
 ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -17,9 +17,23 @@ ROLES = {"human": "user", "gpt": "assistant"}
 def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
     """The Jinja template with which a processor writes what training wrote; "chat_template" is the tokenizer's own."""
     if template == "chat_template":
-        return tokenizer.get_chat_template()
+        return own_template(tokenizer)
     mark = f"{IM_START_TOKEN}{IMAGE_TOKEN}{IM_END_TOKEN}" if mm_use_im_start_end else IMAGE_TOKEN
     return CHAT_TEMPLATES[template].replace(IMAGE_TOKEN, mark)
+
+
+def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's chat template. Raises ConfigError where it has none, or one that is no text."""
+    try:
+        source = tokenizer.get_chat_template()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{tokenizer.name_or_path}: the tokenizer's chat template can't be used: {error}") from error
+    if not isinstance(source, str) or len(source) > MAX_TEMPLATE_BYTES:
+        raise ConfigError(
+            f"{tokenizer.name_or_path}: the tokenizer's chat template is {shown(source)}, expected a text of up to "
+            f"{MAX_TEMPLATE_BYTES:,} characters"
+        )
+    return source
 
 
 def render_own(
@@ -32,7 +46,7 @@ def render_own(
     Raises DataError when the template refuses the messages or changes more of an answer than its outer spaces.
     """
     chat = _as_chat(messages, mm_use_im_start_end)
-    source = tokenizer.get_chat_template()
+    source = own_template(tokenizer)
     if re.search(r"\{%-?\s*generation\b", source):
         text, spans = _rendered(chat, tokenizer, source, marks=True)
         return _cut(text, spans)
@@ -67,7 +81,7 @@ def render_own_prompt(
 ) -> str:
     """The text up to where the model's next answer begins, by the tokenizer's own template."""
     chat = _as_chat(messages, mm_use_im_start_end)
-    return _rendered(chat, tokenizer, tokenizer.get_chat_template(), prompt=True)[0]
+    return _rendered(chat, tokenizer, own_template(tokenizer), prompt=True)[0]
 
 
 _UNSTABLE = (
@@ -91,17 +105,13 @@ def _rendered(
     marks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text, and the spans inside {% generation %} blocks."""
-    try:
-        texts, spans = render_jinja_template(
-            conversations=[chat],
-            chat_template=source,
-            add_generation_prompt=prompt,
-            return_assistant_tokens_mask=marks,
-            **tokenizer.special_tokens_map,
-        )
-    except (jinja2.TemplateError, TypeError) as error:
-        raise DataError(f"the tokenizer's chat template refuses the conversation: {error}") from error
-    return texts[0], list(spans[0]) if marks else []
+    return template_process.render(
+        conversations=[chat],
+        chat_template=source,
+        add_generation_prompt=prompt,
+        return_assistant_tokens_mask=marks,
+        **tokenizer.special_tokens_map,
+    )
 
 
 def _cut(text: str, spans: list[tuple[int, int]]) -> list[Segment]:

@@ -1,6 +1,5 @@
 """A finished model out of a folder: in LLaVA's format, in transformers', or LoRA over one of them."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -12,9 +11,17 @@ from llava_ds.export.entries import Entry, read_entries
 from llava_ds.export.finished import Finished
 from llava_ds.export.shards import DTYPES
 from llava_ds.model.build import plan_model
-from llava_ds.model.folders import read_folder, take_from_model
+from llava_ds.model.folders import FLAG, read_folder, take_from_model
+from llava_ds.model_files import own_file, read_config, read_json, shown
 
 UNSAID_LENGTH = 2048  # LLaVA-1.5's
+# Fields of config.json that only an export reads.
+SAID = {
+    "tokenizer_model_max_length": ((int, float), "a number of tokens"),
+    "llava_ds_chat_template": (str, "a text"),
+    "llava_ds_vocab_size": (int, "a number of rows"),
+    "mm_vision_tower": (str, "a name"),
+}
 ENDLESS = 10**9  # what tokenizers say who know no longest text is above this
 
 
@@ -76,7 +83,12 @@ def _config_of(source: Path, base: str | None) -> dict:
     """config.json, of the adapter's base where an adapter has none."""
     for folder in (source, *([] if base is None else [Path(base)])):
         if (folder / "config.json").is_file():
-            return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config = read_config(folder / "config.json", f"{FLAG} {folder}")
+            for name, (kind, what) in SAID.items():
+                value = config.get(name)
+                if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                    raise ConfigError(f"{FLAG} {folder}: config.json says {name} {shown(value)}, expected {what}")
+            return config
     return {}
 
 
@@ -84,8 +96,12 @@ def _processors_template(source: Path) -> str | None:
     """The chat template of another's processor."""
     file, old = source / "chat_template.jinja", source / "chat_template.json"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    return json.loads(old.read_text(encoding="utf-8"))["chat_template"] if old.is_file() else None
+        own_file(file)
+        return file.read_text(encoding="utf-8")  # tried by the tokenizer already
+    template = read_json(old, str(source)).get("chat_template") if old.is_file() else None
+    if not isinstance(template, (str, type(None))):
+        raise ConfigError(f"{source}: chat_template.json says {shown(template)}, expected a text: copy it again")
+    return template
 
 
 def _precision(entries: list[Entry]) -> torch.dtype:

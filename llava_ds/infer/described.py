@@ -1,7 +1,6 @@
 """All of a model but its weights, whatever holds it: transformers' folder, LLaVA's, an adapter, or a checkpoint."""
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llava_ds import formats
 from llava_ds.checkpoint import commit
@@ -19,9 +16,11 @@ from llava_ds.checkpoint.identity import TRAINER
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.model.folders import FLAG
 from llava_ds.model.hf import HF_CLASSES, HFModel
+from llava_ds.model.language import config_of
 from llava_ds.model.lora import ADAPTER_CONFIG
 from llava_ds.model.weight_files import WeightFiles, Weights
-from llava_ds.tokenizer import why_not_opened
+from llava_ds.model_files import check_folder, is_there, read_config, shown
+from llava_ds.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     from llava_ds.export.entries import Entry
@@ -35,10 +34,6 @@ MOVED_FLAGS = {
     "pretrain_mm_mlp_adapter": "where the projector that a checkpoint began with lies now",
 }
 OF_CHECKPOINTS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # those that only a checkpoint lacks
-# What transformers and what it stands on raise over files that are damaged.
-_RAISED = (
-    OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, SafetensorError, StrictDataclassError,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,16 @@ class Described:
     notes: tuple[str, ...] = ()
 
     def precision(self, asked: torch.dtype | None) -> torch.dtype:
-        """What is asked for, what the configuration says, or float32."""
-        return asked or self.config.dtype or torch.float32
+        """What is asked for, what the configuration says, or the first weight. Raises ConfigError for what is none."""
+        said = self.config.dtype
+        if isinstance(said, str):
+            said = getattr(torch, said, said)
+        if said is not None and not (isinstance(said, torch.dtype) and said.is_floating_point):
+            raise ConfigError(f"--model_path {self.path}: config.json says dtype {shown(said)}: copy it again")
+        if asked is None and said is None and self.is_folder:
+            read_all = (read() for _, read in WeightFiles(self.path).tensors())
+            said = next((tensor.dtype for tensor in read_all if tensor.is_floating_point()), None)
+        return asked or said or torch.float32
 
 
 @contextlib.contextmanager
@@ -80,8 +83,7 @@ def described(
             raise ConfigError(
                 f"{', '.join(f'--{name}' for name in moved)}: {path} brings all that it needs, leave it out"
             )
-        with said_clearly(path):
-            config, tokenizer = _settings(path)
+        config, tokenizer = _settings(path, path)
         yield Described(path, path, config, tokenizer, lambda model: WeightFiles(path, _renaming(model)), True)
     else:
         with _as_exported(path, *_of_folder(path, moved, version)) as found:
@@ -101,22 +103,13 @@ def _is_transformers(folder: Path) -> bool:
     config = folder / "config.json"
     if (folder / ADAPTER_CONFIG).is_file():
         return False
-    if not config.is_file():
+    if not is_there(config):
         raise ConfigError(
             f"{folder} holds no exported model (no config.json) and is no whole checkpoint-<step> (no "
             f"{commit.MANIFEST}): train one first, as make finetune does"
         )
-    said = _config_of(folder)
+    said = read_config(config, f"--model_path {folder}")
     return not ("mm_vision_tower" in said and "text_config" not in said)
-
-
-def _config_of(folder: Path) -> dict:
-    """config.json; nothing where it can't be read."""
-    try:
-        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
 
 
 def _of_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[Finished, list[Entry], tuple[str, ...]]":
@@ -157,8 +150,7 @@ def _as_exported(
     with tempfile.TemporaryDirectory(prefix="llava_ds-") as scratch:
         folder = Path(scratch)
         write_hf(finished, entries, folder, parse_size(DEFAULT_SHARD_SIZE), holes=True)
-        with said_clearly(path):
-            config, tokenizer = _settings(folder)
+        config, tokenizer = _settings(folder, path)
         yield Described(
             path, folder, config, tokenizer, lambda model: _Entries(path, named, _renaming(model)), False, notes
         )
@@ -193,23 +185,18 @@ def _renaming(model: HFModel) -> Callable[[str], str | None]:
     return rename
 
 
-def _settings(folder: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    said = _config_of(folder)
-    absent = [name for name in ("text_config", "vision_config") if said.get(name) is None]
-    if said.get("model_type") in HF_CLASSES and absent:  # transformers would take a model of 7 billion parameters
-        raise ValueError(f"its config.json has no {' and no '.join(absent)}: copy it again")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+def _settings(folder: Path, path: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Configuration and tokenizer in a folder. path: as the user named it."""
+    where = f"--model_path {path}"
+    check_folder(folder, where)
+    said = read_config(folder / "config.json", where)
+    absent = [name for name in ("text_config", "vision_config") if not isinstance(said.get(name), dict)]
+    kind = said.get("model_type")
+    if isinstance(kind, str) and kind in HF_CLASSES and absent:  # transformers would take a model of 7 billion
+        raise ConfigError(f"{where}: its config.json has no {' and no '.join(absent)}: copy it again")
+    if said.get("quantization_config"):
+        raise ConfigError(f"{where} is quantized: give the model that it was made from")
+    config = config_of(said, where, str(folder))
     if config.model_type not in HF_CLASSES:
-        raise ValueError(f"its model_type is {config.model_type!r}, expected {' or '.join(HF_CLASSES)}")
-    return config, AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-@contextlib.contextmanager
-def said_clearly(path: Path) -> Iterator[None]:
-    """What transformers raises over a folder, as a ConfigError that says which."""
-    try:
-        yield
-    except (ConfigError, DataError):
-        raise
-    except _RAISED as error:
-        raise ConfigError(f"{path} can't be opened as a LLaVA: {why_not_opened(error)}") from error
+        raise ConfigError(f"{where}: its model_type is {config.model_type!r}, expected {' or '.join(HF_CLASSES)}")
+    return config, read_tokenizer(folder, where)

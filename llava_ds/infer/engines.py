@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, together
 from llava_ds.infer.described import MOVED_FLAGS, Described, described
-from llava_ds.infer.load import LoadedModel, constructed, load_model, loaded
+from llava_ds.infer.load import LoadedModel, constructed, load_model, loaded, refuse_unfit
 from llava_ds.model.hf import HFModel
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ def _zero_inference(opened: Described, options: EngineOptions, ranks: Ranks) -> 
     dtype = opened.precision(DTYPES.get(options.dtype))
     _check_precision(dtype, ranks, str(opened.path))
     config = zero_config(dtype, options, ranks)
+    together(ranks, lambda: refuse_unfit(opened, dtype))
     with freed_memory_returns():
         with construction(config, dtype, ranks.device, zero3=True):
             model = constructed(opened, dtype)

@@ -4,18 +4,32 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from llava_ds.constants import ConfigError
+from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import Ranks
 from llava_ds.geometry import PictureOptions
-from llava_ds.infer.described import Described, described, said_clearly
+from llava_ds.infer.described import Described, described
 from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
+from llava_ds.model.said import pairs
 from llava_ds.model.vision import read_processor
+from llava_ds.model.weights import check_fit, load_weights
+from llava_ds.model_files import library_errors, read_json_if_there, shown
+
+# What is taken of a generation_config.json, and its kind.
+_IDS = NonNegativeInt | list[NonNegativeInt]
+GENERATION = {
+    "bos_token_id": NonNegativeInt,
+    "eos_token_id": _IDS,
+    "pad_token_id": NonNegativeInt,
+    "repetition_penalty": Annotated[float, Field(gt=0, allow_inf_nan=False)],
+}
 
 
 @dataclass(frozen=True)
@@ -63,19 +77,25 @@ def load_model(
     models that it does not bring lie now. Raises ConfigError or DataError when it is no LLaVA, or not whole.
     """
     with described(path, moved, version) as found:
-        model = _from_pretrained(found, dtype) if found.is_folder else filled(found, found.precision(dtype))
-        model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model = filled(found, found.precision(dtype)).eval()
+        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return loaded(model, found, version)
 
 
 def filled(found: Described, dtype: torch.dtype) -> HFModel:
     """The model in this process's memory, its weights streamed in one by one."""
-    from llava_ds.model.weights import load_weights  # with DeepSpeed, which a folder does without
-
+    refuse_unfit(found, dtype)
     with no_init_weights():
         model = constructed(found, dtype)
-    load_weights(model, found.weights(model), Ranks(0, 0, 1, torch.device("cpu")), str(found.path))
+    load_weights(model, found.weights(model), Ranks(0, 0, 1, torch.device("cpu")), "--model_path")
     return model
+
+
+def refuse_unfit(found: Described, dtype: torch.dtype) -> None:
+    """Raise DataError for weights that are not the configuration's, before memory is taken for what it says."""
+    with torch.device("meta"), no_init_weights():
+        model = constructed(found, dtype)
+    check_fit(model, found.weights(model), "--model_path")
 
 
 def constructed(found: Described, dtype: torch.dtype) -> HFModel:
@@ -84,14 +104,26 @@ def constructed(found: Described, dtype: torch.dtype) -> HFModel:
     torch.set_default_dtype(dtype)
     try:
         config = found.config
-        model = HF_CLASSES[config.model_type]._from_config(config, dtype=dtype, **attention_options(config))
+        with library_errors(f"--model_path {found.path}"):
+            model = HF_CLASSES[config.model_type]._from_config(config, dtype=dtype, **attention_options(config))
+            model.tie_weights()
     finally:
         torch.set_default_dtype(before)
-    model.tie_weights()
-    if (found.folder / "generation_config.json").is_file():
-        with said_clearly(found.path):
-            model.generation_config = GenerationConfig.from_pretrained(found.folder, local_files_only=True)
+    model.generation_config = _generation_config(found)
     return model.eval()
+
+
+def _generation_config(found: Described) -> GenerationConfig:
+    """The folder's ids of tokens and penalty of repetition; nothing else of it is for who asks one greedy answer."""
+    where = f"--model_path {found.path}"
+    said = read_json_if_there(found.folder / "generation_config.json", where)
+    kept = {name: said[name] for name in GENERATION if said.get(name) is not None}
+    for name, value in kept.items():
+        try:
+            TypeAdapter(GENERATION[name]).validate_python(value, strict=True)
+        except ValidationError:
+            raise ConfigError(f"{where}: generation_config.json says {name} {shown(value)}: copy it again") from None
+    return GenerationConfig(**kept)
 
 
 def loaded(model: HFModel, found: Described, version: str | None = None) -> LoadedModel:
@@ -103,7 +135,7 @@ def loaded(model: HFModel, found: Described, version: str | None = None) -> Load
     notes = found.notes
     if version is None and said is not None:
         try:
-            version = resolve_template(said)
+            version = resolve_template(str(said))
         except ConfigError as error:
             raise ConfigError(f"{found.path}: its config.json has llava_ds_version {said!r}; {error}") from error
     elif version is not None:
@@ -115,33 +147,17 @@ def loaded(model: HFModel, found: Described, version: str | None = None) -> Load
     return LoadedModel(model, found.tokenizer, mean, std, pictures, version, notes=notes)
 
 
-def _from_pretrained(found: Described, dtype: torch.dtype | None) -> HFModel:
-    with said_clearly(found.path):
-        model, report = HF_CLASSES[found.config.model_type].from_pretrained(
-            found.path,
-            dtype=dtype or "auto",
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, too
-            **attention_options(found.config),
-        )
-    wrong = sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"])
-    if wrong:
-        raise ConfigError(
-            f"{found.path} is not a whole LLaVA: {len(wrong)} tensors are missing or misshapen, first {wrong[0]}"
-        )
-    return model
-
-
 def _picture_options(model: HFModel, processor: dict, path: Path) -> PictureOptions:
     """What our own exports say; for other llava-hf folders, what their class and processor do."""
     config = model.config
     written = getattr(config, "llava_ds_pictures", None)
     if written is not None:
         try:
-            pinpoints = tuple(map(tuple, written["pinpoints"]))
-            return PictureOptions(**{**written, "mean": tuple(written["mean"]), "pinpoints": pinpoints})
-        except (KeyError, TypeError) as error:
+            options = TypeAdapter(PictureOptions).validate_python(written)
+            if options.size != config.vision_config.image_size or not 0 < options.max_pixels <= PILLOW_MAX_PIXELS:
+                raise ValueError("its sizes are not the tower's")
+            return options
+        except ValueError as error:  # pydantic's is one
             raise ConfigError(
                 f"{path}: llava_ds_pictures in its config.json is not what an export writes ({error}): export it again"
             ) from error
@@ -149,7 +165,7 @@ def _picture_options(model: HFModel, processor: dict, path: Path) -> PictureOpti
     size, patch_size = vision.image_size, vision.patch_size
     if config.model_type != "llava":
         ratio = "anyres" if config.model_type == "llava_next" else config.vision_aspect_ratio
-        pinpoints = tuple((width, height) for height, width in config.image_grid_pinpoints)
+        pinpoints = tuple(pair[::-1] for pair in pairs(config.image_grid_pinpoints, str(path)))
         return PictureOptions(size, patch_size, mean, ratio, pinpoints, "spatial_unpad")
     return PictureOptions(
         size,

@@ -1,7 +1,6 @@
 # O, I widths of a layer's output and input, r rank of its adapter
 """LoRA adapters that a model starts from: merged into the base's weights as they stream by, without peft."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from llava_ds import formats
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.model.lora import ADAPTER_CONFIG, ADAPTER_FILES
 from llava_ds.model.weight_files import OpenedFile, WeightFiles, Weights
+from llava_ds.model_files import own_file, read_json, shown
 
 # Settings of peft under which a merged weight is something else than W + scale * B A.
 OTHER_KINDS = (
@@ -22,6 +22,8 @@ OTHER_KINDS = (
     "trainable_token_indices", "alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config",
     "monteclora_config",
 )  # fmt: skip
+
+MAX_REPEATS = 3  # in a pattern of layer names: the time to match grows with the power of it
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,16 @@ def is_adapter(path: str | Path) -> bool:
 def read_adapter(path: str | Path) -> Adapter:
     """The settings of an adapter's folder. Raises ConfigError for kinds of adapters that can't be merged here."""
     path = Path(path)
+    where = f"--model_name_or_path {path}"
+    config = read_json(path / ADAPTER_CONFIG, where)
     try:
-        config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         kind, alpha, alphas = config["peft_type"], float(config["lora_alpha"]), config.get("alpha_pattern") or {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"--model_name_or_path {path}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({error!r})"
-        ) from error
+        alphas = {_pattern(key): float(value) for key, value in alphas.items()}
+        base = config.get("base_model_name_or_path")
+        if not isinstance(base, (str, type(None))):
+            raise ValueError(f"base_model_name_or_path is {shown(base)}, expected a name")
+    except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+        raise ConfigError(f"{where}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({error!r})") from error
     if kind != "LORA":
         raise ConfigError(f"--model_name_or_path {path}: {ADAPTER_CONFIG} describes a {kind} adapter, expected LORA")
     if other := [name for name in OTHER_KINDS if config.get(name)]:
@@ -69,7 +74,15 @@ def read_adapter(path: str | Path) -> Adapter:
         raise ConfigError(
             f"--model_name_or_path {path} holds an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}"
         )
-    return Adapter(path, file, config.get("base_model_name_or_path"), alpha, alphas, bool(config.get("use_rslora")))
+    own_file(file)
+    return Adapter(path, file, base, alpha, alphas, bool(config.get("use_rslora")))
+
+
+def _pattern(text: str) -> str:
+    """A pattern of layer names. Raises ValueError for one that could take for ever: repeats of repeats, or many."""
+    if re.search(r"\)[*+?{]", text) or len(re.findall(r"[*+{]", text)) > MAX_REPEATS:
+        raise ValueError(f"alpha_pattern {shown(text)} has too many repeats, expected names of layers")
+    return re.compile(text).pattern
 
 
 class Merged:

@@ -1,13 +1,12 @@
 """What the folder that --model_name_or_path names holds, and where the weights of each part lie in it."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -15,14 +14,14 @@ from llava_ds import formats
 from llava_ds.arguments import Arguments, ModelArguments, trains_projector_only
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.model import adapters
-from llava_ds.model.language import read_text_config, trunk_name
+from llava_ds.model.language import config_of, read_text_config, trunk_name
 from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, trained_with_it
 from llava_ds.model.said import said_by_hf, said_by_llava, taken
 from llava_ds.model.sources import Overlaid, Source, Sources
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, vision_config
 from llava_ds.model.weight_files import WeightFiles, Weights, tensor_names
+from llava_ds.model_files import check_folder, is_there, library_errors, own_file, read_config, shown
 from llava_ds.parsing import data_problems
-from llava_ds.tokenizer import why_not_opened
 
 FLAG = "--model_name_or_path"
 
@@ -140,15 +139,11 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
 
 def _read_config(path: str) -> dict:
     file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not is_there(file):
         hint = _OF_STAGE_1 if _is_stage_1s(path) else "expected the folder of a language model or of a LLaVA"
-        raise ConfigError(f"{FLAG} {path} has no config.json: {hint}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{FLAG} {path}: config.json can't be read ({error})") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{FLAG} {path}: config.json can't be read (it is no JSON object)")
+        raise ConfigError(f"{FLAG} {path} has no config.json: {hint}")
+    check_folder(path, f"{FLAG} {path}")
+    config = read_config(file, f"{FLAG} {path}")
     if config.get("quantization_config"):
         raise ConfigError(f"{FLAG} {path} is quantized: give the model that it was made from")
     return config
@@ -159,7 +154,7 @@ def _is_llavas(kind: object) -> bool:
 
     That is how checkpoint/llava_config.py calls those that LLaVA has no class for.
     """
-    return kind == PUBLISHED or kind in LLAVA or _other_family(kind) is not None
+    return isinstance(kind, str) and (kind == PUBLISHED or kind in LLAVA or _other_family(kind) is not None)
 
 
 def _other_family(kind: object) -> str | None:
@@ -182,6 +177,9 @@ def _read_llava(path: str, config: dict) -> ModelFolder:
     """LLaVA's own format. The tower's weights may be in it or not."""
     if _is_stage_1s(path):
         raise ConfigError(f"{FLAG} {path} holds a projector and no model: {_OF_STAGE_1}")
+    named = config.get("mm_vision_tower"), config.get("mm_hidden_size")
+    if not isinstance(named[0], (str, type(None))):
+        raise ConfigError(f"{FLAG} {path}: config.json says mm_vision_tower {shown(named[0])}, expected a name")
     names = tensor_names(path)
     has_tower = any(formats.tower_from_llava(name) for name in names)
     has_newline = any(formats.newline_from_llava(name) for name in names)
@@ -199,7 +197,7 @@ def _read_llava(path: str, config: dict) -> ModelFolder:
         projector=Source(FLAG, path, formats.projector_from_llava),
         newline=Source(FLAG, path, formats.newline_from_llava) if has_newline else None,
         vision_tower=Source(FLAG, path, formats.tower_from_llava) if has_tower else None,
-        wants_tower=(config.get("mm_vision_tower"), config.get("mm_hidden_size")),
+        wants_tower=named,
     )
 
 
@@ -207,41 +205,33 @@ def _flat_text_config(path: str, config: dict) -> PreTrainedConfig:
     """The language model's part of a config.json in LLaVA's format, as its own class reads it."""
     kind = config["model_type"]
     if kind == PUBLISHED:
-        architecture = (config.get("architectures") or ["LlavaLlamaForCausalLM"])[0]
-        if architecture not in ARCHITECTURES:
+        architectures = config.get("architectures") or ["LlavaLlamaForCausalLM"]
+        architecture = architectures[0] if isinstance(architectures, list) else architectures
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             raise ConfigError(
-                f"{FLAG} {path}: architectures is {architecture!r}, expected one of {', '.join(ARCHITECTURES)}"
+                f"{FLAG} {path}: architectures is {shown(architecture)}, expected one of {', '.join(ARCHITECTURES)}"
             )
         language_model = ARCHITECTURES[architecture]
     else:
         language_model = LLAVA.get(kind) or _other_family(kind)
     own = {key: value for key, value in config.items() if key not in _LLAVA_NAMES and not key.startswith(_LLAVA_FIELDS)}
-    return _configuration(path, partial(CONFIG_MAPPING[language_model].from_dict, own))
-
-
-def _configuration(path: str, read: Callable[[], PreTrainedConfig]) -> PreTrainedConfig:
-    try:
-        return read()
-    except Exception as error:  # the classes of transformers check what they are given, with errors of many types
-        said = why_not_opened(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"{FLAG} {path}: config.json is not what transformers expects ({said}): copy it again"
-        ) from error
+    with library_errors(f"{FLAG} {path}", "config.json is not what transformers expects"):
+        return CONFIG_MAPPING[language_model].from_dict(own)
 
 
 def _read_hf(path: str, config: dict) -> ModelFolder:
     """transformers' Llava, LlavaNext and LlavaOnevision, with the names of any version."""
-    whole = _configuration(
-        path, partial(AutoConfig.from_pretrained, path, local_files_only=True, trust_remote_code=False)
-    )
-    text, where = whole.text_config, f"{FLAG} {path}"
+    where = f"{FLAG} {path}"
+    whole = config_of(config, where, path)
+    text = whole.text_config
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{where}: its text_config is a {text.model_type}, expected a language model")
     rename = partial(formats.language_model_from_hf, inner=trunk_name(text))
     names = tensor_names(path)
     # Version 4 went by the text_config, 5 goes by the whole one; files that hold an output layer know better than both.
     has_output = any(rename(name) == "lm_head.weight" for name in names)
-    said = [part["tie_word_embeddings"] for part in (config, config["text_config"]) if "tie_word_embeddings" in part]
+    parts = [part for part in (config, config["text_config"]) if isinstance(part, dict)]
+    said = [part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part]
     said = said or [text.tie_word_embeddings]
     text.tie_word_embeddings = all(said) if has_output else any(said)
     return ModelFolder(
@@ -280,6 +270,8 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
         "vision_tower": formats.tower_from_llava if in_llavas_names else formats.tower_from_hf,
     }
     beside = Path(path) / NON_LORA
+    if is_there(beside):
+        own_file(beside)
     found = {}
     for part, rename in renames.items():
         source: Source | None = getattr(base, part)

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llava_ds.constants import ConfigError
-from llava_ds.tokenizer import why_not_opened
+from llava_ds.model_files import OWN_CODE, check_folder, library_errors, read_config, shown
 
 # What families call the width of their MLPs.
 MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
@@ -15,13 +16,30 @@ HF_HEAD = "language_model.lm_head.weight"  # the output layer in a llava-hf fold
 
 def read_text_config(path: str | Path) -> PreTrainedConfig:
     """The configuration of a language model's folder. Raises ConfigError when the folder holds none."""
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"--model_name_or_path {path} can't be opened: {why_not_opened(error)}") from error
+    config = read_any_config(path, f"--model_name_or_path {path}")
     if not hasattr(config, "hidden_size") or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"--model_name_or_path {path} is a {config.model_type}: expected a causal language model")
     return config
+
+
+def read_any_config(path: str | Path, where: str) -> PreTrainedConfig:
+    """The configuration in a folder, in its class of transformers'. Raises ConfigError that says where."""
+    check_folder(path, where)
+    return config_of(read_config(Path(path) / "config.json", where), where, str(path))
+
+
+def config_of(config: dict, where: str, path: str = "") -> PreTrainedConfig:
+    """The same of what config.json says. Source: AutoConfig.from_pretrained, which reads the file by itself."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        why = f"its model_type is {shown(kind)}, which transformers does not know"
+        if config.get("auto_map"):
+            why = OWN_CODE
+        raise ConfigError(f"{where} can't be opened: {why}")
+    if kind == "mistral" and "layer_types" in config and "ministral" in CONFIG_MAPPING:
+        kind = "ministral"
+    with library_errors(where, "config.json is not what transformers expects"):
+        return CONFIG_MAPPING[kind].from_dict(config, name_or_path=path)
 
 
 def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:

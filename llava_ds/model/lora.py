@@ -5,7 +5,6 @@ The layers are put into the language model in place, so it stays transformers' o
 "x" becomes "x.base_layer.weight", beside "x.lora_A.default.weight" (R, I) and "x.lora_B.default.weight" (O, R).
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError
+from llava_ds.model_files import own_file, read_json
 
 ADAPTER = "default"  # peft's name for the only adapter there is
 ADAPTER_CONFIG, NON_LORA = "adapter_config.json", "non_lora_trainables.bin"
@@ -141,13 +141,18 @@ def from_peft(name: str) -> str:
 
 def adapter_file(folder: str | Path) -> Path | None:
     """The file with an adapter's weights; None if the folder has none."""
-    return next((path for name in ADAPTER_FILES if (path := Path(folder) / name).is_file()), None)
+    file = next((path for name in ADAPTER_FILES if (path := Path(folder) / name).is_file()), None)
+    if file is not None:
+        own_file(file)
+    return file
 
 
 def trained_with_it(args: ModelArguments) -> str | None:
     """--lora_weight_path's file of what was trained beside the adapter: projector, perhaps newline and tower."""
-    file = Path(args.lora_weight_path or "") / NON_LORA
-    return str(file) if args.lora_weight_path is not None and file.is_file() else None
+    if args.lora_weight_path is None or not (file := Path(args.lora_weight_path) / NON_LORA).is_file():
+        return None
+    own_file(file)
+    return str(file)
 
 
 def adapter_problems(args: ModelArguments) -> list[str]:
@@ -157,10 +162,10 @@ def adapter_problems(args: ModelArguments) -> list[str]:
     if adapter_file(folder) is None:
         return [f"{where}: there is no {' or '.join(ADAPTER_FILES)} in it; name a folder that peft or LLaVA has left"]
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        kind = config["peft_type"]
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        return [f"{where}: {ADAPTER_CONFIG} can't be read ({error})"]
+        config = read_json(folder / ADAPTER_CONFIG, where)
+    except ConfigError as error:
+        return [str(error)]
+    kind = config.get("peft_type")
     if kind != "LORA":
         return [f"{where} holds an adapter of kind {kind}: only LORA can be gone on with"]
     problems = [

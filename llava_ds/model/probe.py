@@ -6,6 +6,7 @@ with a mask that is not there, and what they leave out changes the maths without
 """
 
 import copy
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ LENGTHS = (3, 11, 7)  # of the samples
 WINDOW, CAP = 4, 2.0  # sliding windows and soft caps of the copy: so small that they matter
 WIDTH, VOCABULARY = 64, 48  # of its MLPs, and its tokens
 NO_INTERFACE = "its attention or its positions don't follow transformers' interface"
+MAX_COPY_BYTES = 2**30  # of the copy; those of published models take some megabytes
 TOLERANCE = 1e-3  # of the largest logit; in fp32 the same maths differ by 1e-6, others by far more
 
 
@@ -58,6 +60,10 @@ def examine(config: PreTrainedConfig) -> Findings:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
+            with torch.device("meta"):
+                size = sum(tensor.nbytes for tensor in _tensors(_build(_small(config), "eager")))
+            if size > MAX_COPY_BYTES:
+                return Findings(f"a small copy of it, to try its attention, would take {size / 1e9:,.0f} GB")
             model, reference = random_copy(config), _build(_small(config), "eager")
         except Exception as error:  # whatever a family's configuration or constructor does not like
             return Findings(f"no small copy of it can be built to try its attention ({_said(error)})")
@@ -154,6 +160,11 @@ def _build(config: PreTrainedConfig, attention_name: str) -> nn.Module:
         copy.deepcopy(config), attn_implementation=attention_name, dtype=torch.float32
     )
     return model.eval()
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def _draw(parameter: nn.Parameter) -> None:

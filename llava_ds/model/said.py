@@ -2,11 +2,14 @@
 
 import typing
 from functools import cache
+from typing import Annotated
 
+from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
 
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import ConfigError
+from llava_ds.model_files import shown
 
 # Fields of LLaVA's config.json that are flags of the same name, and what LLaVA takes where one is not there.
 LLAVA_SAYS = {
@@ -33,6 +36,7 @@ OUR_PICTURES = {
     "pool_stride": "mm_spatial_pool_stride",
     "pool_mode": "mm_spatial_pool_mode",
 }
+_PINPOINTS = Annotated[list[tuple[PositiveInt, PositiveInt]], Field(min_length=1, max_length=10_000)]
 # What a projector was trained on or is; another value needs another projector.
 FIXED = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales")
 
@@ -41,7 +45,7 @@ def said_by_llava(config: dict) -> dict[str, object]:
     """The flags that a config.json in LLaVA's format holds."""
     values = {name: config.get(name, usual) for name, usual in LLAVA_SAYS.items()}
     values["version"] = config.get("llava_ds_version")  # our own exports say it
-    return _as_flags(values)
+    return _as_flags(values, "config.json")
 
 
 def said_by_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[str, object]:
@@ -68,6 +72,8 @@ def said_by_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[st
         "version": getattr(config, "llava_ds_version", None),
     }
     ours = getattr(config, "llava_ds_pictures", None)
+    if not isinstance(ours, (dict, type(None))):
+        raise ConfigError(f"{where}: config.json says llava_ds_pictures {shown(ours)}, expected an object")
     if ours is not None:
         values |= {flag: ours[name] for name, flag in OUR_PICTURES.items() if ours.get(name)}
     elif config.model_type == "llava":
@@ -76,19 +82,30 @@ def said_by_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[st
         values |= {
             "mm_patch_merge_type": "spatial_unpad",
             "image_aspect_ratio": getattr(config, "vision_aspect_ratio", "anyres"),
-            "image_grid_pinpoints": [(width, height) for height, width in config.image_grid_pinpoints],
+            "image_grid_pinpoints": [pair[::-1] for pair in pairs(config.image_grid_pinpoints, where)],
         }
     if config.model_type == "llava_onevision" and ours is None:
         values |= {"mm_newline_position": "one_token", "mm_spatial_pool_mode": "bilinear", "mm_spatial_pool_stride": 2}
-    return _as_flags(values)
+    return _as_flags(values, where)
 
 
-def _as_flags(values: dict[str, object]) -> dict[str, object]:
+def pairs(pinpoints: object, where: str) -> list[tuple[int, int]]:
+    """Resolutions as a config.json lists them. Raises ConfigError for what is no list of two sizes each."""
+    try:
+        return TypeAdapter(_PINPOINTS).validate_python(pinpoints)
+    except ValidationError:
+        raise ConfigError(
+            f"{where}: image_grid_pinpoints is {shown(pinpoints)}, expected a list of pairs of sizes in pixels"
+        ) from None
+
+
+def _as_flags(values: dict[str, object], where: str) -> dict[str, object]:
     """Without what is not said, and pinpoints as the flag spells them."""
     flags = {name: value for name, value in values.items() if value is not None}
     pinpoints = flags.get("image_grid_pinpoints")
     if isinstance(pinpoints, (list, tuple)):
-        flags["image_grid_pinpoints"] = "[" + ",".join(f"({width},{height})" for width, height in pinpoints) + "]"
+        spelled = (f"({width},{height})" for width, height in pairs(pinpoints, where))
+        flags["image_grid_pinpoints"] = f"[{','.join(spelled)}]"
     if not str(flags.get("image_aspect_ratio", "")).startswith("anyres"):
         flags.pop("image_grid_pinpoints", None)
     if not flags.get("s2", False):
@@ -116,14 +133,30 @@ def taken(args: Arguments, said: dict[str, object], path: str, brings_projector:
     for name, value in free.items():
         known = _choices().get(name)
         if known is not None and value not in known:
-            problems.append(f"{path} says {name} {value!r}, which is not here: give --{name} {' or '.join(known)}")
+            problems.append(f"{path} says {name} {shown(value)}, which is not here: give --{name} {' or '.join(known)}")
+        elif known is None and (expected := _wrong_kind(name, value)):
+            problems.append(f"{path} says {name} {shown(value)}: {expected}; give --{name}")
     if problems:
         raise ConfigError("\n".join(problems))
     return free
 
 
+def _wrong_kind(name: str, value: object) -> str | None:
+    """What is expected of a flag's value, where this is of another kind."""
+    try:
+        TypeAdapter(_hints()[name]).validate_python(value, strict=True)
+    except ValidationError as error:
+        return error.errors()[0]["msg"].lower()
+    return None
+
+
+@cache
+def _hints() -> dict[str, object]:
+    return {**typing.get_type_hints(ModelArguments), **typing.get_type_hints(DataArguments)}
+
+
 @cache
 def _choices() -> dict[str, tuple[str, ...]]:
     """The values that a flag may have, for those that have a list of them."""
-    hints = {**typing.get_type_hints(ModelArguments), **typing.get_type_hints(DataArguments)}
-    return {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is typing.Literal}
+    hints = _hints().items()
+    return {name: typing.get_args(hint) for name, hint in hints if typing.get_origin(hint) is typing.Literal}

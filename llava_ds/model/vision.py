@@ -2,7 +2,6 @@
 """The vision tower: CLIP, SigLIP or SigLIP 2 up to the selected layer, shown uint8 pictures."""
 
 import copy
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from llava_ds.arguments import Arguments, ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.geometry import PictureOptions, picture_options
 from llava_ds.model.projector import pooled_patch_size
+from llava_ds.model_files import is_there, library_errors, read_config, read_json, shown
 
 # By model_type of a vision model's own configuration.
 TOWERS = {
@@ -109,6 +109,8 @@ def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: Mode
             f"--mm_vision_select_layer {select_layer}: the tower has {layers} layers, give -{layers} to {layers}"
         )
     size, patch_size = _image_size(config, where), config.patch_size
+    if patch_size > size:
+        raise ConfigError(f"{where}: config.json says patch_size {patch_size} and image_size {size}: copy it again")
     stretch = not processor.get("do_center_crop", config.model_type == "clip_vision_model")
     shown = processor.get("size" if stretch else "crop_size")
     shown = shown.get("height") if isinstance(shown, dict) else shown
@@ -145,34 +147,53 @@ def _scales(args: ModelArguments) -> tuple[int, ...]:
 
 def read_vision_config(path: str | Path) -> PreTrainedConfig:
     """The configuration of a tower. Raises ConfigError when the folder holds another kind of model."""
-    config = _read_json(Path(path) / "config.json", f"--vision_tower {path}")
+    config = read_config(Path(path) / "config.json", f"--vision_tower {path}")
     return vision_config(config, f"--vision_tower {path}")
 
 
 def vision_config(config: dict, where: str) -> PreTrainedConfig:
     """The same from what config.json says, of a tower or of a model of pictures and texts."""
     kind = config.get("model_type")
-    if kind in PAIRS:
-        kind, config = PAIRS[kind], config["vision_config"]
-    if kind not in TOWERS:
+    if isinstance(kind, str) and kind in PAIRS:
+        kind, config = PAIRS[kind], config.get("vision_config")
+        if not isinstance(config, dict):
+            raise ConfigError(f"{where}: config.json says vision_config {shown(config)}, expected an object")
+    if not isinstance(kind, str) or kind not in TOWERS:
         known = ", ".join([*PAIRS, *TOWERS])
-        raise ConfigError(f"{where}: model_type is {kind!r}, expected one of {known}")
-    return TOWERS[kind][0].from_dict({**config, "model_type": kind})
+        raise ConfigError(f"{where}: model_type is {shown(kind)}, expected one of {known}")
+    with library_errors(where, "config.json is not what transformers expects"):
+        tower = TOWERS[kind][0].from_dict({**config, "model_type": kind})
+    sides = "num_patches" if kind == "siglip2_vision_model" else "image_size"
+    for name in (sides, "patch_size"):
+        if type(side := getattr(tower, name)) is not int:
+            raise ConfigError(f"{where}: config.json says {name} {shown(side)}, expected a whole number")
+    return tower
 
 
 def read_processor(path: str | Path, where: str) -> dict:
     """The settings of a folder's image processor, wherever transformers wrote them."""
-    whole = Path(path) / "processor_config.json"  # transformers 5
-    if not (Path(path) / "preprocessor_config.json").is_file() and whole.is_file():
-        return _read_json(whole, where).get("image_processor", {})
-    return _read_json(Path(path) / "preprocessor_config.json", where)
+    file, whole = Path(path) / "preprocessor_config.json", Path(path) / "processor_config.json"  # whole: transformers 5
+    if not is_there(file) and is_there(whole):
+        file, said = whole, read_json(whole, where).get("image_processor", {})
+    else:
+        said = read_json(file, where)
+    problem = "image_processor is no object" if not isinstance(said, dict) else _processor_problem(said)
+    if problem:
+        raise ConfigError(f"{where}: {file.name} can't be used: {problem}: copy it again")
+    return said
 
 
-def _read_json(file: Path, where: str) -> dict:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{where}: {file.name} can't be read ({error})") from error
+def _processor_problem(said: dict) -> str | None:
+    for name in ("image_mean", "image_std"):
+        values = said.get(name, [0.5] * 3)
+        numbers = isinstance(values, list) and len(values) == 3 and all(type(v) in (int, float) for v in values)
+        if not numbers or (name == "image_std" and 0 in values):
+            return f"{name} is {shown(values)}, expected three numbers" + ", none of them 0" * (name == "image_std")
+    for name in ("size", "crop_size"):
+        side = said.get(name)
+        if not isinstance(side, (dict, int, type(None))):
+            return f"{name} is {shown(side)}, expected an object or a number"
+    return None
 
 
 def _image_size(config: PreTrainedConfig, where: str) -> int:

@@ -1,6 +1,5 @@
 """Tensors on disk, by name and one at a time: safetensors and pickles, whole or in shards."""
 
-import json
 import pickle
 import re
 import zipfile
@@ -10,10 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from llava_ds.constants import DataError
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.model_files import is_there, own_file, read_json, said_by, shown
 
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 MAPPED_BYTES = 32 * 2**20  # read of a file before it is mapped anew
 
 
@@ -103,17 +104,28 @@ def weight_files(path: str | Path) -> list[Path]:
         return [path]
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{single}.index.json"
-        if index.is_file():
+        if is_there(index):
             names = sorted({str(name) for name in _weight_map(index).values()})
-            if outside := [name for name in names if Path(name).name != name]:
-                raise DataError(f"{index} names {outside[0]}, which is no file beside it: copy the folder again")
+            if outside := [name for name in names if Path(name).name != name or not name.endswith(SUFFIXES)]:
+                raise DataError(
+                    f"{index} names {shown(outside[0])}, which is no file of weights beside it: copy the folder again"
+                )
             missing = [name for name in names if not (path / name).is_file()]
             if missing:
                 raise DataError(f"{path}: {index.name} names {', '.join(missing)}, which is not there: copy it again")
-            return [path / name for name in names]
-        if (path / single).is_file():
-            return [path / single]
+            return [_own(path / name) for name in names]
+        if is_there(path / single):
+            return [_own(path / single)]
     raise DataError(f"{path} holds no weights: expected model.safetensors or pytorch_model.bin, or their index")
+
+
+def _own(file: Path) -> Path:
+    """The file by the name that it has in its folder. Raises DataError where that leads out of it."""
+    try:
+        own_file(file)
+    except OSError as error:
+        raise DataError(f"{file} can't be read ({error.strerror}): copy it again") from error
+    return file
 
 
 def tensor_names(path: str | Path) -> set[str]:
@@ -123,9 +135,9 @@ def tensor_names(path: str | Path) -> set[str]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{index} can't be read as an index of weights ({error!r}): copy it again") from error
+        weight_map = read_json(index, str(index.parent)).get("weight_map")
+    except ConfigError as error:
+        raise DataError(str(error)) from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"{index} can't be read as an index of weights (its weight_map names none): copy it again")
     return weight_map
@@ -137,14 +149,18 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{file} can't be read as weights ({error}): copy it again") from error
+    except Exception as error:  # safetensors' own, and torch's for types of numbers that it does not have
+        raise DataError(f"{file} can't be read as weights ({said_by(error)}): copy it again") from error
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a .bin file, mapped where its format allows it (all since torch 1.6)."""
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        if (mapped := zipfile.is_zipfile(file)) and (packed := _compressed(file)):
+            raise DataError(f"{file} is refused: its {packed} is compressed, as torch writes none: copy it again")
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except DataError:
+        raise
     except pickle.UnpicklingError as error:
         named = refused_name(error)
         if named is None:
@@ -157,7 +173,24 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
         raise DataError(f"{file} can't be read as weights ({_first_line(error)}): copy it again") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
         raise DataError(f"{file} can't be read as weights: expected tensors by name and nothing else")
+    if strange := next((name for name, tensor in found.items() if not _is_plain(name, tensor)), None):
+        raise DataError(
+            f"{file} can't be read as weights: {shown(strange)} is no dense tensor of numbers that are all in the file"
+        )
     return found
+
+
+def _compressed(file: Path) -> str | None:
+    """A member of a zip that would grow as it is read; a megabyte of it could fill the memory."""
+    with zipfile.ZipFile(file) as zipped:
+        return next((one.filename for one in zipped.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
+
+
+def _is_plain(name: object, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what weights are: a pickle may say that one number stands for a terabyte of them."""
+    if not isinstance(name, str) or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return False
+    return not tensor.is_quantized and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def refused_name(error: pickle.UnpicklingError) -> str | None:

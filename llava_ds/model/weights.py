@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 
-import deepspeed
 import torch
 from torch import nn
 
@@ -44,13 +43,20 @@ def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, r
             parameters[name] = packed
             continue
         partitioned = hasattr(parameter, "ds_id")
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
+        with _gathered(parameter) if partitioned else contextlib.nullcontext():
             if ranks.is_first or not partitioned:
                 tensor = read().to(parameter.dtype)
                 sums[order[name]] = _bit_sum(tensor)
                 parameter.data.copy_(tensor)
                 del tensor  # of a mapped file: held, it would keep the whole file in memory
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
+
+
+def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager:
+    """A partitioned parameter whole on all ranks, and as rank 0 leaves it afterwards."""
+    import deepspeed  # takes seconds, and a model in one piece does without
+
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
 
 def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], set[str]]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
 from llava_ds.arguments import ModelArguments
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images import load_image
@@ -165,7 +165,7 @@ def test_a_model_with_missing_weights_is_refused(built, tmp_path):
     tensors = load_file(tmp_path / "broken" / "model.safetensors")
     del tensors["multi_modal_projector.linear_1.weight"]
     save_file(tensors, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="is not a whole LLaVA: 1 tensors"):
+    with pytest.raises(DataError, match="does not fit the model: 1 tensors missing"):
         load_model(tmp_path / "broken")
 
 
@@ -176,10 +176,10 @@ def changed(file: Path, **values: object) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:5000]), "can't be opened as a LLaVA"),
+        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:5000]), "can't be read as weights"),
         ("config.json", lambda file: changed(file, text_config=None), "config.json has no text_config: copy it again"),
         ("config.json", lambda file: changed(file, vision_config={"hidden_size": 8}), "not a multiple of"),
-        ("config.json", lambda file: changed(file, vision_config={"hidden_size": 24}), "missing or misshapen"),
+        ("config.json", lambda file: changed(file, vision_config={"hidden_size": 24}), "does not fit the model: 144"),
         ("config.json", lambda file: changed(file, llava_ds_pictures={"a": 1}), "not what an export writes"),
         (
             "config.json",
@@ -191,5 +191,5 @@ def changed(file: Path, **values: object) -> None:
 def test_a_damaged_folder_is_refused(name, damage, message, built, tmp_path):
     folder = Path(shutil.copytree(built[3], tmp_path / "damaged"))
     damage(folder / name)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, DataError), match=message):
         load_model(folder)

@@ -296,6 +296,10 @@ def test_a_missing_weight_is_refused_before_data_are_read(form, lost, base, llav
         ('{"model_type": "llava", "architectures": ["X"]}', "architectures is 'X', expected one of LlavaLlama"),
         (
             '{"model_type": "llava_llama", "num_attention_heads": 0, "rope_scaling": {"type": "x"}}',
+            "config.json says num_attention_heads 0: expected a whole number from 1",
+        ),
+        (
+            '{"model_type": "llava_llama", "rope_scaling": {"type": "x"}}',
             "config.json is not what transformers expects",
         ),
         (

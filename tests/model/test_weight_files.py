@@ -71,7 +71,7 @@ def whole(folder: Path) -> bytes:
         ("model.safetensors", lambda f: b"\xff" * 100, "can't be read as weights ("),
         ("pytorch_model.bin", lambda f: b"", "can't be read as weights ("),
         ("pytorch_model.bin", lambda f: b"<html>", "can't be read as weights ("),
-        ("model.safetensors.index.json", lambda f: b"{", "can't be read as an index of weights ("),
+        ("model.safetensors.index.json", lambda f: b"{", "model.safetensors.index.json can't be read ("),
         ("model.safetensors.index.json", lambda f: b"{}", "can't be read as an index of weights ("),
         ("model.safetensors.index.json", lambda f: b'{"weight_map": {}}', "can't be read as an index of weights ("),
         (
@@ -82,7 +82,7 @@ def whole(folder: Path) -> bytes:
         (
             "model.safetensors.index.json",
             lambda f: b'{"weight_map": {"a": "../../etc/passwd"}}',
-            "names ../../etc/passwd, which is no file beside it",
+            "names '../../etc/passwd', which is no file of weights beside it",
         ),
     ],
 )

@@ -1,0 +1,57 @@
+"""A chat template of a stranger's: bounded in memory, time and length, whatever it is made of."""
+
+import os
+import time
+
+import pytest
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data import template_process
+from llava_ds.data.chat_template import render_own_prompt
+from llava_ds.data.sample import Message
+
+TALK = [Message("human", "What is it?")]
+LOOPS = "{% for b in x %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "said"),
+    [
+        ("{{ 1 / 0 }}", DataError, "division by zero"),
+        ("{{ messages[7]['content'] }}", DataError, "list object has no element 7"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", ConfigError, "calls itself without end"),
+        ("{{ 'x' * 3000000000 }}", ConfigError, "takes more than 512 MB"),
+        ("{{ 'x' | center(90000000) }}", ConfigError, "makes 90,000,000 characters of a conversation"),
+        ("{% set x = range(99999) | list %}" + LOOPS, ConfigError, "takes longer than 1 seconds"),
+        ("{{ messages.__class__.__mro__ }}", DataError, "access to attribute '__class__'.* is unsafe"),
+        ("{% if %}", DataError, "Expected an expression"),
+    ],
+)
+def test_what_takes_too_much_is_refused(source, error, said, tokenizer, monkeypatch):
+    if "longer" in said:  # one of its own, for the process that the others share has more time
+        monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
+        monkeypatch.setattr(template_process, "_of_process", {})
+    monkeypatch.setattr(tokenizer, "chat_template", source)
+    begun = time.monotonic()
+    with pytest.raises(error, match=said):
+        render_own_prompt(TALK, tokenizer)
+    assert time.monotonic() - begun < 60
+
+
+def test_after_one_that_took_too_much_the_next_is_rendered(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ 'x' * 3000000000 }}")
+    with pytest.raises(ConfigError):
+        render_own_prompt(TALK, tokenizer)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0]['content'] }}")
+    assert render_own_prompt(TALK, tokenizer) == "What is it?"
+
+
+def test_a_forked_process_asks_one_of_its_own(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0]['content'] }}")
+    render_own_prompt(TALK, tokenizer)
+    child = os.fork()
+    if child == 0:
+        same = render_own_prompt(TALK, tokenizer) == "What is it?"
+        os._exit(0 if same and list(template_process._of_process) == [os.getpid()] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert render_own_prompt(TALK, tokenizer) == "What is it?"  # the first one's is its own still
