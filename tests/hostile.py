@@ -55,6 +55,15 @@ TEMPLATES = (
 )  # fmt: skip
 
 
+def read_object(file: Path) -> dict | None:
+    """What a mutation before this one may have left; None where it is no JSON object any more."""
+    try:
+        content = json.loads(file.read_text())
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 class Runs:
     """A pickle with code, which leaves a file where it runs."""
 
@@ -93,11 +102,8 @@ class Mutations:
     def _json(self, folder: Path) -> tuple[Path, dict] | tuple[None, None]:
         names = ("config.json", "config.json", "*_config.json", "special_tokens_map.json", "tokenizer_config.json")
         file = self._file(folder, self.rng.choice(names))
-        try:
-            content = json.loads(file.read_text()) if file else None
-        except ValueError:
-            return None, None
-        return (file, content) if isinstance(content, dict) else (None, None)
+        content = file and read_object(file)
+        return (file, content) if content else (None, None)
 
     def value(self, folder: Path) -> str | None:
         file, content = self._json(folder)
@@ -119,11 +125,7 @@ class Mutations:
         file = folder / self.rng.choice(list(MORE_KEYS))
         if not file.is_file() or file.is_symlink():
             return None
-        try:
-            content = json.loads(file.read_text())
-        except ValueError:
-            return None
-        if not isinstance(content, dict):
+        if (content := read_object(file)) is None:
             return None
         key = self.rng.choice(MORE_KEYS[file.name])
         content[key] = self.rng.choice((*BAD_VALUES, str(self.secret), f"../{self.secret.name}", [str(self.secret)]))
@@ -324,12 +326,8 @@ class Mutations:
             (folder / "additional_chat_templates" / "default.jinja").write_text(template)
         else:
             (folder / "chat_template.jinja").unlink(missing_ok=True)
-            file, content = folder / place, {}
-            try:
-                content = json.loads(file.read_text()) if file.is_file() else {}
-            except ValueError:
-                return None
-            if not isinstance(content, dict):
+            file = folder / place
+            if (content := read_object(file) if file.is_file() else {}) is None:
                 return None
             value = self.rng.choice((template, template, [{"name": "default", "template": template}], 5, [], {"a": 1}))
             content["chat_template"] = value
@@ -338,11 +336,8 @@ class Mutations:
 
     def tokenizer(self, folder: Path) -> str | None:
         file = folder / "tokenizer.json"
-        try:
-            content = json.loads(file.read_text()) if file.is_file() else None
-        except ValueError:
-            return None
-        if not isinstance(content, dict):
+        content = read_object(file) if file.is_file() else None
+        if content is None or not isinstance(content.get("model"), dict):
             return None
         how = self.rng.choice(("section", "vocab", "merges", "added", "padding", "truncation", "regex", "post"))
         if how == "section":
@@ -373,7 +368,7 @@ class Mutations:
         if not (folder / "tokenizer.json").exists():
             return None
         content = self.rng.choice(
-            (b"", b"\x0a\xff\xff\xff\xff\x0f", os.urandom(100), b"IQ== 0\nIg== 1\n", b"\x00" * 999)
+            (b"", b"\x0a\xff\xff\xff\xff\x0f", self.rng.randbytes(100), b"IQ== 0\nIg== 1\n", b"\x00" * 999)
         )
         (folder / "tokenizer.model").unlink(missing_ok=True)
         (folder / "tokenizer.model").write_bytes(content)

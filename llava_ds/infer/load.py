@@ -19,7 +19,8 @@ from llava_ds.infer.described import Described, described
 from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
 from llava_ds.model.said import pairs
 from llava_ds.model.vision import read_processor
-from llava_ds.model.weights import check_fit, load_weights
+from llava_ds.model.weight_files import WeightFiles
+from llava_ds.model.weights import check_fit, load_weights, refuse_endless
 from llava_ds.model_files import library_errors, read_json_if_there, shown
 
 # What is taken of a generation_config.json, and its kind.
@@ -93,6 +94,10 @@ def filled(found: Described, dtype: torch.dtype) -> HFModel:
 
 def refuse_unfit(found: Described, dtype: torch.dtype) -> None:
     """Raise DataError for weights that are not the configuration's, before memory is taken for what it says."""
+    if found.is_folder:
+        files = WeightFiles(found.path)
+        for part in (found.config.text_config, found.config.vision_config):
+            refuse_endless(part, files, "--model_path")
     with torch.device("meta"), no_init_weights():
         model = constructed(found, dtype)
     check_fit(model, found.weights(model), "--model_path")

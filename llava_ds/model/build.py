@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds import formats
 from llava_ds.arguments import ModelArguments
-from llava_ds.constants import ConfigError, DataError
+from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, print_first
 from llava_ds.model import lora, quantize
 from llava_ds.model.assemble import assemble, layer_classes
@@ -26,7 +26,7 @@ from llava_ds.model.rows import with_rows
 from llava_ds.model.sources import Source, Sources, left_out
 from llava_ds.model.vision import ImageSpec, TowerPlan
 from llava_ds.model.weight_files import TensorSource, WeightFiles, Weights
-from llava_ds.model.weights import check_fit, freed_memory_returns, load_weights
+from llava_ds.model.weights import check_fit, freed_memory_returns, load_weights, refuse_endless
 from llava_ds.model_files import library_errors
 from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
 
@@ -83,7 +83,7 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     with torch.device("meta"):
         build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises for what can't be
     plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer)
-    _refuse_endless(text_config, sources)
+    refuse_endless(text_config, sources.language_model.open(), sources.language_model.flag)
     with no_init_weights(), torch.device("meta"), library_errors(f"--model_name_or_path {args.model_name_or_path}"):
         model = assemble(text_config, plan.tower, args, torch.zeros(3), torch.zeros(3))
     for name, part in model.named_children():
@@ -91,17 +91,6 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
         if opened is not None:
             check_fit(part, opened.weights, opened.what)
     return plan
-
-
-def _refuse_endless(text_config: PreTrainedConfig, sources: Sources) -> None:
-    """Raise DataError for more layers than there are tensors, before as many are made."""
-    source = sources.language_model
-    tensors, layers = len(source.open().shapes), text_config.num_hidden_layers
-    if tensors < layers:
-        raise DataError(
-            f"{source.flag} {source.path} does not fit the model: config.json says num_hidden_layers {layers}, and its "
-            f"files hold {tensors} tensors of the language model: copy it again"
-        )
 
 
 def build_model(

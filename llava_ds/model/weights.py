@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from llava_ds.constants import DataError
 from llava_ds.distributed import Ranks, all_sum
@@ -86,6 +87,15 @@ def check_fit(module: nn.Module | dict[str, nn.Parameter], source: Weights, what
             problems.append(f"{name} has shape {source.shapes[name]}, the model needs {shape}")
     if problems:
         raise DataError(f"{what} {source.path} does not fit the model: " + "; ".join(problems[:MAX_SHOWN]))
+
+
+def refuse_endless(config: PreTrainedConfig, source: Weights, what: str) -> None:
+    """Raise DataError for a configuration with more layers than there are tensors, before as many are made."""
+    if config.num_hidden_layers > len(source.shapes):
+        raise DataError(
+            f"{what} {source.path} does not fit the model: config.json says num_hidden_layers "
+            f"{config.num_hidden_layers}, and its files hold {len(source.shapes)} tensors: copy it again"
+        )
 
 
 @contextlib.contextmanager

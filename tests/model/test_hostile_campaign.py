@@ -129,7 +129,7 @@ def command_line(command: str, kind: str, folder: Path, good: dict[str, Path], v
             return [model, *(word for name, value in said.items() for word in (f"--{name}", str(value)))]
         asked = {"image": next((good["data"] / "images").iterdir()), "question": "What is it?", "max_new_tokens": 2}
         if command == "evaluate":
-            asked = {**data, **caches, "limit": 2, "max_new_tokens": 2, "output": folder.parent / "answers.jsonl"}
+            asked = {**data, **caches, "limit": 2, "max_new_tokens": 2, "output": folder.parent / "answers.json"}
         said = {"model_path": model, **more, **named, **asked}
     elif command == "estimate":
         said = {**flags, "num_gpus": 2}
@@ -264,7 +264,7 @@ def opened_files(folder: Path):
         os.close(watch)
 
 
-OURS = {"report", "output", "answers.jsonl"}  # files of a case that commands are asked to write
+OURS = {"report", "output", "answers.json"}  # files of a case that commands are asked to write
 
 
 def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, str]:
