@@ -56,7 +56,10 @@ def own_file(file: Path) -> Path:
     <model>/blobs, which is how Hugging Face's cache lays out a model. The folder itself may be a link: the user named
     it. Raises FileNotFoundError where there is nothing.
     """
-    folder, real = file.parent.resolve(), file.resolve()
+    try:
+        folder, real = file.parent.resolve(), file.resolve()
+    except RuntimeError:  # pathlib's, before Python 3.13
+        raise DataError(f"{file} is a link that leads to itself: copy the file there") from None
     rooms = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if not any(real.is_relative_to(room) for room in rooms):
         raise DataError(f"{file} leads to {real}, which is outside of its folder: copy the file there")
@@ -79,7 +82,9 @@ def read_json(file: Path, where: str) -> dict:
         raise ConfigError(f"{where} has no {file.name}: copy the folder again") from None
     except RecursionError:
         problem = f"it is nested deeper than {MAX_NESTING} levels"
-    except (OSError, ValueError) as error:  # DataError is one
+    except DataError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: {file.name} can't be read ({error}): copy it again") from error
     if problem:
         raise ConfigError(f"{where}: {file.name} can't be read ({problem}): copy it again")
@@ -157,6 +162,8 @@ def library_errors(where: str, what: str = "it can't be opened") -> Iterator[Non
         yield
     except ConfigError:
         raise
+    except DataError as error:
+        raise ConfigError(f"{where}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{where}: {what} ({said_by(error)}): copy it again") from error
     except BaseException as error:
@@ -187,7 +194,7 @@ def shown(value: object) -> str:
 def _check_size(file: Path, most: int) -> None:
     size = own_file(file).stat().st_size
     if size > most:
-        raise DataError(f"it has {size:,} bytes, and {most:,} is more than any such file needs")
+        raise DataError(f"{file} has {size:,} bytes, and {most:,} is more than any such file needs: copy it again")
 
 
 def _refuse_constant(name: str) -> float:

@@ -88,6 +88,9 @@ def test_links_inside_a_folder_are_followed_and_blobs_are_of_a_snapshot_only(tmp
     (blobs / "x").write_text("x")
     (folder / "c").symlink_to(blobs / "x")
     assert own_file(folder / "b") == folder / "a"
+    (folder / "e").symlink_to("e")
+    with pytest.raises((DataError, OSError)):
+        own_file(folder / "e")
     with pytest.raises(DataError, match="outside of its folder"):
         own_file(folder / "c")
     os.mkfifo(folder / "d")

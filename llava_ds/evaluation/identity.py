@@ -11,6 +11,7 @@ from llava_ds import __version__
 from llava_ds.checkpoint import commit
 from llava_ds.constants import ConfigError
 from llava_ds.infer.engines import EngineOptions
+from llava_ds.model_files import check_folder
 
 # What decides about answers beside the weights.
 SETTINGS = (
@@ -52,6 +53,8 @@ def model_digest(path: str, flag: str = "--model_path") -> str:
     files = [folder] if folder.is_file() else [file for pattern in WEIGHTS for file in folder.glob(pattern)]
     if not files:
         raise ConfigError(f"{flag} {path} holds no model: give an exported folder, or a checkpoint-<step>")
+    if folder.is_dir():
+        check_folder(folder, f"{flag} {path}")
     weights = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     settings = [(name, (folder / name).read_bytes()) for name in SETTINGS if (folder / name).is_file()]
     return hashlib.sha256(repr((settings, weights)).encode()).hexdigest()

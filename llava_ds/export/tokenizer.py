@@ -8,6 +8,8 @@ from pathlib import Path
 from tokenizers import Regex, normalizers
 from transformers import AddedToken, PreTrainedTokenizerBase
 
+from llava_ds.model_files import check_folder, library_errors, own_file, read_json_if_there
+
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -50,13 +52,17 @@ def _keep_space_behind_image(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_dir: Path) -> None:
     """Write the tokenizer, in names that transformers 4 reads, too, and beside it the source's files as they are."""
-    tokenizer.save_pretrained(output_dir)
-    _readable_by_4(output_dir)
+    with library_errors(str(source), "the tokenizer can't be written for transformers"):
+        tokenizer.save_pretrained(output_dir)
+        _readable_by_4(output_dir)
     special = {name: value for name, value in tokenizer.special_tokens_map.items() if value}
     _write_json(output_dir / "special_tokens_map.json", special)
     if (source / "tokenizer.model").is_file():
+        own_file(source / "tokenizer.model")
         shutil.copy(source / "tokenizer.model", output_dir)
-    _copy_files(_origin(source), output_dir / KEPT)
+    origin = _origin(source)
+    check_folder(origin, str(origin))
+    _copy_files(origin, output_dir / KEPT)
 
 
 def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> str | None:
@@ -64,11 +70,14 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
 
     Returns the token that pads, None if it has none.
     """
-    _copy_files(_origin(source), output_dir)
-    _readable_by_4(output_dir)
-    _merges_as_texts(output_dir / "tokenizer.json")
+    origin = _origin(source)
+    check_folder(origin, str(origin))
+    _copy_files(origin, output_dir)
     path = output_dir / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    with library_errors(str(origin), "the tokenizer's files can't be written for LLaVA"):
+        _readable_by_4(output_dir)
+        _merges_as_texts(output_dir / "tokenizer.json")
+    config = read_json_if_there(path, str(origin))
     _write_json(path, config | {"model_max_length": max_length, "padding_side": "right"})
     special = output_dir / "special_tokens_map.json"
     if not special.is_file():
@@ -78,7 +87,8 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
 
 
 def _origin(source: Path) -> Path:
-    return source / KEPT if (source / KEPT).is_dir() else source
+    kept = source / KEPT
+    return kept if kept.is_dir() and kept.resolve().parent == source.resolve() else source
 
 
 def _copy_files(source: Path, target: Path) -> None:

@@ -6,8 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer
-
 from llava_ds.constants import ConfigError
 from llava_ds.export.entries import Entry
 from llava_ds.export.finished import Finished
@@ -15,6 +13,9 @@ from llava_ds.export.hf import hf_entries, write_hf
 from llava_ds.export.llava import llava_entries, write_llava
 from llava_ds.export.shards import num_bytes
 from llava_ds.model.hf import HF_CLASSES
+from llava_ds.model.language import read_any_config
+from llava_ds.model_files import said_by
+from llava_ds.tokenizer import read_tokenizer
 
 REMEDY = "or give --export_format llava, which LLaVA's own code opens"
 
@@ -54,9 +55,10 @@ def _scratch(output_dir: Path) -> Iterator[Path]:
 
 
 def _open_with_transformers(folder: Path) -> None:
+    where = "the finished model"
+    read_tokenizer(folder, where)
+    kind = read_any_config(folder, where).model_type
     try:
-        kind = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
-        AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # On no device: the files' holes are never read.
         _, report = HF_CLASSES[kind].from_pretrained(
             folder,
@@ -66,9 +68,9 @@ def _open_with_transformers(folder: Path) -> None:
             ignore_mismatched_sizes=True,  # the report has them
             output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # whatever a class does not like of what the configuration says
         raise ConfigError(
-            f"the finished model would not open in transformers ({error}): report this, {REMEDY}"
+            f"the finished model would not open in transformers ({said_by(error)}): report this, {REMEDY}"
         ) from error
     problems = [
         f"{len(names)} tensors {what}, the first is {sorted(map(str, names))[0]}"

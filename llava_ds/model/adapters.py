@@ -14,7 +14,7 @@ from llava_ds import formats
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.model.lora import ADAPTER_CONFIG, ADAPTER_FILES
 from llava_ds.model.weight_files import OpenedFile, WeightFiles, Weights
-from llava_ds.model_files import own_file, read_json, shown
+from llava_ds.model_files import own_file, read_json, said_by, shown
 
 # Settings of peft under which a merged weight is something else than W + scale * B A.
 OTHER_KINDS = (
@@ -61,7 +61,7 @@ def read_adapter(path: str | Path) -> Adapter:
         if not isinstance(base, (str, type(None))):
             raise ValueError(f"base_model_name_or_path is {shown(base)}, expected a name")
     except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
-        raise ConfigError(f"{where}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({error!r})") from error
+        raise ConfigError(f"{where}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({said_by(error)})") from error
     if kind != "LORA":
         raise ConfigError(f"--model_name_or_path {path}: {ADAPTER_CONFIG} describes a {kind} adapter, expected LORA")
     if other := [name for name in OTHER_KINDS if config.get(name)]:

@@ -288,7 +288,7 @@ def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, st
             outcome, said = in_a_process(case, lambda: run_here(command, kind, folder, good, version))
     if ran.exists():
         outcome = "code ran"
-    elif outside := {name for name in opened if name not in OURS and not name.startswith("answers")}:
+    elif outside := {name for name in opened if name not in OURS and not name.startswith(("answers", ".answers"))}:
         outcome, said = "outside", f"{outside}: {said}"
     elif outcome == "refused" and (len(said) > 4000 or not said.strip()):
         outcome = "unclear"
