@@ -3,6 +3,11 @@
 Without --model_name_or_path it trains the tiny model that ships with the package on generated pictures.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/train.py")  # before the imports below, which take seconds
+
 import sys
 from functools import partial
 from pathlib import Path
@@ -78,7 +83,10 @@ DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 def main(argv: list[str]) -> int:
     """Train, and return the exit code: 0, or EXIT_STOPPED where the run was asked to stop."""
-    with Watchdog() as watchdog, Stopping() as stop:  # which tell the other ranks how this one ended
+    with (
+        Watchdog() as watchdog,
+        Stopping(on_leaving=watchdog.leaving) as stop,
+    ):  # which tell the other ranks how this one ended
         return run(argv, watchdog, stop)
 
 
