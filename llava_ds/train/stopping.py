@@ -157,6 +157,11 @@ class Stopping:
             self._release()
             raise
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank was asked to stop, or knows that all will."""
+        return bool(self._asked or self._reason)
+
     def agreed(self, step_time_s: float, ahead_s: float = 0.0) -> bool:
         """Whether to save and stop at this boundary, the same on every rank. Each calls it once per step.
 
