@@ -9,6 +9,11 @@ from collections.abc import Mapping
 from llava_ds.constants import ConfigError
 
 TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The numbers among them and beside them, and the least that each can be.
+RANK_NUMBERS = {
+    "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": 1,
+}  # fmt: skip
+LARGEST = {"MASTER_PORT": 65535}
 DEFAULT_PORT = 29500  # deepspeed's and torchrun's
 _NODES = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # one entry of Slurm's lists: gpu[01-03,07]
 
@@ -41,6 +46,35 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | No
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         return {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, _note_of_one(environ)
     return {name: value for name, value in found.items() if name not in environ}, None
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError, with a line for each, where variables that say who a rank is can't be true.
+
+    All that are set have to be well-formed, for libraries read them too; RANK is what makes a process a rank.
+    """
+    problems, numbers = [], {}
+    for name, least in RANK_NUMBERS.items():
+        if name not in environ:
+            continue
+        text = environ[name].strip()
+        if text.isdecimal() and text.isascii() and least <= int(text) <= LARGEST.get(name, 2**31 - 1):
+            numbers[name] = int(text)
+        else:
+            limit = f" to {LARGEST[name]}" if name in LARGEST else ""
+            problems.append(f"{name} is {environ[name]!r}: expected a whole number from {least}{limit}")
+    of = {"RANK": ("WORLD_SIZE",), "LOCAL_RANK": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")}
+    for name, sizes in of.items() if "RANK" in environ else ():
+        size = next((size for size in sizes if size in numbers), None)
+        if name in numbers and size is not None and numbers[name] >= numbers[size]:
+            problems.append(
+                f"{name} is {numbers[name]}, but {size} is {numbers[size]}: ranks count from 0 to {numbers[size] - 1}, "
+                "and would wait for ever for one that is not among them"
+            )
+    if "RANK" in environ and not environ.get("MASTER_ADDR", "unset").strip():
+        problems.append("MASTER_ADDR is empty: expected the name or address of rank 0's machine")
+    if problems:
+        raise ConfigError("\n".join([*problems, "unset what no launcher has set, or start with deepspeed or torchrun"]))
 
 
 def _from_srun(environ: Mapping[str, str]) -> dict[str, str]:

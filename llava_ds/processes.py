@@ -2,21 +2,33 @@
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
+from llava_ds.constants import EXIT_STOPPED
+
 # The modules that start ranks, by the names that python -m is given, and the scripts that run them.
-LAUNCHER_MODULES = {"deepspeed.launcher.launch", "torch.distributed.run", "torch.distributed.launch"}
-LAUNCHER_SCRIPTS = {"torchrun"}
+DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
+LAUNCHER_MODULES = {DEEPSPEED_LAUNCHER, "torch.distributed.run", "torch.distributed.launch"}
+LAUNCHER_SCRIPTS = {"torchrun", "accelerate"}
 RUNNER_SCRIPTS = {"deepspeed", "deepspeed.pt", "ds"}  # what a person calls; it starts the launcher of the machine
+RUNNER_MODULE = "deepspeed.launcher.runner"
 PR_SET_PDEATHSIG = 1  # prctl(2)
+LOOK_S = 0.5  # between looks at who started this process
+LOOKS = 5  # at processes that come and go meanwhile
+GONE = "the process that started this run is gone"
 
 
 @dataclass(frozen=True)
@@ -24,15 +36,17 @@ class Above:
     """Who started this process: (child, parent) from itself up to the outermost launcher, and its machine's launcher.
 
     Empty where no launcher of ranks did: a shell may end before what it started in the background.
+    lost: why one of them must have ended before this process looked; None where none has.
     """
 
     links: tuple[tuple[int, int], ...] = ()
     launcher: int | None = None
+    lost: str | None = None
 
     @property
     def intact(self) -> bool:
         """Whether all of them still run."""
-        return all(_parent_of(child) == parent for child, parent in self.links)
+        return self.lost is None and all(_parent_of(child) == parent for child, parent in self.links)
 
     def started_s_ago(self, now: float) -> float:
         """Seconds since the first of them began. now: of time.time()."""
@@ -48,21 +62,138 @@ class Above:
         return []
 
 
-def look_above() -> Above:
-    """The launchers of this process, found by their command lines."""
-    try:
-        parents = psutil.Process().parents()
-        words = [_words(process) for process in parents]
-    except psutil.Error:  # one ended meanwhile
-        return Above()
+def look_above(environ: Mapping[str, str] = os.environ) -> Above:
+    """Return the launchers of this process, found by their command lines.
+
+    environ: in which deepspeed's launcher and torchrun leave marks, so that a launcher that has already ended is not
+    taken for a shell. Open MPI's mpirun and Slurm's step daemon are known by their marks alone.
+    """
+    parents, words = _ancestors()
     nearest = next((i for i, said in enumerate(words) if _starts_ranks(said)), None)
+    if nearest is None and (lost := _ended_launcher(environ, parents, words)):
+        return Above(lost=lost)
     if nearest is None:
-        return Above()
+        return Above(((os.getpid(), os.getppid()),) if _is_task(environ) else ())
     outermost = nearest
-    if nearest + 1 < len(parents) and RUNNER_SCRIPTS & _scripts(words[nearest + 1]):
+    if nearest + 1 < len(parents) and _is_runner(words[nearest + 1]):
         outermost += 1
+    elif DEEPSPEED_LAUNCHER in words[nearest] and _is_adopted(parents[nearest]):
+        return Above(launcher=parents[nearest].pid, lost=f"{GONE}: deepspeed's launcher runs on without it")
     chain = [os.getpid(), *(process.pid for process in parents[: outermost + 1])]
     return Above(tuple(itertools.pairwise(chain)), parents[nearest].pid)
+
+
+def _ancestors() -> tuple[list[psutil.Process], list[list[str]]]:
+    """All processes above this one, the nearest first, and their command lines."""
+    for _ in range(LOOKS):
+        parents: list[psutil.Process] = []
+        words: list[list[str]] = []
+        pid = os.getppid()
+        try:
+            while pid:
+                parents.append(psutil.Process(pid))
+                words.append(_words(parents[-1]))
+                pid = parents[-1].ppid()
+            break
+        except psutil.NoSuchProcess:  # ended meanwhile: another process is the parent now
+            time.sleep(0.02)
+    # Or hidden from this user (the mount option hidepid): then those that can be seen are all there is.
+    return parents[: len(words)], words
+
+
+def _ended_launcher(environ: Mapping[str, str], parents: list[psutil.Process], words: list[list[str]]) -> str | None:
+    """Why a launcher must have been there, where none is; None where nothing says so."""
+    remedy = "if nothing of the kind started this process, unset"
+    if {"RANK", "CROSS_RANK", "LOCAL_SIZE"} <= environ.keys():
+        return f"{GONE} (deepspeed's launcher set CROSS_RANK; {remedy} it)"
+    # torch's agent may be called by any Python program; process 1 takes in what has lost its parent.
+    agents = (process for process, said in zip(parents, words) if process.pid != 1 and "python" in "".join(said[:1]))
+    if {"RANK", "TORCHELASTIC_RUN_ID"} <= environ.keys() and next(agents, None) is None:
+        return f"{GONE} (torchrun set TORCHELASTIC_RUN_ID; {remedy} it)"
+    return None
+
+
+def _is_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun or mpirun started this process among others."""
+    sizes = {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
+    return any(rank in environ and environ.get(size, "1") != "1" for rank, size in sizes.items())
+
+
+def _is_adopted(process: psutil.Process) -> bool:
+    """Whether a process has another parent than the one that started it.
+
+    Who is started by a shell, ssh or a container's first process leads a group, or is in its parent's session.
+    """
+    pid, parent = process.pid, process.ppid()
+    with contextlib.suppress(OSError):  # it ended, or the parent is in another namespace
+        if parent == 0 or os.getpgid(pid) == pid or os.getsid(pid) == pid:
+            return False
+        return parent == 1 or os.getsid(pid) != os.getsid(parent)
+    return False
+
+
+class LauncherWatch:
+    """Looks, in a thread of its own, whether the launchers of this process still run.
+
+    Not by prctl(PR_SET_PDEATHSIG): that signal comes when the thread that started this process ends, its process may
+    live on; and it says nothing of the runner above the launcher.
+    """
+
+    def __init__(self, above: Above) -> None:
+        self.above = above
+        self._on_loss: Callable[[], None] = self._leave
+        self._is_lost, self._calling = False, threading.Lock()
+        self._thread = threading.Thread(target=self._look, name="launcher-watch", daemon=True)
+
+    def start(self) -> "LauncherWatch":
+        """Begin to look. A launcher that is known to be gone ends this process at once."""
+        if self.above.lost is not None:
+            self._on_loss()
+        elif self.above.links:
+            self._thread.start()
+        return self
+
+    def call(self, on_loss: Callable[[], None]) -> None:
+        """Have this called, from the thread, instead of ending the process; at once if the launchers are gone."""
+        with self._calling:
+            self._on_loss = on_loss
+            if self._is_lost:
+                on_loss()
+
+    def _look(self) -> None:
+        while self.above.intact:
+            time.sleep(LOOK_S)
+        with self._calling:
+            self._is_lost = True
+            self._on_loss()
+
+    def _leave(self) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            say_now(
+                f"{self.above.lost or GONE}: leaving at once, for nothing is lost by it; the same command starts again"
+            )
+        os._exit(EXIT_STOPPED)
+
+
+@functools.cache  # one for the process: what was above it at the first look is what has to stay
+def watch_launcher() -> LauncherWatch:
+    """Leave, from here on, when what started this process ends; a shell may end."""
+    return LauncherWatch(look_above()).start()
+
+
+def say_now(line: str) -> None:
+    """Write a line to stderr, unless whoever reads it is gone or too slow: nobody may keep a thread from leaving."""
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], 0.0)[1]:
+            os.write(2, f"\n{line}\n".encode())
+
+
+def process_namespace() -> str:
+    """Which processes this one sees: the same text, the same processes. Empty where that can't be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -125,6 +256,10 @@ def _scripts(words: list[str]) -> set[str]:
 
 def _starts_ranks(words: list[str]) -> bool:
     return bool(LAUNCHER_MODULES & set(words) or LAUNCHER_SCRIPTS & _scripts(words))
+
+
+def _is_runner(words: list[str]) -> bool:
+    return bool(RUNNER_SCRIPTS & _scripts(words)) or RUNNER_MODULE in words[:5]
 
 
 def _parent_of(pid: int) -> int | None:

@@ -4,6 +4,11 @@ About an hour on two cores that have nothing else to do; --quick is a few minute
 little. Leaves bench.json with everything that was measured, steps.png and table.md in --output_dir.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/bench.py")  # before the imports below, which take seconds
+
 import argparse
 import contextlib
 import datetime

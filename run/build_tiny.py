@@ -3,6 +3,11 @@
 python run/build_tiny.py --output llava_ds/tiny/weights
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/build_tiny.py")  # before the imports below, which take seconds
+
 import argparse
 import time
 from pathlib import Path

@@ -4,6 +4,11 @@ Without --question it asks you, and remembers the conversation; /help lists the 
 With --web it is a page on this machine instead. On several GPUs: deepspeed run/chat.py --engine deepspeed.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/chat.py")  # before the imports below, which take seconds
+
 import argparse
 import contextlib
 import math

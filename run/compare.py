@@ -4,6 +4,11 @@ Prints their numbers and the flags that differ side by side, and writes a page w
 runs that have ended, were killed, or are still running.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/compare.py")  # before the imports below, which take seconds
+
 import argparse
 import os
 import sys

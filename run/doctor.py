@@ -8,6 +8,11 @@ A problem keeps training from starting; with a warning it starts, but may be slo
 Exit code: 0 training can start, 1 it can't, 2 the flags can't be used.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/doctor.py")  # before the imports below, which take seconds
+
 import argparse
 import faulthandler
 import json

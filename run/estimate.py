@@ -4,6 +4,11 @@ Takes the flags of run/train.py (recipes too), and instead of folders a named si
 are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/estimate.py")  # before the imports below, which take seconds
+
 import argparse
 import contextlib
 import json

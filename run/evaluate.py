@@ -5,6 +5,11 @@ files are on this disk; docs/evaluation.md says which files. Every local device:
 The same command goes on where a broken one stopped, if it has an --output.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/evaluate.py")  # before the imports below, which take seconds
+
 import argparse
 import os
 

@@ -6,6 +6,11 @@ their GPUs are needed. run.json beside it says what was trained; the base models
 over one, which is merged into it.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/export.py")  # before the imports below, which take seconds
+
 import argparse
 from pathlib import Path
 

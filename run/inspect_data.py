@@ -4,6 +4,11 @@ Takes the data and model flags of run/train.py (others are passed over), checks 
 does, and shows the first samples with the supervised part marked. Only the model's tokenizer is read.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/inspect_data.py")  # before the imports below, which take seconds
+
 import argparse
 import json
 import os

@@ -4,6 +4,11 @@ Of a run that has ended, was killed, or is still running, from the files in its 
 itself; again is worth it after run/evaluate.py, whose scores it then shows.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/report.py")  # before the imports below, which take seconds
+
 import argparse
 import os
 import sys

@@ -3,6 +3,11 @@
 Without --model_name_or_path it trains the tiny model that ships with the package on generated pictures.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/train.py")  # before the imports below, which take seconds
+
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,6 +18,7 @@ from transformers import set_seed
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
+from llava_ds.checkpoint.output_lock import OutputLock
 from llava_ds.checkpoint.saving import Saver
 from llava_ds.checkpoint.sources import weight_hashes
 from llava_ds.constants import ConfigError, DataError
@@ -78,11 +84,16 @@ DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 def main(argv: list[str]) -> int:
     """Train, and return the exit code: 0, or EXIT_STOPPED where the run was asked to stop."""
-    with Watchdog() as watchdog, Stopping() as stop:  # which tell the other ranks how this one ended
-        return run(argv, watchdog, stop)
+    with (
+        OutputLock() as lock,
+        Watchdog() as watchdog,  # it and the next tell the other ranks how this one ended
+        Stopping(on_leaving=watchdog.leaving) as stop,
+    ):
+        lock.tell_of(lambda: stop.is_asked)
+        return run(argv, lock, watchdog, stop)
 
 
-def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
+def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -> int:
     """The whole of it, from flags to the finished model."""
     args, notes = parse_arguments(argv, defaults=_defaults(argv))
     quiet_libraries(args.training.verbose)
@@ -90,7 +101,12 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     max_shard_bytes = parse_size(args.training.max_shard_size)
     chooses = args.training.deepspeed_config == CHOOSE_DS_CONFIG
     raw_config = {} if chooses else read_ds_config(args.training.deepspeed_config)
+    output_dir = Path(args.training.output_dir)
+    if not args.training.dry_run:
+        lock.take_early(output_dir)
     ranks = init_ranks()
+    if not args.training.dry_run:
+        lock.take_together(output_dir, ranks)
     watchdog.starts(args.training, ranks)
     check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
@@ -140,7 +156,6 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     same = {"the resolved optimizer": resolved.config.get("optimizer")}
     check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
     identity = checkpoint.RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.config)
-    output_dir = Path(args.training.output_dir)
     if args.training.save_strategy != "no" and not args.training.dry_run:
         check_shared_folder(output_dir, "--output_dir", ranks)
     # Rank 0 alone reads and hashes what lies there.

@@ -4,6 +4,11 @@ A folder that holds checkpoint-* is looked through. Every file is read and compa
 it was written. Exit code 0: all are whole; 1: at least one is not; 2: there is nothing to verify.
 """
 
+from llava_ds.startup import begin
+
+if __name__ == "__main__":
+    begin("run/verify.py")  # before the imports below, which take seconds
+
 import argparse
 import json
 import sys

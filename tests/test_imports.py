@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = [
     {"constants"},
     {"arguments", "durations", "launchers", "model_files", "processes", "redact", "whole_files"},
-    {"parsing"},
+    {"parsing", "startup"},
     {"geometry", "batch", "formats", "distributed", "ds_config", "tokenizer"},
     {"data", "model"},
     {"train", "checkpoint", "report"},

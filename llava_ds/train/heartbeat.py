@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_ds.distributed import Ranks, address_towards, gather, local_ranks
+from llava_ds.processes import process_namespace
 
 MOST_BYTES = 1400  # of a packet, below what Ethernet carries in one piece
 MOST_PACKETS = 4096  # read at once: who floods the port does not keep its thread busy
@@ -31,7 +32,8 @@ class Beat:
     phase: one of PHASES; step: the one it is in, or the last; seconds: in this phase and step, in the others than steps
     since it was last seen to get on; limit: of these seconds, None without; where: the innermost line of
     its main thread; waits: whether that is a collective; busy_s: of step_s seconds in steps so far, those in which
-    it did not wait; ends: why it ends the run, if it does; hangs: whether because nothing gets on.
+    it did not wait; ends: why it ends the run, if it does; hangs: whether because nothing gets on; leaves: whether
+    because it was asked to.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class Beat:
     step_s: float = 0.0
     ends: str | None = None
     hangs: bool = False
+    leaves: bool = False
 
     @property
     def position(self) -> tuple[int, int]:
@@ -88,7 +91,7 @@ class Peer:
     @property
     def is_here(self) -> bool:
         """Whether its process can be seen from this one."""
-        return self.namespace != "" and self.namespace == _namespace()
+        return self.namespace != "" and self.namespace == process_namespace()
 
 
 class Peers:
@@ -101,7 +104,7 @@ class Peers:
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((own, 0))
         self._socket.setblocking(False)
-        mine = Peer(socket.gethostname(), os.getpid(), self._socket.getsockname(), int(family), _namespace())
+        mine = Peer(socket.gethostname(), os.getpid(), self._socket.getsockname(), int(family), process_namespace())
         told = gather((mine, secrets.token_hex(16)), ranks)
         self.secret = told[0][1]
         self.all = [peer for peer, _ in told]
@@ -213,11 +216,3 @@ def _towards(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
-
-
-def _namespace() -> str:
-    """Which processes this one sees: the same text, the same processes. Empty where that can't be told."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

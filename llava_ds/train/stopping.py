@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from enum import Enum
 
@@ -22,13 +22,23 @@ import torch
 from llava_ds.constants import EXIT_STOPPED
 from llava_ds.distributed import Ranks, barrier, print_first
 from llava_ds.durations import seconds_of
-from llava_ds.processes import Above, end_with_parent, has_ended, hold, look_above
+from llava_ds.processes import (
+    GONE,
+    LOOK_S,
+    Above,
+    LauncherWatch,
+    end_with_parent,
+    has_ended,
+    hold,
+    say_now,
+    watch_launcher,
+)
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # what asks beside signals, whose numbers are smaller
 # One Ctrl-C comes twice, from the terminal and as SIGTERM from the launcher; so does a signal to the process group.
 SAME_REQUEST_S = 2.0
-LOOK_S = 1.0  # between looks at who started this process
+WAIT_S = 1.0  # until the others have ended too
 HOLD_S = 900.0  # that a launcher is kept from killing; after it, a run that reaches no boundary is its to end
 PATIENCE = timedelta(hours=12)  # as for all waits in which a rank may be writing files
 LEAVING_S, LEAVING = 20.0, 0.1  # for the report and the processes' end: seconds, but at most this part of the limit
@@ -82,7 +92,11 @@ class Agreement:
 class Stopping:
     """Hears that the run is asked to stop, lets all ranks agree on it, and says so."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, watch: LauncherWatch | None = None, on_leaving: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """watch: of the launchers, this process's own if absent; on_leaving: is told why this process ends at once."""
+        self._watch, self._on_leaving = watch, on_leaving
         self._phase = Phase.LEAVES
         self._asked = 0  # what asked first: a signal's number, LAUNCHER_GONE or TIME_IS_OVER
         self._told_s: float | None = None  # when the first SIGTERM or SIGINT came, of time.monotonic()
@@ -99,7 +113,8 @@ class Stopping:
 
     def __enter__(self) -> "Stopping":
         """Take the signals over, from the main thread; until training begins, one ends this process at once."""
-        self._above = look_above()
+        self._watch = self._watch or watch_launcher()
+        self._above = self._watch.above
         self._started_s = time.monotonic() - self._above.started_s_ago(time.time())
         reader, writer = os.pipe()
         for end in (reader, writer):
@@ -110,10 +125,12 @@ class Stopping:
         _prepare_children()
         self._thread = threading.Thread(target=self._hear, name="stopping", daemon=True)
         self._thread.start()
+        self._watch.call(lambda: os.write(writer, bytes([LAUNCHER_GONE])))
         return self
 
     def __exit__(self, *error: object) -> None:
         """Give the signals back; whoever leaves as it was asked to hears no more of them."""
+        self._watch.call(lambda: None)  # it is about to end
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if self._phase is Phase.IGNORED else handler)
@@ -139,6 +156,11 @@ class Stopping:
             self._phase = Phase.LEAVES  # at the launcher's SIGTERM, with which it ends those that another has failed
             self._release()
             raise
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank was asked to stop, or knows that all will."""
+        return bool(self._asked or self._reason)
 
     def agreed(self, step_time_s: float, ahead_s: float = 0.0) -> bool:
         """Whether to save and stop at this boundary, the same on every rank. Each calls it once per step.
@@ -172,7 +194,7 @@ class Stopping:
         print_first(f"{_spelled(self._reason)}: stopped after step {step:,}, which is {saved}")
         barrier(ranks)
         if self._one_code:
-            time.sleep(LOOK_S if ranks.is_first else 0.0)
+            time.sleep(WAIT_S if ranks.is_first else 0.0)
         return EXIT_STOPPED if ranks.is_first or not self._one_code else 0
 
     def _elapsed_s(self) -> float:
@@ -181,20 +203,18 @@ class Stopping:
     def _needed_s(self) -> float:
         """Seconds to keep for stopping: what is agreed now is done a step later and saved, and then all have to end."""
         save_s = UNKNOWN_SAVE * self._limit_s if self._longest_save_s is None else 1.5 * self._longest_save_s
-        return 3 * self._longest_step_s + save_s + LOOK_S + min(LEAVING_S, LEAVING * self._limit_s)
+        return 3 * self._longest_step_s + save_s + WAIT_S + min(LEAVING_S, LEAVING * self._limit_s)
 
     def _hear(self) -> None:
-        """The thread: signals as they come, and whether the launchers still run."""
+        """The thread: signals as they come, and the end of the launchers."""
         while True:
             ready, _, _ = select.select([self._pipe[0]], [], [], LOOK_S)
             received = os.read(self._pipe[0], 512) if ready else b""
             if 0 in received:
                 return
             for number in received:
-                if number in ASKING:  # other handlers' signals come here too
-                    self._ask(number)
-            if not self._asked and not self._above.intact:
-                self._ask(LAUNCHER_GONE)
+                if number in ASKING or (number == LAUNCHER_GONE and not self._asked):
+                    self._ask(number)  # other handlers' signals come here too
             if self._held is not None and time.monotonic() - self._told_s > HOLD_S:
                 self._release()
 
@@ -218,14 +238,15 @@ class Stopping:
         if first and self._rank == 0:
             again = f"again after {SAME_REQUEST_S:.0f} s (kill -TERM -{os.getpgrp()}) leaves at once"
             then = "a checkpoint after this step, then the end" if self._phase is Phase.SAVES else "finishing the run"
-            _say(f"{_spelled(reason)}: {then}; {again}")
+            say_now(f"{_spelled(reason)}: {then}; {again}")
 
     def _leave_now(self, reason: int) -> None:
+        self._on_leaving(_spelled(reason))
         if os.environ.get("RANK", "0") == "0":
-            _say(f"{_spelled(reason)}: leaving at once, for nothing is lost by it; the same command starts again")
+            say_now(f"{_spelled(reason)}: leaving at once, for nothing is lost by it; the same command starts again")
         first = not self._one_code or os.environ.get("SLURM_PROCID") == "0"
         if self._one_code and first:
-            time.sleep(LOOK_S)
+            time.sleep(WAIT_S)
         os._exit(EXIT_STOPPED if first or reason != signal.SIGUSR1 else 0)  # Slurm sends that one to all tasks
 
     def _release(self) -> None:
@@ -250,11 +271,5 @@ def _prepare_children() -> None:
 
 def _spelled(reason: int) -> str:
     """What asked, for a person."""
-    others = {LAUNCHER_GONE: "the process that started this run is gone", TIME_IS_OVER: "--max_run_time is nearly over"}
+    others = {LAUNCHER_GONE: GONE, TIME_IS_OVER: "--max_run_time is nearly over"}
     return others.get(reason) or signal.Signals(reason).name
-
-
-def _say(line: str) -> None:
-    """Write a line to stderr, unless whoever reads it is too slow: nobody may keep this thread from leaving."""
-    if select.select([], [2], [], 0.0)[1]:
-        os.write(2, f"\n{line}\n".encode())

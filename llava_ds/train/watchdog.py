@@ -85,6 +85,12 @@ class Watchdog:
         """Tell where this rank is: one of heartbeat.PHASES, and the optimizer step that it is in or comes from."""
         self._at = (phase, step)
 
+    def leaving(self, reason: str) -> None:
+        """Tell the others that this rank ends at once because it was asked to: it did not crash."""
+        if self._thread is not None:
+            here = replace(self._beat, phase=self._at[0], step=self._at[1])
+            self._send(replace(here, ends=f"{self._name(here.rank)} left {place(here)}: {reason}", leaves=True))
+
     def __enter__(self) -> "Watchdog":
         faulthandler.enable(2)  # from here on a crash in native code leaves the stacks of all threads
         return self
@@ -300,6 +306,8 @@ class Watchdog:
         """Another rank ends the run: where no launcher ends this one, for it is on another machine, end it here."""
         if beat.hangs:
             self._dump(beat.ends)
+        if beat.leaves and self._ranks.is_first:
+            say(f"run/train.py: {beat.ends}; the others end, too")
         self._closed.wait(LAUNCHER_S)
         if self._closed.is_set():
             return  # it met the same, and is on its way out

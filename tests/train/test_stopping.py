@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 from llava_ds.constants import EXIT_STOPPED, ConfigError
 from llava_ds.distributed import Ranks
 from llava_ds.durations import seconds_of
-from llava_ds.processes import Above, hold, look_above, obey_only_parent
+from llava_ds.processes import Above, LauncherWatch, hold, look_above, obey_only_parent
 from llava_ds.train import stopping
 from llava_ds.train.stopping import Agreement, Stopping
 
@@ -129,13 +130,12 @@ def test_who_leaves_hears_no_more():
 
 
 def test_the_end_of_the_process_above_asks_too():
-    reader, writer = os.pipe()
+    (reader, writer), (trains, says_so) = os.pipe(), os.pipe()
 
     def rank(parent: int) -> None:
-        with Stopping() as stop:
-            stop._above = Above(((os.getpid(), parent),))
+        with Stopping(LauncherWatch(Above(((os.getpid(), parent),))).start()) as stop:
             with stop.training(None, ALONE):
-                time.sleep(0.5)
+                os.write(says_so, b"!")
                 deadline = time.monotonic() + 20
                 while not stop.agreed(0.1) and time.monotonic() < deadline:
                     time.sleep(0.05)
@@ -144,10 +144,10 @@ def test_the_end_of_the_process_above_asks_too():
     def launcher() -> None:
         own = os.getpid()
         fork(lambda: rank(own))
-        time.sleep(0.3)  # with a fork hook of Stopping's, its children would end with it
+        os.read(trains, 1)  # with a fork hook of Stopping's, its children would end with it
 
     assert in_child(launcher) == SURVIVED
-    assert os.read(reader, 20) == b"stopped"
+    assert select.select([reader], [], [], 30)[0] and os.read(reader, 20) == b"stopped"
 
 
 def test_signals_of_children_are_not_this_processes_and_they_end_with_it():
