@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import TRAINER
+from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import exit_for_bad_input, quiet_libraries
 from llava_ds.export.card import write_card, write_conversion_card

@@ -5,12 +5,11 @@ it was written. Exit code 0: all are whole; 1: at least one is not; 2: there is 
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import TRAINER
+from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem, read_trainer
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import exit_for_bad_input, print_first
 
@@ -22,7 +21,7 @@ def main(argv: list[str]) -> bool:
     paths = [each for given in parser.parse_args(argv).paths for each in _checkpoints(Path(given))]
     whole = True
     for path in paths:
-        problem = commit.problem_with(path)
+        problem = checkpoint_problem(path)
         whole &= problem is None
         print_first(f"{path}: {_described(path)}" if problem is None else f"{path}: NOT whole: {problem}")
     return whole
@@ -41,7 +40,7 @@ def _checkpoints(path: Path) -> list[Path]:
 def _described(path: Path) -> str:
     """What a whole checkpoint is."""
     files = commit.read_manifest(path)
-    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    trainer = read_trainer(path)
     identity = trainer["identity"]
     size = sum(entry["bytes"] for entry in files.values())
     return (

@@ -9,10 +9,11 @@ import torch
 
 from llava_ds.arguments import TrainingArguments
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import TRAINER, RunIdentity
+from llava_ds.checkpoint.identity import RunIdentity
 from llava_ds.checkpoint.layout import layout_file, layout_text
 from llava_ds.checkpoint.random_states import random_states
 from llava_ds.checkpoint.state import rewind
+from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem
 from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
 from llava_ds.distributed import Ranks, from_first, print_first
 
@@ -86,10 +87,10 @@ class Saver:
         return path
 
     def _whole(self) -> tuple[Path | None, list[str]]:
-        problem = commit.problem_with(self.last_good)
+        problem = checkpoint_problem(self.last_good)
         if problem is None:
             return self.last_good, []
-        path, lines = commit.newest_whole(self.output_dir)
+        path, lines = commit.newest_whole(self.output_dir, checkpoint_problem)
         return path, [f"{self.last_good} is not used: {problem}", *lines]
 
     def _begin(self, step: int, keeps_all: bool) -> None:

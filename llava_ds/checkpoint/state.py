@@ -2,17 +2,17 @@
 
 import copy
 import dataclasses
-import json
 import time
 from pathlib import Path
 
 from llava_ds.arguments import Arguments
 from llava_ds.checkpoint import commit, safe_load
-from llava_ds.checkpoint.identity import ENGINE, FREE_FLAGS, TRAINER, RunIdentity, saved_identity
+from llava_ds.checkpoint.identity import ENGINE, FREE_FLAGS, RunIdentity, saved_identity
 from llava_ds.checkpoint.layout import has_layout, layout_of, read_layout
 from llava_ds.checkpoint.random_states import random_states, seed_random_states, set_random_states
 from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
 from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
+from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, barrier, gather
 
@@ -70,12 +70,12 @@ def find_resume_point(
     if resume == "never":
         return ResumePoint(), []
     if resume == "auto":
-        path, lines = commit.newest_whole(output_dir)
+        path, lines = commit.newest_whole(output_dir, checkpoint_problem)
         if path is None:
             return ResumePoint(), lines
     else:
         path, lines = Path(resume), []
-        problem = commit.problem_with(path) if path.is_dir() else "there is no such folder"
+        problem = checkpoint_problem(path) if path.is_dir() else "there is no such folder"
         if problem is not None:
             raise ConfigError(f"--resume {resume} can't be used: {problem}")
     if identity.optimizer_on_nvme:
@@ -83,7 +83,7 @@ def find_resume_point(
             f"{path} can't be gone on from: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
             '--resume never to start again, or offload_optimizer to "cpu", which a run has to begin with'
         )
-    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    trainer = read_trainer(path)
     saved = trainer["identity"]
     differences = identity.differences(saved)
     refused = {name: line for name, line in differences.items() if name not in may_change}
@@ -143,7 +143,7 @@ def rewind(engine, path: Path, ranks: Ranks) -> None:
     They stay counted: schedule, rates, counters and random states go on from where they are. All ranks call it
     together.
     """
-    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    trainer = read_trainer(path)
     counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
     schedule, random = copy.deepcopy(engine.lr_scheduler.state_dict()), random_states(ranks.device)
     rates = [{key: group[key] for key in group.keys() - GROUP_STATES} for group in engine.basic_optimizer.param_groups]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from llava_ds import formats
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import TRAINER
+from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.model.folders import FLAG
 from llava_ds.model.hf import HF_CLASSES, HFModel

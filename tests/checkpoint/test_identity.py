@@ -66,17 +66,19 @@ def test_the_base_under_an_adapter_belongs_to_it(tmp_path):
     assert list(identity(flags).differences(vars(first))) == ["model_base"]
 
 
+def chosen(resume: str, output_dir: Path) -> object:
+    return saved_identity(resume, output_dir)["flags"]["tokens_per_micro_batch"]
+
+
 def test_what_a_run_chose_for_itself_is_read_from_its_newest_checkpoint(tmp_path):
     for step, tokens in ((2, 640), (10, 704), (4, 640)):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        trainer = {"identity": {"flags": {"tokens_per_micro_batch": tokens}}}
+        trainer = {"step": step, "identity": dataclasses.asdict(run(tokens_per_micro_batch=tokens))}
         (tmp_path / f"checkpoint-{step}" / TRAINER).write_text(json.dumps(trainer))
-    assert saved_identity("auto", tmp_path)["flags"] == {"tokens_per_micro_batch": 704}
-    assert saved_identity(str(tmp_path / "checkpoint-2"), tmp_path / "other")["flags"] == {
-        "tokens_per_micro_batch": 640
-    }
+    assert chosen("auto", tmp_path) == 704
+    assert chosen(str(tmp_path / "checkpoint-2"), tmp_path / "other") == 640
     (tmp_path / "checkpoint-10" / TRAINER).write_text("{")  # damaged
-    assert saved_identity("auto", tmp_path)["flags"] == {"tokens_per_micro_batch": 640}
+    assert chosen("auto", tmp_path) == 640
     assert saved_identity("never", tmp_path) == saved_identity("auto", tmp_path / "other") == {}
 
 

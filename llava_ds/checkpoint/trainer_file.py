@@ -1,0 +1,89 @@
+"""trainer.json: what a checkpoint says of the run that it is of. A checkpoint without a sound one is none."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from llava_ds.checkpoint import commit
+from llava_ds.constants import DataError
+from llava_ds.side_files import read_json
+
+TRAINER = "trainer.json"
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+class _Optimizer(TypedDict):
+    type: str
+    params: NotRequired[dict[str, Any]]
+
+
+# Of flags and sections, those that are computed with; the others are only compared.
+_Flags = TypedDict(
+    "_Flags",
+    {
+        **{
+            name: NotRequired[_Count | None]
+            for name in ("train_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+        },
+        "tokens_per_micro_batch": NotRequired[_Count | str | None],
+        **{
+            name: NotRequired[str | None]
+            for name in ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter")
+        },
+    },
+)
+
+
+class _Sections(TypedDict):
+    optimizer: NotRequired[_Optimizer | None]
+
+
+class Identity(TypedDict):
+    """A RunIdentity as JSON has it; what earlier versions did not write is not required."""
+
+    flags: _Flags
+    data: str
+    world_size: _Count
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    deepspeed: NotRequired[_Sections]
+    optimizer_on_nvme: NotRequired[bool]
+
+
+class Trainer(TypedDict):
+    """step: of the checkpoint; weights: SHA-256 of the base models' files by name, by flag; model_only: the format of
+    a checkpoint that holds the model alone."""
+
+    step: Annotated[int, Field(ge=0)]
+    identity: Identity
+    weights: NotRequired[dict[str, dict[str, str]]]
+    model_only: NotRequired[str]
+
+
+def read_trainer(checkpoint: Path) -> dict:
+    """What trainer.json holds. Raises DataError where it is missing or not what a run writes."""
+    try:
+        return read_json(checkpoint / TRAINER, Trainer)
+    except FileNotFoundError as error:
+        raise DataError(f"{checkpoint / TRAINER} is missing: name a whole checkpoint (run/verify.py)") from error
+    except DataError as error:
+        raise DataError(f"{checkpoint / TRAINER} can't be read: {error}: name a whole checkpoint") from error
+
+
+def checkpoint_problem(checkpoint: Path) -> str | None:
+    """Why a folder is not a whole checkpoint of a run; None when it is. Reads and hashes every file."""
+    problem = commit.problem_with(checkpoint)
+    if problem is not None:
+        return problem
+    try:
+        trainer = read_json(checkpoint / TRAINER, Trainer)
+    except FileNotFoundError:
+        return f"{TRAINER} is missing"
+    except DataError as error:
+        return f"{TRAINER} can't be read ({error})"
+    named = commit.step_in_name(checkpoint)
+    if named is not None and trainer["step"] != named:
+        return f"{TRAINER} is that of step {trainer['step']}"
+    return None
