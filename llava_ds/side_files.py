@@ -31,7 +31,7 @@ _KINDS = {
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a file for reading. Raises OSError, and DataError where it is no regular file; never waits for a writer."""
-    file = open(path, "rb", opener=_open_without_waiting)  # a folder raises here
+    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 the caller's; a folder raises here
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()

@@ -13,7 +13,7 @@ from llava_ds.checkpoint.random_states import random_states, seed_random_states,
 from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
 from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import Ranks, barrier, gather
 
 # What a run writes of itself, which another one in the same folder would take for its own.
@@ -131,7 +131,11 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
     """
     line = _load(engine, point, ranks)
     if ranks.rank < point.world_size:
-        set_random_states(safe_load.load(point.path / f"random-{ranks.rank}.pt"), ranks.device)
+        file = point.path / f"random-{ranks.rank}.pt"
+        try:
+            set_random_states(safe_load.load(file), ranks.device)
+        except DataError as error:
+            raise DataError(f"{file} can't be used: {error}") from error
     else:
         seed_random_states(seed, point.step, ranks.rank)
     return line

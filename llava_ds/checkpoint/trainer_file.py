@@ -20,21 +20,17 @@ class _Optimizer(TypedDict):
     params: NotRequired[dict[str, Any]]
 
 
-# Of flags and sections, those that are computed with; the others are only compared.
-_Flags = TypedDict(
-    "_Flags",
-    {
-        **{
-            name: NotRequired[_Count | None]
-            for name in ("train_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
-        },
-        "tokens_per_micro_batch": NotRequired[_Count | str | None],
-        **{
-            name: NotRequired[str | None]
-            for name in ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter")
-        },
-    },
-)
+class _Flags(TypedDict):
+    """Those that are computed with; the others are only compared."""
+
+    train_batch_size: NotRequired[_Count | None]
+    per_device_train_batch_size: NotRequired[_Count | None]
+    gradient_accumulation_steps: NotRequired[_Count | None]
+    tokens_per_micro_batch: NotRequired[_Count | str | None]
+    model_name_or_path: NotRequired[str | None]
+    model_base: NotRequired[str | None]
+    vision_tower: NotRequired[str | None]
+    pretrain_mm_mlp_adapter: NotRequired[str | None]
 
 
 class _Sections(TypedDict):

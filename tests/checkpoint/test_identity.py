@@ -12,8 +12,9 @@ import toys
 
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import TRAINER, RunIdentity, saved_identity
+from llava_ds.checkpoint.identity import RunIdentity, saved_identity
 from llava_ds.checkpoint.state import find_resume_point, kept_batch_size
+from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks
 from llava_ds.model.folders import take_from_model
