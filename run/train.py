@@ -53,6 +53,7 @@ from llava_ds.model.language import length_note
 from llava_ds.model.liger import check_liger, use_liger
 from llava_ds.model.recompute import mark_layers
 from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS, build_parser, parse_arguments, read_recipe
+from llava_ds.report.mending import mend_side_files
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.start import start_progress
 from llava_ds.tiny import default as tiny
@@ -155,6 +156,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
             print_first(*dry_run.memory(planned, ranks))
         return 0
     checkpoint.set_aside(output_dir, resume, ranks)
+    mend_side_files(output_dir, checkpoint.OF_A_RUN, ranks)
     if ranks.is_first:
         write_run_record(output_dir, args, resolved, num_steps, dataset, held_out, ranks)
     finished = Finished(plan, args.model, pictures, resolved.dtype, args.data.model_max_length)
