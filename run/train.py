@@ -20,6 +20,7 @@ from llava_ds.data.dataset import open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.held_out import divide
 from llava_ds.data.loader import Layout, sample_order, windows
+from llava_ds.data.seen_files import changes_since, write_data_files
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
     check_same,
@@ -146,7 +147,8 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         check_shared_folder(output_dir, "--output_dir", ranks)
     # Rank 0 alone reads and hashes what lies there.
     find = partial(checkpoint.find_resume_point, args.training.resume, output_dir, identity)
-    resume, lines = from_first(ranks, partial(find, args.training.allow_changed_flags))
+    about_data = partial(changes_since, dataset.table)
+    resume, lines = from_first(ranks, partial(find, args.training.allow_changed_flags, about_data))
     weights = from_first(ranks, lambda: weight_hashes(args, output_dir, resume.path))
     print_first(*plan_lines(resolved, dataset, layout, num_steps, per_epoch), *lines)
     if args.training.dry_run:
@@ -159,6 +161,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     mend_side_files(output_dir, checkpoint.OF_A_RUN, ranks)
     if ranks.is_first:
         write_run_record(output_dir, args, resolved, num_steps, dataset, held_out, ranks)
+        write_data_files(output_dir, dataset.table)
     finished = Finished(plan, args.model, pictures, resolved.dtype, args.data.model_max_length)
     if form != "adapter" and not trains_projector_only(args.model):
         entries = planned_entries(finished)

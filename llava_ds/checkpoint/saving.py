@@ -9,7 +9,7 @@ import torch
 
 from llava_ds.arguments import TrainingArguments
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import RunIdentity
+from llava_ds.checkpoint.identity import ENGINE, RunIdentity
 from llava_ds.checkpoint.layout import layout_file, layout_text
 from llava_ds.checkpoint.random_states import random_states
 from llava_ds.checkpoint.state import rewind
@@ -106,6 +106,8 @@ class Saver:
         writer.save(random_states(self.ranks.device), scratch / f"random-{self.ranks.rank}.pt")
         if self.ranks.is_first:
             writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
+            # For the zero_to_fp32.py that DeepSpeed copies beside it. It can't lie: it is there whole with the rest.
+            writer.save_text(ENGINE, scratch / "latest")
         writer.start()
         self._save = _Save(step, scratch, writer, keeps_all, time.perf_counter() - started)
 

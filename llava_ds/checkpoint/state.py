@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from llava_ds.arguments import Arguments
@@ -53,11 +54,15 @@ def kept_batch_size(args: Arguments, world_size: int) -> int | None:
 
 
 def find_resume_point(
-    resume: str, output_dir: Path, identity: RunIdentity, allowed: str | None = None
+    resume: str,
+    output_dir: Path,
+    identity: RunIdentity,
+    allowed: str | None = None,
+    about_data: Callable[[Path], str] = lambda run_dir: "",
 ) -> tuple[ResumePoint, list[str]]:
     """The checkpoint that --resume asks for, and lines to print. Raises ConfigError when it can't be gone on from.
 
-    allowed: --allow_changed_flags.
+    allowed: --allow_changed_flags; about_data: how the data set differs from that of a run in a folder, in a clause.
     """
     known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
     may_change = permitted(allowed, known, FREE_FLAGS)
@@ -86,6 +91,8 @@ def find_resume_point(
     trainer = read_trainer(path)
     saved = trainer["identity"]
     differences = identity.differences(saved)
+    if "data" in differences and (how := about_data(path.resolve().parent)):
+        differences["data"] += f": {how}"
     refused = {name: line for name, line in differences.items() if name not in may_change}
     if refused:
         about = ""
