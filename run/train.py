@@ -13,7 +13,7 @@ from transformers import set_seed
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
-from llava_ds.checkpoint.saving import Saver
+from llava_ds.checkpoint.saving import ModelWriter, Saver, can_be_resumed, what_is_saved
 from llava_ds.checkpoint.sources import weight_hashes
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import open_together
@@ -41,7 +41,7 @@ from llava_ds.ds_config.native import compiling_notes
 from llava_ds.ds_config.optimizer import kernels_of
 from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.export.finished import Finished, export_format
-from llava_ds.export.leave import leave_result
+from llava_ds.export.leave import leave_result, write_model
 from llava_ds.export.shards import parse_size
 from llava_ds.export.trial import try_export
 from llava_ds.export.write import planned_entries
@@ -69,7 +69,7 @@ from llava_ds.train.loop import TrainState, train
 from llava_ds.train.optimizer import start_engine
 from llava_ds.train.out_of_memory import MemoryWatch
 from llava_ds.train.rehearsal import heaviest_micro_batch, missing_states, rehearse
-from llava_ds.train.schedule import total_steps
+from llava_ds.train.schedule import total_steps, with_steps_of_epochs
 from llava_ds.train.stopping import Stopping
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 from llava_ds.train.watchdog import Watchdog
@@ -137,6 +137,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     asked, args = (flags.replaced(tokens_per_micro_batch=tokens) for flags in (asked, args))
     per_epoch = layout.steps_per_epoch(order)
     num_steps = total_steps(args.training, per_epoch)
+    args = with_steps_of_epochs(args, per_epoch)
     resolved = together(ranks, partial(resolve, asked, num_steps=num_steps))
     # A compiler that only some machines have decides which Adam is filled in.
     same = {"the resolved optimizer": resolved.config.get("optimizer")}
@@ -210,8 +211,11 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
         args, engine, resolved, dataset, layout, order, flops, resume_step=resume.step, num_steps=num_steps, ranks=ranks
     )
     evaluation = Evaluation(engine, args, held_out, asked_of, layout, plan.tokenizer, evals, ranks)
-    saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks)
-    saves = args.training.save_strategy == "steps"
+    model_writer = None
+    if args.training.save_only_model:
+        write = partial(write_model, engine, finished, form, max_shard_bytes, args, pictures, ranks)
+        model_writer = ModelWriter("projector" if trains_projector_only(args.model) else form, write)
+    saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks, model_writer)
     boundary = Boundary(
         engine, model, state, num_steps, args.training, stop, watchdog, progress, evaluation, saver, ranks
     )
@@ -233,8 +237,8 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     progress.close()
     if state.stops:
         progress.trackers.close()
-        return stop.leave(state.step, saves, ranks)
-    stop.ends(saves)
+        return stop.leave(state.step, what_is_saved(args.training), ranks)
+    stop.ends(can_be_resumed(args.training))
     if resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
 

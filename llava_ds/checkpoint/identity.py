@@ -18,7 +18,7 @@ ENGINE = "engine"  # the tag under which DeepSpeed writes its part
 # Flags that say where a run lies or how it is watched: another value gives the same model.
 FREE_FLAGS = {
     "output_dir", "resume", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "cache_dir",
-    "async_save",
+    "async_save", "save_only_model", "eval_strategy",
     "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "model_base",
     "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
     "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",

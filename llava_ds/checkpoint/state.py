@@ -13,7 +13,7 @@ from llava_ds.checkpoint.layout import has_layout, layout_of, read_layout
 from llava_ds.checkpoint.random_states import random_states, seed_random_states, set_random_states
 from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
 from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
-from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
+from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import Ranks, barrier, gather
 
@@ -75,12 +75,18 @@ def find_resume_point(
     if resume == "never":
         return ResumePoint(), []
     if resume == "auto":
-        path, lines = commit.newest_whole(output_dir, checkpoint_problem)
+        path, lines = commit.newest_whole(output_dir, resume_problem)
         if path is None:
+            if any(line.endswith(MODEL_ONLY) for line in lines):  # not to be moved aside by a start from nothing
+                raise ConfigError(
+                    "\n".join([f"{output_dir} has no checkpoint that a run can be resumed from:", *lines])
+                    + "\ntrain on from such a model as a new run, in another --output_dir (--model_name_or_path, or "
+                    "--pretrain_mm_mlp_adapter of a projector), or give --resume never to start again"
+                )
             return ResumePoint(), lines
     else:
         path, lines = Path(resume), []
-        problem = checkpoint_problem(path) if path.is_dir() else "there is no such folder"
+        problem = resume_problem(path) if path.is_dir() else "there is no such folder"
         if problem is not None:
             raise ConfigError(f"--resume {resume} can't be used: {problem}")
     if identity.optimizer_on_nvme:

@@ -11,6 +11,7 @@ from llava_ds.constants import DataError
 from llava_ds.side_files import read_json
 
 TRAINER = "trainer.json"
+MODEL_ONLY = "it holds the model alone (--save_only_model), no optimizer states"
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -66,6 +67,22 @@ def read_trainer(checkpoint: Path) -> dict:
         raise DataError(f"{checkpoint / TRAINER} is missing: name a whole checkpoint (run/verify.py)") from error
     except DataError as error:
         raise DataError(f"{checkpoint / TRAINER} can't be read: {error}: name a whole checkpoint") from error
+
+
+def is_training_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of run/train.py with the engine's part, not of the model alone."""
+    if not ((folder / TRAINER).is_file() or (folder / commit.MANIFEST).is_file()):
+        return False
+    try:
+        return "model_only" not in read_trainer(folder)
+    except DataError:
+        return True  # a damaged one, which is refused where it is read
+
+
+def resume_problem(checkpoint: Path) -> str | None:
+    """Why no run can be resumed from a folder; None where one can."""
+    problem = checkpoint_problem(checkpoint)
+    return MODEL_ONLY if problem is None and not is_training_checkpoint(checkpoint) else problem
 
 
 def checkpoint_problem(checkpoint: Path) -> str | None:

@@ -45,11 +45,11 @@ def stamps_of(media: Media, options: PictureOptions) -> list[Stamp]:
 
 def seen_files(media: Media, options: PictureOptions, stamps: list[Stamp]) -> list[SeenFile]:
     """The same files with what they hold. Raises OSError, and DataError for what is no regular file."""
-    refs = taken(media, options)
-    return [
-        SeenFile(ref.path, stamp, blocks_digest(ref.path, ref.offset, ref.num_bytes))
-        for ref, stamp in zip(refs, stamps)
-    ]
+    return [SeenFile(ref.path, stamp, _digest(ref)) for ref, stamp in zip(taken(media, options), stamps)]
+
+
+def _digest(ref: FileRef) -> str:
+    return blocks_digest(ref.path, ref.offset, ref.num_bytes)
 
 
 def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:

@@ -127,6 +127,21 @@ def test_a_changed_flag_is_refused_with_both_values_until_it_is_allowed(tmp_path
         assert point.changed and "allowed to change: --learning_rate is 0.0001, was 2e-05" in lines
 
 
+def test_other_data_are_described_by_who_knows_them(tmp_path):
+    path = saved(tmp_path, 3, run())
+    asked = []
+
+    def about(run_dir: Path) -> str:
+        asked.append(run_dir)
+        return "1 of 2 image files hold something else: a.png"
+
+    with pytest.raises(ConfigError, match=r"is another one: 1 of 2 image files hold something else: a\.png"):
+        find_resume_point("auto", tmp_path, run(data="other"), None, about)
+    assert asked == [path.parent]
+    find_resume_point("auto", tmp_path, run(), None, about)
+    assert len(asked) == 1
+
+
 def test_adam_with_the_flags_numbers_is_one_optimizer_whichever_code_computes_it(tmp_path):
     params = {"lr": 2e-5, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8}
     saved(tmp_path, 3, run())
