@@ -339,10 +339,17 @@ class TrainingArguments:
         "--watchdog_start_s. Below DEEPSPEED_TIMEOUT (10 minutes), after which NCCL ends a rank without a name.",
     )
     watchdog_save_s: float = HfArg(default=1800.0, help="The same of saving, and of writing the result.")
+    eval_strategy: Literal["no", "steps", "epoch"] | None = HfArg(
+        default=None,
+        aliases=["--evaluation_strategy"],
+        help="When the loss on eval samples (--eval_data_path or --eval_fraction) is measured, beside the end of the "
+        "run. steps: every --eval_steps; epoch: after every epoch; no: never before the end. Absent: steps if "
+        "--eval_steps is given, else no.",
+    )
     eval_steps: int | None = HfArg(
         default=None,
-        help="Steps between measurements of the loss on held-out samples (--eval_data_path or --eval_fraction), which "
-        "are made at the end, too (at least 1); absent: at the end only.",
+        help="Optimizer steps between measurements of the eval loss (at least 1); absent, with --eval_strategy steps: "
+        "--logging_steps.",
     )
     sample_steps: int | None = HfArg(
         default=None,
@@ -366,8 +373,15 @@ class TrainingArguments:
         aliases=["--verbose_logging"],
         help="Let DeepSpeed, transformers and Python's warnings say what they have to say, on every rank.",
     )
-    save_strategy: Literal["steps", "no"] = HfArg(
-        default="steps", help="steps: a checkpoint every --save_steps and one at the end; no: none."
+    save_strategy: Literal["steps", "epoch", "no"] = HfArg(
+        default="steps",
+        help="steps: a checkpoint every --save_steps and one at the end; epoch: one after every epoch and one at the "
+        "end; no: none.",
+    )
+    save_only_model: bool = HfArg(
+        default=False,
+        help="Save the model alone, as the folder that the finished run leaves, without optimizer states: small "
+        "checkpoints that open like an exported model, and from which no run can be resumed.",
     )
     save_steps: int = HfArg(default=500, help="Optimizer steps between checkpoints (at least 1).")
     save_total_limit: int | None = HfArg(default=None, help="Checkpoints to keep (at least 1); absent: all.")

@@ -44,8 +44,6 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "add_time_instruction": (NO, "writing a video's times before its question is not here yet"),
     "dataloader_drop_last": (None, "no sample is left out, the last step of an epoch may be smaller"),
     "attn_implementation": (None, "the fastest attention that this machine has is chosen"),
-    "evaluation_strategy": (("no", "steps"), "--eval_steps says when the held-out loss is measured"),
-    "eval_strategy": (("no", "steps"), "--eval_steps says when the held-out loss is measured"),
     "per_device_eval_batch_size": (None, "held-out samples are laid out as those of training"),
 }
 
@@ -357,9 +355,13 @@ def training_problems(args: Arguments) -> list[str]:
     check(0 <= part < 1, f"--eval_fraction is {part}: give a value from 0 to below 1")
     check(not (part and held_out), "--eval_fraction and --eval_data_path are both given: choose one")
     check(
-        training.eval_steps is None or part or held_out is not None,
+        training.eval_steps is None or part or held_out is not None or training.eval_strategy == "no",
         f"--eval_steps {training.eval_steps} measures the loss on held-out samples: give --eval_data_path or "
         "--eval_fraction, too",
+    )
+    check(
+        training.eval_strategy != "epoch" or part or held_out is not None,
+        "--eval_strategy epoch measures the loss on held-out samples: give --eval_data_path or --eval_fraction, too",
     )
     check(
         training.sample_steps is not None or data.sample_data_path is None,
@@ -368,9 +370,18 @@ def training_problems(args: Arguments) -> list[str]:
     sigma = training.loss_spike_sigma
     check(math.isfinite(sigma) and sigma > 0, f"--loss_spike_sigma is {sigma}: give a value above 0, like 6")
     check(
-        training.on_loss_spike != "rewind" or training.save_strategy == "steps",
+        training.on_loss_spike != "rewind" or training.save_strategy != "no",
         "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps",
     )
+    for flag, is_set in (
+        ("--on_loss_spike rewind", training.on_loss_spike == "rewind"),
+        ("--async_save True", training.async_save),
+    ):
+        check(
+            not (training.save_only_model and is_set),
+            f"--save_only_model True and {flag}: {flag.split()[0]} goes with checkpoints of the whole training state, "
+            "leave one of them out",
+        )
     check(training.output_dir is not None, "--output_dir is missing: name the folder for what the run leaves")
 
     check(

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import TRAINER
+from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import exit_for_bad_input, quiet_libraries
 from llava_ds.export.card import write_card, write_conversion_card
@@ -61,7 +61,7 @@ def main() -> None:
     if not source.is_dir():
         raise ConfigError(f"{source}: there is no such folder")
     restored = None
-    if (source / TRAINER).is_file() or (source / commit.MANIFEST).is_file():
+    if is_training_checkpoint(source):
         if "version" in given:
             raise ConfigError("--version goes with a model folder; run.json says a checkpoint's: leave it out")
         restored = restore(source, given, dtype)

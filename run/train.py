@@ -19,13 +19,14 @@ from transformers import set_seed
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.output_lock import OutputLock
-from llava_ds.checkpoint.saving import Saver
+from llava_ds.checkpoint.saving import ModelWriter, Saver, can_be_resumed, what_is_saved
 from llava_ds.checkpoint.sources import weight_hashes
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.held_out import divide
 from llava_ds.data.loader import Layout, sample_order, windows
+from llava_ds.data.seen_files import changes_since, write_data_files
 from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
     check_same,
@@ -46,7 +47,7 @@ from llava_ds.ds_config.native import compiling_notes
 from llava_ds.ds_config.optimizer import kernels_of
 from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.export.finished import Finished, export_format
-from llava_ds.export.leave import leave_result
+from llava_ds.export.leave import leave_result, write_model
 from llava_ds.export.shards import parse_size
 from llava_ds.export.trial import try_export
 from llava_ds.export.write import planned_entries
@@ -59,6 +60,7 @@ from llava_ds.model.language import length_note
 from llava_ds.model.liger import check_liger, use_liger
 from llava_ds.model.recompute import mark_layers
 from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS, build_parser, parse_arguments, read_recipe
+from llava_ds.report.mending import mend_side_files
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.start import start_progress
 from llava_ds.tiny import default as tiny
@@ -73,7 +75,7 @@ from llava_ds.train.loop import TrainState, train
 from llava_ds.train.optimizer import start_engine
 from llava_ds.train.out_of_memory import MemoryWatch
 from llava_ds.train.rehearsal import heaviest_micro_batch, missing_states, rehearse
-from llava_ds.train.schedule import total_steps
+from llava_ds.train.schedule import total_steps, with_steps_of_epochs
 from llava_ds.train.stopping import Stopping
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 from llava_ds.train.watchdog import Watchdog
@@ -151,6 +153,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     asked, args = (flags.replaced(tokens_per_micro_batch=tokens) for flags in (asked, args))
     per_epoch = layout.steps_per_epoch(order)
     num_steps = total_steps(args.training, per_epoch)
+    args = with_steps_of_epochs(args, per_epoch)
     resolved = together(ranks, partial(resolve, asked, num_steps=num_steps))
     # A compiler that only some machines have decides which Adam is filled in.
     same = {"the resolved optimizer": resolved.config.get("optimizer")}
@@ -160,7 +163,8 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
         check_shared_folder(output_dir, "--output_dir", ranks)
     # Rank 0 alone reads and hashes what lies there.
     find = partial(checkpoint.find_resume_point, args.training.resume, output_dir, identity)
-    resume, lines = from_first(ranks, partial(find, args.training.allow_changed_flags))
+    about_data = partial(changes_since, dataset.table)
+    resume, lines = from_first(ranks, partial(find, args.training.allow_changed_flags, about_data))
     weights = from_first(ranks, lambda: weight_hashes(args, output_dir, resume.path))
     print_first(*plan_lines(resolved, dataset, layout, num_steps, per_epoch), *lines)
     if args.training.dry_run:
@@ -170,8 +174,10 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
             print_first(*dry_run.memory(planned, ranks))
         return 0
     checkpoint.set_aside(output_dir, resume, ranks)
+    mend_side_files(output_dir, checkpoint.OF_A_RUN, ranks)
     if ranks.is_first:
         write_run_record(output_dir, args, resolved, num_steps, dataset, held_out, ranks)
+        write_data_files(output_dir, dataset.table)
     finished = Finished(plan, args.model, pictures, resolved.dtype, args.data.model_max_length)
     if form != "adapter" and not trains_projector_only(args.model):
         entries = planned_entries(finished)
@@ -220,8 +226,11 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
         args, engine, resolved, dataset, layout, order, flops, resume_step=resume.step, num_steps=num_steps, ranks=ranks
     )
     evaluation = Evaluation(engine, args, held_out, asked_of, layout, plan.tokenizer, evals, ranks)
-    saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks)
-    saves = args.training.save_strategy == "steps"
+    model_writer = None
+    if args.training.save_only_model:
+        write = partial(write_model, engine, finished, form, max_shard_bytes, args, pictures, ranks)
+        model_writer = ModelWriter("projector" if trains_projector_only(args.model) else form, write)
+    saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks, model_writer)
     boundary = Boundary(
         engine, model, state, num_steps, args.training, stop, watchdog, progress, evaluation, saver, ranks
     )
@@ -243,8 +252,8 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     progress.close()
     if state.stops:
         progress.trackers.close()
-        return stop.leave(state.step, saves, ranks)
-    stop.ends(saves)
+        return stop.leave(state.step, what_is_saved(args.training), ranks)
+    stop.ends(can_be_resumed(args.training))
     if resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
 

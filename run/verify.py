@@ -10,12 +10,11 @@ if __name__ == "__main__":
     begin("run/verify.py")  # before the imports below, which take seconds
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import TRAINER
+from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem, read_trainer
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import exit_for_bad_input, print_first
 
@@ -27,7 +26,7 @@ def main(argv: list[str]) -> bool:
     paths = [each for given in parser.parse_args(argv).paths for each in _checkpoints(Path(given))]
     whole = True
     for path in paths:
-        problem = commit.problem_with(path)
+        problem = checkpoint_problem(path)
         whole &= problem is None
         print_first(f"{path}: {_described(path)}" if problem is None else f"{path}: NOT whole: {problem}")
     return whole
@@ -46,9 +45,11 @@ def _checkpoints(path: Path) -> list[Path]:
 def _described(path: Path) -> str:
     """What a whole checkpoint is."""
     files = commit.read_manifest(path)
-    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    trainer = read_trainer(path)
     identity = trainer["identity"]
     size = sum(entry["bytes"] for entry in files.values())
+    if form := trainer.get("model_only"):
+        return f"whole: step {trainer['step']:,}, the model alone ({form}), {len(files)} files, {size / 1e9:,.3f} GB"
     return (
         f"whole: step {trainer['step']:,}, {identity['world_size']} ranks, ZeRO-{identity['zero_stage']}, "
         f"{len(files)} files, {size / 1e9:,.3f} GB"

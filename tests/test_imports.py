@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 # From left to right; what stands on one level does not import each other.
 LEVELS = [
     {"constants"},
-    {"arguments", "durations", "launchers", "model_files", "processes", "redact", "whole_files"},
-    {"parsing", "startup"},
+    {"arguments", "durations", "launchers", "model_files", "processes", "redact", "side_files", "whole_files"},
+    {"file_contents", "parsing", "startup"},
     {"geometry", "batch", "formats", "distributed", "ds_config", "tokenizer"},
     {"data", "model"},
     {"train", "checkpoint", "report"},

@@ -198,8 +198,6 @@ def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flag", "value", "instead"),
     [
-        ("evaluation_strategy", "epoch", "no"),
-        ("eval_strategy", "epoch", "no"),
         ("mm_resampler_type", "perceiver", "None"),
         ("early_mix_text", "True", "False"),
         ("add_time_instruction", "True", "False"),
@@ -223,6 +221,7 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("loss_spike_sigma", 0, "give a value above 0"),
         ("eval_fraction", 1, "give a value from 0 to below 1"),
         ("eval_steps", 5, "give --eval_data_path or --eval_fraction, too"),
+        ("eval_strategy", "epoch", "give --eval_data_path or --eval_fraction, too"),
         ("max_run_time", "3 hours", "write it like 3h50m"),
         ("model_max_length", 1, "give 2 or more"),
         ("dataloader_num_workers", -1, "give 0 or more"),

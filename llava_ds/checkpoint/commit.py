@@ -14,17 +14,36 @@ import shutil
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from llava_ds.checkpoint.files import Entry, damage, described, flush, flush_and_hash, sha256, write_file
+from llava_ds.constants import DataError
 from llava_ds.distributed import Ranks, gather
+from llava_ds.side_files import read_json
 
 MANIFEST = "manifest.json"
 HASHING_THREADS = 8
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-([0-9]{1,18})")
 _UNFINISHED, _REPLACED, _DELETED = ".tmp", ".replaced", ".deleted"  # behind the name of what is no checkpoint
 
 __all__ = ["MANIFEST", "SaveFailed", "sha256"]  # sha256 is others' way to hash a file, too
+
+
+class _Entry(TypedDict):
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: str
+
+
+class Manifest(TypedDict):
+    """sha256: of step and files."""
+
+    step: Annotated[int, Field(ge=0)]
+    files: dict[str, _Entry]
+    sha256: str
 
 
 class SaveFailed(Exception):
@@ -80,21 +99,30 @@ def problem_with(checkpoint: Path) -> str | None:
         files = read_manifest(checkpoint)
     except FileNotFoundError:
         return f"it has no {MANIFEST}, so its saving was not finished"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except DataError as error:
         return f"its {MANIFEST} can't be read ({error})"
     return _first_damage(checkpoint, files)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Entry]:
-    """The files of a checkpoint. Raises OSError, ValueError and others when there is no sound manifest of it."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    """The files of a checkpoint. Raises FileNotFoundError, and DataError when there is no sound manifest of it."""
+    manifest = read_json(checkpoint / MANIFEST, Manifest)
     step, files = manifest["step"], manifest["files"]
     if manifest["sha256"] != _digest(step, files):
-        raise ValueError("it has changed since it was written")
-    named = _NAME.fullmatch(checkpoint.resolve().name)
-    if named is not None and int(named[1]) != step:
-        raise ValueError(f"it is that of step {step}")
+        raise DataError("it has changed since it was written")
+    named = step_in_name(checkpoint)
+    if named is not None and named != step:
+        raise DataError(f"it is that of step {step}")
+    for name in files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise DataError(f"it names {name[:200]!r}, which lies outside the checkpoint")
     return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in files.items()}
+
+
+def step_in_name(checkpoint: Path) -> int | None:
+    """The step that a folder's name says, links resolved; None for other names."""
+    named = _NAME.fullmatch(checkpoint.resolve().name)
+    return None if named is None else int(named[1])
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -108,12 +136,17 @@ def step_of(checkpoint: Path) -> int:
     return int(_NAME.fullmatch(checkpoint.name)[1])
 
 
-def newest_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and a line for every newer one that does not."""
+def newest_whole(
+    output_dir: Path, problem_of: Callable[[Path], str | None] = problem_with
+) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and a line for every newer one that does not.
+
+    problem_of: why a folder is not used; None when it can be.
+    """
     recover(output_dir)
     refused = []
     for path in checkpoints(output_dir):
-        problem = problem_with(path)
+        problem = problem_of(path)
         if problem is None:
             return path, refused
         refused.append(f"{path.name} is not used: {problem}")

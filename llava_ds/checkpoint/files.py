@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from llava_ds.constants import DataError
+from llava_ds.side_files import open_regular
+
 Entry = dict[str, object]  # of one file: its "bytes" and its "sha256"
 
 BLOCK_BYTES = 1 << 20
@@ -95,9 +98,9 @@ def flush_and_hash(path: Path) -> Entry:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
+    """The SHA-256 of a file's content, in hexadecimal. Raises OSError, and DataError for what is no regular file."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
@@ -114,15 +117,20 @@ def not_cached(path: Path) -> None:
 
 def damage(folder: Path, name: str, entry: Entry) -> str | None:
     """How a file differs from what was written of it; None when it does not. Reads all of it."""
-    path = folder / name
     try:
-        if not path.is_file():
-            return f"{name} is missing"
-        if (size := path.stat().st_size) != entry["bytes"]:
+        with open_regular(folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != entry["bytes"]:
             return f"{name} has {size} bytes, not {entry['bytes']}"
-        return None if sha256(path) == entry["sha256"] else f"{name} has changed since it was saved"
+        return None if sha256(folder / name) == entry["sha256"] else f"{name} has changed since it was saved"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except DataError as error:
+        return f"{name} can't be read ({error})"
     except OSError as error:
         return f"{name} can't be read ({error.strerror})"
+    except ValueError as error:  # a name that no file can have
+        return f"{name[:200]!r} can't be read ({error})"
 
 
 def described(path: Path | str, error: Exception) -> str:

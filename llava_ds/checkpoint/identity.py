@@ -7,17 +7,18 @@ from pathlib import Path
 
 from llava_ds.arguments import Arguments, flag_default
 from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.trainer_file import read_trainer
+from llava_ds.constants import DataError
 from llava_ds.ds_config.optimizer import optimizer_name
 from llava_ds.ds_config.zero import offload_device
 from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
 
 ENGINE = "engine"  # the tag under which DeepSpeed writes its part
-TRAINER = "trainer.json"
 
 # Flags that say where a run lies or how it is watched: another value gives the same model.
 FREE_FLAGS = {
     "output_dir", "resume", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "cache_dir",
-    "async_save",
+    "async_save", "save_only_model", "eval_strategy",
     "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "model_base",
     "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
     "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",
@@ -129,14 +130,18 @@ def _meant(identity: dict) -> dict | None:
         return block
     params = dict(block.get("params", {}))
     by_flags = {
-        "lr": flags["learning_rate"],
-        "weight_decay": flags["weight_decay"],
-        "betas": [flags["adam_beta1"], flags["adam_beta2"]],
-        "eps": flags["adam_epsilon"],
+        "lr": flags.get("learning_rate"),
+        "weight_decay": flags.get("weight_decay"),
+        "betas": [flags.get("adam_beta1"), flags.get("adam_beta2")],
+        "eps": flags.get("adam_epsilon"),
     }
     decoupled = params.pop("adam_w_mode", True)
     params.pop("torch_adam", None)
-    return None if decoupled and {**params, "betas": list(params.get("betas", ()))} == by_flags else block
+    return None if decoupled and {**params, "betas": _as_list(params.get("betas"))} == by_flags else block
+
+
+def _as_list(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def folder_digest(folder: Path) -> str:
@@ -162,7 +167,7 @@ def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:
     paths = {"auto": commit.checkpoints(output_dir), "never": []}.get(resume, [Path(resume)])
     for path in paths:
         try:
-            return json.loads((path / TRAINER).read_text(encoding="utf-8"))["identity"]
-        except (OSError, ValueError, KeyError):
+            return read_trainer(path)["identity"]
+        except DataError:
             continue  # a damaged one, which is refused, and said so, where it is looked for
     return {}

@@ -19,9 +19,11 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.side_files import read_json
 
 # Kinds of optimizer, by what wraps the one that the user chose.
 PLAIN, UNFUSED, FUSED, ZERO, BF16_ZERO, ZERO_3 = "plain", "unfused", "fused", "zero", "bf16_zero", "zero_3"
+MAX_LAYOUT_BYTES = 256 << 20  # of a file, which has a line for every parameter
 REPLICATED = (PLAIN, UNFUSED, FUSED)  # every rank has all of it, and rank 0 saves it
 _KINDS = {
     FP16_UnfusedOptimizer: UNFUSED,
@@ -151,7 +153,7 @@ def read_layout(folder: Path, rank: int) -> Layout:
     """What a rank wrote. Raises DataError where that is missing or can't be read."""
     file = layout_file(folder, rank)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file, dict, MAX_LAYOUT_BYTES)
         slots = tuple(tuple(Piece(*piece) for piece in slot) for slot in found.pop("slots"))
         return Layout(**found, slots=slots)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -5,6 +5,8 @@ import random
 import numpy as np
 import torch
 
+from llava_ds.constants import DataError
+
 
 def random_states(device: torch.device) -> dict[str, object]:
     """The generators' states as plain numbers and tensors, which load without running pickled code."""
@@ -20,14 +22,20 @@ def random_states(device: torch.device) -> dict[str, object]:
 
 
 def set_random_states(states: dict[str, object], device: torch.device) -> None:
-    """Go on where random_states was called; on a GPU as it is, where that was on a CPU."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    """Go on where random_states was called; on a GPU as it is, where that was on a CPU.
+
+    Raises DataError for what random_states did not make.
+    """
+    try:
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(words), gauss))
+        name, keys, *rest = states["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(states["torch"])
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"it holds no random states: {type(error).__name__}: {error}"[:300]) from error
 
 
 def seed_random_states(seed: int, step: int, rank: int) -> None:

@@ -3,20 +3,46 @@
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from llava_ds.arguments import TrainingArguments
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import TRAINER, RunIdentity
+from llava_ds.checkpoint.files import described
+from llava_ds.checkpoint.identity import ENGINE, RunIdentity
 from llava_ds.checkpoint.layout import layout_file, layout_text
 from llava_ds.checkpoint.random_states import random_states
 from llava_ds.checkpoint.state import rewind
+from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem
 from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
 from llava_ds.distributed import Ranks, from_first, print_first
 
 MAX_FAILED_SAVES = 3  # in a row, until the run ends
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelWriter:
+    """Writes the model alone (--save_only_model). form: "hf", "llava", "adapter" or "projector"; write: into a folder,
+    called by all ranks together; raises OSError on rank 0 alone, when the others are done, too."""
+
+    form: str
+    write: Callable[[Path], None]
+
+
+def can_be_resumed(training: TrainingArguments) -> bool:
+    """Whether the same command goes on from what a run saves."""
+    return training.save_strategy != "no" and not training.save_only_model
+
+
+def what_is_saved(training: TrainingArguments) -> str:
+    """Whether the step at which a run stops is saved, and what the same command does next, in a clause."""
+    if training.save_strategy == "no":
+        return "not saved, for --save_strategy is no"
+    if training.save_only_model:
+        return "saved, the model alone (--save_only_model): no run can be resumed from it"
+    return "saved; the same command goes on from there"
 
 
 @dataclasses.dataclass
@@ -42,8 +68,11 @@ class Saver:
         training: TrainingArguments,
         resumed: Path | None,
         ranks: Ranks,
+        model_writer: ModelWriter | None = None,
     ) -> None:
-        """weights: what sources.weight_hashes gave; resumed: the checkpoint that the run goes on from."""
+        """weights: what sources.weight_hashes gave; resumed: the checkpoint that the run goes on from; model_writer:
+        for checkpoints of the model alone."""
+        self.model_writer = model_writer
         self.engine, self.output_dir, self.ranks = engine, output_dir, ranks
         self.trainer = {"identity": dataclasses.asdict(identity), "weights": weights}
         self.limit, self.background = training.save_total_limit, training.async_save
@@ -61,7 +90,9 @@ class Saver:
         """
         if self._save is not None and (saves or last or self._all_have_written()):
             self._settle()
-        if saves:
+        if saves and self.model_writer is not None:
+            self._save_model(step, keeps_all)
+        elif saves:
             self._begin(step, keeps_all)
             if self._save is not None and (last or not self.background):
                 self._settle()
@@ -86,10 +117,10 @@ class Saver:
         return path
 
     def _whole(self) -> tuple[Path | None, list[str]]:
-        problem = commit.problem_with(self.last_good)
+        problem = checkpoint_problem(self.last_good)
         if problem is None:
             return self.last_good, []
-        path, lines = commit.newest_whole(self.output_dir)
+        path, lines = commit.newest_whole(self.output_dir, checkpoint_problem)
         return path, [f"{self.last_good} is not used: {problem}", *lines]
 
     def _begin(self, step: int, keeps_all: bool) -> None:
@@ -105,8 +136,37 @@ class Saver:
         writer.save(random_states(self.ranks.device), scratch / f"random-{self.ranks.rank}.pt")
         if self.ranks.is_first:
             writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
+            # For the zero_to_fp32.py that DeepSpeed copies beside it. It can't lie: it is there whole with the rest.
+            writer.save_text(ENGINE, scratch / "latest")
         writer.start()
         self._save = _Save(step, scratch, writer, keeps_all, time.perf_counter() - started)
+
+    def _save_model(self, step: int, keeps_all: bool) -> None:
+        """Save the model alone, as a folder that opens by itself, with the manifest of any checkpoint."""
+        started, problem = time.perf_counter(), None
+        try:
+            scratch = commit.begin(self.output_dir, step, self.ranks)
+        except commit.SaveFailed as error:
+            return self._failed(step, str(error))
+        try:
+            self.model_writer.write(scratch)
+            if self.ranks.is_first:
+                trainer = {"step": step, **self.trainer, "model_only": self.model_writer.form}
+                (scratch / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+        except OSError as error:
+            place = Path(error.filename or scratch)
+            problem = described(place.relative_to(scratch) if place.is_relative_to(scratch) else place, error)
+        try:
+            path = commit.commit(scratch, {}, problem, self.ranks)
+        except commit.SaveFailed as error:
+            return self._failed(step, str(error))
+        self._is_saved(path, keeps_all)
+        print_first(f"{path.name} is saved, the model alone: training waited {time.perf_counter() - started:.2f} s")
+
+    def _is_saved(self, path: Path, keeps_all: bool) -> None:
+        if self.ranks.is_first and not keeps_all:
+            commit.keep_newest(self.output_dir, self.limit)
+        self.last_good, self.num_failed = path, 0
 
     def _all_have_written(self) -> bool:
         """Whether every rank's writer is done, the same answer on all. None of them waits for a writer here.
@@ -141,9 +201,7 @@ class Saver:
             path = commit.commit(save.scratch, save.writer.written, save.writer.problem, self.ranks)
         except commit.SaveFailed as error:
             return self._failed(save.step, str(error))
-        if self.ranks.is_first and not save.keeps_all:
-            commit.keep_newest(self.output_dir, self.limit)
-        self.last_good, self.num_failed = path, 0
+        self._is_saved(path, save.keeps_all)
         waited_s = save.waited_s + time.perf_counter() - started
         behind = f", written in {save.writer.took_s:.2f} s beside it" if self.background else ""
         print_first(f"{path.name} is saved: training waited {waited_s:.2f} s{behind}")

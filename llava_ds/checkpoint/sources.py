@@ -8,11 +8,16 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
 from llava_ds.arguments import Arguments
 from llava_ds.checkpoint.files import sha256
-from llava_ds.checkpoint.identity import TRAINER
+from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.file_contents import blocks_digest, stamp_of
 from llava_ds.model.weight_files import weight_files
+from llava_ds.side_files import move_aside, read_json, why_not_regular
+from llava_ds.whole_files import write_whole
 
 REMEMBERED = "weight_hashes.json"  # in a run's folder
 HASHING_THREADS = 8
@@ -20,38 +25,59 @@ HASHING_THREADS = 8
 Hashes = dict[str, dict[str, str]]  # SHA-256 by file name, by flag
 
 
+class _Known(TypedDict):
+    """Of a weight file: its Stamp when it was hashed, a hash of some of its blocks, and that of all of it."""
+
+    stamp: list[int]
+    blocks: str
+    sha256: str
+
+
 def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) -> Hashes:
     """The SHA-256 of every weight file in the folders that the flags name. For rank 0: it reads all of them.
 
-    Files whose place, size and time are as they were are not read again; output_dir remembers them, but for a dry run.
-    Raises ConfigError when the checkpoint to go on from (None: a fresh start) is of a run that began with others.
-    {} where nothing is compared now or later.
+    Files whose place and stamp are as they were, and some of whose blocks are, are not read again; output_dir remembers
+    them, but for a dry run. Raises ConfigError when the checkpoint to go on from (None: a fresh start) is of a run that
+    began with others. {} where nothing is compared now or later.
     """
     if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
         return {}
-    note = output_dir / REMEMBERED
-    try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}  # not there yet, or a kill cut it short: it is written anew
     folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base", "vision_tower")}
     files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
-    stamps = {path: _stamp(path) for paths in files.values() for path in paths}
-    new = [path for path, stamp in stamps.items() if stamp not in known]
+    note = output_dir / REMEMBERED
+    known = _remembered(note)
+    paths = {path: str(path.resolve()) for group in files.values() for path in group}
+    seen = {place: {"stamp": list(stamp_of(path)), "blocks": _blocks(path)} for path, place in paths.items()}
+    new = [path for path, place in paths.items() if not seen[place].items() <= known.get(place, {}).items()]
     with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
-        hashed = {stamps[path]: digest for path, digest in zip(new, pool.map(sha256, new))}
-    digests = {**{stamp: known[stamp] for stamp in stamps.values() if stamp in known}, **hashed}
+        hashed = {paths[path]: digest for path, digest in zip(new, pool.map(sha256, new))}
+    digests = {place: hashed.get(place) or known[place]["sha256"] for place in seen}
     if hashed and not args.training.dry_run:
         output_dir.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(digests, indent=1), encoding="utf-8")
-    found = {name: {path.name: digests[stamps[path]] for path in paths} for name, paths in files.items()}
+        if (problem := why_not_regular(note)) is not None:
+            print(f"WARNING: {note} can't be used ({problem}): it is now {move_aside(note).name}", flush=True)
+        content = {place: {**seen[place], "sha256": digest} for place, digest in digests.items()}
+        write_whole(note, json.dumps(content, indent=1))
+    found = {name: {path.name: digests[paths[path]] for path in group} for name, group in files.items()}
     if checkpoint is not None:
         _compare(checkpoint, found)
     return found
 
 
+def _remembered(note: Path) -> dict[str, _Known]:
+    """What an earlier start hashed; nothing where that is not there, cut short by a kill or no file."""
+    try:
+        return read_json(note, dict[str, _Known])
+    except (FileNotFoundError, DataError):
+        return {}
+
+
+def _blocks(path: Path) -> str:
+    return blocks_digest(path, sampled=0)
+
+
 def _compare(checkpoint: Path, found: Hashes) -> None:
-    saved: Hashes = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))["weights"]
+    saved: Hashes = read_trainer(checkpoint).get("weights", {})
     lines = [
         f"  --{name}: {file} {'is gone' if file not in found.get(name, {}) else 'has changed'}"
         for name, files in saved.items()
@@ -71,8 +97,3 @@ def _files(folder: Path) -> list[Path]:
         return weight_files(folder)
     except DataError:
         return sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-
-
-def _stamp(path: Path) -> str:
-    stat = path.stat()
-    return f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"

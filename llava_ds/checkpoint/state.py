@@ -2,18 +2,19 @@
 
 import copy
 import dataclasses
-import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from llava_ds.arguments import Arguments
 from llava_ds.checkpoint import commit, safe_load
-from llava_ds.checkpoint.identity import ENGINE, FREE_FLAGS, TRAINER, RunIdentity, saved_identity
+from llava_ds.checkpoint.identity import ENGINE, FREE_FLAGS, RunIdentity, saved_identity
 from llava_ds.checkpoint.layout import has_layout, layout_of, read_layout
 from llava_ds.checkpoint.random_states import random_states, seed_random_states, set_random_states
 from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
 from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
-from llava_ds.constants import ConfigError
+from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import Ranks, barrier, gather
 
 # What a run writes of itself, which another one in the same folder would take for its own.
@@ -53,11 +54,15 @@ def kept_batch_size(args: Arguments, world_size: int) -> int | None:
 
 
 def find_resume_point(
-    resume: str, output_dir: Path, identity: RunIdentity, allowed: str | None = None
+    resume: str,
+    output_dir: Path,
+    identity: RunIdentity,
+    allowed: str | None = None,
+    about_data: Callable[[Path], str] = lambda run_dir: "",
 ) -> tuple[ResumePoint, list[str]]:
     """The checkpoint that --resume asks for, and lines to print. Raises ConfigError when it can't be gone on from.
 
-    allowed: --allow_changed_flags.
+    allowed: --allow_changed_flags; about_data: how the data set differs from that of a run in a folder, in a clause.
     """
     known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
     may_change = permitted(allowed, known, FREE_FLAGS)
@@ -70,12 +75,18 @@ def find_resume_point(
     if resume == "never":
         return ResumePoint(), []
     if resume == "auto":
-        path, lines = commit.newest_whole(output_dir)
+        path, lines = commit.newest_whole(output_dir, resume_problem)
         if path is None:
+            if any(line.endswith(MODEL_ONLY) for line in lines):  # not to be moved aside by a start from nothing
+                raise ConfigError(
+                    "\n".join([f"{output_dir} has no checkpoint that a run can be resumed from:", *lines])
+                    + "\ntrain on from such a model as a new run, in another --output_dir (--model_name_or_path, or "
+                    "--pretrain_mm_mlp_adapter of a projector), or give --resume never to start again"
+                )
             return ResumePoint(), lines
     else:
         path, lines = Path(resume), []
-        problem = commit.problem_with(path) if path.is_dir() else "there is no such folder"
+        problem = resume_problem(path) if path.is_dir() else "there is no such folder"
         if problem is not None:
             raise ConfigError(f"--resume {resume} can't be used: {problem}")
     if identity.optimizer_on_nvme:
@@ -83,9 +94,11 @@ def find_resume_point(
             f"{path} can't be gone on from: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
             '--resume never to start again, or offload_optimizer to "cpu", which a run has to begin with'
         )
-    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    trainer = read_trainer(path)
     saved = trainer["identity"]
     differences = identity.differences(saved)
+    if "data" in differences and (how := about_data(path.resolve().parent)):
+        differences["data"] += f": {how}"
     refused = {name: line for name, line in differences.items() if name not in may_change}
     if refused:
         about = ""
@@ -131,7 +144,11 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
     """
     line = _load(engine, point, ranks)
     if ranks.rank < point.world_size:
-        set_random_states(safe_load.load(point.path / f"random-{ranks.rank}.pt"), ranks.device)
+        file = point.path / f"random-{ranks.rank}.pt"
+        try:
+            set_random_states(safe_load.load(file), ranks.device)
+        except DataError as error:
+            raise DataError(f"{file} can't be used: {error}") from error
     else:
         seed_random_states(seed, point.step, ranks.rank)
     return line
@@ -143,7 +160,7 @@ def rewind(engine, path: Path, ranks: Ranks) -> None:
     They stay counted: schedule, rates, counters and random states go on from where they are. All ranks call it
     together.
     """
-    trainer = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+    trainer = read_trainer(path)
     counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
     schedule, random = copy.deepcopy(engine.lr_scheduler.state_dict()), random_states(ranks.device)
     rates = [{key: group[key] for key in group.keys() - GROUP_STATES} for group in engine.basic_optimizer.param_groups]

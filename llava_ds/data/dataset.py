@@ -19,20 +19,21 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds import geometry
 from llava_ds.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
-from llava_ds.data.cache import add_generation, note_stale, open_newest
+from llava_ds.data.cache import CachedRows, add_generation, note_stale, open_newest
 from llava_ds.data.collator import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.fingerprint import digest_of, file_digest, file_stamp, options_that_matter, tokenizer_parts
 from llava_ds.data.images import load_media
-from llava_ds.data.preflight import Checker, layout_of, media_from_text, reasons_in_short, rejections
+from llava_ds.data.preflight import Checker, layout_of, media_from_text, media_of_text, reasons_in_short, rejections
+from llava_ds.data.seen_files import changed_files, contents_digest
 from llava_ds.data.source_names import short_names
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
 from llava_ds.data.sources.reading import shown
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.writing import can_now_be_used, write_rows
-from llava_ds.distributed import Ranks, first_rank_first, gather
+from llava_ds.distributed import Ranks, first_rank_first, gather, print_first
 
-ENCODING_VERSION = 2  # raise it when the same records would give other rows
+ENCODING_VERSION = 3  # raise it when the same records would give other rows
 
 LLAVA_TOKENS_PER_PICTURE = 128  # what LLaVA's data set adds to the words of a sample with pictures
 
@@ -273,7 +274,7 @@ def open_encoded(
     stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
     folder = cache_dir / "encoded" / digest_of([*common, repr(pictures), *stamps, *roots])
     rows = open_newest(folder)
-    if rows is None or (options.retry and (rows.is_stale or can_now_be_used(rows.table, checker))):
+    if rows is None or (options.retry and _is_outdated(rows, checker)):
         rows = add_generation(folder, lambda scratch: write_rows(scratch, checker, options.num_workers))
     table = rows.table
     _refuse_if_bad(table, options, rows.folder)
@@ -287,8 +288,18 @@ def open_encoded(
         sources=short_names([source.path for source in sources]),
         descriptions=[source.describe() for source in sources],
         pictures=pictures,
-        fingerprint=digest_of([*common, repr(used), *contents, *outcome]),
+        fingerprint=digest_of([*common, repr(used), *contents, *outcome, contents_digest(table)]),
     )
+
+
+def _is_outdated(rows: CachedRows, checker: Checker) -> bool:
+    """Whether the records have to be checked anew: a picture was exchanged, or one that was missing is there."""
+    if rows.is_stale or can_now_be_used(rows.table, checker):
+        return True
+    changed = changed_files(rows.table, checker.pictures, media_of_text)
+    if changed:
+        print_first(f"{len(changed):,} image files have changed since the data was checked, which is done again")
+    return bool(changed)
 
 
 def sample_ids(dataset: EncodedDataset, samples: Iterable[int]) -> list[str]:

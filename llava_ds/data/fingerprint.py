@@ -10,10 +10,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypedDict
 
+from llava_ds.constants import DataError
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import shard_contents
+from llava_ds.file_contents import blocks_digest, stamp_of
 from llava_ds.geometry import PictureOptions
+from llava_ds.side_files import read_json
+from llava_ds.whole_files import write_whole
 
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
 
@@ -55,24 +60,29 @@ def file_stamp(source: Source, path: str, cache_dir: Path) -> str:
     return f"{os.path.basename(path)} {[stat.st_size, stat.st_mtime_ns]}"
 
 
+class _Note(TypedDict):
+    stamp: list[int]
+    blocks: str
+    sha256: str
+
+
 def file_digest(source: Source, path: str, cache_dir: Path) -> str:
-    """A hash of what a file of a source holds, remembered in cache_dir for as long as its size and time stay."""
+    """A hash of what a file of a source holds, remembered in cache_dir while its stamp and some blocks stay."""
     file = Path(path)
-    stat = file.stat()
-    stamp = [stat.st_size, stat.st_mtime_ns]
+    seen = {"stamp": list(stamp_of(file)), "blocks": blocks_digest(file, sampled=0)}
     note = cache_dir / "hashes" / f"{digest_of([str(file.resolve()), source.kind])}.json"
     try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-        if known["stamp"] == stamp:
+        known = read_json(note, _Note)
+        if seen.items() <= known.items():
             return known["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, DataError):
         pass  # not hashed before, or a kill cut the note short: it is written anew
     digest = hashlib.sha256()
     for block in shard_contents(path) if source.kind == "webdataset" else _blocks(file):
         digest.update(block)
     sha256 = digest.hexdigest()
     note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps({"stamp": stamp, "sha256": sha256}), encoding="utf-8")
+    write_whole(note, json.dumps({**seen, "sha256": sha256}), shared=True)
     return sha256
 
 

@@ -50,7 +50,7 @@ def probe(media: Media, options: PictureOptions) -> tuple[Size, ...]:
     if media.kind == "video":
         return video.probe(media.refs[0], options)
     sizes = []
-    for ref in _taken(media, options):
+    for ref in taken(media, options):
         with _opened(ref, options.max_pixels) as (_, _, size):
             sizes.append(size)
         _check_resized(ref, size, _aspect_ratio(media, options), options)
@@ -72,7 +72,7 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     tiles = []
     aspect_ratio = _aspect_ratio(media, options)
     tiled = media.kind == "image" and layout.num_tiles > 1
-    for ref, expected in zip(_taken(media, options), sizes, strict=True):
+    for ref, expected in zip(taken(media, options), sizes, strict=True):
         pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
         picture = _load(ref, bound, expected if tiled else None)
         if tiled:
@@ -88,7 +88,7 @@ def load_pictures(media: Media, sizes: tuple[Size, ...], options: PictureOptions
     if media.kind == "video":
         yield from video.frames(media.refs[0], sizes, options)
     else:
-        yield from (_load(ref, options.max_pixels) for ref in _taken(media, options))
+        yield from (_load(ref, options.max_pixels) for ref in taken(media, options))
 
 
 def load_image(source: str | os.PathLike | FileRef, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
@@ -208,9 +208,9 @@ def _check_tiff_tiles(ref: FileRef, image: Image.Image, max_pixels: int) -> None
             raise DataError(f"{ref.path} is stored in tiles of {tile[0]} x {tile[1]} pixels: save it in smaller ones")
 
 
-def _taken(media: Media, options: PictureOptions) -> list[FileRef]:
-    """The pictures that are shown: all of them, or no more frames than --frames_upbound."""
-    if media.kind == "image":
+def taken(media: Media, options: PictureOptions) -> list[FileRef]:
+    """The files that are shown: all of them, or no more frames than --frames_upbound."""
+    if media.kind != "frames":
         return list(media.refs)
     return [media.refs[i] for i in geometry.even_frames(len(media.refs), options.frames_upbound)]
 

@@ -15,6 +15,7 @@ from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.images import probe
 from llava_ds.data.sample import FileRef, Media, Sample
+from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.distributed import printable
 
@@ -35,7 +36,7 @@ RECORDS = pa.schema(
 
 # One row per record, in the sources' order. reason is null for what is accepted; a rejected row keeps its text where
 # the reason lies in another file, so that it can be tried again, and its id and reason are spelled so that they can be
-# printed. words is LLaVA's measure of length.
+# printed. words is LLaVA's measure of length; files and what was seen of them are llava_ds.data.seen_files'.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -54,6 +55,7 @@ ROWS = pa.schema(
         ("num_pictures", pa.int32()),
         ("words", pa.int32()),
         ("truncated", pa.bool_()),
+        *COLUMNS,
     ]
 )
 
@@ -98,10 +100,12 @@ class Checker:
         except DataError as error:
             return _Rejected(_id_in(text, self.sources[source].columns.id, index), error)
         try:
-            media = tuple(SizedMedia(one, self._sizes(one)) for one in sample.media)
+            looked_at = [self._looked_at(one) for one in sample.media]
         except DataError as error:
             return _Rejected(sample.id, error)
-        return _Checked(sample, media, [layout_of(one, len(media), self.pictures).num_tokens for one in media])
+        media = tuple(sized for sized, _ in looked_at)
+        seen = [file for _, files in looked_at for file in files]
+        return _Checked(sample, media, seen, [layout_of(one, len(media), self.pictures).num_tokens for one in media])
 
     def _coded(self, one: "_Checked", coded: Encoded | DataError) -> "_Accepted | _Rejected":
         if isinstance(coded, DataError):
@@ -110,13 +114,17 @@ class Checker:
             limit = self.encoder.options.max_length
             why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
             return _Rejected(one.sample.id, DataError(f"nothing to learn from: {why}"))
-        return _Accepted(one.sample, one.media, coded)
+        return _Accepted(one.sample, one.media, one.seen, coded)
 
-    def _sizes(self, media: Media) -> tuple[tuple[int, int], ...]:
+    def _looked_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
-            return probe(media, self.pictures)
+            stamps = stamps_of(media, self.pictures)  # first: what is written meanwhile has another one
+            sized = SizedMedia(media, probe(media, self.pictures))
+            return sized, seen_files(media, self.pictures, stamps)
         except (DataError, ConfigError) as error:  # ConfigError: an extra is missing, which may be there next time
             raise FileProblem(str(error)) from error
+        except OSError as error:
+            raise FileProblem(f"{error.filename or media.refs[0].path} can't be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,7 @@ class _Checked:
 
     sample: Sample
     media: tuple[SizedMedia, ...]
+    seen: list[SeenFile]
     num_tokens: list[int]
 
 
@@ -132,6 +141,7 @@ class _Checked:
 class _Accepted:
     sample: Sample
     media: tuple[SizedMedia, ...]
+    seen: list[SeenFile]
     coded: Encoded
 
 
@@ -210,6 +220,7 @@ def _columns(outcomes: list[_Accepted | _Rejected]) -> dict[str, pa.Array]:
         "input_ids": _lists(input_ids),
         "labels": _lists(labels),
         **{name: pa.array(np.ascontiguousarray(counts[:, i])) for i, name in enumerate(names)},
+        **as_columns([one.seen if isinstance(one, _Accepted) else [] for one in outcomes]),
     }
 
 
@@ -232,6 +243,11 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
         SizedMedia(Media(kind, tuple(FileRef(*ref) for ref in refs)), tuple(tuple(size) for size in sizes))
         for kind, refs, sizes in json.loads(text)
     )
+
+
+def media_of_text(text: str) -> list[Media]:
+    """What media_to_text wrote, without the sizes."""
+    return [sized.media for sized in media_from_text(text)]
 
 
 def rejections(table: pa.Table, rows: np.ndarray) -> Iterator[dict[str, object]]:

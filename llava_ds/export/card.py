@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
 from llava_ds.arguments import Arguments, trained_parts
 from llava_ds.redact import redact
-from llava_ds.report.metrics import read_metrics
+from llava_ds.side_files import read_rows
 
 # Flags that a reader of a model card asks for; paths are no such.
 SHOWN = (
@@ -29,6 +31,17 @@ from llava.model.builder import load_pretrained_model
 tokenizer, model, image_processor, context_len = load_pretrained_model("{folder}", None, "{name}")
 ```
 """
+
+
+class _Row(TypedDict):
+    """Of a row of metrics.jsonl what a card adds up."""
+
+    step: int
+    epoch: float
+    loss: float
+    samples: int
+    tokens: int
+    supervised_tokens: int
 
 
 def write_card(
@@ -84,7 +97,8 @@ def write_conversion_card(output_dir: Path, form: str, source: Path) -> None:
 
 def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
     path = run_dir / "metrics.jsonl"
-    rows = [row for row in read_metrics(path) if step is None or row["step"] <= step] if path.is_file() else []
+    rows, _ = read_rows(path, _Row) if path.is_file() else ([], [])
+    rows = [row for row in rows if step is None or row["step"] <= step]
     if not rows:
         return [f"- optimizer steps: {record['num_steps']:,}"]
     total = {key: sum(row[key] for row in rows) for key in ("samples", "tokens", "supervised_tokens")}

@@ -46,6 +46,21 @@ def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
     ]
 
 
+class Counted:
+    """Counts how many entries were read."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def entries(self, entries: Iterable[Entry]) -> list[Entry]:
+        """The same entries, whose reading is counted."""
+        return [dataclasses.replace(entry, read=partial(self._read, entry)) for entry in entries]
+
+    def _read(self, entry: Entry) -> torch.Tensor | None:
+        self.num_read += 1
+        return entry.read()
+
+
 def take_part(entries: Iterable[Entry]) -> None:
     """Do what the ranks beside the first have to while rank 0 reads the live entries."""
     for entry in entries:

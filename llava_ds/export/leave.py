@@ -11,10 +11,11 @@ from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_com
 from safetensors import SafetensorError
 from torch import nn
 
-from llava_ds.arguments import Arguments, trains_projector_only
+from llava_ds.arguments import Arguments, TrainingArguments, trains_projector_only
 from llava_ds.batch import Batch
 from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.checkpoint.files import REMEDIES, described
+from llava_ds.checkpoint.saving import can_be_resumed
 from llava_ds.constants import DataError
 from llava_ds.data.collator import collate
 from llava_ds.data.dataset import EncodedDataset
@@ -24,6 +25,7 @@ from llava_ds.export.check import compare_reloaded, room_to_compare
 from llava_ds.export.finished import Finished
 from llava_ds.export.shards import num_bytes
 from llava_ds.export.write import export_live, export_live_projector, planned_entries
+from llava_ds.geometry import PictureOptions
 from llava_ds.model.quantize import exact_products
 from llava_ds.report.history import write_trainer_state
 from llava_ds.report.run_record import read_run_record
@@ -40,7 +42,7 @@ def leave_result(
     """
     output_dir = Path(args.training.output_dir)
     engine.empty_partition_cache()  # after a look at held-out samples, as below
-    with _written_or_said(output_dir, saves=args.training.save_strategy != "no"):
+    with _written_or_said(output_dir, args.training):
         if ranks.is_first:
             write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
         if trains_projector_only(args.model):
@@ -53,22 +55,54 @@ def leave_result(
 
 
 @contextlib.contextmanager
-def _written_or_said(output_dir: Path, saves: bool) -> Iterator[None]:
+def _written_or_said(output_dir: Path, training: TrainingArguments) -> Iterator[None]:
     """What a disk refuses, as a DataError. The other ranks, which wait for this one, hear of it from the watchdog."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        code = re.search(r"\(os error (\d+)\)", str(error))  # as safetensors says it
-        cause = OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
-        if not isinstance(cause, OSError) or cause.errno not in REMEDIES:
+        cause = _refusal(error)
+        if cause is None:
             raise
-        then = (
-            "Start the same command again: it goes on at its end"
-            if saves
-            else "No checkpoint holds it (--save_strategy no)"
-        )
+        then = "No checkpoint holds it (--save_strategy no)"
+        if can_be_resumed(training):
+            then = "Start the same command again: it goes on at its end"
+        elif training.save_only_model and training.save_strategy != "no":
+            then = "The newest checkpoint holds the same model"
         place = getattr(error, "filename", None) or output_dir
         raise DataError(f"the finished model could not be written: {described(place, cause)}. {then}") from error
+
+
+def write_model(
+    engine,
+    finished: Finished,
+    form: str,
+    max_shard_bytes: int,
+    args: Arguments,
+    pictures: PictureOptions,
+    ranks: Ranks,
+    folder: Path,
+) -> None:
+    """Write the model as it is now into a folder, as leave_result does at the end; all ranks call it together.
+
+    Raises OSError on rank 0 where the disk does not take it, once the other ranks have done their part.
+    """
+    engine.empty_partition_cache()
+    try:
+        if trains_projector_only(args.model):
+            export_live_projector(finished, engine.module, folder, ranks)
+        elif form == "adapter":
+            export_adapter(engine.module, finished.plan, args.model, pictures, folder, ranks)
+        else:
+            export_live(finished, engine.module, form, folder, max_shard_bytes, ranks)
+    except SafetensorError as error:
+        raise _refusal(error) or error from error
+
+
+def _refusal(error: Exception) -> OSError | None:
+    """What a disk refused, in Python's words; None for any other error."""
+    code = re.search(r"\(os error (\d+)\)", str(error))  # as safetensors says it
+    cause = OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
+    return cause if isinstance(cause, OSError) and cause.errno in REMEDIES else None
 
 
 def _leave_model(

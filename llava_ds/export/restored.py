@@ -1,6 +1,5 @@
 """A finished model out of a checkpoint, without the processes that trained it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,15 +7,16 @@ import torch
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import ENGINE, SETTINGS, TRAINER, folder_digest
+from llava_ds.checkpoint.identity import ENGINE, SETTINGS, folder_digest
 from llava_ds.checkpoint.sources import weight_hashes
+from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.deepspeed_files import engine_entries
 from llava_ds.export.entries import Entry, completed, read_entries
 from llava_ds.export.finished import Finished, hf_kind
 from llava_ds.export.lora import merged_entries
 from llava_ds.model.build import part_weights, plan_model
-from llava_ds.report.run_record import read_run_record
+from llava_ds.report.run_record import located, read_run_record
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,23 @@ class Restored:
 def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) -> Restored:
     """The model as a checkpoint has it. What trained comes from there, what was frozen from where it came from.
 
-    moved: other places of --model_name_or_path and the like than run.json's; dtype None: the training's.
+    moved: other places of --model_name_or_path and the like than run.json's; dtype None: the training's. The projector
+    that the run began with is asked for only where the checkpoint holds no trained one.
     Raises ConfigError or DataError for a damaged checkpoint, and for base models that are not there or not the same.
     """
-    problem = commit.problem_with(checkpoint) if checkpoint.is_dir() else "there is no such folder"
+    problem = checkpoint_problem(checkpoint) if checkpoint.is_dir() else "there is no such folder"
     if problem is not None:
         raise DataError(f"{checkpoint} can't be used: {problem}")
     run_dir = checkpoint.resolve().parent
     run, record = read_run_record(run_dir)
-    run = run.replaced(**moved)
-    _check_bases(run, json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))["identity"]["flags"])
+    run = located(run, record, run_dir).replaced(**moved)
+    trained, trained_in = engine_entries(checkpoint / ENGINE)
+    if _holds_projector(trained, run):
+        run = run.replaced(pretrain_mm_mlp_adapter=None)
+    _check_bases(run, read_trainer(checkpoint)["identity"]["flags"])
     weight_hashes(run.replaced(dry_run=True), run_dir, checkpoint)
     plan = plan_model(run.model, run.data.model_max_length)
     pictures = plan.tower.pictures(run)
-    trained, trained_in = engine_entries(checkpoint / ENGINE)
     finished = Finished(plan, run.model, pictures, dtype or trained_in, run.data.model_max_length)
 
     parts = ["vision_tower", "projector", "language_model"] + ["newline"] * pictures.has_newline
@@ -69,12 +72,19 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     return Restored(finished, whole, trained, form, run, run_dir, record)
 
 
+def _holds_projector(trained: list[Entry], run: Arguments) -> bool:
+    """Whether all that stage 1's file would bring was trained, the newline with the projector; not rows of new tokens,
+    which belong to the language model."""
+    adds_tokens = run.model.mm_use_im_start_end or run.model.mm_use_im_patch_token
+    return not adds_tokens and any(entry.name.startswith("projector.") for entry in trained)
+
+
 def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
     """Compare the base models' folders, and the projector's file, with those that the run was trained on."""
     problems = []
     for name in ("model_name_or_path", "model_base", "vision_tower"):
         given = getattr(run.model, name)
-        if saved[name] is None:  # the model brings its own
+        if saved.get(name) is None:  # the model brings its own
             if given is not None:
                 problems.append(f"--{name} {given}: the run was trained without this flag, leave it out")
             continue
@@ -86,7 +96,7 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
     projector = run.model.pretrain_mm_mlp_adapter
     if projector is not None and not Path(projector).is_file():
         problems.append(f"--pretrain_mm_mlp_adapter {projector} is not there any more: say where it lies now")
-    elif projector is not None and commit.sha256(Path(projector)) != saved["pretrain_mm_mlp_adapter"]:
+    elif projector is not None and commit.sha256(Path(projector)) != saved.get("pretrain_mm_mlp_adapter"):
         problems.append(f"--pretrain_mm_mlp_adapter {projector} is not what this was trained from: name that one")
     if problems:
         raise ConfigError("\n".join(problems))

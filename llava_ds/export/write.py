@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
 from llava_ds.distributed import Ranks
-from llava_ds.export.entries import Entry, live_entries, take_part
+from llava_ds.export.entries import Counted, Entry, live_entries, take_part
 from llava_ds.export.finished import Finished
 from llava_ds.export.hf import hf_entries, write_hf
 from llava_ds.export.llava import llava_entries, projector_entries, write_llava, write_projector
@@ -21,11 +22,19 @@ ENTRIES = {"hf": hf_entries, "llava": llava_entries}
 def export_live(
     finished: Finished, model: LlavaModel, form: str, output_dir: Path, max_bytes: int, ranks: Ranks
 ) -> None:
-    """Write a model that is trained right now, "hf" or "llava". Every rank takes part; only rank 0 writes."""
+    """Write a model that is trained right now, "hf" or "llava". Every rank takes part; only rank 0 writes.
+
+    What a disk refuses is raised on rank 0, once all of the model was gathered: the others do not wait for it.
+    """
     entries = live_entries(model, ranks)
     with freed_memory_returns():
         if ranks.is_first:
-            WRITERS[form](finished, entries, output_dir, max_bytes)
+            counted = Counted()
+            try:
+                WRITERS[form](finished, counted.entries(entries), output_dir, max_bytes)
+            except (OSError, SafetensorError):
+                take_part(ENTRIES[form](finished, entries)[counted.num_read :])
+                raise
         else:
             take_part(ENTRIES[form](finished, entries))  # in the same order, what has two places twice
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llava_ds import formats
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import TRAINER
+from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.model.folders import FLAG
 from llava_ds.model.hf import HF_CLASSES, HFModel
@@ -75,7 +75,7 @@ def described(
     path, moved = Path(path).expanduser(), dict(moved or {})
     if not path.is_dir():
         raise ConfigError(f"--model_path {path}: there is no such folder")
-    if is_checkpoint(path):
+    if is_training_checkpoint(path):
         with _as_exported(path, *_of_checkpoint(path, moved)) as found:
             yield found
     elif _is_transformers(path):
@@ -88,11 +88,6 @@ def described(
     else:
         with _as_exported(path, *_of_folder(path, moved, version)) as found:
             yield found
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of run/train.py."""
-    return (folder / TRAINER).is_file() or (folder / commit.MANIFEST).is_file()
 
 
 def _is_transformers(folder: Path) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llava_ds.constants import DataError
+from llava_ds.side_files import read_rows
 from llava_ds.whole_files import write_whole
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
@@ -89,12 +90,9 @@ def as_line(row: dict) -> str:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """All whole rows of a JSONL file of this package; a last line that a kill cut short is passed over."""
-    rows = []
-    whole, _, last = path.read_bytes().rpartition(b"\n")  # the last may end within a character
-    for line in f"{whole.decode()}\n{last.decode(errors='replace')}".lstrip("\n").split("\n"):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """All whole rows of a JSONL file of this package; lines that hold none, and a last one that a kill cut short, are
+    passed over. Raises FileNotFoundError, and DataError for what is no such file."""
+    try:
+        return read_rows(path)[0]
+    except DataError as error:
+        raise DataError(f"{path} can't be read: {error}") from error

@@ -1,6 +1,5 @@
 """What lies in a run's folder, read for a person to look at: whatever is missing or broken has a sentence instead."""
 
-import json
 import math
 import os
 import re
@@ -8,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llava_ds.report.metrics import read_metrics
+from llava_ds.constants import DataError
 from llava_ds.report.series import Smoothed
+from llava_ds.side_files import read_json, read_rows
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -101,8 +101,11 @@ def read_run(output_dir: Path) -> RunFiles:
     problems: dict[str, str] = {}
 
     def rows(name: str, required: bool = False) -> list[dict]:
-        found = _read(output_dir / name, read_metrics, [], problems, required)
-        return [row for row in found if isinstance(row, dict)]
+        found, damaged = _read(output_dir / name, read_rows, ([], []), problems, required)
+        if damaged:
+            lines = ", ".join(map(str, damaged[:3])) + (", …" if len(damaged) > 3 else "")
+            problems[name] = f"{name} can't be read in some lines ({lines})."
+        return found
 
     def stepped(name: str, required: bool = False) -> list[dict]:
         found = [row for row in rows(name, required) if is_number(row.get("step"))]
@@ -147,13 +150,13 @@ def _read(path: Path, read: Callable[[Path], object], nothing: object, problems:
     except FileNotFoundError:
         if required:
             problems[path.name] = f"There is no {path.name} in this folder."
-    except (OSError, ValueError, RecursionError) as error:
+    except DataError as error:
         problems[path.name] = f"{path.name} can't be read ({error})."
     return nothing
 
 
 def _read_json(path: Path) -> object:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path, dict)
 
 
 def _checkpoints(output_dir: Path) -> list[Checkpoint]:

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
+from typing_extensions import NotRequired, TypedDict
 
 from llava_ds import __version__
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
@@ -20,6 +22,7 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.distributed import Ranks
 from llava_ds.ds_config.resolve import ResolvedConfig
 from llava_ds.redact import redact
+from llava_ds.side_files import mismatch, read_json
 from llava_ds.whole_files import write_whole
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "safetensors", "pillow")
@@ -93,21 +96,63 @@ def length_histogram(lengths: list[int]) -> dict[str, list[int]]:
     return {"edges": edges[: last + 1].tolist(), "counts": counts[:last].tolist()}
 
 
+class RunRecord(TypedDict):
+    """What is read of run.json again. folder: which relative paths in it are from."""
+
+    arguments: dict[str, Any]
+    num_steps: int
+    versions: dict[str, str]
+    folder: NotRequired[str]
+
+
 def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
-    """The flags in run.json, and all of it. Raises DataError where it is missing, or an other version's."""
+    """The flags in run.json, and all of it. Raises DataError where it is missing, damaged, or another version's."""
     path = output_dir / "run.json"
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        flags = record["arguments"]
-        sections = [
-            cls(**{field.name: flags.pop(field.name) for field in dataclasses.fields(cls) if field.name in flags})
-            for cls in (ModelArguments, DataArguments, TrainingArguments)
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} can't be read ({error}): it says what the run was, and has to lie there") from error
+        record = read_json(path, RunRecord)
+    except (FileNotFoundError, DataError) as error:
+        reason = "it is missing" if isinstance(error, FileNotFoundError) else error
+        raise DataError(f"{path} can't be read ({reason}): it says what the run was, and has to lie there") from error
+    flags = dict(record["arguments"])
+    sections = []
+    for cls in (ModelArguments, DataArguments, TrainingArguments):
+        types = get_type_hints(cls)
+        given = {field.name: flags.pop(field.name) for field in dataclasses.fields(cls) if field.name in flags}
+        for name, value in given.items():
+            if (problem := mismatch(value, types[name])) is not None:
+                raise DataError(f"{path} can't be used: --{name} in it is of the wrong type ({problem})")
+        sections.append(cls(**given))
     if flags:
         raise DataError(f"{path} has flags that this version does not know: {', '.join(flags)}")
     return Arguments(*sections, frozenset()), record
+
+
+def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
+    """The flags with each base model and projector where it lies now, as far as it is found.
+
+    Relative paths are those of the folder that the run was started in. Where that, or what was beside --output_dir, was
+    moved together with it, they are found beside run_dir, in which run.json lies now.
+    """
+    started = Path(record.get("folder") or ".")
+    then, now = Path(os.path.normpath(started / (args.training.output_dir or "."))), run_dir.resolve()
+    names = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "lora_weight_path")
+    values = {name: getattr(args.model, name) for name in names}
+    return args.replaced(
+        **{name: str(_lies_now(value, started, then, now)) for name, value in values.items() if value is not None}
+    )
+
+
+def _lies_now(value: str, started: Path, then: Path, now: Path) -> Path:
+    """Where a path of a run leads: that was started in one folder, and whose own was then and is now elsewhere."""
+    path = Path(os.path.normpath(started / value))
+    candidates = [path]
+    for old, new in zip((then, *then.parents), (now, *now.parents)):
+        if path.is_relative_to(old) and len(old.parts) > 1:
+            candidates.append(new / path.relative_to(old))
+        if old.name != new.name and old != then:
+            break  # what lies further up was not moved with it
+    candidates.append(Path(value))
+    return next((each for each in candidates if each.exists()), path)
 
 
 def _git_revision() -> str | None:

@@ -34,7 +34,7 @@ class Boundary:
     ) -> None:
         """progress: of llava_ds.report; saver: of llava_ds.checkpoint."""
         self.engine, self.model, self.state, self.num_steps, self.ranks = engine, model, state, num_steps, ranks
-        self.save_steps = training.save_steps if training.save_strategy == "steps" else None
+        self.save_steps = training.save_steps if training.save_strategy != "no" else None
         self.check_divergence_steps = training.check_divergence_steps
         self.stop, self.watchdog, self.progress, self.evaluation = stop, watchdog, progress, evaluation
         self.skipped, self.skipped_steps, self.spikes = progress.skipped, progress.skipped_steps, progress.spikes

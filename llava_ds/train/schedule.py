@@ -5,13 +5,30 @@ from collections.abc import Callable
 
 import torch
 
-from llava_ds.arguments import TrainingArguments
+from llava_ds.arguments import Arguments, TrainingArguments
 from llava_ds.ds_config.scheduler import PER_GROUP, parsed_kwargs, scheduler_class, warmup_steps
 
 
 def total_steps(args: TrainingArguments, steps_per_epoch: int) -> int:
     """Optimizer steps of the whole run."""
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+
+
+def with_steps_of_epochs(args: Arguments, steps_per_epoch: int) -> Arguments:
+    """The flags with --save_steps and --eval_steps as the strategies mean them, in optimizer steps.
+
+    Source: transformers' TrainingArguments, where eval_strategy "steps" without eval_steps takes logging_steps.
+    """
+    training = args.training
+    if training.save_strategy == "epoch":
+        args = args.replaced(save_steps=steps_per_epoch)
+    eval_steps = {
+        None: training.eval_steps,
+        "no": None,
+        "steps": training.eval_steps or training.logging_steps,
+        "epoch": steps_per_epoch,
+    }
+    return args.replaced(eval_steps=eval_steps[training.eval_strategy])
 
 
 def describe_schedule(args: TrainingArguments, num_steps: int, block: dict | None = None) -> str:

@@ -188,9 +188,11 @@ class Stopping:
             if self._asked:
                 self._leave_now(self._asked)
 
-    def leave(self, step: int, is_saved: bool, ranks: Ranks) -> int:
-        """Say what was saved, and return the exit code. All ranks call it together; no signal ends one of them now."""
-        saved = "saved; the same command goes on from there" if is_saved else "not saved, for --save_strategy is no"
+    def leave(self, step: int, saved: str, ranks: Ranks) -> int:
+        """Say what was saved, and return the exit code. All ranks call it together; no signal ends one of them now.
+
+        saved: whether that step was, and what the same command does next.
+        """
         print_first(f"{_spelled(self._reason)}: stopped after step {step:,}, which is {saved}")
         barrier(ranks)
         if self._one_code:

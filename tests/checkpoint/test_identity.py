@@ -12,8 +12,9 @@ import toys
 
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import TRAINER, RunIdentity, saved_identity
+from llava_ds.checkpoint.identity import RunIdentity, saved_identity
 from llava_ds.checkpoint.state import find_resume_point, kept_batch_size
+from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks
 from llava_ds.model.folders import take_from_model
@@ -66,17 +67,19 @@ def test_the_base_under_an_adapter_belongs_to_it(tmp_path):
     assert list(identity(flags).differences(vars(first))) == ["model_base"]
 
 
+def chosen(resume: str, output_dir: Path) -> object:
+    return saved_identity(resume, output_dir)["flags"]["tokens_per_micro_batch"]
+
+
 def test_what_a_run_chose_for_itself_is_read_from_its_newest_checkpoint(tmp_path):
     for step, tokens in ((2, 640), (10, 704), (4, 640)):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        trainer = {"identity": {"flags": {"tokens_per_micro_batch": tokens}}}
+        trainer = {"step": step, "identity": dataclasses.asdict(run(tokens_per_micro_batch=tokens))}
         (tmp_path / f"checkpoint-{step}" / TRAINER).write_text(json.dumps(trainer))
-    assert saved_identity("auto", tmp_path)["flags"] == {"tokens_per_micro_batch": 704}
-    assert saved_identity(str(tmp_path / "checkpoint-2"), tmp_path / "other")["flags"] == {
-        "tokens_per_micro_batch": 640
-    }
+    assert chosen("auto", tmp_path) == 704
+    assert chosen(str(tmp_path / "checkpoint-2"), tmp_path / "other") == 640
     (tmp_path / "checkpoint-10" / TRAINER).write_text("{")  # damaged
-    assert saved_identity("auto", tmp_path)["flags"] == {"tokens_per_micro_batch": 640}
+    assert chosen("auto", tmp_path) == 640
     assert saved_identity("never", tmp_path) == saved_identity("auto", tmp_path / "other") == {}
 
 
@@ -122,6 +125,21 @@ def test_a_changed_flag_is_refused_with_both_values_until_it_is_allowed(tmp_path
     for allowed in ("all", "learning_rate,bf16,data,optimizer"):
         point, lines = find_resume_point("auto", tmp_path, now, allowed)
         assert point.changed and "allowed to change: --learning_rate is 0.0001, was 2e-05" in lines
+
+
+def test_other_data_are_described_by_who_knows_them(tmp_path):
+    path = saved(tmp_path, 3, run())
+    asked = []
+
+    def about(run_dir: Path) -> str:
+        asked.append(run_dir)
+        return "1 of 2 image files hold something else: a.png"
+
+    with pytest.raises(ConfigError, match=r"is another one: 1 of 2 image files hold something else: a\.png"):
+        find_resume_point("auto", tmp_path, run(data="other"), None, about)
+    assert asked == [path.parent]
+    find_resume_point("auto", tmp_path, run(), None, about)
+    assert len(asked) == 1
 
 
 def test_adam_with_the_flags_numbers_is_one_optimizer_whichever_code_computes_it(tmp_path):

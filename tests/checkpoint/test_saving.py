@@ -1,5 +1,6 @@
 """What a run does when a checkpoint can't be saved, and when one is written behind its back."""
 
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -10,7 +11,10 @@ import torch
 
 from llava_ds.checkpoint import commit, writer
 from llava_ds.checkpoint.identity import RunIdentity
-from llava_ds.checkpoint.saving import Saver
+from llava_ds.checkpoint.saving import ModelWriter, Saver
+from llava_ds.checkpoint.state import find_resume_point
+from llava_ds.checkpoint.trainer_file import checkpoint_problem, is_training_checkpoint
+from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
@@ -133,3 +137,30 @@ def test_in_the_background_a_failure_is_told_when_it_is_known(tmp_path, capsys, 
     problem = saver.after_step(2, saves=False, last=True)
     assert "engine/states.pt: Input/output error (EIO); the disk reports errors" in problem
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_alone_is_a_whole_checkpoint_from_which_no_run_is_resumed(tmp_path, capsys):
+    saver = saver_of(tmp_path, limit=1)
+    saver.model_writer = ModelWriter("hf", lambda folder: (folder / "model.safetensors").write_bytes(b"1"))
+    for step in (1, 2):
+        assert saver.after_step(step, saves=True) is None
+    path = tmp_path / "checkpoint-2"
+    assert commit.checkpoints(tmp_path) == [path] and checkpoint_problem(path) is None
+    assert {file.name for file in path.iterdir()} == {"model.safetensors", "manifest.json", "trainer.json"}
+    assert not is_training_checkpoint(path) and "the model alone: training waited" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"--resume .* can't be used: it holds the model alone"):
+        find_resume_point(str(path), tmp_path, dataclasses.replace(IDENTITY, flags={"on_loss_spike": "continue"}))
+    with pytest.raises(ConfigError, match="no checkpoint that a run can be resumed from"):
+        find_resume_point("auto", tmp_path, IDENTITY)
+    assert find_resume_point("never", tmp_path, IDENTITY)[0].path is None
+
+
+def test_a_disk_that_takes_no_model_ends_no_run(tmp_path, capsys):
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device", str(folder / "model.safetensors"))
+
+    saver = saver_of(tmp_path)
+    saver.model_writer = ModelWriter("hf", full)
+    assert saver.after_step(1, saves=True) is None and list(tmp_path.iterdir()) == []
+    assert "model.safetensors: No space left on device (ENOSPC); free space" in capsys.readouterr().out
+    assert "3 saves in a row failed" in [saver.after_step(step, saves=True) for step in (2, 3)][-1]

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
 from llava_ds.data import preflight as preflight_module
-from llava_ds.data import writing
+from llava_ds.data import seen_files, writing
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
 from llava_ds.data.preflight import Checker, reasons_in_short
@@ -321,7 +321,11 @@ def test_data_with_a_changed_picture_are_encoded_anew(opened, tmp_path):
     data = opened(**settings)
     picture = tmp_path / "data" / "images" / "1.png"
     Image.new("RGB", (90, 20)).save(picture)
-    assert opened(**settings).fingerprint == data.fingerprint  # nobody looked
+    assert opened(**settings, retry=False).fingerprint == data.fingerprint  # rank 0 alone looks
+    again = opened(**settings)  # before anybody has come across it
+    assert again.lengths[1] != data.lengths[1] and len(again[1].input_ids) == again.lengths[1]
+    Image.new("RGB", (20, 90)).save(picture)
+    data = again
     assert isinstance(data[1], BrokenSample) and "start again" in data[1].reason
     assert opened(**settings, retry=False).fingerprint == data.fingerprint
     again = opened(**settings)
@@ -434,3 +438,86 @@ def test_a_part_is_held_back_the_same_one_for_a_seed(opened, tmp_path):
     assert [len(one) for one in whole.without_part(0.01, 0)] == [4, 1] and len(whole.without_part(0.99, 0)[0]) == 1
     with pytest.raises(DataError, match="there is only 1"):
         part.without_part(0.5, 0)[0].without_part(0.5, 0)
+
+
+def picture_in(tmp_path: Path) -> Path:
+    return sorted((tmp_path / "data" / "images").iterdir())[0]
+
+
+def repainted(path: Path, size: tuple[int, int] | None = None) -> None:
+    """Put another picture in the place of one."""
+    with Image.open(path) as image:
+        size = size or image.size
+    Image.effect_noise(size, 80).convert("RGB").save(path)
+
+
+def test_an_exchanged_picture_is_other_data_whatever_its_time(opened, tmp_path):
+    first, path = opened(), picture_in(tmp_path)
+    before = path.stat()
+    repainted(path)
+    content = path.read_bytes()[: before.st_size].ljust(before.st_size, b"\0")
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    again = opened()
+    assert again.fingerprint != first.fingerprint
+    assert opened(cache_dir=tmp_path / "other").fingerprint == again.fingerprint  # checked anew gives the same
+
+
+def test_copies_and_touched_files_are_the_same_data(opened, tmp_path, no_work):
+    first = opened()
+    shutil.copytree(tmp_path / "data", tmp_path / "copied", copy_function=shutil.copy)  # with new times
+    moved = {"data_path": str(tmp_path / "copied" / "data.json"), "image_folder": str(tmp_path / "copied" / "images")}
+    assert opened(**moved, cache_dir=tmp_path / "other").fingerprint == first.fingerprint
+    for path in (tmp_path / "data" / "images").iterdir():
+        os.utime(path, ns=(1, 1))
+    no_work()
+    assert opened().fingerprint == first.fingerprint
+
+
+def test_a_sample_of_files_is_read_again_whatever_their_stamps(opened, tmp_path, monkeypatch):
+    nowhen = seen_files.Stamp(1, 0, 0, 0)
+    monkeypatch.setattr(seen_files, "stamp_of", lambda path: os.stat(path) and nowhen)
+    first = opened()
+    repainted(picture_in(tmp_path))
+    assert opened().fingerprint != first.fingerprint
+
+
+def test_the_files_that_changed_are_named(opened, tmp_path):
+    first, path = opened(), picture_in(tmp_path)
+    seen_files.write_data_files(tmp_path, first.table)
+    assert seen_files.changes_since(first.table, tmp_path).startswith("every image file holds what it held")
+    repainted(path)
+    assert seen_files.changes_since(opened().table, tmp_path) == f"1 of 2 image files hold something else: {path}"
+    path.unlink()
+    assert seen_files.changes_since(opened(on_bad_sample="list").table, tmp_path).endswith(
+        f"1 image files were read, 2 before; gone: {path}"
+    )
+    for damage in (b"", b"PAR1" * 9):
+        (tmp_path / seen_files.FILE).write_bytes(damage)
+        assert seen_files.changes_since(first.table, tmp_path) == ""
+
+
+def test_pixels_inside_a_tar_belong_to_the_data(tmp_path, tokenizer):
+    toys.write_data(tmp_path / "data", "i")
+    path, shard = picture_in(tmp_path), tmp_path / "shard.tar"
+    record = json.dumps(talk("<image>\nWhat?", "A."))
+    prints = []
+    for _ in range(2):
+        with tarfile.open(shard, "w") as tar:
+            for name, content in (("a.json", record.encode()), ("a.bmp", as_bmp(path))):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        os.utime(shard, ns=(1, 1))
+        data = toys.encoded(data_path=str(shard), image_folder=None, tokenizer=tokenizer, cache_dir=tmp_path / "c")
+        prints.append(data.fingerprint)
+        repainted(path)
+    assert prints[0] != prints[1]
+
+
+def as_bmp(path: Path) -> bytes:
+    """A picture in a format whose files of one size in pixels have one size in bytes."""
+    with Image.open(path) as image, io.BytesIO() as file:
+        image.save(file, "BMP")
+        return file.getvalue()

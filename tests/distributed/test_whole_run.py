@@ -1,7 +1,9 @@
 """Stage 1, stage 2, a break and a resume, on two ranks: what the runs leave, and that a resume changes nothing."""
 
 import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_ds.checkpoint.commit import newest_whole
+from llava_ds.checkpoint.identity import ENGINE
+from llava_ds.checkpoint.trainer_file import checkpoint_problem
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images import load_image
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import render_prompt
+from llava_ds.export.deepspeed_files import engine_entries
+from llava_ds.export.restored import restore
 
 STEPS, SAVED = 6, 3
 RESUMED = ("stage1", "stage2", "stage2_auto")  # at ZeRO 2, 3 and 2
@@ -146,6 +152,32 @@ def test_no_secret_is_left_in_any_file(folders):
     assert {"run.json", "ds_config.json", "README.md", "manifest.json"} <= {file.name for file in left}
     assert [file.name for file in left if SECRET.encode() in file.read_bytes()] == []
     assert '"api_key": "<redacted>"' in (folders["stage2_zero2"] / "ds_config.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["stage2", "stage2_zero2"])
+def test_deepspeeds_own_script_works_as_people_call_it(folders, name, tmp_path, monkeypatch):
+    checkpoint = folders[name] / f"checkpoint-{STEPS}"
+    monkeypatch.chdir(checkpoint)
+    monkeypatch.setattr(sys, "argv", ["zero_to_fp32.py", ".", str(tmp_path)])
+    runpy.run_path("zero_to_fp32.py", run_name="__main__")
+    found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    trained, _ = engine_entries(checkpoint / ENGINE)
+    assert found.keys() == {entry.name for entry in trained}
+    assert all(torch.equal(found[entry.name], entry.read().float()) for entry in trained)
+    assert checkpoint_problem(checkpoint) is None  # it left nothing there
+
+
+def test_a_checkpoint_with_its_projector_needs_no_file_of_stage_1(folders, monkeypatch, tmp_path):
+    projector = folders["stage1"] / "mm_projector.bin"
+    projector.rename(projector.with_suffix(".away"))
+    try:
+        monkeypatch.chdir(tmp_path)
+        restored = restore(folders["stage2"] / f"checkpoint-{STEPS}", {}, None)
+    finally:
+        projector.with_suffix(".away").rename(projector)
+    exported = load_file(folders["stage2"] / "model.safetensors")
+    (weight,) = (entry for entry in restored.entries if entry.name == "projector.layers.0.weight")
+    assert torch.equal(weight.read(), exported["multi_modal_projector.linear_1.weight"])
 
 
 def test_what_a_run_leaves(folders):

@@ -9,7 +9,8 @@ from llava_ds.checkpoint.commit import sha256
 from llava_ds.checkpoint.identity import folder_digest
 from llava_ds.constants import ConfigError
 from llava_ds.export.card import write_card
-from llava_ds.export.restored import _check_bases
+from llava_ds.export.entries import Entry
+from llava_ds.export.restored import _check_bases, _holds_projector
 
 RECORD = {"num_steps": 2, "versions": {"torch": "2"}}
 
@@ -59,3 +60,10 @@ def test_the_projector_that_a_run_began_with_is_compared_and_may_have_moved(tmp_
     with pytest.raises(ConfigError, match=r"first\.bin is not there any more: say where it lies now"):
         _check_bases(run, saved)
     _check_bases(run.replaced(pretrain_mm_mlp_adapter=str(tmp_path / "moved.bin")), saved)
+
+
+def test_a_trained_projector_is_in_the_checkpoint_and_its_first_file_is_not_asked_for():
+    entries = [Entry(f"{part}.weight", (1,), lambda: None) for part in ("language_model", "projector.layers.0")]
+    assert _holds_projector(entries, run_with())
+    assert not _holds_projector(entries[:1], run_with())
+    assert not _holds_projector(entries, run_with(mm_use_im_start_end=True))

@@ -121,7 +121,7 @@ def test_who_leaves_hears_no_more():
             with stop.training(None, ALONE):
                 kill_self(signal.SIGTERM)
                 stop.agreed(0.1)
-            code = stop.leave(7, True, ALONE)
+            code = stop.leave(7, "saved; the same command goes on from there", ALONE)
             kill_self(signal.SIGTERM)
         kill_self(signal.SIGTERM)
         os._exit(SURVIVED if code == EXIT_STOPPED else 1)

@@ -1,0 +1,102 @@
+"""trainer.json: what a checkpoint says of the run that it is of. A checkpoint without a sound one is none."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from llava_ds.checkpoint import commit
+from llava_ds.constants import DataError
+from llava_ds.side_files import read_json
+
+TRAINER = "trainer.json"
+MODEL_ONLY = "it holds the model alone (--save_only_model), no optimizer states"
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+class _Optimizer(TypedDict):
+    type: str
+    params: NotRequired[dict[str, Any]]
+
+
+class _Flags(TypedDict):
+    """Those that are computed with; the others are only compared."""
+
+    train_batch_size: NotRequired[_Count | None]
+    per_device_train_batch_size: NotRequired[_Count | None]
+    gradient_accumulation_steps: NotRequired[_Count | None]
+    tokens_per_micro_batch: NotRequired[_Count | str | None]
+    model_name_or_path: NotRequired[str | None]
+    model_base: NotRequired[str | None]
+    vision_tower: NotRequired[str | None]
+    pretrain_mm_mlp_adapter: NotRequired[str | None]
+
+
+class _Sections(TypedDict):
+    optimizer: NotRequired[_Optimizer | None]
+
+
+class Identity(TypedDict):
+    """A RunIdentity as JSON has it; what earlier versions did not write is not required."""
+
+    flags: _Flags
+    data: str
+    world_size: _Count
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    deepspeed: NotRequired[_Sections]
+    optimizer_on_nvme: NotRequired[bool]
+
+
+class Trainer(TypedDict):
+    """step: of the checkpoint; weights: SHA-256 of the base models' files by name, by flag; model_only: the format of
+    a checkpoint that holds the model alone."""
+
+    step: Annotated[int, Field(ge=0)]
+    identity: Identity
+    weights: NotRequired[dict[str, dict[str, str]]]
+    model_only: NotRequired[str]
+
+
+def read_trainer(checkpoint: Path) -> dict:
+    """What trainer.json holds. Raises DataError where it is missing or not what a run writes."""
+    try:
+        return read_json(checkpoint / TRAINER, Trainer)
+    except FileNotFoundError as error:
+        raise DataError(f"{checkpoint / TRAINER} is missing: name a whole checkpoint (run/verify.py)") from error
+    except DataError as error:
+        raise DataError(f"{checkpoint / TRAINER} can't be read: {error}: name a whole checkpoint") from error
+
+
+def is_training_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of run/train.py with the engine's part, not of the model alone."""
+    if not ((folder / TRAINER).is_file() or (folder / commit.MANIFEST).is_file()):
+        return False
+    try:
+        return "model_only" not in read_trainer(folder)
+    except DataError:
+        return True  # a damaged one, which is refused where it is read
+
+
+def resume_problem(checkpoint: Path) -> str | None:
+    """Why no run can be resumed from a folder; None where one can."""
+    problem = checkpoint_problem(checkpoint)
+    return MODEL_ONLY if problem is None and not is_training_checkpoint(checkpoint) else problem
+
+
+def checkpoint_problem(checkpoint: Path) -> str | None:
+    """Why a folder is not a whole checkpoint of a run; None when it is. Reads and hashes every file."""
+    problem = commit.problem_with(checkpoint)
+    if problem is not None:
+        return problem
+    try:
+        trainer = read_json(checkpoint / TRAINER, Trainer)
+    except FileNotFoundError:
+        return f"{TRAINER} is missing"
+    except DataError as error:
+        return f"{TRAINER} can't be read ({error})"
+    named = commit.step_in_name(checkpoint)
+    if named is not None and trainer["step"] != named:
+        return f"{TRAINER} is that of step {trainer['step']}"
+    return None

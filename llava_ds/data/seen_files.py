@@ -1,0 +1,166 @@
+"""The files of pictures and videos that a data set's rows were made from: whether they still hold the same.
+
+The preflight notes of each its stamp and a hash of what it holds (llava_ds.file_contents). The hashes are part of a
+data set's fingerprint; the stamps tell, when rows are taken from the cache, which files have to be read again.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from llava_ds.constants import DataError
+from llava_ds.data.images import taken
+from llava_ds.data.sample import FileRef, Media
+from llava_ds.file_contents import Stamp, blocks_digest, stamp_of
+from llava_ds.geometry import PictureOptions
+from llava_ds.side_files import why_not_regular
+
+FILE = "data_files.parquet"  # in a run's folder: which files it was trained on
+COLUMNS = [("files", pa.list_(pa.string())), ("stamps", pa.list_(pa.int64())), ("contents", pa.list_(pa.string()))]
+THREADS = 8  # that ask for stamps and read blocks: on a network's disk each answer takes its time
+NUM_SAMPLED = 256  # files that are read again at every start, whatever their stamps
+MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class SeenFile:
+    """A file that a row was made from: its stamp, and a hash of what the row takes of it (a slice, of an archive)."""
+
+    path: str
+    stamp: Stamp
+    contents: str
+
+
+def stamps_of(media: Media, options: PictureOptions) -> list[Stamp]:
+    """Of the files that are shown of a picture or video, in order; to be taken before they are looked at."""
+    return [stamp_of(ref.path) for ref in taken(media, options)]
+
+
+def seen_files(media: Media, options: PictureOptions, stamps: list[Stamp]) -> list[SeenFile]:
+    """The same files with what they hold. Raises OSError, and DataError for what is no regular file."""
+    return [SeenFile(ref.path, stamp, _digest(ref)) for ref, stamp in zip(taken(media, options), stamps)]
+
+
+def _digest(ref: FileRef) -> str:
+    return blocks_digest(ref.path, ref.offset, ref.num_bytes)
+
+
+def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:
+    """COLUMNS, a row for each list."""
+    values = (
+        [[file.path for file in row] for row in seen],
+        [[number for file in row for number in file.stamp] for row in seen],
+        [[file.contents for file in row] for row in seen],
+    )
+    return {name: pa.array(column, kind) for (name, kind), column in zip(COLUMNS, values)}
+
+
+def contents_digest(table: datasets.Dataset) -> str:
+    """A hash of what all the files hold, in the rows' order, wherever they lie."""
+    return hashlib.sha256("".join(_flat(table, "contents").to_pylist()).encode()).hexdigest()
+
+
+def changed_files(table: datasets.Dataset, options: PictureOptions, refs_of) -> list[str]:
+    """The files whose contents are not what the rows were made from, or that can't be read any more.
+
+    Only those are read whose stamps differ, and NUM_SAMPLED of the others. refs_of: from a row's column of media to its
+    Media.
+    """
+    paths = _flat(table, "files").to_pylist()
+    if not paths:
+        return []
+    distinct = list(dict.fromkeys(paths))
+    now = dict(zip(distinct, _in_threads(_stamp_or_none, distinct)))
+    noted = _flat(table, "stamps").to_numpy().reshape(-1, len(Stamp._fields))
+    found = np.array([now[path] or (-1,) * len(Stamp._fields) for path in paths], np.int64)
+    again = (found != noted).any(1)
+    again[np.random.default_rng(0).integers(len(paths), size=NUM_SAMPLED)] = True
+    entries = np.flatnonzero(again)
+    expected = _flat(table, "contents").take(pa.array(entries)).to_pylist()
+    digests = _in_threads(_digest_or_none, _refs(table, entries, options, refs_of))
+    return list(dict.fromkeys(paths[i] for i, was, now in zip(entries, expected, digests) if was != now))
+
+
+def _refs(table: datasets.Dataset, entries: np.ndarray, options: PictureOptions, refs_of) -> list[FileRef]:
+    """Of some entries of the flat columns, where their bytes lie."""
+    ends = np.cumsum(pa.compute.list_value_length(table.data.column("files")).to_numpy())
+    rows = np.searchsorted(ends, entries, "right")
+    texts = table.data.column("media").take(pa.array(rows)).to_pylist()
+    firsts = np.concatenate([[0], ends])[rows]
+    found = []
+    for entry, first, text in zip(entries, firsts, texts):
+        refs = [ref for media in refs_of(text) for ref in taken(media, options)]
+        found.append(refs[entry - first])
+    return found
+
+
+def _in_threads(act, items: list) -> list:
+    """act of every item. In slices, for a task takes longer than a stamp."""
+    size = max(1, -(-len(items) // (4 * THREADS)))
+    slices = [items[start : start + size] for start in range(0, len(items), size)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [each for part in pool.map(lambda part: [act(item) for item in part], slices) for each in part]
+
+
+def _stamp_or_none(path: str) -> Stamp | None:
+    try:
+        return stamp_of(path)
+    except OSError:
+        return None
+
+
+def _digest_or_none(ref: FileRef) -> str | None:
+    try:
+        return _digest(ref)
+    except (OSError, DataError):
+        return None
+
+
+def _flat(table: datasets.Dataset, name: str) -> pa.ChunkedArray:
+    column = table.data.column(name)
+    return pa.chunked_array([chunk.flatten() for chunk in column.chunks], column.type.value_type)
+
+
+def write_data_files(output_dir: Path, table: datasets.Dataset) -> None:
+    """Leave beside a run which files its data set was made from, so that a later start can name those that changed."""
+    stamps = _flat(table, "stamps").to_numpy().reshape(-1, len(Stamp._fields))
+    columns = {"path": _flat(table, "files"), "num_bytes": stamps[:, 0], "mtime_ns": stamps[:, 1]}
+    scratch = output_dir / f".{FILE}.tmp"
+    pa.parquet.write_table(pa.table({**columns, "contents": _flat(table, "contents")}), scratch, compression="zstd")
+    scratch.replace(output_dir / FILE)
+
+
+def changes_since(table: datasets.Dataset, run_dir: Path) -> str:
+    """How the files differ from those of an earlier run in a folder, in a clause; "" where it left no list of them."""
+    path = run_dir / FILE
+    if not path.is_file() or why_not_regular(path) is not None:
+        return ""
+    try:
+        before = pa.parquet.read_table(path, columns=["path", "contents"])
+        paths, contents = (before.column(name).to_pylist() for name in ("path", "contents"))
+    except (OSError, pa.ArrowException, KeyError, ValueError):
+        return ""
+    now, found = _flat(table, "files").to_pylist(), _flat(table, "contents").to_pylist()
+    if len(now) != len(paths):
+        known = set(paths)
+        others = (("new", set(now) - known), ("gone", known.difference(now)))
+        named = "".join(f"; {what}: {_some(those)}" for what, those in others if those)
+        return f"{len(now):,} image files were read, {len(paths):,} before{named}"
+    changed = dict.fromkeys(path for path, was, is_now in zip(now, contents, found) if was != is_now)
+    if not changed:
+        return "every image file holds what it held: the records, the tokenizer or how they are encoded changed"
+    return f"{len(changed):,} of {len(set(now)):,} image files hold something else: {_some(changed)}"
+
+
+def _some(paths: Iterable[str]) -> str:
+    """The first of some paths, and how many more there are."""
+    paths = sorted(paths)
+    more = f" and {len(paths) - MOST_NAMED:,} more" if len(paths) > MOST_NAMED else ""
+    return ", ".join(paths[:MOST_NAMED]) + more

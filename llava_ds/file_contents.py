@@ -1,0 +1,50 @@
+"""Whether a file is still the one that was looked at, told without reading all of it."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from llava_ds.side_files import open_regular
+
+WHOLE_BYTES = 64 << 10  # up to which all of a file is compared; most pictures of data sets have less than twice that
+BLOCK_BYTES, NUM_BLOCKS = 4 << 10, 16  # that are compared of a larger one
+SAMPLED = 256  # one of so many larger files is compared whole all the same
+
+
+class Stamp(NamedTuple):
+    """What a file system says of a file. Writing to it changes one of these, whatever is restored afterwards."""
+
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+
+def stamp_of(path: str | Path) -> Stamp:
+    """The stamp of a file, links followed. Raises OSError."""
+    stat = os.stat(path)
+    return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, sampled: int = SAMPLED) -> str:
+    """A hash of what a file, or a slice of one, holds: all of it up to WHOLE_BYTES, else size and NUM_BLOCKS blocks
+    from its first byte to its last; and all of one in `sampled` larger ones (0: of none), drawn by their blocks.
+
+    32 hexadecimal digits. Raises OSError, and DataError for what is no regular file.
+    """
+    with open_regular(path) as file:
+        handle = file.fileno()
+        if num_bytes < 0:
+            num_bytes = os.fstat(handle).st_size - offset
+        digest = hashlib.sha256(num_bytes.to_bytes(8, "big"))
+        if num_bytes <= WHOLE_BYTES:
+            digest.update(os.pread(handle, num_bytes, offset))
+            return digest.hexdigest()[:32]
+        last = num_bytes - BLOCK_BYTES
+        for i in range(NUM_BLOCKS):
+            digest.update(os.pread(handle, BLOCK_BYTES, offset + last * i // (NUM_BLOCKS - 1)))
+        if sampled and int.from_bytes(digest.digest()[-4:], "big") % sampled == 0:
+            for start in range(0, num_bytes, 1 << 20):
+                digest.update(os.pread(handle, min(1 << 20, num_bytes - start), offset + start))
+        return digest.hexdigest()[:32]
