@@ -64,7 +64,7 @@ class ModelArguments:
     )
     version: str = HfArg(
         default="v1",
-        help="Conversation template: plain (stage 1), v0, v1 (Vicuna), llama_2, mistral_instruct, mpt, chatml (Qwen), "
+        help="Conversation template: plain (stage 1), v1 (Vicuna), llava_v0, llama_2, mistral_instruct, mpt, chatml (Qwen), "
         "llama_3, gemma, phi, or chat_template: the tokenizer's own. LLaVA's names for them are known too.",
     )
     mm_use_im_start_end: bool = HfArg(
@@ -200,12 +200,20 @@ class DataArguments:
     group_by_modality_length: bool = HfArg(
         default=False, help="Samples of like length and kind (text, pictures) in one step, in the order LLaVA takes."
     )
+    group_by_modality_length_auto: bool = HfArg(
+        default=False, help="The same in the order that LLaVA-NeXT takes, whose steps are of samples of like length."
+    )
     group_by_length: bool = HfArg(
         default=False, help="Samples of like length in one step, in the order that LLaVA-NeXT takes."
     )
+    group_by_varlen: bool = HfArg(
+        default=False,
+        help="Groups of samples of like length, in the order that LLaVA-NeXT takes; they depend on "
+        "--gradient_accumulation_steps.",
+    )
     group_by_length_bucket: bool = HfArg(
         default=False,
-        help="Samples of like length in tokens in one step, every step from one bucket: evener than the two above.",
+        help="Samples of like length in tokens in one step, every step from one bucket: evener than those above.",
     )
     preprocessing_num_workers: int | None = HfArg(
         default=None, help="Processes that check and encode the data; absent: one per core (at least 1)."

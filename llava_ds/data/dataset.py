@@ -32,7 +32,7 @@ from llava_ds.data.templates import resolve_template
 from llava_ds.data.writing import can_now_be_used, write_rows
 from llava_ds.distributed import Ranks, first_rank_first, gather
 
-ENCODING_VERSION = 2  # raise it when the same records would give other rows
+ENCODING_VERSION = 3  # raise it when the same records would give other rows
 
 LLAVA_TOKENS_PER_PICTURE = 128  # what LLaVA's data set adds to the words of a sample with pictures
 
@@ -114,12 +114,14 @@ class EncodedDataset(torch.utils.data.Dataset):
         return LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
 
     def lengths_for(self, how: str) -> list[int]:
-        """What an order of the sampler goes by: for "modality" and "length" the numbers that LLaVA takes."""
+        """What an order of the sampler goes by: all but "bucket" take the numbers of LLaVA's data set."""
         words = self._column("words")
-        if how == "modality":
+        if how in ("modality", "modality_auto"):
             return words.tolist()  # negative where there is no picture
-        if how == "length":
-            return np.where(words > 0, words + LLAVA_TOKENS_PER_PICTURE, -words).tolist()
+        if how in ("length", "varlen"):
+            # Another field holds a video, for which LLaVA-NeXT adds nothing.
+            shown = pa.compute.match_substring(self.table.data.column("media"), '["image", [').to_numpy()[self.rows]
+            return (np.abs(words) + LLAVA_TOKENS_PER_PICTURE * shown).tolist()
         return self.lengths
 
     @property
