@@ -64,8 +64,8 @@ class ModelArguments:
     )
     version: str = HfArg(
         default="v1",
-        help="Conversation template: plain (stage 1), v1 (Vicuna), llava_v0, llama_2, mistral_instruct, mpt, chatml (Qwen), "
-        "llama_3, gemma, phi, or chat_template: the tokenizer's own. LLaVA's names for them are known too.",
+        help="Conversation template: plain (stage 1), v1 (Vicuna), llava_v0, llama_2, mistral_instruct, mpt, chatml "
+        "(Qwen), llama_3, gemma, phi, or chat_template: the tokenizer's own. LLaVA's names for them are known too.",
     )
     mm_use_im_start_end: bool = HfArg(
         default=False,
@@ -75,10 +75,21 @@ class ModelArguments:
     mm_use_im_patch_token: bool = HfArg(
         default=False, help="Give the tokenizer <im_patch>, too, which stands in no text (as in LLaVA)."
     )
-    mm_patch_merge_type: Literal["flat", "spatial", "spatial_unpad"] = HfArg(
+    mm_patch_merge_type: Literal[
+        "flat",
+        "spatial",
+        "spatial_nobase",
+        "spatial_unpad",
+        "spatial_unpad_nobase",
+        "spatial_maxpool2x2",
+        "spatial_maxpool2x2_nobase",
+        "spatial_unpad_maxpool2x2",
+        "spatial_unpad_maxpool2x2_nobase",
+    ] = HfArg(
         default="flat",
         help="How the tiles of an anyres picture are read: one after the other, or row by row of the whole picture, "
-        "without its padding and with a learned newline after each row (spatial_unpad, LLaVA-NeXT).",
+        "without its padding and with a learned newline after each row (spatial_unpad, LLaVA-NeXT). nobase: without "
+        "the overview; maxpool2x2: the largest of each 2 x 2 features, padding and all.",
     )
     lora_enable: bool = HfArg(
         default=False,
@@ -164,12 +175,12 @@ class DataArguments:
         default=2,
         help="Side of the squares of features that are pooled to one in videos (at least 1, which pools nothing).",
     )
-    mm_spatial_pool_mode: Literal["average", "bilinear"] = HfArg(
+    mm_spatial_pool_mode: Literal["average", "max", "bilinear"] = HfArg(
         default="bilinear", help="How features of videos are pooled."
     )
     mm_newline_position: Literal["grid", "frame", "one_token", "no_token"] = HfArg(
         default="grid",
-        help="Where a video's features are followed by the learned newline, with --mm_patch_merge_type spatial_unpad: "
+        help="Where a video's features are followed by the learned newline, with --mm_patch_merge_type spatial_unpad…: "
         "after every row, every frame, once, or nowhere.",
     )
     model_max_length: int = HfArg(default=2048, help="Longest sample in tokens, image features included (at least 2).")

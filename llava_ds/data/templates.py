@@ -292,8 +292,8 @@ TEMPLATES: dict[str, Template] = {
     "chat_template": Template(None, "", (), next_rules=True, whole=True, drops_opening_answer=False, alternates=False),
 }
 
-# LLaVA's and LLaVA-NeXT's other names, where they write the same text in training. With v0 and v0.5 their train() leaves
-# the conversation at its default, which is Vicuna's.
+# LLaVA's and LLaVA-NeXT's other names, where they write the same text in training. With v0 and v0.5 their train()
+# leaves the conversation at its default, which is Vicuna's.
 ALIASES: dict[str, str] = {
     "v0": "v1",
     "v0.5": "v1",
