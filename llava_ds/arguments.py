@@ -72,6 +72,11 @@ class ModelArguments:
         help="Put <im_start> and <im_end> around every picture; a tokenizer without them gets them, with rows that "
         "start as the mean of the others. With --tune_mm_mlp_adapter the input embeddings train, too (as in LLaVA).",
     )
+    split_special_tokens: bool = HfArg(
+        default=False,
+        help="Keep text that spells a special token, like </s> or <|im_end|> in a question, as text; False makes it "
+        "the token, as LLaVA does. The templates' own markers are tokens in any case.",
+    )
     mm_use_im_patch_token: bool = HfArg(
         default=False, help="Give the tokenizer <im_patch>, too, which stands in no text (as in LLaVA)."
     )
@@ -199,6 +204,12 @@ class DataArguments:
         default=None,
         help="Samples whose first questions are answered at --sample_steps, in any format of --data_path; absent: "
         "those that are held out, or else the first that are trained on.",
+    )
+    on_unmarked_image: Literal["refuse", "prepend", "text"] = HfArg(
+        default="prepend",
+        help="What to do about a record with images and no <image> mark in its text. prepend: show them before its "
+        "first question; refuse: take it for a bad one; text: train on its text alone, as LLaVA does, and also on that "
+        "of a record with marks and no image, which the others take for a bad one.",
     )
     on_bad_sample: Literal["skip", "stop"] = HfArg(
         default="skip",

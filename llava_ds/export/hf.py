@@ -91,6 +91,7 @@ def _write_config(
         # What transformers' classes don't know, for infer/load.py: prompts and pictures as in training.
         **({} if finished.template is not None else {"llava_ds_version": args.version}),
         mm_use_im_start_end=args.mm_use_im_start_end,
+        split_special_tokens=args.split_special_tokens,
         llava_ds_pictures=dataclasses.asdict(pictures),
         **own,
     ).save_pretrained(output_dir)
