@@ -64,21 +64,37 @@ class ModelArguments:
     )
     version: str = HfArg(
         default="v1",
-        help="Conversation template: plain (stage 1), v0, v1 (Vicuna), llama_2, mistral_instruct, mpt, chatml (Qwen), "
-        "llama_3, gemma, phi, or chat_template: the tokenizer's own. LLaVA's names for them are known too.",
+        help="Conversation template: plain (stage 1), v1 (Vicuna), llava_v0, llama_2, mistral_instruct, mpt, chatml "
+        "(Qwen), llama_3, gemma, phi, or chat_template: the tokenizer's own. LLaVA's names for them are known too.",
     )
     mm_use_im_start_end: bool = HfArg(
         default=False,
         help="Put <im_start> and <im_end> around every picture; a tokenizer without them gets them, with rows that "
         "start as the mean of the others. With --tune_mm_mlp_adapter the input embeddings train, too (as in LLaVA).",
     )
+    split_special_tokens: bool = HfArg(
+        default=False,
+        help="Keep text that spells a special token, like </s> or <|im_end|> in a question, as text; False makes it "
+        "the token, as LLaVA does. The templates' own markers are tokens in any case.",
+    )
     mm_use_im_patch_token: bool = HfArg(
         default=False, help="Give the tokenizer <im_patch>, too, which stands in no text (as in LLaVA)."
     )
-    mm_patch_merge_type: Literal["flat", "spatial", "spatial_unpad"] = HfArg(
+    mm_patch_merge_type: Literal[
+        "flat",
+        "spatial",
+        "spatial_nobase",
+        "spatial_unpad",
+        "spatial_unpad_nobase",
+        "spatial_maxpool2x2",
+        "spatial_maxpool2x2_nobase",
+        "spatial_unpad_maxpool2x2",
+        "spatial_unpad_maxpool2x2_nobase",
+    ] = HfArg(
         default="flat",
         help="How the tiles of an anyres picture are read: one after the other, or row by row of the whole picture, "
-        "without its padding and with a learned newline after each row (spatial_unpad, LLaVA-NeXT).",
+        "without its padding and with a learned newline after each row (spatial_unpad, LLaVA-NeXT). nobase: without "
+        "the overview; maxpool2x2: the largest of each 2 x 2 features, padding and all.",
     )
     lora_enable: bool = HfArg(
         default=False,
@@ -164,12 +180,12 @@ class DataArguments:
         default=2,
         help="Side of the squares of features that are pooled to one in videos (at least 1, which pools nothing).",
     )
-    mm_spatial_pool_mode: Literal["average", "bilinear"] = HfArg(
+    mm_spatial_pool_mode: Literal["average", "max", "bilinear"] = HfArg(
         default="bilinear", help="How features of videos are pooled."
     )
     mm_newline_position: Literal["grid", "frame", "one_token", "no_token"] = HfArg(
         default="grid",
-        help="Where a video's features are followed by the learned newline, with --mm_patch_merge_type spatial_unpad: "
+        help="Where a video's features are followed by the learned newline, with --mm_patch_merge_type spatial_unpad…: "
         "after every row, every frame, once, or nowhere.",
     )
     model_max_length: int = HfArg(default=2048, help="Longest sample in tokens, image features included (at least 2).")
@@ -189,6 +205,12 @@ class DataArguments:
         help="Samples whose first questions are answered at --sample_steps, in any format of --data_path; absent: "
         "those that are held out, or else the first that are trained on.",
     )
+    on_unmarked_image: Literal["refuse", "prepend", "text"] = HfArg(
+        default="prepend",
+        help="What to do about a record with images and no <image> mark in its text. prepend: show them before its "
+        "first question; refuse: take it for a bad one; text: train on its text alone, as LLaVA does, and also on that "
+        "of a record with marks and no image, which the others take for a bad one.",
+    )
     on_bad_sample: Literal["skip", "stop"] = HfArg(
         default="skip",
         help="What to do about records and pictures that can't be used: leave them out, or end the run at the first.",
@@ -200,12 +222,20 @@ class DataArguments:
     group_by_modality_length: bool = HfArg(
         default=False, help="Samples of like length and kind (text, pictures) in one step, in the order LLaVA takes."
     )
+    group_by_modality_length_auto: bool = HfArg(
+        default=False, help="The same in the order that LLaVA-NeXT takes, whose steps are of samples of like length."
+    )
     group_by_length: bool = HfArg(
         default=False, help="Samples of like length in one step, in the order that LLaVA-NeXT takes."
     )
+    group_by_varlen: bool = HfArg(
+        default=False,
+        help="Groups of samples of like length, in the order that LLaVA-NeXT takes; they depend on "
+        "--gradient_accumulation_steps.",
+    )
     group_by_length_bucket: bool = HfArg(
         default=False,
-        help="Samples of like length in tokens in one step, every step from one bucket: evener than the two above.",
+        help="Samples of like length in tokens in one step, every step from one bucket: evener than those above.",
     )
     preprocessing_num_workers: int | None = HfArg(
         default=None, help="Processes that check and encode the data; absent: one per core (at least 1)."

@@ -19,7 +19,8 @@ class Batch:
     target_positions (S,) int64, positions whose output is supervised; targets (S,) int64, the ids expected there;
     target_sources (S,) int64, the data source of each, by number;
     pixel_values (N, 3, H, W) uint8, at least one tile (a blank one placed nowhere if the samples have none);
-    pool_index (R, K) int64, which of the N * P features are pooled; pool_weight (R, K) float32, their weights;
+    pool_index (R, K) int64, which of the N * P features are pooled; pool_weight (R, K) float32, their weights,
+    infinity where the largest of them is taken, which pools_by_max says of some row;
     image_positions (M,) int64, where in T something of a picture goes, newlines last; feature_index (F,) int64, what
     goes to the first F of them: a row of the N * P features and, behind them, the R pooled ones.
     """
@@ -36,6 +37,7 @@ class Batch:
     pool_weight: torch.Tensor
     image_positions: torch.Tensor
     feature_index: torch.Tensor
+    pools_by_max: bool = False
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device; copies from pinned memory don't wait."""

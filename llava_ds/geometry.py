@@ -37,13 +37,13 @@ class PictureOptions:
     mean: tuple[float, ...]
     aspect_ratio: str = "square"
     pinpoints: tuple[Size, ...] = ()
-    merge_type: Literal["flat", "spatial", "spatial_unpad"] = "flat"
+    merge_type: str = "flat"  # a value of --mm_patch_merge_type
     max_pixels: int = MAX_IMAGE_PIXELS
     fast_decoding: bool = False
     video_fps: int = 1
     frames_upbound: int = 32
     pool_stride: int = 2
-    pool_mode: Literal["average", "bilinear"] = "bilinear"
+    pool_mode: Literal["average", "max", "bilinear"] = "bilinear"
     newline_position: Literal["grid", "frame", "one_token", "no_token"] = "grid"
     force_sample: bool = False
     stretch: bool = False
@@ -62,7 +62,17 @@ class PictureOptions:
     @property
     def has_newline(self) -> bool:
         """Whether the model has a learned newline, and the table of features a row for it."""
-        return self.merge_type == "spatial_unpad"
+        return "unpad" in self.merge_type
+
+    @property
+    def has_overview(self) -> bool:
+        """Whether an anyres picture's overview stands before its tiles."""
+        return "nobase" not in self.merge_type
+
+    @property
+    def pools_tiles(self) -> bool:
+        """Whether of each 2 x 2 features of an anyres picture's tiles the largest is taken."""
+        return "maxpool2x2" in self.merge_type
 
     @property
     def is_anyres(self) -> bool:
@@ -247,7 +257,8 @@ class MediaLayout:
     """How the tiles of one picture or video become features in a sequence.
 
     num_tiles, n: squares that the tower sees, an anyres picture's overview first, then its tiles row by row;
-    num_tokens: positions in the sequence, newlines included. The rest says which features, in which order.
+    num_tokens: positions in the sequence, newlines included. The rest says which features, in which order; overview:
+    whether the first tile is an overview, and is placed.
     """
 
     num_tiles: int
@@ -256,10 +267,12 @@ class MediaLayout:
     grid: tuple[int, int] | None  # tiles across and down behind the overview; None: no overview, blocks of one tile
     box: tuple[int, int, int, int]  # of each block's features: left, top, right, bottom
     pooled: tuple[int, int] | None  # width and height that each block's features are pooled to; None: they stay
-    pool_stride: int | None  # of average pooling; None: bilinear
+    pool_stride: int | None  # of average and maximum pooling; None: bilinear
     newline: Literal["none", "end", "block", "row"]  # what the newline comes behind
     class_token: bool  # whether a tile's first feature is no part of its grid
     sizes: tuple[Size, ...] = dataclasses.field(compare=False)  # what it was made for; another size may give the same
+    overview: bool = True
+    pools_by_max: bool = False
 
     @property
     def rows(self) -> np.ndarray:
@@ -274,7 +287,7 @@ class MediaLayout:
 
     @property
     def pool_weight(self) -> np.ndarray:
-        """(R, K) float32: their weights, which add up to 1."""
+        """(R, K) float32: their weights, which add up to 1; infinity where the largest of them is taken."""
         return _indices(self)[2]
 
 
@@ -295,14 +308,16 @@ def media_layout(
                 "--mm_vision_select_feature cls_patch gives every frame a feature that can't be pooled: give "
                 f"--mm_spatial_pool_stride 1, which is {stride}"
             )
-        average = options.pool_mode == "average"
-        short = side // stride if average else math.ceil(side / stride)
+        by_stride, by_max = options.pool_mode != "bilinear", options.pool_mode == "max"
+        short = side // stride if by_stride else math.ceil(side / stride)
         pooled = (short, short) if stride > 1 else None
         behind = {"grid": "row", "frame": "block", "one_token": "end", "no_token": "none"}[options.newline_position]
         behind = behind if newline else "none"
         tokens = n * (short * short + class_token) + {"row": n * short, "block": n, "end": 1, "none": 0}[behind]
-        stride = stride if average else None
-        return MediaLayout(n, tokens, side, None, whole, pooled, stride, behind, class_token, sizes)
+        stride = stride if by_stride else None
+        return MediaLayout(
+            n, tokens, side, None, whole, pooled, stride, behind, class_token, sizes, pools_by_max=by_max
+        )
     if not options.is_anyres or num_media > 1:
         tokens, behind = options.tokens_per_tile + newline, "end" if newline else "none"
         return MediaLayout(1, tokens, side, None, whole, None, None, behind, class_token, sizes)
@@ -311,12 +326,18 @@ def media_layout(
     if options.merge_type == "flat":
         return MediaLayout(n, n * options.tokens_per_tile, side, None, whole, None, None, "none", class_token, sizes)
     across, down = grid[0] * side, grid[1] * side
+    overview = options.has_overview
+    if options.pools_tiles:
+        pooled, box = (across // 2, down // 2), (0, 0, across, down)
+        tokens = overview * side * side + pooled[0] * pooled[1]
+        return MediaLayout(n, tokens, side, grid, box, pooled, 2, "none", class_token, sizes, overview, True)
     box = unpadded_box(sizes[0], across, down) if newline else (0, 0, across, down)
     width, height = box[2] - box[0], box[3] - box[1]
     pooled = _scaled_down(width, height, options.max_tiles, side) if newline else None
     width, height = pooled or (width, height)
-    tokens = side * side + height * (width + newline)
-    return MediaLayout(n, tokens, side, grid, box, pooled, None, "row" if newline else "none", class_token, sizes)
+    tokens = overview * side * side + height * (width + newline)
+    behind = "row" if newline else "none"
+    return MediaLayout(n, tokens, side, grid, box, pooled, None, behind, class_token, sizes, overview)
 
 
 def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:
@@ -339,7 +360,7 @@ def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     overview = features[:0].reshape(-1)
     if layout.grid is not None:
         across, down = layout.grid
-        overview = features[0].reshape(-1)
+        overview = features[0].reshape(-1) if layout.overview else overview
         tiles = features[1:].reshape(down, across, side, side)
         features = tiles.transpose(0, 2, 1, 3).reshape(1, down * side, across * side)  # the picture row by row
     left, top, right, bottom = layout.box
@@ -349,7 +370,8 @@ def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if layout.pooled is not None:
         width, height = layout.pooled
         if layout.pool_stride is not None:
-            index, weight = _average(blocks, width, height, layout.pool_stride)
+            index, weight = _squares(blocks, width, height, layout.pool_stride)
+            weight = np.full_like(weight, np.inf) if layout.pools_by_max else weight
         else:
             index, weight = _bilinear(blocks, width, height)
         blocks = newline + 1 + np.arange(len(index)).reshape(len(blocks), height, width)
@@ -365,8 +387,8 @@ def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rows, index, weight
 
 
-def _average(blocks: np.ndarray, width: int, height: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and weights of torch's avg_pool2d, which leaves out what does not fill a square at the far edges."""
+def _squares(blocks: np.ndarray, width: int, height: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sources and weights of torch's avg_pool2d; as in max_pool2d, far edges that fill no square are left out."""
     used = blocks[:, : height * stride, : width * stride].reshape(len(blocks), height, stride, width, stride)
     index = used.transpose(0, 1, 3, 2, 4).reshape(-1, stride * stride)
     return index, np.full(index.shape, 1 / stride**2, np.float32)

@@ -89,7 +89,13 @@ _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
 
 # Flags that ask for an order of the samples, and what data/sampler.py calls it.
-GROUPINGS = {"group_by_modality_length": "modality", "group_by_length": "length", "group_by_length_bucket": "bucket"}
+GROUPINGS = {
+    "group_by_modality_length": "modality",
+    "group_by_modality_length_auto": "modality_auto",
+    "group_by_length": "length",
+    "group_by_varlen": "varlen",
+    "group_by_length_bucket": "bucket",
+}
 
 
 class _Parser(HfArgumentParser):

@@ -68,19 +68,22 @@ def test_layouts_are_those_of_llava_next():
 @pytest.mark.parametrize(("side", "stride"), [(24, 2), (27, 2), (7, 3), (5, 5), (24, 1)])
 def test_pooled_features_are_torchs(side, stride):
     features = torch.randn(3, side, side, 4)
-    for mode in ("average", "bilinear"):
+    for mode in ("average", "max", "bilinear"):
         options = replace(ANYRES, size=side, patch_size=1, pool_mode=mode, pool_stride=stride)
         layout = media_layout("frames", ((9, 9),) * 3, 1, options)
         channels = features.permute(0, 3, 1, 2)
         if mode == "average":
             expected = torch.nn.functional.avg_pool2d(channels, stride)
+        elif mode == "max":
+            expected = torch.nn.functional.max_pool2d(channels, stride)
         else:
             expected = torch.nn.functional.interpolate(channels, [math.ceil(side / stride)] * 2, mode="bilinear")
         expected = expected.permute(0, 2, 3, 1).reshape(-1, 4)
         found = features.reshape(-1, 4)
         if stride > 1:
-            weights = torch.tensor(layout.pool_weight)[..., None]
-            found = (found[torch.tensor(layout.pool_index)] * weights).sum(1)
+            weights, parts = torch.tensor(layout.pool_weight)[..., None], found[torch.tensor(layout.pool_index)]
+            assert bool(weights.isinf().all()) == layout.pools_by_max == (mode == "max")
+            found = parts.amax(1) if mode == "max" else (parts * weights).sum(1)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 

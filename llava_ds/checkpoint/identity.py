@@ -36,6 +36,13 @@ REWIND_FLAGS = {"loss_spike_sigma", "loss_spike_window", "logging_steps", "save_
 # Flags that say on which rank and in which micro-batch a sample of the step is computed, and nothing else.
 LAYOUT_FLAGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_micro_batch")
 
+# Orders of LLaVA-NeXT's sampler, and the flag of the layout that the samples of their steps depend on all the same.
+ORDERED_BY_LAYOUT = {
+    "group_by_length": "per_device_train_batch_size",
+    "group_by_modality_length_auto": "per_device_train_batch_size",
+    "group_by_varlen": "gradient_accumulation_steps",
+}
+
 SETTINGS = ("config.json", "adapter_config.json")  # of a model's folder, which has at least one
 
 # Sections of the DeepSpeed JSON that change what is trained; the others change how fast, or where things lie.
@@ -79,7 +86,8 @@ class RunIdentity:
         lines = {
             name: f"--{name} is {value}, was {before}"
             for name, value in self.flags.items()
-            if (before := saved["flags"].get(name, flag_default(name))) != value and name not in LAYOUT_FLAGS
+            if (before := saved["flags"].get(name, flag_default(name))) != value
+            and (name not in LAYOUT_FLAGS or name in self._ordering_flags)
         }
         if saved["data"] != self.data:
             lines["data"] = "the data set (or its encoding) is another one"
@@ -92,7 +100,8 @@ class RunIdentity:
 
     def reshaped(self, saved: dict) -> list[str]:
         """A line for everything that a saved identity has differently and that changes no more than the rounding."""
-        lines = [] if self._layout_decides else list(self._layout_changes(saved).values())
+        changes = {} if self._layout_decides else self._layout_changes(saved)
+        lines = [line for name, line in changes.items() if name not in self._ordering_flags]
         if saved["zero_stage"] != self.zero_stage:
             lines.append(f"zero_stage is {self.zero_stage}, was {saved['zero_stage']}")
         if _meant(vars(self)) == _meant(saved):
@@ -110,6 +119,11 @@ class RunIdentity:
     def _layout_decides(self) -> bool:
         """Whether the loss, or which samples a step takes, depends on ranks and micro-batches."""
         return self.flags["loss_reduction"] == "micro_batch" or bool(self.flags["steps_across_epochs"])
+
+    @property
+    def _ordering_flags(self) -> set[str]:
+        """Flags of the layout by which the order takes other samples for a step."""
+        return {flag for order, flag in ORDERED_BY_LAYOUT.items() if self.flags[order]}
 
     def _layout_changes(self, saved: dict) -> dict[str, str]:
         lines = {

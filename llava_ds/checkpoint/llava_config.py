@@ -46,6 +46,7 @@ def llava_config(
         "mm_vision_select_feature": args.mm_vision_select_feature,
         "mm_use_im_start_end": args.mm_use_im_start_end,
         "mm_use_im_patch_token": args.mm_use_im_patch_token,
+        "split_special_tokens": args.split_special_tokens,  # for our own code
         "mm_patch_merge_type": pictures.merge_type,
         "mm_newline_position": pictures.newline_position,
         "mm_spatial_pool_stride": pictures.pool_stride,

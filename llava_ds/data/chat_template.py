@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.constants import IM_END_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data import template_process
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, Segment, prepare
@@ -18,8 +18,7 @@ def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_s
     """The Jinja template with which a processor writes what training wrote; "chat_template" is the tokenizer's own."""
     if template == "chat_template":
         return own_template(tokenizer)
-    mark = f"{IM_START_TOKEN}{IMAGE_TOKEN}{IM_END_TOKEN}" if mm_use_im_start_end else IMAGE_TOKEN
-    return CHAT_TEMPLATES[template].replace(IMAGE_TOKEN, mark)
+    return CHAT_TEMPLATES[template].replace(IMAGE_TOKEN, TEMPLATES[template].image_text(mm_use_im_start_end))
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -154,6 +153,11 @@ def _jinja(template: str, opening: str, user: str, assistant: str, prompt: str, 
     )
 
 
+def _speakers(template: str) -> str:
+    user, assistant = ("'### " + name + ": ' + text + '\\n'" for name in ("Human", "Assistant"))
+    return _jinja(template, "system + '\\n\\n'", user, assistant, "### Assistant:", "'### '")
+
+
 def _two_separators(template: str) -> str:
     end = _quoted(TEMPLATES[template].end_markers[0])
     user = "'USER: ' + text + ' ' if text else 'USER:'"
@@ -195,16 +199,11 @@ def _gemma() -> str:
 
 CHAT_TEMPLATES: dict[str, str] = {
     "plain": _jinja("plain", "''", "'<image>'", "text + '\\n'", ""),
-    "v0": _jinja(
-        "v0",
-        "system + '\\n\\n'",
-        "'### Human: ' + text + '\\n'",
-        "'### Assistant: ' + text + '\\n'",
-        "### Assistant:",
-        "'### '",
-    ),
+    "llava_v0": _speakers("llava_v0"),
+    "v0_mmtag": _speakers("v0_mmtag"),
     "v1": _two_separators("v1"),
     "llava_v1": _two_separators("llava_v1"),
+    "v1_mmtag": _two_separators("v1_mmtag"),
     "llama_2": _llama_2("llama_2", "<s>"),
     "llava_llama_2": _llama_2("llava_llama_2", "<s>"),
     "mistral_instruct": _llama_2("mistral_instruct", ""),

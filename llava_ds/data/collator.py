@@ -65,6 +65,7 @@ def collate(samples: list[LoadedSample], options: PictureOptions) -> Batch:
         pool_weight=pool_weight,
         image_positions=torch.cat([positions[~is_newline], positions[is_newline]]),
         feature_index=rows[~is_newline],
+        pools_by_max=any(layout.pools_by_max for sample in samples for _, layout in sample.media),
     )
 
 

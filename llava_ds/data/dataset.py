@@ -25,6 +25,7 @@ from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.fingerprint import digest_of, file_digest, file_stamp, options_that_matter, tokenizer_parts
 from llava_ds.data.images import load_media
 from llava_ds.data.preflight import Checker, layout_of, media_from_text, media_of_text, reasons_in_short, rejections
+from llava_ds.data.sample import IMAGE_LEFT_OUT, TOLD_UNMARKED
 from llava_ds.data.seen_files import changed_files, contents_digest
 from llava_ds.data.source_names import short_names
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
@@ -115,12 +116,16 @@ class EncodedDataset(torch.utils.data.Dataset):
         return LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
 
     def lengths_for(self, how: str) -> list[int]:
-        """What an order of the sampler goes by: for "modality" and "length" the numbers that LLaVA takes."""
+        """What an order of the sampler goes by: all but "bucket" take the numbers of LLaVA's data set."""
         words = self._column("words")
-        if how == "modality":
+        if how in ("modality", "modality_auto"):
             return words.tolist()  # negative where there is no picture
-        if how == "length":
-            return np.where(words > 0, words + LLAVA_TOKENS_PER_PICTURE, -words).tolist()
+        if how in ("length", "varlen"):
+            # Another field holds a video, for which LLaVA-NeXT adds nothing.
+            media = self.table.data.column("media")
+            shown = pa.compute.match_substring(media, '["image", [').to_numpy()[self.rows]
+            shown |= self._unmarked() == IMAGE_LEFT_OUT
+            return (np.abs(words) + LLAVA_TOKENS_PER_PICTURE * shown).tolist()
         return self.lengths
 
     @property
@@ -195,10 +200,17 @@ class EncodedDataset(torch.utils.data.Dataset):
                 f"({targets / lengths.sum():.1%}) are supervised" + (f"; {cut:,} samples cut short" if cut else ""),
                 f"lengths in tokens, shortest to longest: {shown}",
             ]
+            unmarked = self._unmarked()
+            for kind, told in TOLD_UNMARKED.items():
+                if number := int(np.count_nonzero(unmarked == kind)):
+                    lines.append(f"{number:,} records {told}")
         if self.num_rejected:
             rows = list(self.rejections())
             lines += ["left out:", *reasons_in_short([row["reason"] for row in rows]), f"  the first: {_told(rows[0])}"]
         return lines
+
+    def _unmarked(self) -> np.ndarray:
+        return self.table.data.column("unmarked").to_numpy()[self.rows]
 
     def _column(self, name: str) -> np.ndarray:
         return _numbers(self.table, name)[self.rows]
@@ -222,6 +234,7 @@ def open_data(
         image_folder=data.image_folder,
         video_folder=data.video_folder,
         cache_dir=data.cache_dir,
+        on_unmarked_image=data.on_unmarked_image,
     )
     return open_encoded(
         open_sources(data.data_path, options),
@@ -231,6 +244,7 @@ def open_data(
             max_length=data.model_max_length,
             mm_use_im_start_end=model.mm_use_im_start_end,
             supervise_last_turn_only=data.supervise_last_turn_only,
+            split_special_tokens=model.split_special_tokens,
         ),
         pictures,
         PreflightOptions(
@@ -268,7 +282,10 @@ def open_encoded(
     checker = Checker(tuple(sources), Encoder(tokenizer, encoding), pictures)
     cache_dir = Path(options.cache_dir).expanduser()
     common = [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)]
-    common += [repr((source.kind, source.format, source.columns, source.selection)) for source in sources]
+    common += [
+        repr((source.kind, source.format, source.columns, source.selection, source.on_unmarked_image))
+        for source in sources
+    ]
     # Where pictures are looked for decides what is found, so it counts for the cache; moved data are the same data.
     roots = [f"{os.path.realpath(r)}" for s in sources for r in (s.image_root, s.video_root, s.path) if r is not None]
     stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]

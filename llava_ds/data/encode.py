@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +17,7 @@ from llava_ds.constants import (
     DataError,
 )
 from llava_ds.data.chat_template import render_own, render_own_prompt
+from llava_ds.data.literal import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
 from llava_ds.data.words import WholeRow, WordRow, words_of
@@ -34,6 +35,7 @@ class EncodingOptions:
     max_length: int
     mm_use_im_start_end: bool = False
     supervise_last_turn_only: bool = False
+    split_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,16 @@ class Encoder:
         self.first_ids: list[int] = []
         self.last_ids: list[int] = []
         self.image_id = -1
+        ids = self.backend.token_to_id
+        self.special = SpecialTokens(self.backend) if options.split_special_tokens else None
+        if self.special is not None:
+            self.backend = self.special.backend
         if self.template.whole:
-            self.backend = with_token(self.backend, IMAGE_TOKEN)
-            self.image_id = self.backend.token_to_id(IMAGE_TOKEN)
+            self.backend = with_token(self.backend, MARKED_IMAGE)
+            self.image_id = self.backend.token_to_id(MARKED_IMAGE)
         else:
             self.first_ids, self.last_ids = _framing_ids(self.tokenizer)
-        self.learned = [i for i in map(self.backend.token_to_id, self.template.learned) if i is not None]
+        self.learned = [i for i in map(ids, self.template.learned) if i is not None]
         if options.template == "chatml" and self.backend.id_to_token(_QWEN_NEWLINE[0]) == _QWEN_NEWLINE[1]:
             self.learned.append(_QWEN_NEWLINE[0])
         if options.supervise_last_turn_only:
@@ -127,17 +133,33 @@ class Encoder:
     def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int]) -> list[int]:
         """The ids up to where the next answer begins; messages end with a question. Not cut."""
         im_start_end = self.options.mm_use_im_start_end
+        messages = self._guarded(messages)
         if self.template.write is None:
             text = render_own_prompt(messages, self.tokenizer, im_start_end)
         else:
             text = render_prompt(messages, self.options.template, im_start_end)
-        pieces, spans = self._pieces([Segment(text)], num_image_tokens)
+        pieces, spans = self._pieces(self._named([Segment(text)]), num_image_tokens)
         return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)[0].tolist()
 
     def _render(self, messages: Sequence[Message]) -> list[Segment]:
+        messages = self._guarded(messages)
         if self.template.write is None:
-            return render_own(messages, self.tokenizer, self.options.mm_use_im_start_end)
-        return render(messages, self.options.template, self.options.mm_use_im_start_end)
+            segments = render_own(messages, self.tokenizer, self.options.mm_use_im_start_end)
+        else:
+            segments = render(messages, self.options.template, self.options.mm_use_im_start_end)
+        return self._named(segments)
+
+    def _guarded(self, messages: Sequence[Message]) -> Sequence[Message]:
+        for message in messages:
+            refuse_noncharacters(message.text)
+        if self.special is None:
+            return messages
+        return [Message(message.role, self.special.guarded(message.text)) for message in messages]
+
+    def _named(self, segments: list[Segment]) -> list[Segment]:
+        if self.special is None:
+            return segments
+        return [replace(segment, text=self.special.named(segment.text)) for segment in segments]
 
     def _pieces(
         self, segments: Sequence[Segment], features: Sequence[int]
@@ -155,7 +177,8 @@ class Encoder:
         marks = text.count(IMAGE_TOKEN)
         if marks != len(features):
             raise DataError(f"the text has {marks} {IMAGE_TOKEN} marks for {len(features)} pictures: make them equal")
-        texts = [text] if self.template.whole else text.split(IMAGE_TOKEN)
+        texts = [text.replace(IMAGE_TOKEN, MARKED_IMAGE)] if self.template.whole else text.split(IMAGE_TOKEN)
+        texts = [piece.replace(LITERAL_IMAGE, IMAGE_TOKEN) for piece in texts]
         before, base = self.first_ids, 0
         if self.head is not None and texts[0].startswith(self.head.text):
             before, base = before + self.head.ids, len(self.head.text)

@@ -128,6 +128,7 @@ def sample_order(args: Arguments, dataset: EncodedDataset, world_size: int) -> S
         how=how,
         lengths=dataset.lengths_for(how),
         micro_batch_size=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
     )
 
 

@@ -14,7 +14,7 @@ from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.images import probe
-from llava_ds.data.sample import FileRef, Media, Sample
+from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.distributed import printable
@@ -56,6 +56,7 @@ ROWS = pa.schema(
         ("words", pa.int32()),
         ("truncated", pa.bool_()),
         *COLUMNS,
+        ("unmarked", pa.string()),
     ]
 )
 
@@ -180,7 +181,7 @@ def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
 
 def _columns(outcomes: list[_Accepted | _Rejected]) -> dict[str, pa.Array]:
     """The columns that the outcomes make, a rejected record's being empty."""
-    ids, reasons, media, numbers, truncated = [], [], [], [], []
+    ids, reasons, media, numbers, truncated, unmarked = [], [], [], [], [], []
     input_ids, labels = [], []
     nothing = np.empty(0, np.int32)
     for one in outcomes:
@@ -190,6 +191,7 @@ def _columns(outcomes: list[_Accepted | _Rejected]) -> dict[str, pa.Array]:
             media.append("[]")
             numbers.append((0, 0, 0, 0, 0))
             truncated.append(False)
+            unmarked.append("")
             input_ids.append(nothing)
             labels.append(nothing)
             continue
@@ -204,10 +206,11 @@ def _columns(outcomes: list[_Accepted | _Rejected]) -> dict[str, pa.Array]:
                 one.coded.num_targets,
                 sum(message.role == "gpt" for message in messages),
                 sum(len(sized.sizes) for sized in one.media),
-                words if one.media else -words,
+                words if one.media or one.sample.unmarked == IMAGE_LEFT_OUT else -words,  # LLaVA looks for the field
             )
         )
         truncated.append(one.coded.truncated)
+        unmarked.append(one.sample.unmarked)
         input_ids.append(one.coded.input_ids)
         labels.append(one.coded.labels)
     names = ("length", "num_targets", "num_turns", "num_pictures", "words")
@@ -217,6 +220,7 @@ def _columns(outcomes: list[_Accepted | _Rejected]) -> dict[str, pa.Array]:
         "reason": pa.array(reasons, pa.string()),
         "media": pa.array(media, pa.string()),
         "truncated": pa.array(truncated, pa.bool_()),
+        "unmarked": pa.array(unmarked, pa.string()),
         "input_ids": _lists(input_ids),
         "labels": _lists(labels),
         **{name: pa.array(np.ascontiguousarray(counts[:, i])) for i, name in enumerate(names)},

@@ -29,6 +29,15 @@ class Media:
     refs: tuple[FileRef, ...]
 
 
+# What was done about images without marks, and marks without images (--on_unmarked_image), and how it is told.
+IMAGE_PREPENDED, IMAGE_LEFT_OUT, MARK_AS_TEXT = "image prepended", "image left out", "mark as text"
+TOLD_UNMARKED = {
+    IMAGE_PREPENDED: "have images without a mark, which are shown before the first question (--on_unmarked_image)",
+    IMAGE_LEFT_OUT: "have images without a mark, which are left out (--on_unmarked_image text)",
+    MARK_AS_TEXT: "have marks without an image, which are read as text (--on_unmarked_image text)",
+}
+
+
 @dataclass(frozen=True)
 class Sample:
     """One record. Paths are real and lie inside the folders that were named; media are in the order of the marks."""
@@ -37,3 +46,4 @@ class Sample:
     messages: tuple[Message, ...]
     media: tuple[Media, ...]
     kind: str = ""  # of question, in files to evaluate on
+    unmarked: str = ""  # what was done about an image without a mark, or a mark without an image

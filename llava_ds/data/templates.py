@@ -11,6 +11,13 @@ V1_SYSTEM = (
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
 V0_SYSTEM = V1_SYSTEM.replace("user", "human")
+# Without a space behind "language.", as LLaVA has it.
+MMTAG_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant is able to understand the visual content that the user provides, and assist the user with a variety "
+    "of tasks using natural language."
+    "The visual content will be provided with the following format: <Image>visual content</Image>."
+)
 VISION_SYSTEM = (
     "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
     "provides, and assist the user with a variety of tasks using natural language."
@@ -56,6 +63,12 @@ class Template:
     alternates: bool = True  # LLaVA refuses questions and answers that do not take turns
     drops_opening_answer: bool = True
     learned: tuple[str, ...] = ()  # supervised wherever they stand
+    image: str = IMAGE_TOKEN  # what is written for an image
+
+    def image_text(self, mm_use_im_start_end: bool) -> str:
+        """The text that stands for an image, which has one IMAGE_TOKEN in it."""
+        mark = f"{IM_START_TOKEN}{IMAGE_TOKEN}{IM_END_TOKEN}" if mm_use_im_start_end else IMAGE_TOKEN
+        return self.image.replace(IMAGE_TOKEN, mark)
 
 
 def resolve_template(name: str) -> str:
@@ -94,7 +107,7 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
             why = ": questions and answers alternate" if rules.alternates else ""
             raise DataError(f"turn {i} is from {message.role!r}, expected {' or '.join(map(repr, expected))}{why}")
     place = _image_first_next if rules.next_rules else image_first
-    mark = f"{IM_START_TOKEN}{IMAGE_TOKEN}{IM_END_TOKEN}" if mm_use_im_start_end else IMAGE_TOKEN
+    mark = rules.image_text(mm_use_im_start_end)
     placed = []
     for message in messages:
         if IMAGE_TOKEN in message.text:
@@ -244,14 +257,17 @@ def _llama_3(messages: Sequence[Message], system: str) -> list[Segment]:
 _ANSWER = "\ue000"  # stands for an answer, to find where it begins
 _mpt = _turns("<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "<|im_start|>system\n{}")
 _zephyr = _turns("<|user|>\n", "<|assistant|>\n", "</s>", "<|system|>\n{}")
+_MMTAG = f"<Image>{IMAGE_TOKEN}</Image>"
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _LLAMA_3_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 TEMPLATES: dict[str, Template] = {
     "plain": Template(_plain, "", ("\n",)),
-    "v0": Template(_v0, V0_SYSTEM, ("###",), alternates=False, drops_opening_answer=False),
+    "llava_v0": Template(_v0, V0_SYSTEM, ("###",), alternates=False, drops_opening_answer=False),
+    "v0_mmtag": Template(_v0, MMTAG_SYSTEM, ("###",), alternates=False, drops_opening_answer=False, image=_MMTAG),
     "v1": Template(_two_separators("</s>"), V1_SYSTEM, ("</s>",)),
     "llava_v1": Template(_two_separators("</s>"), V0_SYSTEM, ("</s>",)),
+    "v1_mmtag": Template(_two_separators("</s>"), MMTAG_SYSTEM, ("</s>",), image=_MMTAG),
     "llama_2": Template(_llama_2("<s>"), LLAMA_2_SYSTEM, ("</s>",)),
     "llava_llama_2": Template(_llama_2("<s>"), VISION_SYSTEM, ("</s>",)),
     "mistral_instruct": Template(_llama_2(""), "", ("</s>",)),
@@ -276,10 +292,12 @@ TEMPLATES: dict[str, Template] = {
     "chat_template": Template(None, "", (), next_rules=True, whole=True, drops_opening_answer=False, alternates=False),
 }
 
-# LLaVA's and LLaVA-NeXT's other names, where they write the same text in training.
+# LLaVA's and LLaVA-NeXT's other names, where they write the same text in training. With v0 and v0.5 their train()
+# leaves the conversation at its default, which is Vicuna's.
 ALIASES: dict[str, str] = {
-    "default": "v0",
-    "llava_v0": "v0",
+    "v0": "v1",
+    "v0.5": "v1",
+    "default": "llava_v0",
     "v0_plain": "plain",
     "vicuna_v1": "v1",
     "llava_mistral_instruct": "mistral_instruct",

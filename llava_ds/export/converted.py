@@ -63,7 +63,7 @@ def open_folder(
         "projector": plan.sources.projector.open(),
         "language_model": plan.sources.language_model.open(),
     }
-    if plan.sources.newline is not None and args.model.mm_patch_merge_type == "spatial_unpad":
+    if plan.sources.newline is not None and "unpad" in args.model.mm_patch_merge_type:
         parts["newline"] = plan.sources.newline.open()
     entries = [entry for part, weights in parts.items() for entry in read_entries(part, weights)]
     finished = Finished(

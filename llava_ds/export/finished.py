@@ -44,23 +44,34 @@ class Finished:
 
 def hf_kind(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions) -> tuple[str | None, str]:
     """The model_type of transformers' class for such a model, and ""; or None, and why there is no class."""
+    kind, why = hf_container(plan, args, pictures)
+    if kind is None:
+        return None, why
     ratio, merge = pictures.aspect_ratio, pictures.merge_type
     flags = f"--image_aspect_ratio {ratio} with --mm_patch_merge_type {merge}"
+    if pictures.is_anyres and merge != "spatial_unpad":
+        does = "always leaves padding out"
+        does = does if pictures.has_overview else "always begins with the overview"
+        does = "never pools tiles" if pictures.pools_tiles else does
+        return None, f"{flags}: transformers' LlavaNext {does}: give --mm_patch_merge_type spatial_unpad"
+    if not pictures.is_anyres and pictures.has_newline:
+        instead = "give --mm_patch_merge_type flat, or --image_aspect_ratio anyres"
+        return None, f"{flags}: transformers' Llava has no newline: {instead}"
+    return kind, ""
+
+
+def hf_container(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions) -> tuple[str | None, str]:
+    """The model_type of transformers' class that has such a model's weights, whatever its own code does with pictures,
+    and ""; or None, and why there is no class."""
     if args.mm_projector_type != "mlp2x_gelu":
         return None, f"transformers has no class with --mm_projector_type {args.mm_projector_type}: give mlp2x_gelu"
     if args.s2:
         return None, "transformers has no class with --s2 True: leave it out"
     if plan.tower.config.model_type == "siglip2_vision_model":
         return None, "transformers' classes don't cut pictures for a SigLIP 2 of any shape: take another --vision_tower"
-    if pictures.is_anyres and merge != "spatial_unpad":
-        instead = "give --mm_patch_merge_type spatial_unpad"
-        return None, f"{flags}: transformers' LlavaNext always leaves padding out: {instead}"
-    if not pictures.is_anyres and merge == "spatial_unpad":
-        instead = "give --mm_patch_merge_type flat, or --image_aspect_ratio anyres"
-        return None, f"{flags}: transformers' Llava has no newline: {instead}"
-    if pictures.max_tiles is not None:
-        return "llava_onevision", ""
-    return "llava_next" if pictures.is_anyres else "llava", ""
+    if not pictures.has_newline:
+        return "llava", ""
+    return "llava_next" if pictures.max_tiles is None else "llava_onevision", ""
 
 
 def export_format(args: Arguments, plan: ModelPlan, pictures: PictureOptions) -> tuple[str, list[str]]:

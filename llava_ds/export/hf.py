@@ -11,7 +11,7 @@ from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.encode import end_markers
 from llava_ds.data.templates import resolve_template
 from llava_ds.export.entries import Entry, completed, read_entries
-from llava_ds.export.finished import Finished, hf_kind
+from llava_ds.export.finished import Finished, hf_container
 from llava_ds.export.processor import VIDEO_TOKEN, hf_pinpoints, select_strategy, write_processor
 from llava_ds.export.shards import write_shards
 from llava_ds.export.tokenizer import hf_tokenizer, write_hf_tokenizer
@@ -37,7 +37,7 @@ def write_hf(
 
     entries: of the model, by their names here. holes: files of weights without weights.
     """
-    kind, _ = hf_kind(finished.plan, finished.args, finished.pictures)
+    kind, _ = hf_container(finished.plan, finished.args, finished.pictures)
     assert kind is not None, "export_format would have said so"
     tokenizer, rows = _rows(finished)
     write_shards(hf_entries(finished, entries), output_dir, finished.dtype, max_bytes, holes=holes)
@@ -49,7 +49,7 @@ def write_hf(
 
 def _rows(finished: Finished) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer with the tokens that its processor needs, and the rows of the embeddings."""
-    kind, _ = hf_kind(finished.plan, finished.args, finished.pictures)
+    kind, _ = hf_container(finished.plan, finished.args, finished.pictures)
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)
     tokenizer, _ = hf_tokenizer(finished.plan.tokenizer, tokens)
     tokenizer.model_max_length = finished.max_length
@@ -91,6 +91,7 @@ def _write_config(
         # What transformers' classes don't know, for infer/load.py: prompts and pictures as in training.
         **({} if finished.template is not None else {"llava_ds_version": args.version}),
         mm_use_im_start_end=args.mm_use_im_start_end,
+        split_special_tokens=args.split_special_tokens,
         llava_ds_pictures=dataclasses.asdict(pictures),
         **own,
     ).save_pretrained(output_dir)

@@ -134,11 +134,11 @@ def _as_exported(
     path: Path, finished: "Finished", entries: "list[Entry]", notes: tuple[str, ...]
 ) -> Iterator[Described]:
     """A model as the folder that its export would be, whose files of weights are holes."""
-    from llava_ds.export.finished import hf_kind
+    from llava_ds.export.finished import hf_container
     from llava_ds.export.hf import hf_entries, write_hf
     from llava_ds.export.shards import DEFAULT_SHARD_SIZE, parse_size
 
-    kind, why = hf_kind(finished.plan, finished.args, finished.pictures)
+    kind, why = hf_container(finished.plan, finished.args, finished.pictures)
     if kind is None:
         raise ConfigError(f"{path} can't be asked here: {why}")
     named = hf_entries(finished, entries)

@@ -39,6 +39,7 @@ def make_encoder(loaded: LoadedModel) -> Encoder:
             loaded.version,
             loaded.tokenizer.model_max_length,
             getattr(loaded.model.config, "mm_use_im_start_end", False),
+            split_special_tokens=getattr(loaded.model.config, "split_special_tokens", False),
         ),
     )
 

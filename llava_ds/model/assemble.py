@@ -24,7 +24,7 @@ def assemble(
     )
     language_model.tie_weights()  # from_config leaves it to the initialisation that its callers switch off
     projector = build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)
-    newline = Newline(text_config.hidden_size) if args.mm_patch_merge_type == "spatial_unpad" else None
+    newline = Newline(text_config.hidden_size) if "unpad" in args.mm_patch_merge_type else None
     return LlavaModel(VisionTower(tower, mean, std), projector, language_model, newline)
 
 

@@ -104,7 +104,7 @@ def merged(
     """
     table = features.flatten(0, 1)  # (N * P, D)
     if len(batch.pool_index):
-        table = torch.cat([table, _pooled(table, batch.pool_index, batch.pool_weight)])  # (N * P + R, D)
+        table = torch.cat([table, _pooled(table, batch)])  # (N * P + R, D)
     placed = table.index_select(0, batch.feature_index)  # (F, D)
     if newline is not None:
         placed = newline(placed, len(batch.image_positions))  # (M, D)
@@ -117,12 +117,22 @@ def _by_source(row_losses: torch.Tensor, sources: torch.Tensor, num_sources: int
     return torch.stack([torch.where(is_from, row_losses, 0.0).sum(1), is_from.sum(1).double()])
 
 
-def _pooled(features: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Weighted sums of features: (N * P, D) by index and weight (R, K) to (R, D), added up in float32.
+def _pooled(features: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Weighted sums of features, or the largest of them: (N * P, D) to (R, D), added up in float32.
 
     One source at a time, for all at once would hold K times the result.
     """
+    index, weight = batch.pool_index, batch.pool_weight  # (R, K)
     pooled = torch.zeros(len(index), features.shape[1], dtype=torch.float32, device=features.device)
+    if batch.pools_by_max:
+        taken = weight.isinf()  # (R, K)
+        weight = weight.masked_fill(taken, 0)
+        largest = torch.full_like(pooled, -torch.inf)
     for k in range(index.shape[1]):
-        pooled = pooled + weight[:, k, None] * features.index_select(0, index[:, k]).float()
+        part = features.index_select(0, index[:, k]).float()  # (R, D)
+        pooled = pooled + weight[:, k, None] * part
+        if batch.pools_by_max:  # the first of equal ones has the gradient, and NaN stays, as in torch's max_pool2d
+            largest = torch.where(taken[:, k, None] & ((part > largest) | part.isnan()), part, largest)
+    if batch.pools_by_max:
+        pooled = torch.where(taken[:, :1], largest, pooled)
     return pooled.to(features.dtype)

@@ -21,6 +21,7 @@ LLAVA_SAYS = {
     "image_grid_pinpoints": None,
     "mm_use_im_start_end": False,
     "mm_use_im_patch_token": None,
+    "split_special_tokens": None,
     "s2": False,
     "s2_scales": None,
     "mm_newline_position": None,
@@ -69,6 +70,7 @@ def said_by_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[st
         "mm_vision_select_layer": layer,
         "mm_vision_select_feature": "cls_patch" if strategy == "full" and has_class_token else "patch",
         "mm_use_im_start_end": getattr(config, "mm_use_im_start_end", None),
+        "split_special_tokens": getattr(config, "split_special_tokens", None),
         "version": getattr(config, "llava_ds_version", None),
     }
     ours = getattr(config, "llava_ds_pictures", None)

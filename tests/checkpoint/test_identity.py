@@ -106,6 +106,23 @@ def test_where_the_loss_depends_on_the_layout_another_size_is_another_run(tmp_pa
         shutil.rmtree(tmp_path / str(len(flags)))
 
 
+@pytest.mark.parametrize(
+    ("order", "flag", "other"),
+    [
+        ("group_by_length", "per_device_train_batch_size", "gradient_accumulation_steps"),
+        ("group_by_modality_length_auto", "per_device_train_batch_size", "gradient_accumulation_steps"),
+        ("group_by_varlen", "gradient_accumulation_steps", "per_device_train_batch_size"),
+    ],
+)
+def test_an_order_that_depends_on_the_layout_makes_another_of_it_another_run(order, flag, other):
+    before = vars(run(**{order: True, flag: 1, other: 2}))
+    assert list(run(**{order: True, flag: 2, other: 2}).differences(before)) == [flag]
+    now = run(**{order: True, flag: 1, other: 1})
+    assert not now.differences(before) and any(other in line for line in now.reshaped(before))
+    plain = vars(run(**{flag: 1}))
+    assert not run(**{flag: 2}).differences(plain)
+
+
 def test_a_changed_flag_is_refused_with_both_values_until_it_is_allowed(tmp_path):
     path = saved(tmp_path, 3, run())
     now = run(learning_rate=1e-4, bf16=True, data="other", optimizer={"type": "SGD"})

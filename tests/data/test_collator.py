@@ -152,4 +152,4 @@ def test_a_batch_moves_as_a_whole():
     moved = collate(random_samples(2), SQUARE).to(torch.device("meta"))
     for field in dataclasses.fields(moved):
         value = getattr(moved, field.name)
-        assert value.device.type == "meta" if isinstance(value, torch.Tensor) else value == moved.max_seqlen
+        assert not isinstance(value, torch.Tensor) or value.device.type == "meta"

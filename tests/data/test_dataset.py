@@ -235,6 +235,8 @@ def test_llavas_lengths_count_words(opened, tmp_path):
     records = json.loads((tmp_path / "data" / "data.json").read_text())
     words = [sum(len(turn["value"].split()) for turn in record["conversations"]) for record in records]
     assert data.lengths_for("modality") == [n if "image" in r else -n for n, r in zip(words, records)]
+    assert data.lengths_for("modality_auto") == data.lengths_for("modality")
+    assert data.lengths_for("varlen") == data.lengths_for("length")
     assert data.lengths_for("length") == [n + 128 if "image" in r else n for n, r in zip(words, records)]
     assert data.lengths_for("bucket") == data.lengths
 

@@ -196,7 +196,7 @@ def test_an_encoder_survives_the_way_to_another_process(tokenizer):
 def test_a_tokenizer_that_does_not_fit_the_template_is_named(tokenizer):
     assert (
         check_tokenizer("v1", tokenizer)
-        == check_tokenizer("v0", tokenizer)
+        == check_tokenizer("llava_v0", tokenizer)
         == check_tokenizer("plain", tokenizer)
         == []
     )
@@ -209,7 +209,7 @@ def test_a_tokenizer_that_does_not_fit_the_template_is_named(tokenizer):
 
 def test_answers_end_at_the_templates_marker_and_at_the_tokenizers(tokenizer):
     assert end_markers("v1", tokenizer) == [tokenizer.eos_token_id]
-    assert end_markers("v0", tokenizer) == [tokenizer.eos_token_id]
+    assert end_markers("llava_v0", tokenizer) == [tokenizer.eos_token_id]
     taught = pickle.loads(pickle.dumps(tokenizer))
     taught.add_special_tokens({"extra_special_tokens": ["<|im_end|>"]})
     assert end_markers("chatml", taught) == [tokenizer.eos_token_id, taught.convert_tokens_to_ids("<|im_end|>")]

@@ -20,8 +20,10 @@ TOKENIZERS = sorted(path.name for path in (FOLDER / "tokenizers").iterdir())
 # LLaVA counts tokens of pieces tokenized a second time. In these templates the counts are off by one or two for every
 # turn, so that words of questions are learned and words of answers are not; in v0 where a first token is put before
 # every text, and so before every piece.
-COUNTED_WRONGLY = {"v0", "mpt", "chatml_direct"}
-COUNTED_RIGHTLY = {("v0", "neox")}
+COUNTED_WRONGLY = {"llava_v0", "mpt", "chatml_direct"}
+COUNTED_RIGHTLY = {("llava_v0", "neox")}
+# LLaVA's preprocess was given this name's conversation, which its train() does not: there v0 is v1.
+GIVEN = {"v0": "llava_v0"}
 
 
 @functools.cache
@@ -33,7 +35,7 @@ def tokenizer_of(name: str):
 def goldens() -> tuple[list, list[dict]]:
     with gzip.open(FOLDER / "rows.jsonl.gz", "rt", encoding="utf-8") as lines:
         talks, *rows = map(json.loads, lines)
-    return talks, rows
+    return talks, [row | {"template": GIVEN.get(row["template"], row["template"])} for row in rows]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -109,7 +111,7 @@ def test_what_is_learned_is_every_answer_and_its_end_marker(template, name, befo
         ("chatml", "qwen", "<|im_start|>assistant\n", "<|im_end|>\n"),
         ("chatml", "llama_chatml_nolegacy", "<|im_start|>assistant\n", "<|im_end|>\n"),
         ("llama_3", "llama3", TURN, "<|eot_id|>"),
-        ("v0", "neox", "### Assistant: ", "\n### "),
+        ("llava_v0", "neox", "### Assistant: ", "\n### "),
         ("plain", "gemma_fast", "", "\n"),
         ("plain", "phi", "", "\n"),
     ],
@@ -123,7 +125,7 @@ def test_the_last_turn_only_is_the_last_answer_with_its_header(template, name, b
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("template", ["v1", "llama_2", "chatml", "llama_3", "v0", "mpt", "phi"])
+@pytest.mark.parametrize("template", ["v1", "llama_2", "chatml", "llama_3", "llava_v0", "v1_mmtag", "mpt", "phi"])
 def test_a_prompt_is_the_beginning_of_what_training_saw(name, template):
     encoder = Encoder(tokenizer_of(name), EncodingOptions(template, 2048))
     for turns in (1, 3):

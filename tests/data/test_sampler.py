@@ -7,15 +7,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_ds.data.sampler import SampleOrder, by_length, by_length_bucket, by_modality_length
+from llava_ds.data.sampler import (
+    SampleOrder,
+    by_length,
+    by_length_bucket,
+    by_length_next,
+    by_modality_length,
+    by_varying_length,
+)
 
-WAYS = ("random", "file", "modality", "length", "bucket")
+WAYS = ("random", "file", "modality", "modality_auto", "length", "varlen", "bucket")
+GOLDENS = Path(__file__).parent / "goldens"
 
 
 def order_of(num_samples: int, batch_size: int, how: str = "random", seed: int = 1, micro: int = 1) -> SampleOrder:
     drawn = torch.randint(1, 40, (num_samples,), generator=torch.Generator().manual_seed(9)).tolist()
-    lengths = [-n if how == "modality" and i % 3 == 0 else n for i, n in enumerate(drawn)]
+    lengths = [-n if how.startswith("modality") and i % 3 == 0 else n for i, n in enumerate(drawn)]
     return SampleOrder(num_samples, batch_size, seed, how, lengths, micro)
+
+
+def grouped(how: str, lengths: list[int], micro: int, num_micro_batches: int, generator: torch.Generator) -> list[int]:
+    """What an epoch's order is made by."""
+    if how == "varlen":
+        return by_varying_length(lengths, micro * num_micro_batches, 1, generator)
+    if how == "length":
+        return by_length_next(lengths, micro, num_micro_batches, generator)
+    group = by_length if how == "modality" else by_length_next
+    return by_modality_length(lengths, micro, num_micro_batches, generator, group)
 
 
 def take(order: SampleOrder, count: int, start_step: int = 0) -> list[list[int]]:
@@ -52,18 +70,18 @@ def test_starting_at_a_step_equals_skipping_to_it(start_step, how):
 
 
 @pytest.mark.parametrize("kinds", ["mixed", "pictures", "text"])
-@pytest.mark.parametrize(("how", "group"), [("modality", by_modality_length), ("length", by_length)])
+@pytest.mark.parametrize("how", ["modality", "modality_auto", "length", "varlen"])
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(29, 4), (24, 4), (3, 8)])
-def test_a_later_epoch_is_drawn_as_if_all_before_it_had_been_made(num_samples, batch_size, how, group, kinds):
+def test_a_later_epoch_is_drawn_as_if_all_before_it_had_been_made(num_samples, batch_size, how, kinds):
     lengths = [
         i % 7 + 1 if kinds == "pictures" or (kinds == "mixed" and i % 3) else -(i % 5) - 1 for i in range(num_samples)
     ]
-    lengths = [abs(length) for length in lengths] if how == "length" else lengths
+    lengths = lengths if how.startswith("modality") else [abs(length) for length in lengths]
     order = SampleOrder(num_samples, batch_size, 5, how, lengths, 2)
     generator = torch.Generator().manual_seed(5)
     for epoch in range(4):
         torch.empty((), dtype=torch.int64).random_(generator=generator)  # the data loader's
-        assert order.epoch(epoch) == group(lengths, 2, batch_size // 2, generator)
+        assert order.epoch(epoch) == grouped(how, lengths, 2, batch_size // 2, generator)
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -76,12 +94,22 @@ def test_the_order_does_not_depend_on_the_global_generator(how):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("row", json.loads((Path(__file__).parent / "goldens" / "sampler.json").read_text()))
+@pytest.mark.parametrize("row", json.loads((GOLDENS / "sampler.json").read_text()))
 def test_grouped_orders_are_llavas(row):
     """Made by LLaVA's own functions under torch.manual_seed(row's seed): mixed kinds, one kind, uneven last steps."""
     group = {"modality": by_modality_length, "length": by_length}[row["how"]]
     generator = torch.Generator().manual_seed(row["seed"])
     assert group(row["lengths"], row["batch_size"], row["world_size"], generator) == row["order"]
+
+
+@pytest.mark.parametrize("row", json.loads((GOLDENS / "sampler_next.json").read_text()))
+def test_orders_of_the_next_sampler_are_its_own(row):
+    """Made by LLaVA-NeXT's own functions and transformers', two epochs behind the data loader's own draw."""
+    how, micro, ranks, accumulation = row["how"], row["micro"], row["ranks"], row["accumulation"]
+    order = SampleOrder(
+        len(row["lengths"]), micro * ranks * accumulation, row["seed"], how, row["lengths"], micro, accumulation
+    )
+    assert [order.epoch(epoch) for epoch in range(2)] == row["epochs"]
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
@@ -100,22 +128,21 @@ def test_a_step_of_the_bucket_order_has_nearly_one_length():
     assert not torch.equal(firsts, firsts.sort().values)  # in random order
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", ["random", "file", "modality", "bucket"])  # LLaVA-NeXT's depend on it
 def test_a_steps_samples_do_not_depend_on_how_it_is_laid_out(how):
     """More ranks with fewer micro-batches or smaller ones: the same samples in every step."""
     laid_out = [[sorted(step) for step in take(order_of(50, 8, how, micro=micro), 14)] for micro in (8, 4, 2, 1)]
     assert all(steps == laid_out[0] for steps in laid_out)
 
 
-@pytest.mark.parametrize("how", ["random", "modality", "length"])
+@pytest.mark.parametrize("how", ["random", "modality", "modality_auto", "length", "varlen"])
 def test_a_seed_gives_the_order_of_torchs_loader_in_one_process(how):
     """As LLaVA's Trainer has it: torch's global generator seeded once, a DataLoader, a new pass over it every epoch."""
     order = order_of(50, 8, how, seed=42, micro=4)
 
     class Grouped(torch.utils.data.Sampler):
         def __iter__(self):
-            group = by_modality_length if how == "modality" else by_length
-            return iter(group(order.lengths, 4, 2, torch.default_generator))
+            return iter(grouped(how, order.lengths, 4, 2, torch.default_generator))
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(42)

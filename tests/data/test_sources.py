@@ -252,10 +252,6 @@ def chat_of(*parts: object) -> dict:
             {"conversations": TALK},
             "names 0 pictures under 'image' or 'images', but its text has 1 <image> marks",
         ),
-        (
-            {"conversations": TEXT_ONLY, "image": "a.png"},
-            "names 1 pictures under 'image' or 'images', but its text has 0",
-        ),
         ({"conversations": TALK, "image": ["a.png", "a.png"]}, "names 2 pictures under 'image'"),
         ({"conversations": TALK, "video": ["c d.mp4", "a.png"]}, "expected a video, its frames, or a list of these"),
         (
@@ -400,3 +396,33 @@ def test_columns_may_be_named(folder):
     assert sample.id == "n" and sample.media == (image(folder, "a.png"),)
     with pytest.raises(ConfigError, match=r"conversations=dialogue: no record of .* \(keys found: 'dialog', 'picture'"):
         opened(folder, [record], columns=(("conversations", "dialogue"),))
+
+
+UNMARKED = {
+    "image": {"conversations": TEXT_ONLY, "image": "a.png"},
+    "mark": {"conversations": TALK},
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "unmarked", "question", "num_media"),
+    [
+        ("prepend", "image", "image prepended", "<image>\nWho?", 1),
+        ("text", "image", "image left out", "Who?", 0),
+        ("text", "mark", "mark as text", "\ufdd0image\ufdd1", 0),
+    ],
+)
+def test_an_unmarked_image_is_shown_or_left_out_as_asked(tmp_path, how, name, unmarked, question, num_media):
+    source = opened(tmp_path, [UNMARKED[name]], on_unmarked_image=how)
+    [record] = source.read()
+    sample = to_sample(record.text, source, 0)
+    assert (sample.unmarked, len(sample.media)) == (unmarked, num_media)
+    assert sample.messages[0].text.startswith(question)
+
+
+@pytest.mark.parametrize(("how", "name"), [("refuse", "image"), ("refuse", "mark"), ("prepend", "mark")])
+def test_an_unmarked_image_that_is_refused_names_the_flag(tmp_path, how, name):
+    source = opened(tmp_path, [UNMARKED[name]], on_unmarked_image=how)
+    [record] = source.read()
+    with pytest.raises(DataError, match="make them equal, or see --on_unmarked_image"):
+        to_sample(record.text, source, 0)

@@ -45,7 +45,11 @@ def test_v1_is_vicunas_text():
 TALK = [human("What?\n<image>"), gpt("A cat."), human("Sure?"), gpt("Yes.")]
 # What LLaVA's and LLaVA-NeXT's get_prompt and chat templates give for TALK, without the system prompt.
 WRITTEN = {
-    "v0": "### Human: <image>\nWhat?\n### Assistant: A cat.\n### Human: Sure?\n### Assistant: Yes.\n### ",
+    "llava_v0": "### Human: <image>\nWhat?\n### Assistant: A cat.\n### Human: Sure?\n### Assistant: Yes.\n### ",
+    "v0_mmtag": "<Image>visual content</Image>.\n\n### Human: <Image><image></Image>\nWhat?\n### Assistant: A cat.\n"
+    "### Human: Sure?\n### Assistant: Yes.\n### ",
+    "v1_mmtag": "<Image>visual content</Image>. USER: <Image><image></Image>\nWhat? ASSISTANT: A cat.</s>"
+    "USER: Sure? ASSISTANT: Yes.</s>",
     "llava_v1": "USER: <image>\nWhat? ASSISTANT: A cat.</s>USER: Sure? ASSISTANT: Yes.</s>",
     "phi": "USER: <image>\nWhat? ASSISTANT: A cat.<|endoftext|>USER: Sure? ASSISTANT: Yes.<|endoftext|>",
     "llama_2": "<image>\nWhat? [/INST] A cat. </s><s>[INST] Sure? [/INST] Yes. </s>",
@@ -182,3 +186,28 @@ def test_messages_that_do_not_fit_are_refused(messages, template, expected):
     with pytest.raises(DataError) as caught:
         render(messages, template)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["v0", "v0.5"])
+def test_v0_is_vicunas_text_as_in_llavas_train(name):
+    """LLaVA's train() sets the conversation for other names only, and leaves it at its default for these."""
+    assert resolve_template(name) == "v1"
+
+
+@pytest.mark.parametrize("name", ["default", "llava_v0"])
+def test_the_text_of_v0_goes_by_its_other_names(name):
+    assert joined(TALK, resolve_template(name)).startswith(TEMPLATES["llava_v0"].system + "\n\n### Human: ")
+
+
+@pytest.mark.parametrize("template", ["v0_mmtag", "v1_mmtag"])
+def test_an_image_stands_between_tags_in_the_mmtag_templates(template):
+    """LLaVA's preprocess_multimodal puts the tags around the image first, then <im_start> and <im_end> inside them."""
+    [placed], system = prepare([human("What?<image>")], template, mm_use_im_start_end=True)
+    assert placed.text == "<Image><im_start><image><im_end></Image>\nWhat?"
+    assert system.endswith("natural language.The visual content will be provided with the following format: "
+                           "<Image>visual content</Image>.")  # fmt: skip
+    answers = {
+        "v0_mmtag": ["### Assistant: A cat.\n", "### Assistant: Yes.\n"],
+        "v1_mmtag": [" A cat.</s>", " Yes.</s>"],
+    }
+    assert set(answers[template]) <= set(supervised(TALK, template))

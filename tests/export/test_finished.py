@@ -40,6 +40,7 @@ def planned(flags: dict, ratio: str, given: frozenset = frozenset(), form: str =
     [
         ("square", {}, "llava"),
         ("pad", {"mm_patch_merge_type": "spatial"}, "llava"),
+        ("pad", {"mm_patch_merge_type": "spatial_maxpool2x2"}, "llava"),  # there are no tiles
         ("square", {"mm_vision_select_feature": "cls_patch"}, "llava"),
         ("anyres", {"mm_patch_merge_type": "spatial_unpad"}, "llava_next"),
         ("anyres_max_9", {"mm_patch_merge_type": "spatial_unpad"}, "llava_onevision"),
@@ -56,6 +57,10 @@ def test_transformers_has_a_class_for_what_llava_trains(bases, ratio, flags, kin
     [
         ("anyres", {"mm_patch_merge_type": "flat"}, "leaves padding out: give --mm_patch_merge_type spatial_unpad"),
         ("anyres_max_4", {"mm_patch_merge_type": "spatial"}, "give --mm_patch_merge_type spatial_unpad"),
+        ("anyres", {"mm_patch_merge_type": "spatial_unpad_nobase"}, "LlavaNext always begins with the overview: give"),
+        ("anyres", {"mm_patch_merge_type": "spatial_maxpool2x2"}, "LlavaNext never pools tiles: give"),
+        ("anyres_max_4", {"mm_patch_merge_type": "spatial_unpad_maxpool2x2_nobase"}, "never pools tiles: give"),
+        ("pad", {"mm_patch_merge_type": "spatial_unpad_nobase"}, "give --mm_patch_merge_type flat, or --image_aspect"),
         ("pad", {"mm_patch_merge_type": "spatial_unpad"}, "give --mm_patch_merge_type flat, or --image_aspect_ratio"),
         ("pad", {"mm_projector_type": "linear"}, "no class with --mm_projector_type linear: give mlp2x_gelu"),
         ("square", {"s2": True, "s2_scales": "24,48"}, "no class with --s2 True: leave it out"),

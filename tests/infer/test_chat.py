@@ -201,7 +201,8 @@ def test_the_script(folder, pictures, monkeypatch, capsys):
 def test_another_template_changes_the_prompt(folder):
     messages = (Message("human", "What is it?"),)
     ids = [
-        prompt_ids(load_model(folder, version=version), Prompt(messages, ())) for version in (None, "vicuna_v1", "v0")
+        prompt_ids(load_model(folder, version=version), Prompt(messages, ()))
+        for version in (None, "vicuna_v1", "llava_v0")
     ]
     assert ids[0] == ids[1] != ids[2]
 

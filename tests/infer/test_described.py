@@ -12,13 +12,15 @@ from exporting import RANKS, export
 
 from llava_ds.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.collator import LoadedSample, collate
 from llava_ds.evaluation.files import Given
 from llava_ds.evaluation.tasks import read_questions
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import PictureOptions, media_layout
 from llava_ds.infer.described import described
 from llava_ds.infer.generate import answer
 from llava_ds.infer.load import load_model
 from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.hf import merged_embeds
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +94,37 @@ def test_what_is_not_there_and_what_is_not_needed_is_said(toy, tmp_path):
     ):
         with pytest.raises(error, match=message), described(path, moved):
             pass
+
+
+@pytest.mark.parametrize(
+    ("ratio", "merge"),
+    [("anyres", "spatial_unpad_nobase"), ("anyres", "spatial_maxpool2x2"), ("anyres_max_2", "spatial_unpad_maxpool2x2"),
+     ("pad", "spatial_unpad"), ("anyres", "flat")],
+)  # fmt: skip
+def test_tiles_that_transformers_does_not_have_are_asked_by_trainings_own_code(tmp_path, ratio, merge):
+    """The folder is in LLaVA's format, for no class of transformers' shows pictures so; the logits are the model's."""
+    base = toys.write_base(tmp_path / "base")
+    args = ModelArguments(**base, mm_patch_merge_type=merge)
+    plan = plan_model(args, 512)
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    spec = plan.images
+    pictures = PictureOptions(
+        spec.size, spec.patch_size, spec.mean, ratio, merge_type=merge, pool_mode="max", newline_position="frame"
+    )
+    export(model, plan, args, pictures, tmp_path / "llava", form="llava")
+    loaded = load_model(tmp_path / "llava", moved={"vision_tower": str(base["vision_tower"])})
+    shown = [
+        media_layout("image", ((70, 30),), 1, loaded.pictures),
+        media_layout("video", ((9, 9),) * 2, 1, loaded.pictures),
+    ]
+    samples = []
+    for layout in shown:
+        ids = torch.tensor([1, *[-200] * layout.num_tokens, 5])
+        tiles = torch.randint(256, (layout.num_tiles, 3, spec.size, spec.size), dtype=torch.uint8)
+        samples.append(LoadedSample(ids, ids.clamp(min=-100), [(tiles, layout)]))
+    batch = collate(samples, loaded.pictures)
+    pixels = (batch.pixel_values.float() / 255 - torch.tensor(spec.mean).view(1, 3, 1, 1)) / torch.tensor(
+        spec.std
+    ).view(1, 3, 1, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(merged_embeds(loaded.model, batch, pixels), model.embed(batch))

@@ -50,6 +50,7 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
         image_root = video_root = folder_of(os.path.dirname(files[0]) or ".")
     cache = Path(options.cache_dir).expanduser().absolute() / "pictures"
     source = Source(data_path, kind, "llava", image_root, video_root, files, str(cache), columns)
+    source = dataclasses.replace(source, on_unmarked_image=options.on_unmarked_image)
     keys = _table_columns(source)
     if kind == "imagefolder":
         if not keys:

@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from llava_ds.constants import ConfigError
 
@@ -17,6 +18,7 @@ class SourceOptions:
     image_folder: str | None = None
     video_folder: str | None = None
     cache_dir: str = "~/.cache/llava_ds"
+    on_unmarked_image: Literal["refuse", "prepend", "text"] = "prepend"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
-from llava_ds.data.sample import Message, Sample
+from llava_ds.data.literal import LITERAL_IMAGE
+from llava_ds.data.sample import IMAGE_LEFT_OUT, IMAGE_PREPENDED, MARK_AS_TEXT, Message, Sample
 from llava_ds.data.sources.embedded import REJECTED
 from llava_ds.data.sources.paths import short
 from llava_ds.data.sources.pictures import (
@@ -42,6 +43,7 @@ TOOL_ROLES = ("observation", "function", "function_call", "tool", "tool_call", "
 
 _DECODER = json.JSONDecoder()
 _MARK = re.compile(f"{IMAGE_TOKEN}|{VIDEO_TOKEN}")
+_UNMARKED = ": make them equal, or see --on_unmarked_image"
 _SHOWN = {"image": "pictures", "video": "videos"}
 
 
@@ -57,15 +59,17 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
         raise DataError(f"is a {type(record).__name__}, expected an object with {source.columns.turns[0]!r}")
     if REJECTED in record:
         raise DataError(str(record[REJECTED]) if isinstance(record[REJECTED], str) else "was not written by a reader")
+    unmarked = ""
     if source.format == "caption":
         messages, marks, named = _caption(record, source)
     else:
         messages, marks, named = _conversation(record, source)
+        unmarked = _settle_unmarked(messages, marks, named, source)
     media = tuple(to_media(kind, value, source) for kind, value in _matched(marks, named, source)) if marks else ()
     if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
         raise DataError(f"names more than {MAX_FILES_PER_RECORD:,} pictures")
     kind = record.get("kind")
-    return Sample(_id(record, source, index), tuple(messages), media, kind if is_text(kind) else "")
+    return Sample(_id(record, source, index), tuple(messages), media, kind if is_text(kind) else "", unmarked)
 
 
 # A mark is (kind, value): a picture or video that a part of a message brings itself, or None for the record's next.
@@ -95,11 +99,30 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
         messages.append(Message(role, content))
     if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
         raise DataError(f"has an {IMAGE_TOKEN} mark in its system message, which shows no pictures")
-    if not marks and (named["image"] or named["video"]) and source.format != "llava":
-        _show_first(messages, marks, named)
-    if not marks and (named["image"] or named["video"]):
-        _matched(marks, named, source)  # raises: there are pictures, but no mark
     return messages, marks, named
+
+
+def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str, list], source: Source) -> str:
+    """Do what --on_unmarked_image says about images without marks, or marks without images; return what was done.
+
+    Other numbers of marks than of images are no such case. Raises DataError where it says to refuse.
+    """
+    asked, images = source.on_unmarked_image, bool(named["image"] or named["video"])
+    if bool(marks) == images:
+        return ""
+    if images and asked == "prepend":
+        _show_first(messages, marks, named)
+        return IMAGE_PREPENDED
+    if images and asked == "text":
+        named |= {"image": [], "video": []}
+        return IMAGE_LEFT_OUT
+    if asked == "text" and all(value is None for _, value in marks):
+        messages[:] = [Message(each.role, each.text.replace(IMAGE_TOKEN, LITERAL_IMAGE)) for each in messages]
+        marks.clear()
+        return MARK_AS_TEXT
+    if images or all(value is None for _, value in marks):
+        _matched(marks, named, source)  # raises
+    return ""
 
 
 def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
@@ -190,13 +213,14 @@ def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Itera
     if named["video"] and not named["image"] and not any(kind == "video" and value is None for kind, value in marks):
         # LLaVA-NeXT marks videos with <image>, too.
         marks = [("video", None) if value is None else (kind, value) for kind, value in marks]
+    hint = "" if marks and (named["image"] or named["video"]) else _UNMARKED
     for kind, token in (("image", IMAGE_TOKEN), ("video", VIDEO_TOKEN)):
         wanted = sum(each == kind and value is None for each, value in marks)
         if wanted != len(named[kind]):
             names = getattr(source.columns, kind)
             raise DataError(
                 f"names {len(named[kind])} {_SHOWN[kind]} under {either(names)}, but its text has {wanted} "
-                f"{token if kind == 'image' or named['image'] else IMAGE_TOKEN} marks"
+                f"{token if kind == 'image' or named['image'] else IMAGE_TOKEN} marks{hint}"
             )
     rest = {kind: iter(values) for kind, values in named.items()}
     return iter([(kind, next(rest[kind]) if value is None else value) for kind, value in marks])

@@ -44,6 +44,7 @@ class Source:
     selection: Selection = field(default_factory=Selection)
     seen: tuple[tuple[str, str], ...] = ()
     marks_added: bool = False
+    on_unmarked_image: str = "prepend"
     slices_of: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ class Source:
             line += f"; pictures in {self.image_root}"
         if "video" in names and self.video_root not in (None, self.image_root):
             line += f"; videos in {self.video_root}"
-        if self.marks_added:
+        if self.marks_added and self.on_unmarked_image == "prepend":
             line += "; pictures without a mark are shown at the start of the first question"
         selected = self.selection.describe()
         return line + (f"; taken: {selected}" if selected else "")
