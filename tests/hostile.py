@@ -100,7 +100,14 @@ class Mutations:
         return self.rng.choice(files) if files else None
 
     def _json(self, folder: Path) -> tuple[Path, dict] | tuple[None, None]:
-        names = ("config.json", "config.json", "*_config.json", "special_tokens_map.json", "tokenizer_config.json")
+        names = (
+            "config.json",
+            "config.json",
+            "*_config.json",
+            "special_tokens_map.json",
+            "tokenizer_config.json",
+            "*.json",
+        )
         file = self._file(folder, self.rng.choice(names))
         content = file and read_object(file)
         return (file, content) if content else (None, None)

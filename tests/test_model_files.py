@@ -202,7 +202,10 @@ def test_a_number_that_stands_for_a_terabyte_is_no_weight(tmp_path):
     import torch
 
     torch.save({"a": torch.zeros(1).expand(10**6, 10**6)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(DataError, match="'a' is no dense tensor of numbers that are all in the file"):
+    with pytest.raises(DataError, match="'a' is no dense tensor whose numbers are all in the file"):
+        WeightFiles(tmp_path)
+    torch.save({0: torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(DataError, match="0 is no dense tensor"):
         WeightFiles(tmp_path)
 
 

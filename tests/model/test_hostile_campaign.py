@@ -28,7 +28,8 @@ import llavas
 import pytest
 import torch
 import toys
-from launching import ROOT
+from launching import ROOT, TRAIN, ds_config, launch, toy_run
+from launching import command_line as words_of
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data import template_process
@@ -85,7 +86,14 @@ def good(tmp_path_factory) -> dict[str, Path]:
     os.rename(base["vision_tower"], root / "tower")
     adapter = root / "adapter" / "adapter_config.json"
     adapter.write_text(adapter.read_text().replace(base["model_name_or_path"], str(root / "lm")))
-    return {path.name: path for path in root.iterdir()}
+    folders = {path.name: path for path in root.iterdir()}
+    data = {"data_path": root / "data" / "data.json", "image_folder": root / "data" / "images"}
+    given = {"model_name_or_path": root / "hf", "version": "v1", **data}
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "train_batch_size": 2}
+    run = toy_run(given, tmp_path_factory.mktemp("run") / "run", ds_config(2), **saving)
+    done = launch(1, TRAIN, *words_of(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {**folders, "checkpoint": Path(run["output_dir"])}
 
 
 KINDS = {  # and the commands that open them
@@ -96,6 +104,7 @@ KINDS = {  # and the commands that open them
     "adapter": ("train", "chat", "evaluate", "export", "inspect_data", "estimate"),
     "projector": ("train",),
     "tokenizer": ("inspect_data",),
+    "checkpoint": ("chat", "evaluate", "export"),  # in a run's folder, which is changed like the checkpoint itself
 }
 
 
@@ -111,6 +120,7 @@ def flags_of(kind: str, folder: Path, good: dict[str, Path]) -> dict[str, str]:
         "projector": {"model_name_or_path": str(good["lm"]), **tower,
                       "pretrain_mm_mlp_adapter": str(folder / "mm_projector.bin")},
         "tokenizer": {"model_name_or_path": str(folder), **tower},
+        "checkpoint": {"model_name_or_path": str(folder / "checkpoint-1")},
     }[kind]  # fmt: skip
 
 
@@ -122,9 +132,11 @@ def command_line(command: str, kind: str, folder: Path, good: dict[str, Path], v
     caches = {"cache_dir": folder.parent / "cache"}
     if command in ("chat", "evaluate", "export"):
         model = flags.pop("model_name_or_path")
-        more = {"vision_tower": flags["vision_tower"]} if kind != "hf" else {}
+        more = {"vision_tower": flags["vision_tower"]} if "vision_tower" in flags else {}
+        if kind == "checkpoint":
+            named = {}  # it says its template itself
         if command == "export":
-            form = {"format": "llava" if kind == "hf" else "hf"} | ({"vision_tower": "t"} if kind == "hf" else {})
+            form = {"format": "llava", "vision_tower": "t"} if kind == "hf" else {"format": "hf"}
             said = {**form, **more, **named, "output_dir": folder.parent / "out"}
             return [model, *(word for name, value in said.items() for word in (f"--{name}", str(value)))]
         asked = {"image": next((good["data"] / "images").iterdir()), "question": "What is it?", "max_new_tokens": 2}
@@ -276,7 +288,10 @@ def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, st
     (case / "secret.txt").write_bytes(b"secret")
     shutil.copy(good["hf"] / "config.json", case / "config.4.0.0.json")
     ran = case / "RAN"
-    done = hostile.Mutations(rng, case / "secret.txt", ran).apply(folder)
+    changed = [folder]
+    if kind == "checkpoint":
+        changed += [path for path in folder.rglob("*") if path.is_dir() and path.name != "tensorboard"]
+    done = hostile.Mutations(rng, case / "secret.txt", ran).apply(rng.choice(sorted(changed)))
     command = rng.choice(KINDS[kind])
     version = "chat_template" if "template" in done else rng.choice((None, "v1", "chat_template"))
     what = f"seed {seed}: {command} of {kind}, --version {version}: {done}"
