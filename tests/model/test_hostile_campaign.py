@@ -10,6 +10,7 @@ import collections
 import contextlib
 import ctypes
 import importlib.util
+import json
 import os
 import random
 import re
@@ -31,6 +32,8 @@ import toys
 from launching import ROOT, TRAIN, ds_config, launch, toy_run
 from launching import command_line as words_of
 
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.identity import ENGINE
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data import template_process
 from llava_ds.data.encode import refuse_unfit_tokenizer
@@ -104,7 +107,7 @@ KINDS = {  # and the commands that open them
     "adapter": ("train", "chat", "evaluate", "export", "inspect_data", "estimate"),
     "projector": ("train",),
     "tokenizer": ("inspect_data",),
-    "checkpoint": ("chat", "evaluate", "export"),  # in a run's folder, which is changed like the checkpoint itself
+    "checkpoint": ("chat", "evaluate", "export"),  # what DeepSpeed wrote into it, with hashes that fit
 }
 
 
@@ -279,6 +282,17 @@ def opened_files(folder: Path):
 OURS = {"report", "output", "answers.json"}  # files of a case that commands are asked to write
 
 
+def sign(checkpoint: Path) -> str:
+    """Give a checkpoint the hashes of its files as they are now, as whoever changed them could; says so."""
+    manifest = json.loads((checkpoint / commit.MANIFEST).read_text())
+    for name, entry in manifest["files"].items():
+        if (file := checkpoint / name).is_file() and not file.is_symlink():
+            entry |= {"bytes": file.stat().st_size, "sha256": commit.sha256(file)}
+    manifest["sha256"] = commit._digest(manifest["step"], manifest["files"])
+    (checkpoint / commit.MANIFEST).write_text(json.dumps(manifest))
+    return ", signed"
+
+
 def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, str]:
     """(outcome, what was done to what, what was said) of one case."""
     rng = random.Random(seed)
@@ -288,10 +302,11 @@ def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, st
     (case / "secret.txt").write_bytes(b"secret")
     shutil.copy(good["hf"] / "config.json", case / "config.4.0.0.json")
     ran = case / "RAN"
-    changed = [folder]
+    mutations = hostile.Mutations(rng, case / "secret.txt", ran)
     if kind == "checkpoint":
-        changed += [path for path in folder.rglob("*") if path.is_dir() and path.name != "tensorboard"]
-    done = hostile.Mutations(rng, case / "secret.txt", ran).apply(rng.choice(sorted(changed)))
+        done = mutations.apply(folder / "checkpoint-1" / ENGINE) + sign(folder / "checkpoint-1")
+    else:
+        done = mutations.apply(folder)
     command = rng.choice(KINDS[kind])
     version = "chat_template" if "template" in done else rng.choice((None, "v1", "chat_template"))
     what = f"seed {seed}: {command} of {kind}, --version {version}: {done}"
