@@ -100,7 +100,14 @@ class Mutations:
         return self.rng.choice(files) if files else None
 
     def _json(self, folder: Path) -> tuple[Path, dict] | tuple[None, None]:
-        names = ("config.json", "config.json", "*_config.json", "special_tokens_map.json", "tokenizer_config.json")
+        names = (
+            "config.json",
+            "config.json",
+            "*_config.json",
+            "special_tokens_map.json",
+            "tokenizer_config.json",
+            "*.json",
+        )
         file = self._file(folder, self.rng.choice(names))
         content = file and read_object(file)
         return (file, content) if content else (None, None)
@@ -247,12 +254,12 @@ class Mutations:
 
     def _rewritten(self, folder: Path, change: Callable[[dict], object]) -> str | None:
         """The weights as a pickle, changed: of what is one already, or of a projector's file."""
-        file = self._file(folder, "*.bin", "model.safetensors")
+        file = self._file(folder, "*.bin", "model.safetensors", "*.pt")
         if file is None:
             return None
         try:
-            if file.suffix == ".bin":
-                tensors = torch.load(file, weights_only=True)
+            if file.suffix in (".bin", ".pt"):
+                tensors = torch.load(file, weights_only=file.suffix == ".bin")  # DeepSpeed's hold classes of its own
             else:
                 from safetensors.torch import load_file
 
@@ -273,7 +280,8 @@ class Mutations:
 
         def change(tensors: dict) -> object:
             name = self.rng.choice(list(tensors) or ["x"])
-            old = tensors.get(name, torch.zeros(2, 2))
+            old = tensors.get(name)
+            old = old if isinstance(old, torch.Tensor) else torch.zeros(2, 2)
             if how == "list":
                 return list(tensors.values())
             if how == "nested":

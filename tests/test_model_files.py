@@ -202,7 +202,10 @@ def test_a_number_that_stands_for_a_terabyte_is_no_weight(tmp_path):
     import torch
 
     torch.save({"a": torch.zeros(1).expand(10**6, 10**6)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(DataError, match="'a' is no dense tensor of numbers that are all in the file"):
+    with pytest.raises(DataError, match="'a' is no dense tensor whose numbers are all in the file"):
+        WeightFiles(tmp_path)
+    torch.save({0: torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(DataError, match="0 is no dense tensor"):
         WeightFiles(tmp_path)
 
 
@@ -211,3 +214,21 @@ def test_other_files_that_a_file_names_are_not_opened(hf, tmp_path):
     changed(hf / "config.json", configuration_files=["../config.4.0.0.json"])
     with pytest.raises(ConfigError, match=r"config.json says configuration_files '\.\./config\.4\.0\.0\.json'"):
         opened_for_training(hf)
+
+
+def test_a_tokenizer_that_fails_over_a_text_is_named(good, tmp_path):
+    """Its regular expressions have a limit of steps, beyond which the tokenizers library panics."""
+    from llava_ds.data.encode import Encoder, EncodingOptions
+    from llava_ds.data.sample import Message
+    from llava_ds.tokenizer import open_tokenizer
+
+    folder = Path(shutil.copytree(good["model_name_or_path"], tmp_path / "model"))
+    changed(
+        folder / "tokenizer.json",
+        normalizer=None,
+        pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False},
+    )
+    encoder = Encoder(open_tokenizer(str(folder)), EncodingOptions("v1", 512))
+    talk = (Message("human", "a" * 60 + "!"), Message("gpt", "no"))
+    with pytest.raises(ConfigError, match=r"the tokenizer of .*model: it can't tokenize a text \(.*retry-limit"):
+        encoder.encode_batch([(talk, [])])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.arguments import ModelArguments
@@ -21,6 +22,7 @@ from llava_ds.data.literal import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, re
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
 from llava_ds.data.words import WholeRow, WordRow, words_of
+from llava_ds.model_files import library_errors
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
 
 # Qwen's id of "\n", which LLaVA-NeXT's preprocess_qwen knows as a number and leaves to be learned in every turn.
@@ -196,15 +198,19 @@ class Encoder:
             return self.words(texts)
         return itertools.starmap(WholeRow, self._tokenize_whole(texts))
 
+    def _coded(self, texts: list[str]) -> list[Encoding]:
+        with library_errors(f"the tokenizer of {self.tokenizer.name_or_path}", "it can't tokenize a text"):
+            return self.backend.encode_batch(texts, add_special_tokens=False)
+
     def _tokenize_whole(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
         """Ids of each text, and the characters that each token covers."""
         if self.begins_with_space is None:
-            for encoding in self.backend.encode_batch(texts, add_special_tokens=False):
+            for encoding in self._coded(texts):
                 yield encoding.ids, encoding.offsets
             return
         added = [1 if self.begins_with_space.match(text) else 0 for text in texts]
         texts = [f" {text}" if shift else text for text, shift in zip(texts, added)]
-        for encoding, shift in zip(self.backend.encode_batch(texts, add_special_tokens=False), added):
+        for encoding, shift in zip(self._coded(texts), added):
             # A token of the added space alone goes with what follows it.
             yield encoding.ids, [(max(a - shift, 0), b) for a, b in encoding.offsets] if shift else encoding.offsets
 
@@ -319,8 +325,12 @@ def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
 
 def _framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Ids that the tokenizer puts before and behind every text."""
-    coded = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True)
+    where = f"the tokenizer of {tokenizer.name_or_path}"
+    with library_errors(where, "it can't tokenize a text"):
+        coded = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True)
     inner = [i for i, special in enumerate(coded.special_tokens_mask) if not special]
+    if not inner:
+        raise ConfigError(f"{where} makes no tokens of 'a': bring another model")
     return coded.ids[: inner[0]], coded.ids[inner[-1] + 1 :]
 
 

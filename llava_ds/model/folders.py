@@ -177,9 +177,6 @@ def _read_llava(path: str, config: dict) -> ModelFolder:
     """LLaVA's own format. The tower's weights may be in it or not."""
     if _is_stage_1s(path):
         raise ConfigError(f"{FLAG} {path} holds a projector and no model: {_OF_STAGE_1}")
-    named = config.get("mm_vision_tower"), config.get("mm_hidden_size")
-    if not isinstance(named[0], (str, type(None))):
-        raise ConfigError(f"{FLAG} {path}: config.json says mm_vision_tower {shown(named[0])}, expected a name")
     names = tensor_names(path)
     has_tower = any(formats.tower_from_llava(name) for name in names)
     has_newline = any(formats.newline_from_llava(name) for name in names)
@@ -197,8 +194,17 @@ def _read_llava(path: str, config: dict) -> ModelFolder:
         projector=Source(FLAG, path, formats.projector_from_llava),
         newline=Source(FLAG, path, formats.newline_from_llava) if has_newline else None,
         vision_tower=Source(FLAG, path, formats.tower_from_llava) if has_tower else None,
-        wants_tower=named,
+        wants_tower=_trained_with(path, config),
     )
+
+
+def _trained_with(path: str, config: dict) -> tuple[str | None, int | None]:
+    """The tower that a config.json in LLaVA's format names, and the width of its features."""
+    named = config.get("mm_vision_tower"), config.get("mm_hidden_size")
+    for name, value, kind in zip(("mm_vision_tower", "mm_hidden_size"), named, (str, int)):
+        if not isinstance(value, (kind, type(None))):
+            raise ConfigError(f"{FLAG} {path}: config.json says {name} {shown(value)}: copy the folder again")
+    return named
 
 
 def _flat_text_config(path: str, config: dict) -> PreTrainedConfig:
@@ -295,7 +301,7 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
         kind=f"a LoRA adapter over {base.kind}",
         flags=said_by_llava(config) if is_llava else base.flags,
         tokenizer=path if has_tokenizer else base.tokenizer,
-        wants_tower=(config.get("mm_vision_tower"), config.get("mm_hidden_size")) if is_llava else base.wants_tower,
+        wants_tower=_trained_with(path, config) if is_llava else base.wants_tower,
         base=str(base_path),
         **found,
     )

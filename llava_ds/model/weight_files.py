@@ -173,9 +173,9 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
         raise DataError(f"{file} can't be read as weights ({_first_line(error)}): copy it again") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
         raise DataError(f"{file} can't be read as weights: expected tensors by name and nothing else")
-    if strange := next((name for name, tensor in found.items() if not _is_plain(name, tensor)), None):
+    if strange := [name for name, tensor in found.items() if not _is_plain(name, tensor)]:
         raise DataError(
-            f"{file} can't be read as weights: {shown(strange)} is no dense tensor of numbers that are all in the file"
+            f"{file} can't be read as weights: {shown(strange[0])} is no dense tensor whose numbers are all in the file"
         )
     return found
 

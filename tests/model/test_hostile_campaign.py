@@ -10,6 +10,7 @@ import collections
 import contextlib
 import ctypes
 import importlib.util
+import json
 import os
 import random
 import re
@@ -28,8 +29,11 @@ import llavas
 import pytest
 import torch
 import toys
-from launching import ROOT
+from launching import ROOT, TRAIN, ds_config, launch, toy_run
+from launching import command_line as words_of
 
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.identity import ENGINE
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data import template_process
 from llava_ds.data.encode import refuse_unfit_tokenizer
@@ -85,7 +89,14 @@ def good(tmp_path_factory) -> dict[str, Path]:
     os.rename(base["vision_tower"], root / "tower")
     adapter = root / "adapter" / "adapter_config.json"
     adapter.write_text(adapter.read_text().replace(base["model_name_or_path"], str(root / "lm")))
-    return {path.name: path for path in root.iterdir()}
+    folders = {path.name: path for path in root.iterdir()}
+    data = {"data_path": root / "data" / "data.json", "image_folder": root / "data" / "images"}
+    given = {"model_name_or_path": root / "hf", "version": "v1", **data}
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "train_batch_size": 2}
+    run = toy_run(given, tmp_path_factory.mktemp("run") / "run", ds_config(2), **saving)
+    done = launch(1, TRAIN, *words_of(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {**folders, "checkpoint": Path(run["output_dir"])}
 
 
 KINDS = {  # and the commands that open them
@@ -96,6 +107,7 @@ KINDS = {  # and the commands that open them
     "adapter": ("train", "chat", "evaluate", "export", "inspect_data", "estimate"),
     "projector": ("train",),
     "tokenizer": ("inspect_data",),
+    "checkpoint": ("chat", "evaluate", "export"),  # what DeepSpeed wrote into it, with hashes that fit
 }
 
 
@@ -111,6 +123,7 @@ def flags_of(kind: str, folder: Path, good: dict[str, Path]) -> dict[str, str]:
         "projector": {"model_name_or_path": str(good["lm"]), **tower,
                       "pretrain_mm_mlp_adapter": str(folder / "mm_projector.bin")},
         "tokenizer": {"model_name_or_path": str(folder), **tower},
+        "checkpoint": {"model_name_or_path": str(folder / "checkpoint-1")},
     }[kind]  # fmt: skip
 
 
@@ -122,9 +135,11 @@ def command_line(command: str, kind: str, folder: Path, good: dict[str, Path], v
     caches = {"cache_dir": folder.parent / "cache"}
     if command in ("chat", "evaluate", "export"):
         model = flags.pop("model_name_or_path")
-        more = {"vision_tower": flags["vision_tower"]} if kind != "hf" else {}
+        more = {"vision_tower": flags["vision_tower"]} if "vision_tower" in flags else {}
+        if kind == "checkpoint":
+            named = {}  # it says its template itself
         if command == "export":
-            form = {"format": "llava" if kind == "hf" else "hf"} | ({"vision_tower": "t"} if kind == "hf" else {})
+            form = {"format": "llava", "vision_tower": "t"} if kind == "hf" else {"format": "hf"}
             said = {**form, **more, **named, "output_dir": folder.parent / "out"}
             return [model, *(word for name, value in said.items() for word in (f"--{name}", str(value)))]
         asked = {"image": next((good["data"] / "images").iterdir()), "question": "What is it?", "max_new_tokens": 2}
@@ -267,6 +282,17 @@ def opened_files(folder: Path):
 OURS = {"report", "output", "answers.json"}  # files of a case that commands are asked to write
 
 
+def sign(checkpoint: Path) -> str:
+    """Give a checkpoint the hashes of its files as they are now, as whoever changed them could; says so."""
+    manifest = json.loads((checkpoint / commit.MANIFEST).read_text())
+    for name, entry in manifest["files"].items():
+        if (file := checkpoint / name).is_file() and not file.is_symlink():
+            entry |= {"bytes": file.stat().st_size, "sha256": commit.sha256(file)}
+    manifest["sha256"] = commit._digest(manifest["step"], manifest["files"])
+    (checkpoint / commit.MANIFEST).write_text(json.dumps(manifest))
+    return ", signed"
+
+
 def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, str]:
     """(outcome, what was done to what, what was said) of one case."""
     rng = random.Random(seed)
@@ -276,7 +302,11 @@ def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, st
     (case / "secret.txt").write_bytes(b"secret")
     shutil.copy(good["hf"] / "config.json", case / "config.4.0.0.json")
     ran = case / "RAN"
-    done = hostile.Mutations(rng, case / "secret.txt", ran).apply(folder)
+    mutations = hostile.Mutations(rng, case / "secret.txt", ran)
+    if kind == "checkpoint":
+        done = mutations.apply(folder / "checkpoint-1" / ENGINE) + sign(folder / "checkpoint-1")
+    else:
+        done = mutations.apply(folder)
     command = rng.choice(KINDS[kind])
     version = "chat_template" if "template" in done else rng.choice((None, "v1", "chat_template"))
     what = f"seed {seed}: {command} of {kind}, --version {version}: {done}"
@@ -286,6 +316,8 @@ def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, st
             what += " (by the command)"
         else:
             outcome, said = in_a_process(case, lambda: run_here(command, kind, folder, good, version))
+    if kind == "projector" and "mm_projector.bin -> " in done:
+        opened.clear()  # the user names the file itself, and so means what a link of that name leads to
     if ran.exists():
         outcome = "code ran"
     elif outside := {name for name in opened if name not in OURS and not name.startswith(("answers", ".answers"))}:
