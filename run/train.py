@@ -228,7 +228,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     evaluation = Evaluation(engine, args, held_out, asked_of, layout, plan.tokenizer, evals, ranks)
     model_writer = None
     if args.training.save_only_model:
-        write = partial(write_model, engine, finished, form, max_shard_bytes, args, pictures, ranks)
+        write = partial(write_model, engine, finished, form, max_shard_bytes, ranks)
         model_writer = ModelWriter("projector" if trains_projector_only(args.model) else form, write)
     saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks, model_writer)
     boundary = Boundary(

@@ -143,7 +143,7 @@ def test_llava_nexts_scripts_parse_and_name_what_has_no_effect(next_script):
     named = {note.split()[0].removeprefix("--") for note in notes}
     unused = {"lora_r", "lora_alpha", "lora_dropout", "lora_bias"}  # it says --lora_enable False
     assert named == {token.removeprefix("--") for token in next_script} & set(WITHOUT_EFFECT) | unused
-    assert len(named) > 13
+    assert len(named) > 12
 
 
 def test_what_llava_nexts_scripts_train_is_known(next_script):

@@ -74,21 +74,9 @@ def find_resume_point(
         )
     if resume == "never":
         return ResumePoint(), []
-    if resume == "auto":
-        path, lines = commit.newest_whole(output_dir, resume_problem)
-        if path is None:
-            if any(line.endswith(MODEL_ONLY) for line in lines):  # not to be moved aside by a start from nothing
-                raise ConfigError(
-                    "\n".join([f"{output_dir} has no checkpoint that a run can be resumed from:", *lines])
-                    + "\ntrain on from such a model as a new run, in another --output_dir (--model_name_or_path, or "
-                    "--pretrain_mm_mlp_adapter of a projector), or give --resume never to start again"
-                )
-            return ResumePoint(), lines
-    else:
-        path, lines = Path(resume), []
-        problem = resume_problem(path) if path.is_dir() else "there is no such folder"
-        if problem is not None:
-            raise ConfigError(f"--resume {resume} can't be used: {problem}")
+    path, lines = _newest(output_dir) if resume == "auto" else (_named(resume), [])
+    if path is None:
+        return ResumePoint(), lines
     if identity.optimizer_on_nvme:
         raise ConfigError(
             f"{path} can't be gone on from: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
@@ -101,9 +89,9 @@ def find_resume_point(
         differences["data"] += f": {how}"
     refused = {name: line for name, line in differences.items() if name not in may_change}
     if refused:
-        about = ""
-        if "train_batch_size" in refused:
-            about = "\n" + about_batch_size(saved["flags"]["train_batch_size"], identity.world_size)
+        about, before = "", saved["flags"].get("train_batch_size")
+        if "train_batch_size" in refused and before is not None:
+            about = "\n" + about_batch_size(before, identity.world_size)
         raise ConfigError(
             f"{path} is a checkpoint of a run with other settings, which would not end in the same model:\n"
             + "\n".join(f"  {line}" for line in refused.values())
@@ -117,6 +105,28 @@ def find_resume_point(
     lines += [f"the same but for rounding: {line}" for line in reshaped]
     point = ResumePoint(path, trainer["step"], saved["world_size"], bool(differences))
     return point, [*lines, f"resuming from {path}"]
+
+
+def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that can be resumed from, and a line for every newer one. Raises ConfigError where there
+    are only such that hold the model alone: a start from nothing would move them aside."""
+    path, lines = commit.newest_whole(output_dir, resume_problem)
+    if path is None and any(line.endswith(MODEL_ONLY) for line in lines):
+        raise ConfigError(
+            "\n".join([f"{output_dir} has no checkpoint that a run can be resumed from:", *lines])
+            + "\ntrain on from such a model as a new run, in another --output_dir (--model_name_or_path, or "
+            "--pretrain_mm_mlp_adapter of a projector), or give --resume never to start again"
+        )
+    return path, lines
+
+
+def _named(resume: str) -> Path:
+    """The checkpoint that --resume names. Raises ConfigError where it can't be resumed from."""
+    path = Path(resume)
+    problem = resume_problem(path) if path.is_dir() else "there is no such folder"
+    if problem is not None:
+        raise ConfigError(f"--resume {resume} can't be used: {problem}")
+    return path
 
 
 def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:

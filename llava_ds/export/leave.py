@@ -25,7 +25,6 @@ from llava_ds.export.check import compare_reloaded, room_to_compare
 from llava_ds.export.finished import Finished
 from llava_ds.export.shards import num_bytes
 from llava_ds.export.write import export_live, export_live_projector, planned_entries
-from llava_ds.geometry import PictureOptions
 from llava_ds.model.quantize import exact_products
 from llava_ds.report.history import write_trainer_state
 from llava_ds.report.run_record import read_run_record
@@ -72,26 +71,17 @@ def _written_or_said(output_dir: Path, training: TrainingArguments) -> Iterator[
         raise DataError(f"the finished model could not be written: {described(place, cause)}. {then}") from error
 
 
-def write_model(
-    engine,
-    finished: Finished,
-    form: str,
-    max_shard_bytes: int,
-    args: Arguments,
-    pictures: PictureOptions,
-    ranks: Ranks,
-    folder: Path,
-) -> None:
+def write_model(engine, finished: Finished, form: str, max_shard_bytes: int, ranks: Ranks, folder: Path) -> None:
     """Write the model as it is now into a folder, as leave_result does at the end; all ranks call it together.
 
     Raises OSError on rank 0 where the disk does not take it, once the other ranks have done their part.
     """
     engine.empty_partition_cache()
     try:
-        if trains_projector_only(args.model):
+        if trains_projector_only(finished.args):
             export_live_projector(finished, engine.module, folder, ranks)
         elif form == "adapter":
-            export_adapter(engine.module, finished.plan, args.model, pictures, folder, ranks)
+            export_adapter(engine.module, finished.plan, finished.args, finished.pictures, folder, ranks)
         else:
             export_live(finished, engine.module, form, folder, max_shard_bytes, ranks)
     except SafetensorError as error:

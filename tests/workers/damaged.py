@@ -19,6 +19,7 @@ import resource
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -277,6 +278,7 @@ def main() -> None:
         done, found, wrong = trial(args.run, number, verify)
         for act, came in (found or {"all": "hang"}).items():
             outcomes[f"{act}: {str(came).partition(':')[0] if isinstance(came, str) else 'done'}"] += 1
+        print(f"{number}: {', '.join(done)}: {wrong or 'as it should be'}", file=sys.stderr, flush=True)
         failures += [{"seed": number, "damage": done, "wrong": each} for each in wrong]
     print(json.dumps({"trials": args.trials, "outcomes": dict(sorted(outcomes.items())), "failures": failures}))
 
