@@ -4,6 +4,7 @@ import difflib
 import math
 import os
 import re
+import tempfile
 from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +21,11 @@ from llava_ds.arguments import (
     TrainingArguments,
     trained_parts,
 )
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_STOPPED, PILLOW_MAX_PIXELS, ConfigError
+from llava_ds.bounds import in_short, out_of_bounds
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_STOPPED, ConfigError
 from llava_ds.durations import seconds_of
 
+SECTIONS = (ModelArguments, DataArguments, TrainingArguments)
 NO = ("False", "false", "0")
 
 # Values of --gradient_checkpointing: LLaVA's scripts say whether, as Hugging Face's do.
@@ -68,6 +71,10 @@ ELSEWHERE = {
     "--val_size": "--eval_fraction",
 }
 
+MAX_RECIPE_BYTES = 1_000_000
+NOT_IN_RECIPES = ("recipe", "help", "h", "local_rank")
+NO_FILE = "there is no such file"
+FLAT = "a YAML mapping of flag names to single values"
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
 PATHS = (
     "model_name_or_path",
@@ -86,6 +93,7 @@ PATHS = (
     "resume",
 )
 
+NAME_MAX = 255  # bytes of a file's name on Linux' file systems
 MODELS = ("model_name_or_path", "model_base", "vision_tower")
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
@@ -102,7 +110,7 @@ class _Parser(HfArgumentParser):
 def build_parser() -> HfArgumentParser:
     """The parser of run/train.py; its --help is the reference of all flags."""
     parser = _Parser(
-        (ModelArguments, DataArguments, TrainingArguments),
+        SECTIONS,
         description="Train a LLaVA.",
         epilog="SIGTERM, SIGINT and SIGUSR1 save at the next step and leave; a second of the first two leaves at once. "
         f"Exit codes: 0 finished, {EXIT_BAD_INPUT} the input can't be used, {EXIT_STOPPED} stopped as asked: the same "
@@ -119,12 +127,30 @@ def build_parser() -> HfArgumentParser:
 
 def read_recipe(path: str | Path) -> dict[str, object]:
     """The flags of a YAML recipe. Raises ConfigError when it is not a flat mapping of scalars."""
+    file = Path(path).expanduser()
+    if not os.path.isfile(file):  # opening a FIFO would wait for somebody to write
+        raise ConfigError(
+            f"--recipe {in_short(path)} can't be read: {'that is no file' if os.path.exists(file) else NO_FILE}"
+        )
     try:
-        recipe = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if file.stat().st_size > MAX_RECIPE_BYTES:
+            raise ConfigError(f"--recipe {path} has more than {MAX_RECIPE_BYTES:,} bytes: give a YAML file of flags")
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ConfigError(f"--recipe {path} is nested too deeply: it must be {FLAT}") from error
+    except ConfigError:
+        raise
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that no calendar has
         raise ConfigError(f"--recipe {path} can't be read: {error}") from error
-    if not isinstance(recipe, dict) or any(isinstance(v, (dict, list)) for v in recipe.values()):
-        raise ConfigError(f"--recipe {path} must be a YAML mapping of flag names to single values")
+    if not isinstance(recipe, dict) or any(isinstance(v, (dict, list, set, bytes)) for v in recipe.values()):
+        raise ConfigError(f"--recipe {path} must be {FLAT}")
+    for name, value in recipe.items():
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
+            raise ConfigError(f"--recipe {path}: {in_short(repr(name))} is no flag's name, like learning_rate")
+        if name in NOT_IN_RECIPES:
+            raise ConfigError(f"--recipe {path} names {name}, which goes on the command line: leave it out")
+        if isinstance(value, int) and value.bit_length() > 64:
+            raise ConfigError(f"--recipe {path}: {name} is {in_short(value)}, which no flag takes")
     return recipe
 
 
@@ -174,6 +200,7 @@ def parse_arguments(
         else:
             notes.append(f"--{name} {value} has no effect: {reason}")
     notes += unused_lora_flags(args)
+    problems += out_of_bounds(args.as_dict(), SECTIONS) + _path_problems(args)
     problems += data_problems(args) + (training_problems(args) if to_train else []) + lora_problems(args)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -222,34 +249,25 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def _path_problems(args: Arguments) -> list[str]:
+    """A line for every path that is given and empty, which would be the current folder."""
+    values = args.as_dict()
+    return [f"--{name} is empty: name a path, or leave it out" for name in PATHS if values[name] == ""]
+
+
 def data_problems(args: Arguments) -> list[str]:
     """Everything that is wrong with the flags that say what is read, and with the paths they name, a line each."""
     data = args.data
-    problems = _below(
-        args,
-        max_image_pixels=1,
-        model_max_length=2,
-        dataloader_num_workers=0,
-        preprocessing_num_workers=1,
-        video_fps=1,
-        frames_upbound=0,
-        mm_spatial_pool_stride=1,
-    )
+    problems = []
 
     def check(ok: bool, message: str) -> None:
         if not ok:
             problems.append(message)
 
-    check(0 <= data.max_bad_fraction <= 1, f"--max_bad_fraction is {data.max_bad_fraction}: give a value from 0 to 1")
     check(
         re.fullmatch(r"square|pad|original|anyres|anyres_max_[1-9]\d*", data.image_aspect_ratio) is not None,
         f"--image_aspect_ratio {data.image_aspect_ratio} is unknown: give square, pad, original, anyres or "
         "anyres_max_N with a number of tiles, like anyres_max_9",
-    )
-    check(
-        data.max_image_pixels <= PILLOW_MAX_PIXELS,
-        f"--max_image_pixels is {data.max_image_pixels}: give {PILLOW_MAX_PIXELS} or less, for Pillow opens no picture "
-        "with more",
     )
     check(
         data.frames_upbound != 0 or not data.force_sample,
@@ -284,58 +302,21 @@ def data_problems(args: Arguments) -> list[str]:
 def training_problems(args: Arguments) -> list[str]:
     """Everything else that is wrong with the flags by themselves and with the paths they name, a line each."""
     model, data, training = args.model, args.data, args.training
-    problems = _below(
-        args,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=1,
-        train_batch_size=1,
-        tokens_per_micro_batch=1,
-        gradient_checkpointing_every_n_layers=1,
-        logging_steps=1,
-        save_steps=1,
-        save_total_limit=1,
-        max_skipped_steps=1,
-        eval_steps=1,
-        sample_steps=1,
-        num_sample_questions=1,
-        sample_max_new_tokens=1,
-        loss_spike_window=4,
-        check_divergence_steps=0,
-        watchdog_start_s=0,
-        watchdog_step_s=0,
-        watchdog_save_s=0,
-    )
+    problems = []
 
     def check(ok: bool, message: str) -> None:
         if not ok:
             problems.append(message)
 
-    for name in (
-        "learning_rate",
-        "mm_projector_lr",
-        "mm_vision_tower_lr",
-        "weight_decay",
-        "max_grad_norm",
-        "adam_epsilon",
-    ):
-        value = args.as_dict()[name]
-        check(value is None or (math.isfinite(value) and value >= 0), f"--{name} is {value}: give 0 or more")
     budget = training.activation_memory_gb
-    check(
-        budget is None or (math.isfinite(budget) and budget > 0),
-        f"--activation_memory_gb is {budget}: give GB above 0, like 40",
-    )
     check(
         budget is None or "auto" in (training.gradient_checkpointing, training.tokens_per_micro_batch),
         f"--activation_memory_gb {budget} is what --gradient_checkpointing auto and --tokens_per_micro_batch auto may "
         "use: give one of them, or leave it out",
     )
-    for name in ("adam_beta1", "adam_beta2"):
-        check(0 <= args.as_dict()[name] < 1, f"--{name} is {args.as_dict()[name]}: give a value from 0 to below 1")
-    check(0 <= training.warmup_ratio <= 1, f"--warmup_ratio is {training.warmup_ratio}: give a value from 0 to 1")
     steps = training.warmup_steps
     check(
-        0 <= steps < 1 or (math.isfinite(steps) and steps == int(steps) > 0),
+        not math.isfinite(steps) or steps < 1 or steps == int(steps),
         f"--warmup_steps is {steps}: give a whole number, or their part of all steps from 0 to below 1",
     )
     check(
@@ -354,7 +335,6 @@ def training_problems(args: Arguments) -> list[str]:
         except ConfigError as error:
             problems.append(f"--max_run_time: {error}")
     part, held_out = data.eval_fraction, data.eval_data_path
-    check(0 <= part < 1, f"--eval_fraction is {part}: give a value from 0 to below 1")
     check(not (part and held_out), "--eval_fraction and --eval_data_path are both given: choose one")
     check(
         training.eval_steps is None or part or held_out is not None,
@@ -365,8 +345,6 @@ def training_problems(args: Arguments) -> list[str]:
         training.sample_steps is not None or data.sample_data_path is None,
         f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too",
     )
-    sigma = training.loss_spike_sigma
-    check(math.isfinite(sigma) and sigma > 0, f"--loss_spike_sigma is {sigma}: give a value above 0, like 6")
     check(
         training.on_loss_spike != "rewind" or training.save_strategy == "steps",
         "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps",
@@ -463,13 +441,12 @@ def unused_lora_flags(args: Arguments) -> list[str]:
 def lora_problems(args: Arguments) -> list[str]:
     """Everything that is wrong with the flags of LoRA and quantization, a line each."""
     model = args.model
-    problems = _below(args, lora_r=1, lora_alpha=1)
+    problems = []
 
     def check(ok: bool, message: str) -> None:
         if not ok:
             problems.append(message)
 
-    check(0 <= model.lora_dropout < 1, f"--lora_dropout is {model.lora_dropout}: give a value from 0 to below 1")
     check(
         not model.lora_enable or "language_model" in trained_parts(model),
         "--lora_enable trains adapters of the language model, which "
@@ -492,34 +469,37 @@ def lora_problems(args: Arguments) -> list[str]:
     return problems
 
 
-def _below(args: Arguments, **least: int) -> list[str]:
-    """A line for every flag below the least that it may be."""
-    values = args.as_dict()
-    wrong = [name for name in least if values[name] not in (None, "auto") and values[name] < least[name]]
-    return [f"--{name} is {values[name]}: give {least[name]} or more" for name in wrong]
-
-
 def can_be_made(folder: str) -> bool:
-    """Whether the folder, or the nearest one above it that exists, is a folder that may be written to."""
+    """Whether the folder, or the nearest one above it that exists, is a folder that may be written to: a nameless file
+    is made in it, for the rights say nothing of /proc or of a disk that is read-only."""
     path = Path(folder).expanduser().absolute()
-    while not path.exists():
-        path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK)
+    try:
+        while not path.exists():
+            if len(os.fsencode(path.name)) > NAME_MAX:
+                return False
+            path = path.parent
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except (OSError, ValueError):  # ValueError: a null character
+        return False
 
 
 def _recipe_of(argv: list[str]) -> str | None:
+    """The recipe that the command line names; of two the last counts, as for every flag."""
+    path = None
     for i, token in enumerate(argv):
         if token.startswith("--recipe="):
-            return token.split("=", 1)[1]
-        if token == "--recipe":
+            path = token.split("=", 1)[1]
+        elif token == "--recipe":
             if i + 1 == len(argv):
                 raise ConfigError("--recipe needs the path of a YAML file")
-            return argv[i + 1]
-    return None
+            path = argv[i + 1]
+    return path
 
 
 def _as_tokens(flags: dict[str, object]) -> list[str]:
-    return [token for name, value in flags.items() if value is not None for token in (f"--{name}", str(value))]
+    """Flags as a command line has them, in one token each, for a value may begin with a hyphen."""
+    return [f"--{name}={value}" for name, value in flags.items() if value is not None]
 
 
 def _unknown_flags(unknown: list[str], parser: HfArgumentParser, own_flags: Collection[str]) -> str:

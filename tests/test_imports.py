@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[1]
 # From left to right; what stands on one level does not import each other.
 LEVELS = [
     {"constants"},
-    {"arguments", "durations", "launchers", "processes", "redact", "whole_files"},
+    {"bounds", "durations", "launchers", "processes", "redact", "whole_files"},
+    {"arguments", "output"},
+    {"command"},
     {"parsing"},
     {"geometry", "batch", "formats", "distributed", "ds_config", "tokenizer"},
     {"data", "model"},
