@@ -154,7 +154,7 @@ def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
     fits = all(type(side) is int and side > 0 and side % size == 0 for pinpoint in found for side in pinpoint)
     if not found or not fits:
         raise ConfigError(
-            f"--image_grid_pinpoints {in_short(repr(text))} can't be used: give sizes that are multiples of the tower's "
+            f"--image_grid_pinpoints {in_short(repr(text))} can't be used: give multiples of the tower's "
             f"{size} pixels, like [({size},{2 * size}),({2 * size},{size})], or a range of grids like (1x1),...,(3x3)"
         )
     return tuple(found)

@@ -207,6 +207,17 @@ def parse_arguments(
     return args, notes
 
 
+def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
+    """The tiny model's recipe of the stage that a command line asks for, unless the user brings a model or a recipe."""
+    flags = {token[2:].split("=", 1)[0].replace("-", "_") for token in argv if token.startswith("--")}
+    if flags & {"model_name_or_path", "recipe"}:
+        return {}
+    tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
+    projector_only = build_parser().parse_known_args(tokens)[0].tune_mm_mlp_adapter
+    defaults = read_recipe(recipes / f"tiny-{'pretrain' if projector_only else 'finetune'}.yaml")
+    return {name: value for name, value in defaults.items() if name not in flags}
+
+
 def _typed(args: Arguments) -> tuple[Arguments, list[str]]:
     """The flags that take words beside numbers or beside True and False, as code reads them, and a line for each value
     that is neither."""

@@ -4,6 +4,14 @@ About an hour on two cores that have nothing else to do; --quick is a few minute
 little. Leaves bench.json with everything that was measured, steps.png and table.md in --output_dir.
 """
 
+import sys
+
+from llava_ds.command import Parser, begin, leave_with
+
+if __name__ == "__main__":
+    begin("run/bench.py")
+
+
 import argparse
 import contextlib
 import datetime
@@ -12,15 +20,15 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import exit_for_bad_input, quiet_libraries
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import quiet_libraries
 from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
 from llava_ds.tools.bench import comparison, preset, workload
 from llava_ds.tools.bench.comparison import OURS, PADDED, RECOMPUTED, SIDES, Spread
@@ -103,9 +111,7 @@ def main(argv: list[str]) -> None:
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("--only", help=f"some of {', '.join(PARTS)}, with commas (default: all)")
     parser.add_argument(
         "--rounds", type=int, help="runs of each side, with --preset timed steps (default: 3, with --quick 1)"
@@ -282,7 +288,4 @@ PRESETS = {"gpu-7b": run_preset}
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/bench.py")
+    leave_with(partial(main, sys.argv[1:]), "run/bench.py")

@@ -3,7 +3,12 @@
 python run/build_tiny.py --output llava_ds/tiny/weights
 """
 
-import argparse
+from llava_ds.command import Parser, begin, leave_with
+
+if __name__ == "__main__":
+    begin("run/build_tiny.py")
+
+
 import time
 from pathlib import Path
 
@@ -15,7 +20,7 @@ from llava_ds.tiny.build_llama import build_llama
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--output", type=Path, default=WEIGHTS_PATH, help="folder that gets clip/ and llama/")
     parser.add_argument("--seed", type=int, default=0, help="of scenes, texts and initial weights")
     parser.add_argument("--only", choices=("clip", "llama"), help="rebuild one of the two")
@@ -34,4 +39,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    leave_with(main, "run/build_tiny.py")

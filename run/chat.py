@@ -4,14 +4,21 @@ Without --question it asks you, and remembers the conversation; /help lists the 
 With --web it is a page on this machine instead. On several GPUs: deepspeed run/chat.py --engine deepspeed.
 """
 
+import sys
+
+from llava_ds.command import Parser, begin, leave_with
+
+if __name__ == "__main__":
+    begin("run/chat.py", ends_without_reader=True)
+
+
 import argparse
 import contextlib
 import math
 import os
-import sys
 
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import Ranks, exit_for_bad_input, exit_for_failure, init_ranks, quiet_libraries
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks, init_ranks, quiet_libraries
 from llava_ds.infer.chat import Session, checked_media, converse, follow, followed, tell, terminal_reader
 from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
 from llava_ds.infer.generate import Sampling
@@ -63,7 +70,7 @@ def talk(session: Session, args: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_engine_flags(parser)
     files = {"nargs": "+", "action": "extend", "default": [], "metavar": "PATH"}
     parser.add_argument("--image", "--image-file", help="pictures that the first question shows", **files)
@@ -108,9 +115,4 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/chat.py")
-    except Exception:
-        exit_for_failure()
+    leave_with(main, "run/chat.py")

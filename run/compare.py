@@ -4,22 +4,26 @@ Prints their numbers and the flags that differ side by side, and writes a page w
 runs that have ended, were killed, or are still running.
 """
 
-import argparse
-import os
 import sys
+
+from llava_ds.command import Parser, begin, leave_with
+
+if __name__ == "__main__":
+    begin("run/compare.py")
+
+
+import os
+from functools import partial
 from pathlib import Path
 
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import exit_for_bad_input
+from llava_ds.constants import ConfigError
 from llava_ds.redact import redact
 from llava_ds.report.comparison import comparison_page, in_terminal
 from llava_ds.report.run_files import is_run, read_run
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=os.path.expanduser, help="the --output_dir of each run, two or more")
     parser.add_argument(
         "--html", type=os.path.expanduser, default="compare.html", help="the page's name (default: %(default)s)"
@@ -42,7 +46,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/compare.py")
+    leave_with(partial(main, sys.argv[1:]), "run/compare.py")

@@ -4,15 +4,23 @@ Takes the flags of run/train.py (recipes too), and instead of folders a named si
 are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose.
 """
 
+import sys
+
+from llava_ds.command import Parser, begin, leave_with
+
+if __name__ == "__main__":
+    begin("run/estimate.py", ends_without_reader=True)
+
+
 import argparse
 import contextlib
 import json
-import sys
+from functools import partial
 from pathlib import Path
 
 from llava_ds.arguments import Arguments, trains_projector_only
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import exit_for_bad_input, quiet_libraries
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import quiet_libraries
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
@@ -27,9 +35,7 @@ SUPERVISED = 0.25  # of the tokens; LLaVA-1.5's instruction data have about a si
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--model",
         metavar="SIZE",
@@ -165,7 +171,4 @@ def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> Reso
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/estimate.py")
+    leave_with(partial(main, sys.argv[1:]), "run/estimate.py")

@@ -5,17 +5,21 @@ files are on this disk; docs/evaluation.md says which files. Every local device:
 The same command goes on where a broken one stopped, if it has an --output.
 """
 
+from llava_ds.command import Parser, begin, leave_with
+
+if __name__ == "__main__":
+    begin("run/evaluate.py")
+
+
 import argparse
 import os
 
 import torch
 
-from llava_ds.constants import ConfigError, DataError
+from llava_ds.constants import ConfigError
 from llava_ds.distributed import (
     Ranks,
     check_same,
-    exit_for_bad_input,
-    exit_for_failure,
     first_rank_first,
     gather,
     init_ranks,
@@ -145,7 +149,7 @@ def start(options: EngineOptions) -> Ranks:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add_engine_flags(parser)
     add("--task", choices=[*TASKS], default="llava", help="whose files and scoring (default: a LLaVA-format file)")
@@ -192,9 +196,4 @@ def at_least(least: int, text: str) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/evaluate.py")
-    except Exception:
-        exit_for_failure()
+    leave_with(main, "run/evaluate.py")

@@ -6,15 +6,20 @@ their GPUs are needed. run.json beside it says what was trained; the base models
 over one, which is merged into it.
 """
 
-import argparse
+from llava_ds.command import Parser, begin, leave_with
+
+if __name__ == "__main__":
+    begin("run/export.py")
+
+
 from pathlib import Path
 
 import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.identity import TRAINER
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import exit_for_bad_input, quiet_libraries
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import quiet_libraries
 from llava_ds.export.card import write_card, write_conversion_card
 from llava_ds.export.converted import open_folder
 from llava_ds.export.finished import Finished, hf_kind
@@ -28,7 +33,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("source", metavar="SOURCE", help="checkpoint-<step> folder, or a model's")
     parser.add_argument(
         "--format",
@@ -104,7 +109,4 @@ def _check(form: str, finished: Finished, is_lora_run: bool) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/export.py")
+    leave_with(main, "run/export.py")

@@ -4,21 +4,31 @@ Takes the data and model flags of run/train.py (others are passed over), checks 
 does, and shows the first samples with the supervised part marked. Only the model's tokenizer is read.
 """
 
-import argparse
+import sys
+
+from llava_ds.command import Parser, begin, leave_with
+
+if __name__ == "__main__":
+    begin(
+        "run/inspect_data.py",
+        ends_without_reader=not {"--jsonl", "--html"} & {token.split("=")[0] for token in sys.argv},
+    )
+
+
 import json
 import os
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.arguments import Arguments
-from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
+from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.preflight import media_from_text
-from llava_ds.distributed import exit_for_bad_input, print_first, progress_bar, quiet_libraries
+from llava_ds.distributed import print_first, progress_bar, quiet_libraries
 from llava_ds.model.adapters import is_adapter
 from llava_ds.model.folders import read_parts, take_from_model
 from llava_ds.model.language import length_note, length_problem
@@ -32,9 +42,7 @@ from llava_ds.tools.samples import shown_sample
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("--num_samples", type=int, default=3, help="samples to show here (default: %(default)s)")
     parser.add_argument(
         "--jsonl", type=os.path.expanduser, help="write one object per record, accepted or rejected, to this file"
@@ -134,7 +142,4 @@ def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/inspect_data.py")
+    leave_with(partial(main, sys.argv[1:]), "run/inspect_data.py")

@@ -4,21 +4,25 @@ Of a run that has ended, was killed, or is still running, from the files in its 
 itself; again is worth it after run/evaluate.py, whose scores it then shows.
 """
 
-import argparse
-import os
 import sys
+
+from llava_ds.command import Parser, begin, leave_with
+
+if __name__ == "__main__":
+    begin("run/report.py")
+
+
+import os
+from functools import partial
 from pathlib import Path
 
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import exit_for_bad_input
+from llava_ds.constants import ConfigError
 from llava_ds.report.page import write_report
 from llava_ds.report.run_files import is_run
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("output_dir", type=os.path.expanduser, help="a run's --output_dir")
     parser.add_argument("--html", type=os.path.expanduser, help="the page's name (default: report.html in that folder)")
     args = parser.parse_args(argv)
@@ -35,7 +39,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/report.py")
+    leave_with(partial(main, sys.argv[1:]), "run/report.py")

@@ -256,5 +256,6 @@ def _spelled(reason: int) -> str:
 
 def _say(line: str) -> None:
     """Write a line to stderr, unless whoever reads it is too slow: nobody may keep this thread from leaving."""
-    if select.select([], [2], [], 0.0)[1]:
-        os.write(2, f"\n{line}\n".encode())
+    with contextlib.suppress(OSError):  # nobody reads any more
+        if select.select([], [2], [], 0.0)[1]:
+            os.write(2, f"\n{line}\n".encode())
