@@ -15,8 +15,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from llava_ds.bounds import in_short
 from llava_ds.constants import EXIT_INTERRUPTED, ConfigError, DataError
 from llava_ds.output import exit_for_bad_input, exit_for_failure, keep_streams
+from llava_ds.whole_files import can_be_made
 
 ENDING_S = 3.0  # that child processes have after SIGTERM
 
@@ -33,7 +35,9 @@ class Parser(argparse.ArgumentParser):
         if found := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
             known = [option for action in self._actions for option in action.option_strings]
             raise ConfigError("\n".join(_unknown(token, known) for token in found[1].split(" ")[:1]))
-        message = re.sub(r"^argument (\S+?)(?:/\S+)*: (is )?", lambda m: f"{m[1]}{' is ' if m[2] else ': '}", message)
+        # argument --limit: is 0: ... and argument --image/--image-file: expected ...
+        pattern = r"^argument ([^\s:/]+)[^\s:]*: (is )?"
+        message = re.sub(pattern, lambda m: f"{m[1]} is " if m[2] else f"{m[1]}: ", message)
         raise ConfigError(message)
 
 
@@ -43,6 +47,20 @@ def _unknown(token: str, known: list[str]) -> str:
         return f"unexpected argument {flag!r}: every value belongs behind a --flag"
     nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
     return f"unknown flag {flag}: {f'did you mean {nearest[0]}?' if nearest else '--help lists all flags'}"
+
+
+def given_path(text: str) -> str:
+    """The `type=` of a flag that names a file or folder; ~ is the home folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: name a path, or leave it out")
+    return os.path.expanduser(text)
+
+
+def new_folder(text: str) -> str:
+    """The `type=` of a flag that names a folder to write to, which may not be there yet."""
+    if not can_be_made(given_path(text)):
+        raise argparse.ArgumentTypeError(f"{in_short(text)} can't be written to: name another folder")
+    return given_path(text)
 
 
 def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends_without_reader: bool = False) -> None:

@@ -1,16 +1,17 @@
 """From a command line and a recipe to checked flags: every problem is found before anything is built."""
 
+import argparse
 import difflib
 import math
 import os
 import re
-import tempfile
 from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from llava_ds.arguments import (
     TRACKERS,
@@ -24,6 +25,9 @@ from llava_ds.arguments import (
 from llava_ds.bounds import in_short, out_of_bounds
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_STOPPED, ConfigError
 from llava_ds.durations import seconds_of
+from llava_ds.flag_groups import GROUPS
+from llava_ds.shipped import DS_CONFIGS, RECIPES, found
+from llava_ds.whole_files import can_be_made
 
 SECTIONS = (ModelArguments, DataArguments, TrainingArguments)
 NO = ("False", "false", "0")
@@ -93,7 +97,6 @@ PATHS = (
     "resume",
 )
 
-NAME_MAX = 255  # bytes of a file's name on Linux' file systems
 MODELS = ("model_name_or_path", "model_base", "vision_tower")
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
@@ -105,6 +108,42 @@ GROUPINGS = {"group_by_modality_length": "modality", "group_by_length": "length"
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> None:
         raise ConfigError(message)
+
+    def format_help(self) -> str:
+        """The flags by purpose, each spelled once: all are known with hyphens too, and true ones as --no_<name>."""
+        formatter = _HelpFormatter(self.prog)
+        formatter.add_usage(f"{self.prog} [--recipe FILE] [--name value ...]", [], [])
+        formatter.add_text(self.description)
+        left = {a.dest: a for a in reversed(self._actions)}  # of --name and --no_name the first
+        help_flag = left.pop("help")
+        without_effect = [left.pop(name) for name in WITHOUT_EFFECT]
+        groups = {title: [left.pop(name) for name in names] for title, names in GROUPS.items()}
+        groups["more"] = list(left.values())[::-1]
+        groups["accepted without effect, for LLaVA's scripts"] = without_effect
+        groups["the run"].append(help_flag)
+        for title, actions in groups.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Spells a flag once and says what it takes in a word."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = [name for name in action.option_strings if "-" not in name.lstrip("-")]
+        if action.nargs == 0:
+            return ", ".join(names)
+        words = {int: "N", float: "X", string_to_bool: "True|False"}
+        kind = "PATH" if action.dest in (*PATHS, "recipe") else words.get(action.type, "TEXT")
+        if action.choices is not None:
+            kind = "{" + ",".join(map(str, action.choices)) + "}"
+        return f"{', '.join(names)} {f'[{kind}]' if action.nargs in ('?', '*') else kind}"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
 def build_parser() -> HfArgumentParser:
@@ -127,7 +166,7 @@ def build_parser() -> HfArgumentParser:
 
 def read_recipe(path: str | Path) -> dict[str, object]:
     """The flags of a YAML recipe. Raises ConfigError when it is not a flat mapping of scalars."""
-    file = Path(path).expanduser()
+    file = Path(found(str(path), RECIPES, ".yaml")).expanduser()
     if not os.path.isfile(file):  # opening a FIFO would wait for somebody to write
         raise ConfigError(
             f"--recipe {in_short(path)} can't be read: {'that is no file' if os.path.exists(file) else NO_FILE}"
@@ -186,6 +225,8 @@ def parse_arguments(
     args = Arguments(model, data, training, frozenset(given))
     values = args.as_dict()
     args = args.replaced(**{name: os.path.expanduser(values[name]) for name in PATHS if values[name] is not None})
+    if args.training.deepspeed_config not in (None, CHOOSE_DS_CONFIG):
+        args = args.replaced(deepspeed_config=found(args.training.deepspeed_config, DS_CONFIGS, ".json"))
     if args.model.lora_weight_path == "":  # LLaVA's way to say none
         args = args.replaced(lora_weight_path=None)
 
@@ -478,21 +519,6 @@ def lora_problems(args: Arguments) -> list[str]:
             "or --lora_enable False if that is meant",
         )
     return problems
-
-
-def can_be_made(folder: str) -> bool:
-    """Whether the folder, or the nearest one above it that exists, is a folder that may be written to: a nameless file
-    is made in it, for the rights say nothing of /proc or of a disk that is read-only."""
-    path = Path(folder).expanduser().absolute()
-    try:
-        while not path.exists():
-            if len(os.fsencode(path.name)) > NAME_MAX:
-                return False
-            path = path.parent
-        with tempfile.TemporaryFile(dir=path):
-            return True
-    except (OSError, ValueError):  # ValueError: a null character
-        return False
 
 
 def _recipe_of(argv: list[str]) -> str | None:

@@ -2,8 +2,14 @@
 
 import contextlib
 import os
+import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from llava_ds.constants import ConfigError
+
+NAME_MAX = 255  # bytes of a file's name on Linux' file systems
 
 
 def write_whole(path: Path, content: str | Callable[[Path], object], shared: bool = False) -> None:
@@ -26,3 +32,38 @@ def write_whole(path: Path, content: str | Callable[[Path], object], shared: boo
         with contextlib.suppress(OSError):  # of a folder that is not there, or can't be written to
             scratch.unlink()
         raise
+
+
+def write_output(path: Path, content: str | Callable[[Path], object], flag: str) -> None:
+    """Write a file that the user named with a flag, as write_whole does; a device or pipe directly.
+
+    Raises ConfigError where that fails.
+    """
+    try:
+        # Nothing may be renamed over /dev/null, or over /dev/stdout, which is a link to a file.
+        if path.absolute().is_relative_to("/dev") or (path.exists() and not stat.S_ISREG(path.stat().st_mode)):
+            if path.is_fifo():
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # fails where nobody reads, instead of waiting
+            if isinstance(content, str):
+                path.write_text(content, encoding="utf-8")
+            else:
+                content(path)
+        else:
+            write_whole(path, content)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} can't be written ({error.strerror}): name another file") from error
+
+
+def can_be_made(folder: str) -> bool:
+    """Whether the folder, or the nearest one above it that exists, is a folder that may be written to: a nameless file
+    is made in it, for the rights say nothing of /proc or of a disk that is read-only."""
+    path = Path(folder).expanduser().absolute()
+    try:
+        while not path.exists():
+            if len(os.fsencode(path.name)) > NAME_MAX:
+                return False
+            path = path.parent
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except (OSError, ValueError):  # ValueError: a null character
+        return False

@@ -6,7 +6,7 @@ little. Leaves bench.json with everything that was measured, steps.png and table
 
 import sys
 
-from llava_ds.command import Parser, begin, leave_with
+from llava_ds.command import Parser, begin, leave_with, new_folder
 
 if __name__ == "__main__":
     begin("run/bench.py")
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from llava_ds.bounds import Count, number
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import quiet_libraries
 from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> None:
     own = read_flags(argv)
     quiet_libraries()
     started = datetime.datetime.now(datetime.timezone.utc)
-    folder = own.output_dir
+    folder = Path(own.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     parts = {}
     for name in own.only:
@@ -114,7 +115,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("--only", help=f"some of {', '.join(PARTS)}, with commas (default: all)")
     parser.add_argument(
-        "--rounds", type=int, help="runs of each side, with --preset timed steps (default: 3, with --quick 1)"
+        "--rounds", type=number(Count), help="runs of each side, with --preset timed steps (default: 3, with --quick 1)"
     )
     parser.add_argument("--quick", action="store_true", help="toy sizes: whether it works, not how fast it is")
     parser.add_argument(
@@ -128,7 +129,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         help="instead of all this: LLaVA-1.5-7B in both stages on one H200, with random weights",
     )
     parser.add_argument("--train_flags", default="", help="with --preset: more flags of run/train.py, in one argument")
-    parser.add_argument("--output_dir", type=Path, default=Path("output/bench"), help="default: %(default)s")
+    parser.add_argument("--output_dir", type=new_folder, default="output/bench", help="default: %(default)s")
     own = parser.parse_args(argv)
     own.only = list(PARTS) if own.only is None else own.only.split(",")
     if unknown := [name for name in own.only if name not in PARTS]:
@@ -136,8 +137,6 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     if own.preset is not None:
         own.only = [own.preset]
     own.rounds = (1 if own.quick else 3) if own.rounds is None else own.rounds
-    if own.rounds < 1:
-        raise ConfigError(f"--rounds is {own.rounds}: give 1 or more")
     return own
 
 

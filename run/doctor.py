@@ -10,7 +10,7 @@ Exit code: 0 training can start, 1 it can't, 2 the flags can't be used.
 
 import sys
 
-from llava_ds.command import Parser, begin, leave_with
+from llava_ds.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
     begin("run/doctor.py", ends_without_reader=True)
@@ -32,9 +32,15 @@ LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks 
 
 def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("--deepspeed_config", "--deepspeed", help="DeepSpeed JSON whose needs are looked at too")
-    parser.add_argument("--output_dir", default="output", help="as for run/train.py (default: %(default)s)")
-    parser.add_argument("--cache_dir", default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)")
+    parser.add_argument(
+        "--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON whose needs are looked at too"
+    )
+    parser.add_argument(
+        "--output_dir", type=given_path, default="output", help="as for run/train.py (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cache_dir", type=given_path, default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)"
+    )
     parser.add_argument("--no_collective", action="store_true", help="start no ranks, as on a login node")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args(argv)

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import importlib.util
 import inspect
-import os
 import re
 import sys
 import typing
@@ -12,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from llava_ds.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava_ds.command import given_path, new_folder
 from llava_ds.data.templates import ALIASES
 from llava_ds.parsing import CHECKPOINTING, PATHS, WITHOUT_EFFECT, build_parser, read_recipe
 
@@ -168,9 +168,9 @@ def kind_of(action: argparse.Action) -> str:
     if action.nargs == 0:
         return "no value"
     gives = action.type
-    if inspect.isfunction(gives) and gives is not os.path.expanduser:  # one that checks, and says what it returns
+    if inspect.isfunction(gives) and gives not in (given_path, new_folder):  # one that checks, and says what it returns
         gives = typing.get_type_hints(gives).get("return")
-    kinds = {int: "whole number", float: "number", Path: "path", os.path.expanduser: "path"}
+    kinds = {int: "whole number", float: "number", Path: "path", given_path: "path", new_folder: "path"}
     kind = kinds.get(gives, "text")
     return f"{kind}, {'one' if action.nargs == '+' else 'none'} or more" if action.nargs in ("+", "*") else kind
 

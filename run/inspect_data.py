@@ -6,7 +6,7 @@ does, and shows the first samples with the supervised part marked. Only the mode
 
 import sys
 
-from llava_ds.command import Parser, begin, leave_with
+from llava_ds.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
     begin(
@@ -24,6 +24,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.arguments import Arguments
+from llava_ds.bounds import NotNegative, number
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
@@ -39,18 +40,23 @@ from llava_ds.tiny import CLIP_PATH
 from llava_ds.tiny import default as tiny
 from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
 from llava_ds.tools.samples import shown_sample
+from llava_ds.whole_files import write_output
 
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--num_samples", type=int, default=3, help="samples to show here (default: %(default)s)")
     parser.add_argument(
-        "--jsonl", type=os.path.expanduser, help="write one object per record, accepted or rejected, to this file"
+        "--num_samples", type=number(NotNegative), default=3, help="samples to show here (default: %(default)s)"
     )
     parser.add_argument(
-        "--html", type=os.path.expanduser, help="write a page with samples, their pictures and the mask to this file"
+        "--jsonl", type=given_path, help="write one object per record, accepted or rejected, to this file"
     )
-    parser.add_argument("--html_samples", type=int, default=30, help="samples on the page (default: %(default)s)")
+    parser.add_argument(
+        "--html", type=given_path, help="write a page with samples, their pictures and the mask to this file"
+    )
+    parser.add_argument(
+        "--html_samples", type=number(NotNegative), default=30, help="samples on the page (default: %(default)s)"
+    )
     own, rest = parser.parse_known_args(argv)
     if problems := [p for name in ("jsonl", "html") if (p := _cannot_be_written(name, getattr(own, name)))]:
         raise ConfigError("\n".join(problems))
@@ -68,12 +74,16 @@ def main(argv: list[str]) -> None:
     for i in range(min(own.num_samples, len(dataset))):
         print("\n" + in_terminal(shown_sample(dataset, i, tokenizer), sys.stdout.isatty()))
     if own.jsonl is not None:
-        with Path(own.jsonl).open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows(dataset, tokenizer))
+        write_output(Path(own.jsonl), partial(_write_rows, dataset, tokenizer), "--jsonl")
     if own.html is not None:
         samples = (shown_sample(dataset, i, tokenizer, True) for i in range(min(own.html_samples, len(dataset))))
         text = page(args.data.data_path, dataset.summary(), samples, dataset.rejections())
-        Path(own.html).write_text(text, encoding="utf-8")
+        write_output(Path(own.html), text, "--html")
+
+
+def _write_rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows(dataset, tokenizer))
 
 
 def _cannot_be_written(name: str, path: str | None) -> str | None:

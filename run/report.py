@@ -6,13 +6,12 @@ itself; again is worth it after run/evaluate.py, whose scores it then shows.
 
 import sys
 
-from llava_ds.command import Parser, begin, leave_with
+from llava_ds.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
     begin("run/report.py")
 
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -23,19 +22,20 @@ from llava_ds.report.run_files import is_run
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("output_dir", type=os.path.expanduser, help="a run's --output_dir")
-    parser.add_argument("--html", type=os.path.expanduser, help="the page's name (default: report.html in that folder)")
+    parser.add_argument("output_dir", type=given_path, help="a run's --output_dir")
+    parser.add_argument("--html", type=given_path, help="the page's name (default: report.html in that folder)")
     args = parser.parse_args(argv)
     folder = Path(args.output_dir)
     if not is_run(folder):
         raise ConfigError(
             f"{folder} is no run's folder: it has neither run.json nor metrics.jsonl. Name an --output_dir"
         )
-    path = folder / "report.html" if args.html is None else Path(args.html)
     try:
-        print(write_report(folder, path))
+        print(write_report(folder, None if args.html is None else Path(args.html)))
     except OSError as error:
-        raise ConfigError(f"{path} can't be written ({error.strerror}): name another file with --html") from error
+        raise ConfigError(
+            f"{folder} can't be written to ({error.strerror}): name a file elsewhere with --html"
+        ) from error
 
 
 if __name__ == "__main__":

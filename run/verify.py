@@ -6,7 +6,7 @@ it was written. Exit code 0: all are whole; 1: at least one is not; 2: there is 
 
 import sys
 
-from llava_ds.command import Parser, begin, leave_with
+from llava_ds.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
     begin("run/verify.py", ends_without_reader=True)
@@ -25,7 +25,9 @@ from llava_ds.distributed import print_first
 def main(argv: list[str]) -> int:
     """The exit code: 0 where all are whole, or 1."""
     parser = Parser(description=__doc__)
-    parser.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="checkpoint-<step>, or an --output_dir")
+    parser.add_argument(
+        "paths", nargs="+", type=given_path, metavar="CHECKPOINT", help="checkpoint-<step>, or an --output_dir"
+    )
     paths = [each for given in parser.parse_args(argv).paths for each in _checkpoints(Path(given))]
     whole = True
     for path in paths:

@@ -11,10 +11,11 @@ ROOT = Path(__file__).parents[1]
 # From left to right; what stands on one level does not import each other.
 LEVELS = [
     {"constants"},
-    {"bounds", "durations", "launchers", "processes", "redact", "whole_files"},
+    {"bounds", "durations", "flag_groups", "launchers", "processes", "redact", "shipped", "whole_files"},
     {"arguments", "output"},
     {"command"},
     {"parsing"},
+    {"cli"},
     {"geometry", "batch", "formats", "distributed", "ds_config", "tokenizer"},
     {"data", "model"},
     {"train", "checkpoint", "report"},

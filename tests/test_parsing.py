@@ -1,6 +1,8 @@
 """Flags: who wins, what is refused, and that one error tells all of it."""
 
+import dataclasses
 import os
+import re
 import typing
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +12,8 @@ import pytest
 from llava_ds.arguments import ModelArguments, trained_parts, trains_projector_only
 from llava_ds.bounds import bounds_of
 from llava_ds.constants import ConfigError
-from llava_ds.parsing import SECTIONS, WITHOUT_EFFECT, is_installed, parse_arguments, read_recipe
+from llava_ds.flag_groups import GROUPS
+from llava_ds.parsing import SECTIONS, WITHOUT_EFFECT, build_parser, is_installed, parse_arguments, read_recipe
 
 ZERO2 = str(Path(__file__).parents[1] / "ds_configs" / "zero2.json")
 NEEDED = ["--deepspeed_config", ZERO2, "--output_dir", "out"]
@@ -578,3 +581,20 @@ def test_of_two_recipes_the_last_counts(tmp_path):
 
 def test_a_recipes_value_may_begin_with_hyphens(tmp_path):
     assert parse("--recipe", recipe(tmp_path, 'run_name: "--seed"')).training.run_name == "--seed"
+
+
+def test_every_flag_is_in_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    flags = {field.name for section in SECTIONS for field in dataclasses.fields(section)} | {"recipe", "local_rank"}
+    assert flags == set(grouped), "llava_ds/flag_groups.py says which flags --help shows together"
+
+
+def test_help_spells_each_flag_once_under_its_groups_title():
+    text = build_parser().format_help()
+    flags = re.findall(r"^  (--\w+)", text, re.MULTILINE)
+    assert len(flags) == len(set(flags)) > 120
+    assert "--model-name-or-path" not in text and "--no_shuffle" not in text
+    titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert titles == [*GROUPS, "accepted without effect, for LLaVA's scripts"]
+    assert max(map(len, text.splitlines())) < 130
