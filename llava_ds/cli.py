@@ -28,7 +28,7 @@ COMMANDS = {
     "verify": ("verify.py", "tell which checkpoints are whole"),
 }
 LAUNCHED = ("train", "evaluate")  # those that take one process per GPU
-RANK_VARIABLES = ("RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # of a process that was launched already
+RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # as srun and mpirun tell them
 HELP = ("-h", "--help")
 
 
@@ -71,8 +71,8 @@ def split(words: list[str]) -> tuple[list[str], str, list[str]]:
 
 def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str, str]) -> bool:
     """Whether deepspeed has to start the ranks: training always, evaluation on several GPUs."""
-    if any(variable in environ for variable in RANK_VARIABLES):
-        return False
+    if "RANK" in environ or any(environ.get(variable, "1") != "1" for variable in RANK_COUNTS):
+        return False  # it is a rank already
     if name == "train" or launcher_flags:
         return True
     import torch

@@ -30,15 +30,33 @@ class Parser(argparse.ArgumentParser):
         defaults = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(**{**defaults, **options})
 
+    def parse_known_args(self, *given: object, **more: object) -> tuple[argparse.Namespace, list[str]]:
+        """Raises ConfigError with a line for every value that its flag does not take."""
+        self._problems: list[str] = []
+        parsed = super().parse_known_args(*given, **more)
+        if self._problems:
+            raise ConfigError("\n".join(self._problems))
+        return parsed
+
+    def _get_value(self, action: argparse.Action, text: str) -> object:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            self._problems.append(_in_a_line(str(error)))
+            return None
+
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError: argparse would print all flags first."""
         if found := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
             known = [option for action in self._actions for option in action.option_strings]
-            raise ConfigError("\n".join(_unknown(token, known) for token in found[1].split(" ")[:1]))
-        # argument --limit: is 0: ... and argument --image/--image-file: expected ...
-        pattern = r"^argument ([^\s:/]+)[^\s:]*: (is )?"
-        message = re.sub(pattern, lambda m: f"{m[1]} is " if m[2] else f"{m[1]}: ", message)
-        raise ConfigError(message)
+            raise ConfigError(_unknown(found[1].split(" ")[0], known))
+        raise ConfigError(_in_a_line(message))
+
+
+def _in_a_line(message: str) -> str:
+    """argument --limit: is 0: ..., and argument --image/--image-file: expected ..., without argparse's first word."""
+    pattern = r"^argument ([^\s:/]+)[^\s:]*: (is )?"
+    return re.sub(pattern, lambda m: f"{m[1]} is " if m[2] else f"{m[1]}: ", message)
 
 
 def _unknown(token: str, known: list[str]) -> str:
@@ -109,9 +127,7 @@ def exit_for_interrupt() -> NoReturn:
             with contextlib.suppress(psutil.NoSuchProcess):
                 getattr(child, signalled)()
         _, children = psutil.wait_procs(children, timeout=ENDING_S)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_INTERRUPTED)
+    os._exit(EXIT_INTERRUPTED)  # without a flush: what was being written when Ctrl-C came might appear twice
 
 
 def _hear_interrupts() -> None:

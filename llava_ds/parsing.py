@@ -77,6 +77,7 @@ ELSEWHERE = {
 
 MAX_RECIPE_BYTES = 1_000_000
 NOT_IN_RECIPES = ("recipe", "help", "h", "local_rank")
+FEW_CHOICES = 5  # that stand beside a flag in --help
 NO_FILE = "there is no such file"
 FLAT = "a YAML mapping of flag names to single values"
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
@@ -139,11 +140,13 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         words = {int: "N", float: "X", string_to_bool: "True|False"}
         kind = "PATH" if action.dest in (*PATHS, "recipe") else words.get(action.type, "TEXT")
         if action.choices is not None:
-            kind = "{" + ",".join(map(str, action.choices)) + "}"
+            kind = "{" + ",".join(map(str, action.choices)) + "}" if len(action.choices) <= FEW_CHOICES else "NAME"
         return f"{', '.join(names)} {f'[{kind}]' if action.nargs in ('?', '*') else kind}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        text = action.help if action.default in (None, False) else super()._get_help_string(action)
+        many = action.choices is not None and len(action.choices) > FEW_CHOICES
+        return f"{text} One of {', '.join(map(str, action.choices))}." if many else text
 
 
 def build_parser() -> HfArgumentParser:
@@ -151,7 +154,8 @@ def build_parser() -> HfArgumentParser:
     parser = _Parser(
         SECTIONS,
         description="Train a LLaVA.",
-        epilog="SIGTERM, SIGINT and SIGUSR1 save at the next step and leave; a second of the first two leaves at once. "
+        epilog="SIGTERM, SIGINT, SIGUSR1 and a closed terminal (SIGHUP, without nohup) save at the next step and "
+        "leave; a second of the first two leaves at once. "
         f"Exit codes: 0 finished, {EXIT_BAD_INPUT} the input can't be used, {EXIT_STOPPED} stopped as asked: the same "
         "command goes on (docs/checkpoints.md).",
         allow_abbrev=False,

@@ -556,7 +556,7 @@ def test_values_that_once_ended_in_a_traceback_or_passed(flags, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: " + "[" * 5000, "is nested too deeply"),
+        ("a: " + "[" * 1500, "is nested too deeply"),
         ("seed: 2024-13-45", "can't be read"),
         ("1: 2", "1 is no flag's name"),
         ("recipe: other.yaml", "names recipe, which goes on the command line"),
@@ -595,6 +595,6 @@ def test_help_spells_each_flag_once_under_its_groups_title():
     flags = re.findall(r"^  (--\w+)", text, re.MULTILINE)
     assert len(flags) == len(set(flags)) > 120
     assert "--model-name-or-path" not in text and "--no_shuffle" not in text
-    titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    titles = re.findall(r"^(\S.*):\n  ", text, re.MULTILINE)
     assert titles == [*GROUPS, "accepted without effect, for LLaVA's scripts"]
     assert max(map(len, text.splitlines())) < 130
