@@ -29,8 +29,10 @@ endif
 PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
 
 # All local accelerators; without one, two ranks on CPU.
-LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
-         $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--num_accelerators 2")')
+# (the variable keeps DeepSpeed from warning that it found no GPU).
+LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; print( \
+         "deepspeed" if torch.cuda.is_available() else "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2")') \
+         --log_level warning
 
 # One process answers questions; on several GPUs, one on each.
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \

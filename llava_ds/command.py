@@ -18,7 +18,7 @@ from typing import NoReturn
 from llava_ds.bounds import in_short
 from llava_ds.constants import EXIT_INTERRUPTED, ConfigError, DataError
 from llava_ds.output import exit_for_bad_input, exit_for_failure, keep_streams
-from llava_ds.whole_files import can_be_made
+from llava_ds.whole_files import can_be_made, path_problem
 
 ENDING_S = 3.0  # that child processes have after SIGTERM
 
@@ -69,8 +69,8 @@ def _unknown(token: str, known: list[str]) -> str:
 
 def given_path(text: str) -> str:
     """The `type=` of a flag that names a file or folder; ~ is the home folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty: name a path, or leave it out")
+    if problem := path_problem(text):
+        raise argparse.ArgumentTypeError(problem)
     return os.path.expanduser(text)
 
 

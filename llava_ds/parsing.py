@@ -27,7 +27,7 @@ from llava_ds.constants import EXIT_BAD_INPUT, EXIT_STOPPED, ConfigError
 from llava_ds.durations import seconds_of
 from llava_ds.flag_groups import GROUPS
 from llava_ds.shipped import DS_CONFIGS, RECIPES, found
-from llava_ds.whole_files import can_be_made
+from llava_ds.whole_files import can_be_made, path_problem
 
 SECTIONS = (ModelArguments, DataArguments, TrainingArguments)
 NO = ("False", "false", "0")
@@ -170,7 +170,7 @@ def build_parser() -> HfArgumentParser:
 
 def read_recipe(path: str | Path) -> dict[str, object]:
     """The flags of a YAML recipe. Raises ConfigError when it is not a flat mapping of scalars."""
-    file = Path(found(str(path), RECIPES, ".yaml")).expanduser()
+    file = Path(os.path.expanduser(found(str(path), RECIPES, ".yaml")))
     if not os.path.isfile(file):  # opening a FIFO would wait for somebody to write
         raise ConfigError(
             f"--recipe {in_short(path)} can't be read: {'that is no file' if os.path.exists(file) else NO_FILE}"
@@ -306,9 +306,9 @@ def is_installed(package: str) -> bool:
 
 
 def _path_problems(args: Arguments) -> list[str]:
-    """A line for every path that is given and empty, which would be the current folder."""
-    values = args.as_dict()
-    return [f"--{name} is empty: name a path, or leave it out" for name in PATHS if values[name] == ""]
+    """A line for every path that no file can have. An empty one would be the current folder."""
+    values = {name: value for name in PATHS if (value := args.as_dict()[name]) is not None}
+    return [f"--{name} {problem}" for name, value in values.items() if (problem := path_problem(value))]
 
 
 def data_problems(args: Arguments) -> list[str]:

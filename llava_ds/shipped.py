@@ -1,5 +1,6 @@
 """What lies beside the package: the scripts of run/, their recipes, and ds_configs/."""
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
@@ -20,4 +21,4 @@ def found(path: str, shipped: Path, suffix: str) -> str:
     here = shipped / (given.name if given.suffix else f"{given.name}{suffix}")
     parent = given.parent.as_posix()
     named = parent == "." or shipped.as_posix().endswith(f"/{parent}")
-    return str(here) if named and not given.expanduser().exists() and here.is_file() else path
+    return str(here) if named and not os.path.exists(os.path.expanduser(path)) and os.path.isfile(here) else path

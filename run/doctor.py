@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no_collective", action="store_true", help="start no ranks, as on a login node")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args(argv)
-    config = None if args.deepspeed_config is None else Path(args.deepspeed_config).expanduser()
+    config = None if args.deepspeed_config is None else Path(args.deepspeed_config)
     if config is not None and not config.is_file():
         raise ConfigError(f"--deepspeed_config {config}: there is no such file")
     output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))

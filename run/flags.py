@@ -26,6 +26,9 @@ This page is written by `make docs` from the code that reads the flags; `--help`
   are alike the last counts. An unknown one is an error, with the nearest that exists.
 - True or False: also `true`, `t`, `yes`, `y`, `1` and `false`, `f`, `no`, `n`, `0`, in any case. The bare flag means
   True.
+- A number that is nan, infinite or beyond the range beside it is refused; so is an empty path.
+- A recipe or DeepSpeed JSON that is shipped is found by its name in every folder: `--recipe tiny-finetune`,
+  `--deepspeed_config zero3`.
 - `--recipe FILE.yaml` has the same flags as `name: value`. The command line wins over the recipe, the recipe over the
   defaults. Where neither `--model_name_or_path` nor `--recipe` is given, `run/train.py` puts the tiny model's recipe
   before the defaults.

@@ -34,6 +34,7 @@ FINE = {"doctor.py": {0, 1}, "verify.py": {0, 1}}  # exit codes of a line that i
 WHOLE = ["x", "-1", "0", "1e3", "9" * 30, "9" * 5000, "nan", "", "0x10", "1.5", "-99999999999", "１"]
 REAL = ["nan", "inf", "-inf", "x", "", "-1", "1e400", "1e300", "0x1p3", "1,5"]
 WORDS = ["zzz", "", "-", "x" * 5000, "{", "[" * 3000, "\x1b[31m", "(1x1),...,(99999x99999)", "None", "a,b", "${HOME}"]
+TALK = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
 TRUTHS = ["maybe", "2", "", "tru"]
 
 
@@ -42,7 +43,7 @@ def world(tmp_path_factory, toy_base) -> dict[str, str]:
     """Paths of everything that a line may name, by name."""
     folder = tmp_path_factory.mktemp("wrong")
     contents = {
-        "records": json.dumps([{"id": i, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]} for i in range(4)]),
+        "records": json.dumps([{"id": i, "conversations": TALK} for i in range(4)]),
         "deep.json": "[" * 100_000,
         "deep_object.json": '{"a":' * 100_000,
         "list.json": "[1, 2]",
@@ -128,7 +129,7 @@ def mutated(name: str, words: list[str], actions: list[argparse.Action], world, 
                 [*words, flag[:at] + chance.choice("abz_") + flag[at:], value],
                 [*words, flag, value, flag, bad_value(action, world, chance)],
                 [value, *words],
-                [*words, "--recipe", chance.choice(paths(world))] if name in ("train.py", "estimate.py") else [*words, value],
+                [*words, *(["--recipe", chance.choice(paths(world))] if "train" in name else [value])],
                 [*words, "--deepspeed_config", chance.choice(paths(world))],
             ]
         )  # fmt: skip
@@ -234,16 +235,18 @@ def test_wrong_command_lines(world, tmp_path):
     counts, failed = collections.Counter(), []
     for number in range(COUNT):
         name = chance.choice([*lines, "train.py", "train.py", "train.py"])
-        actions = parsers[name]._actions + (train if name in ("estimate.py", "inspect_data.py") else [])
+        actions = parsers[name]._actions + (train if name in ("estimate.py", "inspect_data.py", "verify.py") else [])
         case = Case(name, mutated(name, lines[name], actions, world, chance), number % REAL_EVERY == 0)
         case.words = [word.replace("\0", "") for word in case.words]
         cwd, log = tmp_path / str(number), tmp_path / f"{number}.log"
         cwd.mkdir()
         code = (run_really if case.real else run_forked)(case, cwd, log)
         said = log.read_text(errors="replace")
-        result = outcome(case, code, said, os.listdir(cwd))
+        result = outcome(case, code, said, [left for left in os.listdir(cwd) if left not in " ".join(case.words)])
         counts[result] += 1
-        if result not in ("refused", "taken"):
+        if result == "taken":
+            print(f"taken: {case}")
+        elif result != "refused":
             failed.append(f"{result}: {case}\n{said[-1500:]}")
             print(failed[-1], flush=True)
     print(f"{COUNT} wrong command lines, seed {SEED}: {dict(counts)}")
