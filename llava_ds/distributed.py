@@ -337,6 +337,8 @@ def quiet_libraries(verbose: bool = False) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # bitsandbytes 0.50, which peft imports, warns of a kernel for CPUs from a package that --bits does not need.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
