@@ -88,14 +88,14 @@ def check_training_flags() -> None:
 
 
 def launch(script: Path, launcher_flags: list[str], argv: list[str]) -> NoReturn:
-    """Become deepspeed's launcher, which says nothing but warnings."""
+    """Become deepspeed's launcher, which speaks of errors alone: at every start it warns that it found no hostfile."""
     import torch
 
     environ = {**os.environ}
     if not torch.accelerator.is_available():
         environ.setdefault("DS_ACCELERATOR", "cpu")  # it would warn that it found no GPU
     deepspeed = Path(sys.executable).with_name("deepspeed")
-    os.execve(deepspeed, [str(deepspeed), "--log_level", "warning", *launcher_flags, str(script), *argv], environ)
+    os.execve(deepspeed, [str(deepspeed), "--log_level", "error", *launcher_flags, str(script), *argv], environ)
 
 
 def usage() -> str:
