@@ -54,9 +54,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _in_a_line(message: str) -> str:
-    """argument --limit: is 0: ..., and argument --image/--image-file: expected ..., without argparse's first word."""
-    pattern = r"^argument ([^\s:/]+)[^\s:]*: (is )?"
-    return re.sub(pattern, lambda m: f"{m[1]} is " if m[2] else f"{m[1]}: ", message)
+    """argparse's "argument --limit: is 0: ..." as "--limit is 0: ...", and its own words behind a colon."""
+    pattern = r"^argument ([^\s:/]+)[^\s:]*:( (?:invalid|expected|ignored|not allowed) )?"
+    return re.sub(pattern, lambda found: f"{found[1]}:{found[2]}" if found[2] else found[1], message)
 
 
 def _unknown(token: str, known: list[str]) -> str:

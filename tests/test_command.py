@@ -147,15 +147,15 @@ def parser() -> Parser:
     ("argv", "message"),
     [
         (["--limit", "0"], "--limit is 0: give 1 or more"),
-        (["--limit", "9" * 5000], "--limit: 9"),
-        (["--limit", "1.5"], "--limit: 1.5 is not a whole number"),
+        (["--limit", "9" * 5000], "--limit 999"),
+        (["--limit", "1.5"], "--limit 1.5 is not a whole number"),
         (["--limit"], "--limit: expected one argument"),
         (["--lim", "1"], "unknown flag --lim: did you mean --limit?"),
         (["--zzz", "1"], "unknown flag --zzz: --help lists all flags"),
         (["stray"], "unexpected argument 'stray'"),
         (["--output", ""], "--output is empty: name a path"),
         (["--folder", ""], "--folder is empty: name a path"),
-        (["--folder", "/proc/x"], "--folder: /proc/x can't be written to: name another folder"),
+        (["--folder", "/proc/x"], "--folder /proc/x can't be written to: name another folder"),
         (["--kind", "c"], "--kind: invalid choice: 'c'"),
     ],
 )
