@@ -76,13 +76,13 @@ def path_problem(text: str) -> str | None:
 def can_be_made(folder: str) -> bool:
     """Whether the folder, or the nearest one above it that exists, is a folder that may be written to: a nameless file
     is made in it, for the rights say nothing of /proc or of a disk that is read-only."""
+    if path_problem(folder) is not None:
+        return False
     path = Path(os.path.expanduser(folder)).absolute()
     try:
         while not path.exists():
-            if len(os.fsencode(path.name)) > NAME_MAX:
-                return False
             path = path.parent
         with tempfile.TemporaryFile(dir=path):
             return True
-    except (OSError, ValueError):  # ValueError: a null character
+    except OSError:
         return False
