@@ -29,12 +29,14 @@ endif
 PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
 
 # All local accelerators; without one, two ranks on CPU.
-LAUNCH = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --log_level warning \
-         $$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "--num_accelerators 2")')
+# (the variable keeps DeepSpeed from warning that it found no GPU, the level the launcher that it found no hostfile).
+LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; print( \
+         "deepspeed" if torch.cuda.is_available() else "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2")') \
+         --log_level error
 
 # One process answers questions; on several GPUs, one on each.
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
-      'import torch; print("deepspeed --log_level warning" if torch.cuda.device_count() > 1 else "python")')
+      'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
 .PHONY: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lmms-eval lint clean help
 

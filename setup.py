@@ -15,8 +15,15 @@ setup(
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
-    packages=find_packages(include=["llava_ds", "llava_ds.*"]),
-    package_data={"llava_ds.tiny": ["weights/*/*"]},
+    # Where it is installed, run/ and ds_configs/ lie within the package (llava_ds/shipped.py).
+    packages=[*find_packages(include=["llava_ds", "llava_ds.*"]), "llava_ds.run", "llava_ds.ds_configs"],
+    package_dir={"llava_ds.run": "run", "llava_ds.ds_configs": "ds_configs"},
+    package_data={
+        "llava_ds.tiny": ["weights/*/*"],
+        "llava_ds.run": ["recipes/*.yaml", "slurm.sh", "hostfile.example"],
+        "llava_ds.ds_configs": ["*.json", "README.md"],
+    },
+    entry_points={"console_scripts": ["llava-ds = llava_ds.cli:main"]},
     install_requires=[
         "torch>=2.10",
         "deepspeed>=0.19.8,<0.20",  # a few of its private names are used, each with the reason beside it

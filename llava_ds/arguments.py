@@ -2,10 +2,24 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from transformers.hf_argparser import HfArg
 
+from llava_ds.bounds import (
+    MOST,
+    Bounds,
+    Count,
+    NotNegative,
+    Part,
+    PartBelowOne,
+    Positive,
+    Rate,
+    Seconds,
+    Seed,
+    Whole,
+    Workers,
+)
 from llava_ds.constants import MAX_IMAGE_PIXELS, PILLOW_MAX_PIXELS
 
 
@@ -34,7 +48,7 @@ class ModelArguments:
         help="Projector from tower features to the language model's width: linear, mlpNx_gelu, mlpNx_resMx_gelu, "
         "pooler (one feature of each 2 x 2) or identity.",
     )
-    mm_vision_select_layer: int = HfArg(
+    mm_vision_select_layer: Whole = HfArg(
         default=-2, help="Hidden state of the tower that is projected; -1 is the last layer's. Later layers never run."
     )
     mm_vision_select_feature: Literal["patch", "cls_patch"] = HfArg(
@@ -101,9 +115,9 @@ class ModelArguments:
         help="Train LoRA beside the linear layers of the language model instead of the layers, and the projector in "
         "full; leaves an adapter that peft and LLaVA open (needs the extra llava_ds[lora]).",
     )
-    lora_r: int = HfArg(default=64, help="Rank of LoRA's matrices (at least 1).")
-    lora_alpha: int = HfArg(default=16, help="LoRA's product counts lora_alpha / lora_r (at least 1).")
-    lora_dropout: float = HfArg(default=0.05, help="Part of LoRA's inputs that is dropped (0 to below 1).")
+    lora_r: Count = HfArg(default=64, help="Rank of LoRA's matrices (at least 1).")
+    lora_alpha: Count = HfArg(default=16, help="LoRA's product counts lora_alpha / lora_r (at least 1).")
+    lora_dropout: PartBelowOne = HfArg(default=0.05, help="Part of LoRA's inputs that is dropped (0 to below 1).")
     lora_bias: Literal["none", "all", "lora_only"] = HfArg(
         default="none", help="Biases of the language model that train with LoRA: none, all, or those of its layers."
     )
@@ -155,7 +169,7 @@ class DataArguments:
         help="Sizes that an anyres picture may take, in pixels, like [(336,672),(672,336)], or a range of grids like "
         "(1x1),...,(6x6), width first; absent: LLaVA-NeXT's five.",
     )
-    max_image_pixels: int = HfArg(
+    max_image_pixels: Annotated[int, Bounds(1, PILLOW_MAX_PIXELS)] = HfArg(
         default=MAX_IMAGE_PIXELS,
         help="Pictures with more pixels than this are refused before decoding (at least 1, at most "
         f"{PILLOW_MAX_PIXELS:,}, which is Pillow's own bound).",
@@ -165,8 +179,8 @@ class DataArguments:
         help="Resize pictures by torch instead of Pillow: some 3 times LLaVA's pictures a second, no value more than 2 "
         "of 255 from the exact one.",
     )
-    video_fps: int = HfArg(default=1, help="Frames taken from a second of a video file (at least 1).")
-    frames_upbound: int = HfArg(
+    video_fps: Count = HfArg(default=1, help="Frames taken from a second of a video file (at least 1).")
+    frames_upbound: NotNegative = HfArg(
         default=32,
         help="Most frames of a video, taken evenly when there are more; 0 is no limit, LLaVA-NeXT's own default, with "
         "which a long video takes as much memory as it likes.",
@@ -176,7 +190,7 @@ class DataArguments:
         help="Take --frames_upbound frames, evenly spread, of every video file, also of those with fewer by "
         "--video_fps.",
     )
-    mm_spatial_pool_stride: int = HfArg(
+    mm_spatial_pool_stride: Count = HfArg(
         default=2,
         help="Side of the squares of features that are pooled to one in videos (at least 1, which pools nothing).",
     )
@@ -188,14 +202,16 @@ class DataArguments:
         help="Where a video's features are followed by the learned newline, with --mm_patch_merge_type spatial_unpad…: "
         "after every row, every frame, once, or nowhere.",
     )
-    model_max_length: int = HfArg(default=2048, help="Longest sample in tokens, image features included (at least 2).")
+    model_max_length: Annotated[int, Bounds(2, MOST)] = HfArg(
+        default=2048, help="Longest sample in tokens, image features included (at least 2)."
+    )
     supervise_last_turn_only: bool = HfArg(
         default=False, help="Learn the last answer of each conversation only; absent: every answer."
     )
     eval_data_path: str | None = HfArg(
         default=None, help="Samples to measure the loss on, which are not trained on, in any format of --data_path."
     )
-    eval_fraction: float = HfArg(
+    eval_fraction: PartBelowOne = HfArg(
         default=0.0,
         help="Part of the samples (from 0 to below 1) that is held back from training to measure the loss on; "
         "--data_seed draws them.",
@@ -215,7 +231,7 @@ class DataArguments:
         default="skip",
         help="What to do about records and pictures that can't be used: leave them out, or end the run at the first.",
     )
-    max_bad_fraction: float = HfArg(
+    max_bad_fraction: Part = HfArg(
         default=0.01, help="End the run when a larger part of the records than this would be left out (0 to 1)."
     )
     shuffle: bool = HfArg(default=True, help="Draw the samples in random order; False keeps the files' order.")
@@ -237,7 +253,7 @@ class DataArguments:
         default=False,
         help="Samples of like length in tokens in one step, every step from one bucket: evener than those above.",
     )
-    preprocessing_num_workers: int | None = HfArg(
+    preprocessing_num_workers: Annotated[int, Bounds(1, 4096)] | None = HfArg(
         default=None, help="Processes that check and encode the data; absent: one per core (at least 1)."
     )
     cache_dir: str = HfArg(
@@ -245,7 +261,7 @@ class DataArguments:
         help="Folder for encoded data sets, for copies of the pictures that come inside records, and for the generated "
         "scenes. Nodes should share it.",
     )
-    dataloader_num_workers: int = HfArg(
+    dataloader_num_workers: Workers = HfArg(
         default=0, help="Processes per rank that decode pictures (at least 0, which decodes between steps)."
     )
 
@@ -261,16 +277,16 @@ class TrainingArguments:
         "the run fits, by run/estimate.py (./auto names a file).",
     )
     output_dir: str | None = HfArg(default=None, help="Folder for everything that the run leaves.")
-    num_train_epochs: float = HfArg(default=1.0, help="Passes over the data (above 0).")
-    max_steps: int = HfArg(default=-1, help="Optimizer steps; above 0 it wins over --num_train_epochs.")
-    per_device_train_batch_size: int = HfArg(default=8, help="Samples per rank and micro-batch (at least 1).")
-    gradient_accumulation_steps: int = HfArg(default=1, help="Micro-batches per optimizer step (at least 1).")
-    train_batch_size: int | None = HfArg(
+    num_train_epochs: Annotated[float, Bounds(most=10**6)] = HfArg(default=1.0, help="Passes over the data (above 0).")
+    max_steps: Whole = HfArg(default=-1, help="Optimizer steps; above 0 it wins over --num_train_epochs.")
+    per_device_train_batch_size: Count = HfArg(default=8, help="Samples per rank and micro-batch (at least 1).")
+    gradient_accumulation_steps: Count = HfArg(default=1, help="Micro-batches per optimizer step (at least 1).")
+    train_batch_size: Count | None = HfArg(
         default=None,
         help="Samples per optimizer step over all ranks (at least 1). Given, accumulation follows from it, so that the "
         "same run results on any number of ranks; --per_device_train_batch_size is then an upper bound.",
     )
-    tokens_per_micro_batch: int | str | None = HfArg(
+    tokens_per_micro_batch: Count | str | None = HfArg(
         default=None,
         help="Lay the samples of an optimizer step on ranks and micro-batches of at most this many tokens, balanced, "
         "instead of by count. auto: as many as memory has room for and a step needs; none: by count. Changes the "
@@ -282,24 +298,24 @@ class TrainingArguments:
         "step, fill ranks up from the epoch's first samples and leave out what remains at the end: as LLaVA's trainer. "
         "Absent: with --loss_reduction micro_batch, which is for its curves, too.",
     )
-    learning_rate: float = HfArg(default=2e-5, help="Peak learning rate (0 or more).")
-    mm_projector_lr: float | None = HfArg(
+    learning_rate: Rate = HfArg(default=2e-5, help="Peak learning rate (0 or more).")
+    mm_projector_lr: Rate | None = HfArg(
         default=None, help="Peak learning rate of the projector, if another (0 or more)."
     )
-    mm_vision_tower_lr: float | None = HfArg(
+    mm_vision_tower_lr: Rate | None = HfArg(
         default=None, help="Peak learning rate of the vision tower, if another (0 or more)."
     )
-    weight_decay: float = HfArg(default=0.0, help="Weight decay (0 or more); never on biases and norms.")
-    adam_beta1: float = HfArg(default=0.9, help="AdamW beta 1 (0 to below 1).")
-    adam_beta2: float = HfArg(default=0.999, help="AdamW beta 2 (0 to below 1).")
-    adam_epsilon: float = HfArg(default=1e-8, help="AdamW epsilon (0 or more).")
-    max_grad_norm: float = HfArg(
+    weight_decay: Rate = HfArg(default=0.0, help="Weight decay (0 or more); never on biases and norms.")
+    adam_beta1: PartBelowOne = HfArg(default=0.9, help="AdamW beta 1 (0 to below 1).")
+    adam_beta2: PartBelowOne = HfArg(default=0.999, help="AdamW beta 2 (0 to below 1).")
+    adam_epsilon: Rate = HfArg(default=1e-8, help="AdamW epsilon (0 or more).")
+    max_grad_norm: Rate = HfArg(
         default=0.0, help="Clip the gradient to this norm (0 or more); 0 does not clip (LLaVA-1.5)."
     )
-    warmup_ratio: float = HfArg(
+    warmup_ratio: Part = HfArg(
         default=0.0, help="Part of all steps in which the rate rises from 0 (0 to 1), rounded up."
     )
-    warmup_steps: float = HfArg(
+    warmup_steps: Annotated[float, Bounds(0, MOST)] = HfArg(
         default=0.0,
         help="Steps in which the rate rises from 0, or below 1 their part of all; above 0 it wins over --warmup_ratio.",
     )
@@ -336,10 +352,10 @@ class TrainingArguments:
         "what they made: off (False), all (True), or auto: as few as memory allows, which the largest micro-batch "
         "shows before the first step.",
     )
-    gradient_checkpointing_every_n_layers: int = HfArg(
+    gradient_checkpointing_every_n_layers: Count = HfArg(
         default=1, help="With --gradient_checkpointing all: recompute every n-th layer only (at least 1)."
     )
-    activation_memory_gb: float | None = HfArg(
+    activation_memory_gb: Positive | None = HfArg(
         default=None,
         help="GB (10^9 bytes) of each device that a micro-batch's activations may take, for --gradient_checkpointing "
         "auto and --tokens_per_micro_batch auto; absent: what is free. For a GPU that is shared.",
@@ -356,19 +372,19 @@ class TrainingArguments:
         help="Use Liger's fused norms, rotary positions and SwiGLU in the language model (needs a GPU and the extra "
         "llava_ds[liger]), after comparing them with transformers' own on a small copy.",
     )
-    seed: int = HfArg(default=42, help="Seed of initialisation and dropout.")
-    data_seed: int | None = HfArg(default=None, help="Seed of the sample order; absent: --seed.")
-    watchdog_start_s: float = HfArg(
+    seed: Seed = HfArg(default=42, help="Seed of initialisation and dropout (0 to 2^32 - 1).")
+    data_seed: Seed | None = HfArg(default=None, help="Seed of the sample order (0 to 2^32 - 1); absent: --seed.")
+    watchdog_start_s: Seconds = HfArg(
         default=1800.0,
         help="Seconds without any rank getting on, before the first step, after which the run is ended and the rank "
         "that is behind named (0: never).",
     )
-    watchdog_step_s: float = HfArg(
+    watchdog_step_s: Seconds = HfArg(
         default=480.0,
         help="The same of an optimizer step, which may take four times the longest so far, too, and the first one "
         "--watchdog_start_s. Below DEEPSPEED_TIMEOUT (10 minutes), after which NCCL ends a rank without a name.",
     )
-    watchdog_save_s: float = HfArg(default=1800.0, help="The same of saving, and of writing the result.")
+    watchdog_save_s: Seconds = HfArg(default=1800.0, help="The same of saving, and of writing the result.")
     eval_strategy: Literal["no", "steps", "epoch"] | None = HfArg(
         default=None,
         aliases=["--evaluation_strategy"],
@@ -376,18 +392,18 @@ class TrainingArguments:
         "run. steps: every --eval_steps; epoch: after every epoch; no: never before the end. Absent: steps if "
         "--eval_steps is given, else no.",
     )
-    eval_steps: int | None = HfArg(
+    eval_steps: Count | None = HfArg(
         default=None,
         help="Optimizer steps between measurements of the eval loss (at least 1); absent, with --eval_strategy steps: "
         "--logging_steps.",
     )
-    sample_steps: int | None = HfArg(
+    sample_steps: Count | None = HfArg(
         default=None,
         help="Steps between answers to a few questions, the last ones at the end (at least 1); absent: none.",
     )
-    num_sample_questions: int = HfArg(default=4, help="Questions that are answered at --sample_steps (at least 1).")
-    sample_max_new_tokens: int = HfArg(default=64, help="Longest of these answers, in tokens (at least 1).")
-    logging_steps: int = HfArg(default=1, help="Steps between readings of the loss (at least 1).")
+    num_sample_questions: Count = HfArg(default=4, help="Questions that are answered at --sample_steps (at least 1).")
+    sample_max_new_tokens: Count = HfArg(default=64, help="Longest of these answers, in tokens (at least 1).")
+    logging_steps: Count = HfArg(default=1, help="Steps between readings of the loss (at least 1).")
     report_to: str | None = HfArg(
         default=None,
         metadata={"nargs": "*"},
@@ -413,14 +429,14 @@ class TrainingArguments:
         help="Save the model alone, as the folder that the finished run leaves, without optimizer states: small "
         "checkpoints that open like an exported model, and from which no run can be resumed.",
     )
-    save_steps: int = HfArg(default=500, help="Optimizer steps between checkpoints (at least 1).")
-    save_total_limit: int | None = HfArg(default=None, help="Checkpoints to keep (at least 1); absent: all.")
+    save_steps: Count = HfArg(default=500, help="Optimizer steps between checkpoints (at least 1).")
+    save_total_limit: Count | None = HfArg(default=None, help="Checkpoints to keep (at least 1); absent: all.")
     async_save: bool = HfArg(
         default=False,
         help="Write checkpoints in the background while training goes on, from a copy in host memory, which each rank "
         "needs as much of as it writes.",
     )
-    max_skipped_steps: int = HfArg(
+    max_skipped_steps: Count = HfArg(
         default=20,
         help="Steps in a row with a loss or gradients that are not finite, which change nothing, after which the run "
         "stops (at least 1). --fp16 looks for its loss scale by such steps.",
@@ -430,14 +446,14 @@ class TrainingArguments:
         help="When the loss jumps. continue: say so; rewind: go back to the weights of the last checkpoint and pass "
         "over the samples since then, whose steps stay counted.",
     )
-    loss_spike_sigma: float = HfArg(
+    loss_spike_sigma: Positive = HfArg(
         default=6.0,
         help="Standard deviations above the mean of the steps before from which a loss is a spike (above 0).",
     )
-    loss_spike_window: int = HfArg(
+    loss_spike_window: Annotated[int, Bounds(4, MOST)] = HfArg(
         default=128, help="Steps before, that a loss is judged by; before half of them nothing is (at least 4)."
     )
-    check_divergence_steps: int = HfArg(
+    check_divergence_steps: NotNegative = HfArg(
         default=1000,
         help="Steps between comparisons of what every rank holds a copy of: all weights at ZeRO 0 to 2, the smallest "
         "at 3. A difference ends the run with the rank's name. 0: never.",

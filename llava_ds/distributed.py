@@ -9,7 +9,6 @@ import secrets
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,9 +19,11 @@ import torch
 from tqdm import tqdm
 
 from llava_ds import __version__
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, DataError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.launchers import is_loopback_name, rank_variables
-from llava_ds.redact import redact
+from llava_ds.output import exit_for_bad_input, exit_for_failure, print_first, printable
+
+__all__ = ["exit_for_bad_input", "exit_for_failure", "print_first", "printable"]  # llava_ds/output.py's
 
 T = TypeVar("T")
 
@@ -336,6 +337,8 @@ def quiet_libraries(verbose: bool = False) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # bitsandbytes 0.50, which peft imports, warns of a kernel for CPUs from a package that --bits does not need.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -345,43 +348,3 @@ def progress_bar(**options) -> tqdm:
     silent = int(os.environ.get("RANK", "0")) != 0
     interval_s = 0.2 if sys.stderr.isatty() else 10.0
     return tqdm(**{"disable": silent, "mininterval": interval_s, "dynamic_ncols": True, **options})
-
-
-def printable(text: str, keep: str = "") -> str:
-    """The text with every character that a terminal may take as a command, beside those to keep, spelled out."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
-
-
-def print_first(*lines: str) -> None:
-    """Print from rank 0 only; works before the process group exists. No line can steer the terminal,
-    or holds a secret."""
-    if lines and int(os.environ.get("RANK", "0")) == 0:
-        with tqdm.external_write_mode(file=sys.stdout):  # on a line of its own, where a bar is shown
-            print(*(printable(redact(line), keep="\n\t") for line in lines), sep="\n", flush=True)
-
-
-def exit_for_failure() -> None:
-    """Say what was raised and leave with exit code 1, at once: the interpreter's own way out waits for threads and
-    connections of the collectives that the other ranks are in."""
-    sys.stdout.flush()
-    print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
-    os._exit(EXIT_FAILURE)
-
-
-def exit_for_bad_input(error: Exception, program: str) -> None:
-    """Say once what is wrong with the user's input and leave with exit code 2.
-
-    The other ranks usually found the same: they wait to be ended by the launcher, and speak up only if they are not.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    if rank != 0:
-        # The first on another machine, whose launcher does not hear of rank 0, speaks for those beside it.
-        time.sleep(5.0 if os.environ.get("LOCAL_RANK") == "0" else 8.0)
-    where = "" if rank == 0 else f" (rank {rank})"
-    message = printable(redact(str(error)), keep="\n\t")
-    print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
-    # Not sys.exit: other ranks may be inside a collective, and the interpreter's clean-up would wait for them.
-    sys.stdout.flush()
-    os._exit(EXIT_BAD_INPUT)

@@ -12,10 +12,12 @@ from typing import Literal
 import numpy as np
 
 from llava_ds.arguments import DataArguments, ModelArguments
+from llava_ds.bounds import in_short
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError
 
 Size = tuple[int, int]  # width, height
 
+MAX_GRID_SIDE = 100  # tiles: 10,000 grids, where LLaVA-NeXT has 36
 DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and down, in LLaVA-NeXT's order
 
 # A picture of many grids is small; the rows of its features are not.
@@ -142,8 +144,13 @@ def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
     if text is None:
         return tuple((across * size, down * size) for across, down in DEFAULT_GRIDS)
     if re.fullmatch(r"[\s\[]*\(\d+x\d+\)[\s,.()\dx]*[\s\]]*", text):
-        grids = [(int(across), int(down)) for across, down in re.findall(r"\((\d+)x(\d+)\)", text)]
-        (first_across, first_down), (last_across, last_down) = grids[0], grids[-1]
+        grids = [(across, down) for across, down in re.findall(r"\((\d+)x(\d+)\)", text)]
+        if any(len(tiles) > len(str(MAX_GRID_SIDE)) or int(tiles) > MAX_GRID_SIDE for grid in grids for tiles in grid):
+            raise ConfigError(
+                f"--image_grid_pinpoints {in_short(text)} names a grid with more than {MAX_GRID_SIDE} tiles in a row "
+                "or column: give smaller ones, like (1x1),...,(6x6)"
+            )
+        (first_across, first_down), (last_across, last_down) = (tuple(map(int, grid)) for grid in (grids[0], grids[-1]))
         found = [
             (across * size, down * size)
             for across in range(first_across, last_across + 1)
@@ -157,8 +164,8 @@ def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
     fits = all(type(side) is int and side > 0 and side % size == 0 for pinpoint in found for side in pinpoint)
     if not found or not fits:
         raise ConfigError(
-            f"--image_grid_pinpoints {text!r} can't be used: give sizes that are multiples of the tower's {size} "
-            f"pixels, like [({size},{2 * size}),({2 * size},{size})], or a range of grids like (1x1),...,(3x3)"
+            f"--image_grid_pinpoints {in_short(repr(text))} can't be used: give multiples of the tower's "
+            f"{size} pixels, like [({size},{2 * size}),({2 * size},{size})], or a range of grids like (1x1),...,(3x3)"
         )
     return tuple(found)
 

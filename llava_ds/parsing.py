@@ -1,5 +1,6 @@
 """From a command line and a recipe to checked flags: every problem is found before anything is built."""
 
+import argparse
 import difflib
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from llava_ds.arguments import (
     TRACKERS,
@@ -20,9 +22,14 @@ from llava_ds.arguments import (
     TrainingArguments,
     trained_parts,
 )
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_STOPPED, PILLOW_MAX_PIXELS, ConfigError
+from llava_ds.bounds import in_short, out_of_bounds
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_STOPPED, ConfigError
 from llava_ds.durations import seconds_of
+from llava_ds.flag_groups import GROUPS
+from llava_ds.shipped import DS_CONFIGS, RECIPES, found
+from llava_ds.whole_files import can_be_made, path_problem
 
+SECTIONS = (ModelArguments, DataArguments, TrainingArguments)
 NO = ("False", "false", "0")
 
 # Values of --gradient_checkpointing: LLaVA's scripts say whether, as Hugging Face's do.
@@ -66,6 +73,11 @@ ELSEWHERE = {
     "--val_size": "--eval_fraction",
 }
 
+MAX_RECIPE_BYTES = 1_000_000
+NOT_IN_RECIPES = ("recipe", "help", "h", "local_rank")
+FEW_CHOICES = 5  # that stand beside a flag in --help
+NO_FILE = "there is no such file"
+FLAT = "a YAML mapping of flag names to single values"
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
 PATHS = (
     "model_name_or_path",
@@ -102,13 +114,52 @@ class _Parser(HfArgumentParser):
     def error(self, message: str) -> None:
         raise ConfigError(message)
 
+    def format_help(self) -> str:
+        """The flags by purpose, each spelled once: all are known with hyphens too, and true ones as --no_<name>."""
+        formatter = _HelpFormatter(self.prog)
+        formatter.add_usage(f"{self.prog} [--recipe FILE] [--name value ...]", [], [])
+        formatter.add_text(self.description)
+        left = {a.dest: a for a in reversed(self._actions)}  # of --name and --no_name the first
+        help_flag = left.pop("help")
+        without_effect = [left.pop(name) for name in WITHOUT_EFFECT]
+        groups = {title: [left.pop(name) for name in names] for title, names in GROUPS.items()}
+        groups["more"] = list(left.values())[::-1]
+        groups["accepted without effect, for LLaVA's scripts"] = without_effect
+        groups["the run"].append(help_flag)
+        for title, actions in groups.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Spells a flag once and says what it takes in a word."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = [name for name in action.option_strings if "-" not in name.lstrip("-")]
+        if action.nargs == 0:
+            return ", ".join(names)
+        words = {int: "N", float: "X", string_to_bool: "True|False"}
+        kind = "PATH" if action.dest in (*PATHS, "recipe") else words.get(action.type, "TEXT")
+        if action.choices is not None:
+            kind = "{" + ",".join(map(str, action.choices)) + "}" if len(action.choices) <= FEW_CHOICES else "NAME"
+        return f"{', '.join(names)} {f'[{kind}]' if action.nargs in ('?', '*') else kind}"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help if action.default in (None, False) else super()._get_help_string(action)
+        many = action.choices is not None and len(action.choices) > FEW_CHOICES
+        return f"{text} One of {', '.join(map(str, action.choices))}." if many else text
+
 
 def build_parser() -> HfArgumentParser:
     """The parser of run/train.py; its --help is the reference of all flags."""
     parser = _Parser(
-        (ModelArguments, DataArguments, TrainingArguments),
+        SECTIONS,
         description="Train a LLaVA.",
-        epilog="SIGTERM, SIGINT and SIGUSR1 save at the next step and leave; a second of the first two leaves at once. "
+        epilog="SIGTERM, SIGINT, SIGUSR1 and a closed terminal (SIGHUP, without nohup) save at the next step and "
+        "leave; a second of the first two leaves at once. "
         f"Exit codes: 0 finished, {EXIT_BAD_INPUT} the input can't be used, {EXIT_STOPPED} stopped as asked: the same "
         "command goes on (docs/checkpoints.md).",
         allow_abbrev=False,
@@ -123,12 +174,30 @@ def build_parser() -> HfArgumentParser:
 
 def read_recipe(path: str | Path) -> dict[str, object]:
     """The flags of a YAML recipe. Raises ConfigError when it is not a flat mapping of scalars."""
+    file = Path(os.path.expanduser(found(str(path), RECIPES, ".yaml")))
+    if not os.path.isfile(file):  # opening a FIFO would wait for somebody to write
+        raise ConfigError(
+            f"--recipe {in_short(path)} can't be read: {'that is no file' if os.path.exists(file) else NO_FILE}"
+        )
     try:
-        recipe = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if file.stat().st_size > MAX_RECIPE_BYTES:
+            raise ConfigError(f"--recipe {path} has more than {MAX_RECIPE_BYTES:,} bytes: give a YAML file of flags")
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ConfigError(f"--recipe {path} is nested too deeply: it must be {FLAT}") from error
+    except ConfigError:
+        raise
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that no calendar has
         raise ConfigError(f"--recipe {path} can't be read: {error}") from error
-    if not isinstance(recipe, dict) or any(isinstance(v, (dict, list)) for v in recipe.values()):
-        raise ConfigError(f"--recipe {path} must be a YAML mapping of flag names to single values")
+    if not isinstance(recipe, dict) or any(isinstance(v, (dict, list, set, bytes)) for v in recipe.values()):
+        raise ConfigError(f"--recipe {path} must be {FLAT}")
+    for name, value in recipe.items():
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
+            raise ConfigError(f"--recipe {path}: {in_short(repr(name))} is no flag's name, like learning_rate")
+        if name in NOT_IN_RECIPES:
+            raise ConfigError(f"--recipe {path} names {name}, which goes on the command line: leave it out")
+        if isinstance(value, int) and value.bit_length() > 64:
+            raise ConfigError(f"--recipe {path}: {name} is {in_short(value)}, which no flag takes")
     return recipe
 
 
@@ -164,6 +233,8 @@ def parse_arguments(
     args = Arguments(model, data, training, frozenset(given))
     values = args.as_dict()
     args = args.replaced(**{name: os.path.expanduser(values[name]) for name in PATHS if values[name] is not None})
+    if args.training.deepspeed_config not in (None, CHOOSE_DS_CONFIG):
+        args = args.replaced(deepspeed_config=found(args.training.deepspeed_config, DS_CONFIGS, ".json"))
     if args.model.lora_weight_path == "":  # LLaVA's way to say none
         args = args.replaced(lora_weight_path=None)
 
@@ -178,10 +249,22 @@ def parse_arguments(
         else:
             notes.append(f"--{name} {value} has no effect: {reason}")
     notes += unused_lora_flags(args)
+    problems += out_of_bounds(args.as_dict(), SECTIONS) + _path_problems(args)
     problems += data_problems(args) + (training_problems(args) if to_train else []) + lora_problems(args)
     if problems:
         raise ConfigError("\n".join(problems))
     return args, notes
+
+
+def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
+    """The tiny model's recipe of the stage that a command line asks for, unless the user brings a model or a recipe."""
+    flags = {token[2:].split("=", 1)[0].replace("-", "_") for token in argv if token.startswith("--")}
+    if flags & {"model_name_or_path", "recipe"}:
+        return {}
+    tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
+    projector_only = build_parser().parse_known_args(tokens)[0].tune_mm_mlp_adapter
+    defaults = read_recipe(recipes / f"tiny-{'pretrain' if projector_only else 'finetune'}.yaml")
+    return {name: value for name, value in defaults.items() if name not in flags}
 
 
 def _typed(args: Arguments) -> tuple[Arguments, list[str]]:
@@ -226,34 +309,25 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def _path_problems(args: Arguments) -> list[str]:
+    """A line for every path that no file can have. An empty one would be the current folder."""
+    values = {name: value for name in PATHS if (value := args.as_dict()[name]) is not None}
+    return [f"--{name} {problem}" for name, value in values.items() if (problem := path_problem(value))]
+
+
 def data_problems(args: Arguments) -> list[str]:
     """Everything that is wrong with the flags that say what is read, and with the paths they name, a line each."""
     data = args.data
-    problems = _below(
-        args,
-        max_image_pixels=1,
-        model_max_length=2,
-        dataloader_num_workers=0,
-        preprocessing_num_workers=1,
-        video_fps=1,
-        frames_upbound=0,
-        mm_spatial_pool_stride=1,
-    )
+    problems = []
 
     def check(ok: bool, message: str) -> None:
         if not ok:
             problems.append(message)
 
-    check(0 <= data.max_bad_fraction <= 1, f"--max_bad_fraction is {data.max_bad_fraction}: give a value from 0 to 1")
     check(
         re.fullmatch(r"square|pad|original|anyres|anyres_max_[1-9]\d*", data.image_aspect_ratio) is not None,
         f"--image_aspect_ratio {data.image_aspect_ratio} is unknown: give square, pad, original, anyres or "
         "anyres_max_N with a number of tiles, like anyres_max_9",
-    )
-    check(
-        data.max_image_pixels <= PILLOW_MAX_PIXELS,
-        f"--max_image_pixels is {data.max_image_pixels}: give {PILLOW_MAX_PIXELS} or less, for Pillow opens no picture "
-        "with more",
     )
     check(
         data.frames_upbound != 0 or not data.force_sample,
@@ -288,58 +362,21 @@ def data_problems(args: Arguments) -> list[str]:
 def training_problems(args: Arguments) -> list[str]:
     """Everything else that is wrong with the flags by themselves and with the paths they name, a line each."""
     model, data, training = args.model, args.data, args.training
-    problems = _below(
-        args,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=1,
-        train_batch_size=1,
-        tokens_per_micro_batch=1,
-        gradient_checkpointing_every_n_layers=1,
-        logging_steps=1,
-        save_steps=1,
-        save_total_limit=1,
-        max_skipped_steps=1,
-        eval_steps=1,
-        sample_steps=1,
-        num_sample_questions=1,
-        sample_max_new_tokens=1,
-        loss_spike_window=4,
-        check_divergence_steps=0,
-        watchdog_start_s=0,
-        watchdog_step_s=0,
-        watchdog_save_s=0,
-    )
+    problems = []
 
     def check(ok: bool, message: str) -> None:
         if not ok:
             problems.append(message)
 
-    for name in (
-        "learning_rate",
-        "mm_projector_lr",
-        "mm_vision_tower_lr",
-        "weight_decay",
-        "max_grad_norm",
-        "adam_epsilon",
-    ):
-        value = args.as_dict()[name]
-        check(value is None or (math.isfinite(value) and value >= 0), f"--{name} is {value}: give 0 or more")
     budget = training.activation_memory_gb
-    check(
-        budget is None or (math.isfinite(budget) and budget > 0),
-        f"--activation_memory_gb is {budget}: give GB above 0, like 40",
-    )
     check(
         budget is None or "auto" in (training.gradient_checkpointing, training.tokens_per_micro_batch),
         f"--activation_memory_gb {budget} is what --gradient_checkpointing auto and --tokens_per_micro_batch auto may "
         "use: give one of them, or leave it out",
     )
-    for name in ("adam_beta1", "adam_beta2"):
-        check(0 <= args.as_dict()[name] < 1, f"--{name} is {args.as_dict()[name]}: give a value from 0 to below 1")
-    check(0 <= training.warmup_ratio <= 1, f"--warmup_ratio is {training.warmup_ratio}: give a value from 0 to 1")
     steps = training.warmup_steps
     check(
-        0 <= steps < 1 or (math.isfinite(steps) and steps == int(steps) > 0),
+        not math.isfinite(steps) or steps < 1 or steps == int(steps),
         f"--warmup_steps is {steps}: give a whole number, or their part of all steps from 0 to below 1",
     )
     check(
@@ -358,7 +395,6 @@ def training_problems(args: Arguments) -> list[str]:
         except ConfigError as error:
             problems.append(f"--max_run_time: {error}")
     part, held_out = data.eval_fraction, data.eval_data_path
-    check(0 <= part < 1, f"--eval_fraction is {part}: give a value from 0 to below 1")
     check(not (part and held_out), "--eval_fraction and --eval_data_path are both given: choose one")
     check(
         training.eval_steps is None or part or held_out is not None or training.eval_strategy == "no",
@@ -373,8 +409,6 @@ def training_problems(args: Arguments) -> list[str]:
         training.sample_steps is not None or data.sample_data_path is None,
         f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too",
     )
-    sigma = training.loss_spike_sigma
-    check(math.isfinite(sigma) and sigma > 0, f"--loss_spike_sigma is {sigma}: give a value above 0, like 6")
     check(
         training.on_loss_spike != "rewind" or training.save_strategy != "no",
         "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps",
@@ -480,13 +514,12 @@ def unused_lora_flags(args: Arguments) -> list[str]:
 def lora_problems(args: Arguments) -> list[str]:
     """Everything that is wrong with the flags of LoRA and quantization, a line each."""
     model = args.model
-    problems = _below(args, lora_r=1, lora_alpha=1)
+    problems = []
 
     def check(ok: bool, message: str) -> None:
         if not ok:
             problems.append(message)
 
-    check(0 <= model.lora_dropout < 1, f"--lora_dropout is {model.lora_dropout}: give a value from 0 to below 1")
     check(
         not model.lora_enable or "language_model" in trained_parts(model),
         "--lora_enable trains adapters of the language model, which "
@@ -509,34 +542,22 @@ def lora_problems(args: Arguments) -> list[str]:
     return problems
 
 
-def _below(args: Arguments, **least: int) -> list[str]:
-    """A line for every flag below the least that it may be."""
-    values = args.as_dict()
-    wrong = [name for name in least if values[name] not in (None, "auto") and values[name] < least[name]]
-    return [f"--{name} is {values[name]}: give {least[name]} or more" for name in wrong]
-
-
-def can_be_made(folder: str) -> bool:
-    """Whether the folder, or the nearest one above it that exists, is a folder that may be written to."""
-    path = Path(folder).expanduser().absolute()
-    while not path.exists():
-        path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK)
-
-
 def _recipe_of(argv: list[str]) -> str | None:
+    """The recipe that the command line names; of two the last counts, as for every flag."""
+    path = None
     for i, token in enumerate(argv):
         if token.startswith("--recipe="):
-            return token.split("=", 1)[1]
-        if token == "--recipe":
+            path = token.split("=", 1)[1]
+        elif token == "--recipe":
             if i + 1 == len(argv):
                 raise ConfigError("--recipe needs the path of a YAML file")
-            return argv[i + 1]
-    return None
+            path = argv[i + 1]
+    return path
 
 
 def _as_tokens(flags: dict[str, object]) -> list[str]:
-    return [token for name, value in flags.items() if value is not None for token in (f"--{name}", str(value))]
+    """Flags as a command line has them, in one token each, for a value may begin with a hyphen."""
+    return [f"--{name}={value}" for name, value in flags.items() if value is not None]
 
 
 def _unknown_flags(unknown: list[str], parser: HfArgumentParser, own_flags: Collection[str]) -> str:

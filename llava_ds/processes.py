@@ -227,9 +227,10 @@ def end_with_parent() -> None:
 def obey_only_parent(_: int = 0) -> None:
     """Let no signal end this data-loader worker but its parent's SIGTERM (for torch's worker_init_fn).
 
-    Ctrl-C and the launchers' SIGTERM go to every process: the rank would miss the batches that its last step needs.
+    Ctrl-C, a closed terminal and the launchers' SIGTERM reach every process: the rank would miss the batches that its
+    last step needs.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     parent = os.getppid()

@@ -4,10 +4,13 @@ About an hour on two cores that have nothing else to do; --quick is a few minute
 little. Leaves bench.json with everything that was measured, steps.png and table.md in --output_dir.
 """
 
-from llava_ds.startup import begin
+import sys
+
+from llava_ds.command import Parser, begin, leave_with, new_folder
 
 if __name__ == "__main__":
-    begin("run/bench.py")  # before the imports below, which take seconds
+    begin("run/bench.py")
+
 
 import argparse
 import contextlib
@@ -17,15 +20,16 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import exit_for_bad_input, quiet_libraries
+from llava_ds.bounds import Count, number
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import quiet_libraries
 from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
 from llava_ds.tools.bench import comparison, preset, workload
 from llava_ds.tools.bench.comparison import OURS, PADDED, RECOMPUTED, SIDES, Spread
@@ -82,7 +86,7 @@ def main(argv: list[str]) -> None:
     own = read_flags(argv)
     quiet_libraries()
     started = datetime.datetime.now(datetime.timezone.utc)
-    folder = own.output_dir
+    folder = Path(own.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     parts = {}
     for name in own.only:
@@ -108,12 +112,10 @@ def main(argv: list[str]) -> None:
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("--only", help=f"some of {', '.join(PARTS)}, with commas (default: all)")
     parser.add_argument(
-        "--rounds", type=int, help="runs of each side, with --preset timed steps (default: 3, with --quick 1)"
+        "--rounds", type=number(Count), help="runs of each side, with --preset timed steps (default: 3, with --quick 1)"
     )
     parser.add_argument("--quick", action="store_true", help="toy sizes: whether it works, not how fast it is")
     parser.add_argument(
@@ -127,7 +129,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         help="instead of all this: LLaVA-1.5-7B in both stages on one H200, with random weights",
     )
     parser.add_argument("--train_flags", default="", help="with --preset: more flags of run/train.py, in one argument")
-    parser.add_argument("--output_dir", type=Path, default=Path("output/bench"), help="default: %(default)s")
+    parser.add_argument("--output_dir", type=new_folder, default="output/bench", help="default: %(default)s")
     own = parser.parse_args(argv)
     own.only = list(PARTS) if own.only is None else own.only.split(",")
     if unknown := [name for name in own.only if name not in PARTS]:
@@ -135,8 +137,6 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     if own.preset is not None:
         own.only = [own.preset]
     own.rounds = (1 if own.quick else 3) if own.rounds is None else own.rounds
-    if own.rounds < 1:
-        raise ConfigError(f"--rounds is {own.rounds}: give 1 or more")
     return own
 
 
@@ -287,7 +287,4 @@ PRESETS = {"gpu-7b": run_preset}
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/bench.py")
+    leave_with(partial(main, sys.argv[1:]), "run/bench.py")

@@ -3,34 +3,42 @@
 python run/build_tiny.py --output llava_ds/tiny/weights
 """
 
-from llava_ds.startup import begin
+from llava_ds.command import Parser, begin, leave_with, new_folder
 
 if __name__ == "__main__":
-    begin("run/build_tiny.py")  # before the imports below, which take seconds
+    begin("run/build_tiny.py")
 
-import argparse
+
 import time
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
+from llava_ds.bounds import Bounds, Seed, number
 from llava_ds.tiny import WEIGHTS_PATH
 from llava_ds.tiny.build_clip import build_clip
 from llava_ds.tiny.build_llama import build_llama
 
+Threads = Annotated[int, Bounds(1, 4096)]
+
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=WEIGHTS_PATH, help="folder that gets clip/ and llama/")
-    parser.add_argument("--seed", type=int, default=0, help="of scenes, texts and initial weights")
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--output", type=new_folder, default=str(WEIGHTS_PATH), help="folder that gets clip/ and llama/"
+    )
+    parser.add_argument("--seed", type=number(Seed), default=0, help="of scenes, texts and initial weights")
     parser.add_argument("--only", choices=("clip", "llama"), help="rebuild one of the two")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; another number changes rounding")
+    parser.add_argument(
+        "--threads", type=number(Threads), default=1, help="CPU threads; another number changes rounding"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
     for name, build in (("clip", build_clip), ("llama", build_llama)):
         if args.only in (None, name):
-            folder, start = args.output / name, time.monotonic()
+            folder, start = Path(args.output) / name, time.monotonic()
             accuracies = build(folder, args.seed)
             size_bytes = sum(file.stat().st_size for file in folder.iterdir())
             print(f"{folder}: {size_bytes / 1e6:.2f} MB, {time.monotonic() - start:.0f} s. On held-out scenes:")
@@ -39,4 +47,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    leave_with(main, "run/build_tiny.py")

@@ -4,22 +4,28 @@ Without --question it asks you, and remembers the conversation; /help lists the 
 With --web it is a page on this machine instead. On several GPUs: deepspeed run/chat.py --engine deepspeed.
 """
 
-from llava_ds.startup import begin
+import sys
+
+from llava_ds.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
-    begin("run/chat.py")  # before the imports below, which take seconds
+    begin("run/chat.py", ends_without_reader=True)
+
 
 import argparse
 import contextlib
 import math
 import os
-import sys
+from typing import Annotated
 
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import Ranks, exit_for_bad_input, exit_for_failure, init_ranks, quiet_libraries
+from llava_ds.bounds import MOST, Bounds, number
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import Ranks, init_ranks, quiet_libraries
 from llava_ds.infer.chat import Session, checked_media, converse, follow, followed, tell, terminal_reader
 from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
 from llava_ds.infer.generate import Sampling
+
+Port = Annotated[int, Bounds(1, 65535)]
 
 
 def main() -> None:
@@ -68,15 +74,15 @@ def talk(session: Session, args: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_engine_flags(parser)
-    files = {"nargs": "+", "action": "extend", "default": [], "metavar": "PATH"}
+    files = {"nargs": "+", "action": "extend", "default": [], "metavar": "PATH", "type": given_path}
     parser.add_argument("--image", "--image-file", help="pictures that the first question shows", **files)
     parser.add_argument("--video", help="videos that the first question shows", **files)
     parser.add_argument("--question", help="ask this, print the answer, and leave")
     parser.add_argument("--quiet", action="store_true", help="nothing but answers: no speed, no notes")
     parser.add_argument("--web", action="store_true", help="a page on this machine, with the extra 'demo'")
-    parser.add_argument("--port", type=int, default=7860, help="of --web, on 127.0.0.1 (default: %(default)s)")
+    parser.add_argument("--port", type=number(Port), default=7860, help="of --web, on 127.0.0.1 (default: %(default)s)")
     defaults = Sampling()
     for name, kind, text in (
         ("max_new_tokens", int, "longest answer in tokens"),
@@ -98,10 +104,10 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
     problems = [
         f"--{name} is {getattr(args, name)}: expected {expected}"
         for name, expected, fits in (
-            ("max_new_tokens", "at least 1", args.max_new_tokens >= 1),
+            ("max_new_tokens", "at least 1", 1 <= args.max_new_tokens <= MOST),
             ("temperature", "0 or more", 0 <= args.temperature < math.inf),
             ("top_p", "above 0, up to 1", 0 < args.top_p <= 1),
-            ("top_k", "0 or more", args.top_k >= 0),
+            ("top_k", "0 or more", 0 <= args.top_k <= MOST),
             ("repetition_penalty", "above 0", 0 < args.repetition_penalty < math.inf),
             ("seed", "0 to 2**63 - 1", args.seed is None or 0 <= args.seed < 2**63),
         )
@@ -113,9 +119,4 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/chat.py")
-    except Exception:
-        exit_for_failure()
+    leave_with(main, "run/chat.py")

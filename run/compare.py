@@ -4,30 +4,29 @@ Prints their numbers and the flags that differ side by side, and writes a page w
 runs that have ended, were killed, or are still running.
 """
 
-from llava_ds.startup import begin
+import sys
+
+from llava_ds.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
-    begin("run/compare.py")  # before the imports below, which take seconds
+    begin("run/compare.py")
 
-import argparse
-import os
-import sys
+
+from functools import partial
 from pathlib import Path
 
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import exit_for_bad_input
+from llava_ds.constants import ConfigError
 from llava_ds.redact import redact
 from llava_ds.report.comparison import comparison_page, in_terminal
 from llava_ds.report.run_files import is_run, read_run
+from llava_ds.whole_files import write_output
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("runs", nargs="+", type=os.path.expanduser, help="the --output_dir of each run, two or more")
+    parser = Parser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=given_path, help="the --output_dir of each run, two or more")
     parser.add_argument(
-        "--html", type=os.path.expanduser, default="compare.html", help="the page's name (default: %(default)s)"
+        "--html", type=given_path, default="compare.html", help="the page's name (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     folders = [Path(run) for run in args.runs]
@@ -39,15 +38,9 @@ def main(argv: list[str]) -> None:
         raise ConfigError("there is one run only: name two or more, or use run/report.py")
     runs = [read_run(folder) for folder in folders]
     print(*map(redact, in_terminal(runs)), sep="\n")
-    try:
-        Path(args.html).write_text(comparison_page(runs), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{args.html} can't be written ({error.strerror}): name another file with --html") from error
+    write_output(Path(args.html), comparison_page(runs), "--html")
     print(f"\npage: {args.html}")
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/compare.py")
+    leave_with(partial(main, sys.argv[1:]), "run/compare.py")

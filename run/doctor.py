@@ -8,20 +8,22 @@ A problem keeps training from starting; with a warning it starts, but may be slo
 Exit code: 0 training can start, 1 it can't, 2 the flags can't be used.
 """
 
-from llava_ds.startup import begin
+import sys
+
+from llava_ds.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
-    begin("run/doctor.py")  # before the imports below, which take seconds
+    begin("run/doctor.py", ends_without_reader=True)
 
-import argparse
+
 import faulthandler
 import json
 import os
-import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from llava_ds.constants import EXIT_BAD_INPUT, ConfigError
+from llava_ds.constants import ConfigError
 from llava_ds.tools.asked import PROBLEM, WARNING, Asked
 from llava_ds.tools.doctor import CHECKS, as_lines, examine
 
@@ -29,16 +31,20 @@ LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks 
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON whose needs are looked at too"
     )
-    parser.add_argument("--deepspeed_config", "--deepspeed", help="DeepSpeed JSON whose needs are looked at too")
-    parser.add_argument("--output_dir", default="output", help="as for run/train.py (default: %(default)s)")
-    parser.add_argument("--cache_dir", default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)")
+    parser.add_argument(
+        "--output_dir", type=given_path, default="output", help="as for run/train.py (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cache_dir", type=given_path, default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)"
+    )
     parser.add_argument("--no_collective", action="store_true", help="start no ranks, as on a login node")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args(argv)
-    config = None if args.deepspeed_config is None else Path(args.deepspeed_config).expanduser()
+    config = None if args.deepspeed_config is None else Path(args.deepspeed_config)
     if config is not None and not config.is_file():
         raise ConfigError(f"--deepspeed_config {config}: there is no such file")
     output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))
@@ -64,8 +70,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        print(f"run/doctor.py: error: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+    leave_with(partial(main, sys.argv[1:]), "run/doctor.py")

@@ -4,20 +4,24 @@ Takes the flags of run/train.py (recipes too), and instead of folders a named si
 are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose.
 """
 
-from llava_ds.startup import begin
+import sys
+
+from llava_ds.command import Parser, begin, leave_with
 
 if __name__ == "__main__":
-    begin("run/estimate.py")  # before the imports below, which take seconds
+    begin("run/estimate.py", ends_without_reader=True)
+
 
 import argparse
 import contextlib
 import json
-import sys
+from functools import partial
 from pathlib import Path
 
 from llava_ds.arguments import Arguments, trains_projector_only
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import exit_for_bad_input, quiet_libraries
+from llava_ds.bounds import Count, Part, Positive, number
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import quiet_libraries
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
@@ -32,18 +36,22 @@ SUPERVISED = 0.25  # of the tokens; LLaVA-1.5's instruction data have about a si
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--model",
         metavar="SIZE",
         help=f"{', '.join(NAMED)}, or a number of parameters like 13e9, all trained; else --model_name_or_path and "
         "--vision_tower name folders, or neither the tiny model",
     )
-    parser.add_argument("--num_gpus", type=int, default=8, help="ranks that train together (default: %(default)s)")
-    parser.add_argument("--gpus_per_node", type=int, default=8, help="for the node's memory (default: %(default)s)")
-    parser.add_argument("--gpu_memory", type=float, metavar="GB", help="memory of a GPU, for a verdict and advice")
+    parser.add_argument(
+        "--num_gpus", type=number(Count), default=8, help="ranks that train together (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gpus_per_node", type=number(Count), default=8, help="for the node's memory (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gpu_memory", type=number(Positive), metavar="GB", help="memory of a GPU, for a verdict and advice"
+    )
     parser.add_argument(
         "--zero_stage",
         type=int,
@@ -52,7 +60,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument(
         "--supervised_fraction",
-        type=float,
+        type=number(Part),
         default=SUPERVISED,
         help="part of the tokens that is supervised, which logits are made for (default: %(default)s)",
     )
@@ -83,14 +91,7 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
             found.append(message)
 
     model, training = args.model, args.training
-    check(own.num_gpus >= 1, f"--num_gpus is {own.num_gpus}: give 1 or more")
     check(own.num_gpus <= MOST_GPUS, f"--num_gpus is {own.num_gpus}: give {MOST_GPUS:,} or fewer")
-    check(own.gpus_per_node >= 1, f"--gpus_per_node is {own.gpus_per_node}: give 1 or more")
-    check(own.gpu_memory is None or own.gpu_memory > 0, f"--gpu_memory is {own.gpu_memory}: give GB above 0, like 80")
-    check(
-        0 <= own.supervised_fraction <= 1,
-        f"--supervised_fraction is {own.supervised_fraction}: give a value from 0 to 1",
-    )
     check(
         own.model is None or (model.model_name_or_path is None and model.vision_tower is None),
         "--model names a size, --model_name_or_path and --vision_tower folders: give one of them",
@@ -107,9 +108,6 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
         training.deepspeed_config != CHOOSE_DS_CONFIG or own.gpu_memory is not None,
         "--deepspeed_config auto chooses what fits a GPU: give --gpu_memory",
     )
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_micro_batch"):
-        value = getattr(training, name)
-        check(value in (None, "auto") or value >= 1, f"--{name} is {value}: give 1 or more")
     return found
 
 
@@ -170,7 +168,4 @@ def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> Reso
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/estimate.py")
+    leave_with(partial(main, sys.argv[1:]), "run/estimate.py")

@@ -5,22 +5,22 @@ files are on this disk; docs/evaluation.md says which files. Every local device:
 The same command goes on where a broken one stopped, if it has an --output.
 """
 
-from llava_ds.startup import begin
+from llava_ds.command import Parser, begin, given_path, leave_with, new_folder
 
 if __name__ == "__main__":
-    begin("run/evaluate.py")  # before the imports below, which take seconds
+    begin("run/evaluate.py")
+
 
 import argparse
 import os
 
 import torch
 
-from llava_ds.constants import ConfigError, DataError
+from llava_ds.bounds import Count, Seed, number
+from llava_ds.constants import ConfigError
 from llava_ds.distributed import (
     Ranks,
     check_same,
-    exit_for_bad_input,
-    exit_for_failure,
     first_rank_first,
     gather,
     init_ranks,
@@ -150,23 +150,32 @@ def start(options: EngineOptions) -> Ranks:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add_engine_flags(parser)
     add("--task", choices=[*TASKS], default="llava", help="whose files and scoring (default: a LLaVA-format file)")
-    add("--data_path", help="the questions; in LLaVA's format 'kind' groups the scores")
-    add("--annotations", help="the answers, where the benchmark has them in another file or folder")
-    add("--image_folder", help="folder that the image paths are relative to")
+    add("--data_path", type=given_path, help="the questions; in LLaVA's format 'kind' groups the scores")
+    add("--annotations", type=given_path, help="the answers, where the benchmark has them in another file or folder")
+    add("--image_folder", type=given_path, help="folder that the image paths are relative to")
     add("--metric", choices=CHOSEN_METRICS, default="exact", help="of --task llava (default: %(default)s)")
     add("--split", help="of ScienceQA (default: test)")
-    add("--limit", type=positive, help="ask the first questions only")
+    add("--limit", type=number(Count), help="ask the first questions only")
     add("--compare_without_image", action="store_true", help="ask again with the pictures withheld")
-    add("--batch_size", type=positive, default=48, help="questions at a time on a device (default: %(default)s)")
-    add("--max_new_tokens", type=positive, default=64, help="longest answer (default: %(default)s)")
-    add("--output", help="write the scores to this .json file and every answer to the .jsonl file beside it")
-    add("--resamples", type=positive, default=1000, help="of the bootstrap's intervals (default: %(default)s)")
-    add("--seed", type=not_negative, default=0, help="of the bootstrap (default: %(default)s)")
-    add("--cache_dir", default="~/.cache/llava_ds", help="where generated scenes and MMBench's pictures are kept")
+    add("--batch_size", type=number(Count), default=48, help="questions at a time on a device (default: %(default)s)")
+    add("--max_new_tokens", type=number(Count), default=64, help="longest answer (default: %(default)s)")
+    add(
+        "--output",
+        type=given_path,
+        help="write the scores to this .json file and every answer to the .jsonl file beside it",
+    )
+    add("--resamples", type=number(Count), default=1000, help="of the bootstrap's intervals (default: %(default)s)")
+    add("--seed", type=number(Seed), default=0, help="of the bootstrap (default: %(default)s)")
+    add(
+        "--cache_dir",
+        type=new_folder,
+        default="~/.cache/llava_ds",
+        help="where generated scenes and MMBench's pictures are kept",
+    )
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
     args = parser.parse_args()
     if args.data_path is None and args.task != "llava":
@@ -178,28 +187,5 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def positive(text: str) -> int:
-    return at_least(1, text)
-
-
-def not_negative(text: str) -> int:
-    return at_least(0, text)
-
-
-def at_least(least: int, text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number, {least} or more")
-    return number
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/evaluate.py")
-    except Exception:
-        exit_for_failure()
+    leave_with(main, "run/evaluate.py")

@@ -6,20 +6,20 @@ their GPUs are needed. run.json beside it says what was trained; the base models
 over one, which is merged into it.
 """
 
-from llava_ds.startup import begin
+from llava_ds.command import Parser, begin, given_path, leave_with, new_folder
 
 if __name__ == "__main__":
-    begin("run/export.py")  # before the imports below, which take seconds
+    begin("run/export.py")
 
-import argparse
+
 from pathlib import Path
 
 import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import exit_for_bad_input, quiet_libraries
+from llava_ds.constants import ConfigError
+from llava_ds.distributed import quiet_libraries
 from llava_ds.export.card import write_card, write_conversion_card
 from llava_ds.export.converted import open_folder
 from llava_ds.export.finished import Finished, hf_kind
@@ -27,26 +27,33 @@ from llava_ds.export.llava import projector_entries, write_projector
 from llava_ds.export.lora import write_restored_adapter
 from llava_ds.export.restored import restore
 from llava_ds.export.shards import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.export.staged import staged
 from llava_ds.export.write import WRITERS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="SOURCE", help="checkpoint-<step> folder, or a model's")
+    parser = Parser(description=__doc__)
+    parser.add_argument("source", type=given_path, metavar="SOURCE", help="checkpoint-<step> folder, or a model's")
     parser.add_argument(
         "--format",
         choices=["hf", "llava", "adapter", "projector"],
         help="hf: for transformers; llava: for LLaVA's own code; adapter: of a LoRA run's checkpoint, which the other "
         "two merge; projector: mm_projector.bin; absent: what the run itself leaves, or hf",
     )
-    parser.add_argument("--output_dir", help="folder to write; absent: the source's name with the format behind it")
+    parser.add_argument(
+        "--output_dir", type=new_folder, help="folder to write; absent: the source's name with the format behind it"
+    )
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: as trained, or as it is")
     parser.add_argument("--max_shard_size", default=DEFAULT_SHARD_SIZE, help="largest file (default: %(default)s)")
-    parser.add_argument("--model_name_or_path", help="where a checkpoint's base language model lies now")
-    parser.add_argument("--pretrain_mm_mlp_adapter", help="where the projector that a checkpoint began with lies now")
-    parser.add_argument("--model_base", help="the model under an adapter")
+    parser.add_argument(
+        "--model_name_or_path", type=given_path, help="where a checkpoint's base language model lies now"
+    )
+    parser.add_argument(
+        "--pretrain_mm_mlp_adapter", type=given_path, help="where the projector that a checkpoint began with lies now"
+    )
+    parser.add_argument("--model_base", type=given_path, help="the model under an adapter")
     parser.add_argument(
         "--vision_tower", help="where the vision tower lies now; to LLaVA's format, the name that its loader opens"
     )
@@ -75,27 +82,24 @@ def main() -> None:
         print(*lines, sep="\n")
     _check(form, finished, is_lora_run=restored is not None and restored.run.model.lora_enable)
     output_dir = _empty_folder(args.output_dir or f"{str(source).rstrip('/')}-{form}", args.overwrite)
-    if form == "adapter":
-        write_restored_adapter(finished, restored.trained, restored.entries, output_dir)
-    elif form == "projector":
-        write_projector(finished, projector_entries(finished, entries), output_dir)
-    else:
-        WRITERS[form](finished, entries, output_dir, max_bytes)
-    if restored is not None:
-        step = commit.step_of(source.resolve())
-        write_card(output_dir, form, restored.run, restored.run_dir, restored.record, step)
-    else:
-        write_conversion_card(output_dir, form, source)
+    with staged(output_dir) as stage:
+        if form == "adapter":
+            write_restored_adapter(finished, restored.trained, restored.entries, stage)
+        elif form == "projector":
+            write_projector(finished, projector_entries(finished, entries), stage)
+        else:
+            WRITERS[form](finished, entries, stage, max_bytes)
+        if restored is not None:
+            step = commit.step_of(source.resolve())
+            write_card(stage, form, restored.run, restored.run_dir, restored.record, step)
+        else:
+            write_conversion_card(stage, form, source)
     print(f"{form}: {output_dir}")
 
 
 def _empty_folder(path: str, overwrite: bool) -> Path:
     folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output_dir {folder} can't be made ({error.strerror}): name another folder") from error
-    if any(folder.iterdir()) and not overwrite:
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise ConfigError(f"--output_dir {folder} is not empty: name another folder, or give --overwrite")
     return folder
 
@@ -109,7 +113,4 @@ def _check(form: str, finished: Finished, is_lora_run: bool) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/export.py")
+    leave_with(main, "run/export.py")

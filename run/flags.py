@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import importlib.util
 import inspect
-import os
 import re
 import sys
 import typing
@@ -12,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from llava_ds.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava_ds.command import given_path, new_folder
 from llava_ds.data.templates import ALIASES
 from llava_ds.parsing import CHECKPOINTING, PATHS, WITHOUT_EFFECT, build_parser, read_recipe
 
@@ -26,6 +26,9 @@ This page is written by `make docs` from the code that reads the flags; `--help`
   are alike the last counts. An unknown one is an error, with the nearest that exists.
 - True or False: also `true`, `t`, `yes`, `y`, `1` and `false`, `f`, `no`, `n`, `0`, in any case. The bare flag means
   True.
+- A number that is nan, infinite or beyond the range beside it is refused; so is an empty path.
+- A recipe or DeepSpeed JSON that is shipped is found by its name in every folder: `--recipe tiny-finetune`,
+  `--deepspeed_config zero3`.
 - `--recipe FILE.yaml` has the same flags as `name: value`. The command line wins over the recipe, the recipe over the
   defaults. Where neither `--model_name_or_path` nor `--recipe` is given, `run/train.py` puts the tiny model's recipe
   before the defaults.
@@ -168,9 +171,9 @@ def kind_of(action: argparse.Action) -> str:
     if action.nargs == 0:
         return "no value"
     gives = action.type
-    if inspect.isfunction(gives) and gives is not os.path.expanduser:  # one that checks, and says what it returns
+    if inspect.isfunction(gives) and gives not in (given_path, new_folder):  # one that checks, and says what it returns
         gives = typing.get_type_hints(gives).get("return")
-    kinds = {int: "whole number", float: "number", Path: "path", os.path.expanduser: "path"}
+    kinds = {int: "whole number", float: "number", Path: "path", given_path: "path", new_folder: "path"}
     kind = kinds.get(gives, "text")
     return f"{kind}, {'one' if action.nargs == '+' else 'none'} or more" if action.nargs in ("+", "*") else kind
 

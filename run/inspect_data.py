@@ -4,26 +4,32 @@ Takes the data and model flags of run/train.py (others are passed over), checks 
 does, and shows the first samples with the supervised part marked. Only the model's tokenizer is read.
 """
 
-from llava_ds.startup import begin
+import sys
+
+from llava_ds.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
-    begin("run/inspect_data.py")  # before the imports below, which take seconds
+    begin(
+        "run/inspect_data.py",
+        ends_without_reader=not {"--jsonl", "--html"} & {token.split("=")[0] for token in sys.argv},
+    )
 
-import argparse
+
 import json
 import os
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.arguments import Arguments
-from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
+from llava_ds.bounds import NotNegative, number
+from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.preflight import media_from_text
-from llava_ds.distributed import exit_for_bad_input, print_first, progress_bar, quiet_libraries
+from llava_ds.distributed import print_first, progress_bar, quiet_libraries
 from llava_ds.model.adapters import is_adapter
 from llava_ds.model.folders import read_parts, take_from_model
 from llava_ds.model.language import length_note, length_problem
@@ -34,20 +40,23 @@ from llava_ds.tiny import CLIP_PATH
 from llava_ds.tiny import default as tiny
 from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
 from llava_ds.tools.samples import shown_sample
+from llava_ds.whole_files import write_output
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--num_samples", type=int, default=3, help="samples to show here (default: %(default)s)")
+    parser = Parser(description=__doc__)
     parser.add_argument(
-        "--jsonl", type=os.path.expanduser, help="write one object per record, accepted or rejected, to this file"
+        "--num_samples", type=number(NotNegative), default=3, help="samples to show here (default: %(default)s)"
     )
     parser.add_argument(
-        "--html", type=os.path.expanduser, help="write a page with samples, their pictures and the mask to this file"
+        "--jsonl", type=given_path, help="write one object per record, accepted or rejected, to this file"
     )
-    parser.add_argument("--html_samples", type=int, default=30, help="samples on the page (default: %(default)s)")
+    parser.add_argument(
+        "--html", type=given_path, help="write a page with samples, their pictures and the mask to this file"
+    )
+    parser.add_argument(
+        "--html_samples", type=number(NotNegative), default=30, help="samples on the page (default: %(default)s)"
+    )
     own, rest = parser.parse_known_args(argv)
     if problems := [p for name in ("jsonl", "html") if (p := _cannot_be_written(name, getattr(own, name)))]:
         raise ConfigError("\n".join(problems))
@@ -65,12 +74,16 @@ def main(argv: list[str]) -> None:
     for i in range(min(own.num_samples, len(dataset))):
         print("\n" + in_terminal(shown_sample(dataset, i, tokenizer), sys.stdout.isatty()))
     if own.jsonl is not None:
-        with Path(own.jsonl).open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows(dataset, tokenizer))
+        write_output(Path(own.jsonl), partial(_write_rows, dataset, tokenizer), "--jsonl")
     if own.html is not None:
         samples = (shown_sample(dataset, i, tokenizer, True) for i in range(min(own.html_samples, len(dataset))))
         text = page(args.data.data_path, dataset.summary(), samples, dataset.rejections())
-        Path(own.html).write_text(text, encoding="utf-8")
+        write_output(Path(own.html), text, "--html")
+
+
+def _write_rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows(dataset, tokenizer))
 
 
 def _cannot_be_written(name: str, path: str | None) -> str | None:
@@ -139,7 +152,4 @@ def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/inspect_data.py")
+    leave_with(partial(main, sys.argv[1:]), "run/inspect_data.py")

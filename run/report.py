@@ -4,43 +4,39 @@ Of a run that has ended, was killed, or is still running, from the files in its 
 itself; again is worth it after run/evaluate.py, whose scores it then shows.
 """
 
-from llava_ds.startup import begin
+import sys
+
+from llava_ds.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
-    begin("run/report.py")  # before the imports below, which take seconds
+    begin("run/report.py")
 
-import argparse
-import os
-import sys
+
+from functools import partial
 from pathlib import Path
 
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import exit_for_bad_input
+from llava_ds.constants import ConfigError
 from llava_ds.report.page import write_report
 from llava_ds.report.run_files import is_run
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("output_dir", type=os.path.expanduser, help="a run's --output_dir")
-    parser.add_argument("--html", type=os.path.expanduser, help="the page's name (default: report.html in that folder)")
+    parser = Parser(description=__doc__)
+    parser.add_argument("output_dir", type=given_path, help="a run's --output_dir")
+    parser.add_argument("--html", type=given_path, help="the page's name (default: report.html in that folder)")
     args = parser.parse_args(argv)
     folder = Path(args.output_dir)
     if not is_run(folder):
         raise ConfigError(
             f"{folder} is no run's folder: it has neither run.json nor metrics.jsonl. Name an --output_dir"
         )
-    path = folder / "report.html" if args.html is None else Path(args.html)
     try:
-        print(write_report(folder, path))
+        print(write_report(folder, None if args.html is None else Path(args.html)))
     except OSError as error:
-        raise ConfigError(f"{path} can't be written ({error.strerror}): name another file with --html") from error
+        raise ConfigError(
+            f"{folder} can't be written to ({error.strerror}): name a file elsewhere with --html"
+        ) from error
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/report.py")
+    leave_with(partial(main, sys.argv[1:]), "run/report.py")

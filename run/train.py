@@ -3,25 +3,26 @@
 Without --model_name_or_path it trains the tiny model that ships with the package on generated pictures.
 """
 
-from llava_ds.startup import begin
-
-if __name__ == "__main__":
-    begin("run/train.py")  # before the imports below, which take seconds
-
 import sys
 from functools import partial
 from pathlib import Path
 
+from llava_ds.command import begin, leave_with
+from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS, parse_arguments, tiny_defaults
+
+if __name__ == "__main__":
+    recipes = Path(__file__).parent / "recipes"
+    begin("run/train.py", reads=lambda argv: parse_arguments(argv, defaults=tiny_defaults(argv, recipes)))
+
 import deepspeed
 import torch
-from transformers import set_seed
+from deepspeed.runtime.utils import set_random_seed
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.checkpoint import state as checkpoint
 from llava_ds.checkpoint.output_lock import OutputLock
 from llava_ds.checkpoint.saving import ModelWriter, Saver, can_be_resumed, what_is_saved
 from llava_ds.checkpoint.sources import weight_hashes
-from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.held_out import divide
@@ -31,8 +32,6 @@ from llava_ds.data.templates import resolve_template
 from llava_ds.distributed import (
     check_same,
     check_shared_folder,
-    exit_for_bad_input,
-    exit_for_failure,
     first_rank_first,
     from_first,
     init_ranks,
@@ -59,7 +58,6 @@ from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
 from llava_ds.model.liger import check_liger, use_liger
 from llava_ds.model.recompute import mark_layers
-from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS, build_parser, parse_arguments, read_recipe
 from llava_ds.report.mending import mend_side_files
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.start import start_progress
@@ -97,7 +95,7 @@ def main(argv: list[str]) -> int:
 
 def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -> int:
     """The whole of it, from flags to the finished model."""
-    args, notes = parse_arguments(argv, defaults=_defaults(argv))
+    args, notes = parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
     quiet_libraries(args.training.verbose)
     args, more_notes = take_from_model(args)
     max_shard_bytes = parse_size(args.training.max_shard_size)
@@ -185,7 +183,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
         print_first(tried)
 
     # The model, the engine, and what the engine was in the middle of.
-    set_seed(args.training.seed)  # Python's and numpy's generators too, which a checkpoint holds
+    set_random_seed(args.training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     torch.backends.cuda.matmul.allow_tf32 = args.training.tf32
     model = build_model(plan, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
     print_first(attention_report(plan.text_config, ranks.device, resolved.compute_dtype), plan.last_layer_note())
@@ -262,21 +260,6 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     return 0
 
 
-def _defaults(argv: list[str]) -> dict[str, object]:
-    """The tiny model's recipe, unless the user brings a model or a recipe."""
-    flags = {token[2:].split("=", 1)[0].replace("-", "_") for token in argv if token.startswith("--")}
-    if flags & {"model_name_or_path", "recipe"}:
-        return {}
-    stage = "pretrain" if _trains_projector_only(argv) else "finetune"
-    defaults = read_recipe(RECIPES / f"tiny-{stage}.yaml")
-    return {name: value for name, value in defaults.items() if name not in flags}
-
-
-def _trains_projector_only(argv: list[str]) -> bool:
-    flags = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
-    return build_parser().parse_known_args(flags)[0].tune_mm_mlp_adapter
-
-
 def _same_everywhere(args: Arguments, raw_config: dict) -> dict[str, object]:
     """What no rank may have differently: all but where things lie on a machine, and how many processes it spends."""
     own = {*PATHS, "dataloader_num_workers", "preprocessing_num_workers"}
@@ -284,12 +267,12 @@ def _same_everywhere(args: Arguments, raw_config: dict) -> dict[str, object]:
     return {**flags, "the DeepSpeed JSON": raw_config}
 
 
-if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, "run/train.py")
-    except Exception:
-        exit_for_failure()
+def train_and_leave_group(argv: list[str]) -> int:
+    """Train, and leave the process group."""
+    code = main(argv)
     torch.distributed.destroy_process_group()
-    sys.exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    leave_with(partial(train_and_leave_group, sys.argv[1:]), "run/train.py")

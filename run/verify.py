@@ -4,32 +4,36 @@ A folder that holds checkpoint-* is looked through. Every file is read and compa
 it was written. Exit code 0: all are whole; 1: at least one is not; 2: there is nothing to verify.
 """
 
-from llava_ds.startup import begin
+import sys
+
+from llava_ds.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
-    begin("run/verify.py")  # before the imports below, which take seconds
+    begin("run/verify.py", ends_without_reader=True)
 
-import argparse
-import sys
+
+from functools import partial
 from pathlib import Path
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem, read_trainer
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import exit_for_bad_input, print_first
+from llava_ds.distributed import print_first
 
 
-def main(argv: list[str]) -> bool:
-    """Whether all are whole."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="checkpoint-<step>, or an --output_dir")
+def main(argv: list[str]) -> int:
+    """The exit code: 0 where all are whole, or 1."""
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "paths", nargs="+", type=given_path, metavar="CHECKPOINT", help="checkpoint-<step>, or an --output_dir"
+    )
     paths = [each for given in parser.parse_args(argv).paths for each in _checkpoints(Path(given))]
     whole = True
     for path in paths:
         problem = checkpoint_problem(path)
         whole &= problem is None
         print_first(f"{path}: {_described(path)}" if problem is None else f"{path}: NOT whole: {problem}")
-    return whole
+    return 0 if whole else 1
 
 
 def _checkpoints(path: Path) -> list[Path]:
@@ -57,7 +61,4 @@ def _described(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(0 if main(sys.argv[1:]) else 1)
-    except ConfigError as error:
-        exit_for_bad_input(error, "run/verify.py")
+    leave_with(partial(main, sys.argv[1:]), "run/verify.py")

@@ -103,4 +103,10 @@ class Started:
             time.sleep(0.1)
 
 
-SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1, "KILL": signal.SIGKILL}
+SIGNALS = {
+    "TERM": signal.SIGTERM,
+    "INT": signal.SIGINT,
+    "USR1": signal.SIGUSR1,
+    "HUP": signal.SIGHUP,
+    "KILL": signal.SIGKILL,
+}

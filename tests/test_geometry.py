@@ -186,3 +186,10 @@ def test_a_forced_number_of_frames_is_taken_also_of_a_short_video():
     assert video_frames(100, 25.0, forced) == [0, 24, 49, 74, 99]  # 4 by the second
     assert video_frames(3, 25.0, forced) == [0, 0, 1, 1, 2]
     assert video_frames(100, 25.0, replace(forced, frames_upbound=0)) == [0, 25, 50, 75]  # LLaVA-NeXT's, too
+
+
+@pytest.mark.parametrize("text", ["(1x1),...,(99999x99999)", "(1x1),...,(6x" + "9" * 5000 + ")"])
+def test_a_range_of_more_grids_than_anybody_means_is_refused_at_once(text):
+    with pytest.raises(ConfigError, match="with more than 100 tiles in a row or column") as caught:
+        parse_pinpoints(text, 336)
+    assert len(str(caught.value)) < 400

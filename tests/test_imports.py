@@ -11,8 +11,12 @@ ROOT = Path(__file__).parents[1]
 # From left to right; what stands on one level does not import each other.
 LEVELS = [
     {"constants"},
-    {"arguments", "durations", "launchers", "model_files", "processes", "redact", "side_files", "whole_files"},
-    {"file_contents", "parsing", "startup"},
+    {"bounds", "durations", "flag_groups", "launchers", "model_files", "processes", "redact", "shipped", "side_files"},
+    {"file_contents", "whole_files"},
+    {"arguments", "output"},
+    {"command"},
+    {"parsing"},
+    {"cli"},
     {"geometry", "batch", "formats", "distributed", "ds_config", "tokenizer"},
     {"data", "model"},
     {"train", "checkpoint", "report"},

@@ -1,13 +1,19 @@
 """Flags: who wins, what is refused, and that one error tells all of it."""
 
+import dataclasses
+import os
+import re
+import typing
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from llava_ds.arguments import ModelArguments, trained_parts, trains_projector_only
+from llava_ds.bounds import bounds_of
 from llava_ds.constants import ConfigError
-from llava_ds.parsing import WITHOUT_EFFECT, is_installed, parse_arguments, read_recipe
+from llava_ds.flag_groups import GROUPS
+from llava_ds.parsing import SECTIONS, WITHOUT_EFFECT, build_parser, is_installed, parse_arguments, read_recipe
 
 ZERO2 = str(Path(__file__).parents[1] / "ds_configs" / "zero2.json")
 NEEDED = ["--deepspeed_config", ZERO2, "--output_dir", "out"]
@@ -245,7 +251,7 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("video_folder", "missing", "there is no such folder"),
         ("video_fps", 0, "give 1 or more"),
         ("frames_upbound", -1, "give 0 or more"),
-        ("max_image_pixels", 178_956_971, "give 178956970 or less, for Pillow opens no picture with more"),
+        ("max_image_pixels", 178_956_971, "give 178,956,970 or less"),
         ("mm_spatial_pool_stride", 0, "give 1 or more"),
         ("preprocessing_num_workers", 0, "give 1 or more"),
         ("max_bad_fraction", 1.5, "give a value from 0 to 1"),
@@ -293,7 +299,7 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
         ),
         (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket makes another"),
         (["--activation_memory_gb", "4"], "give one of them, or leave it out"),
-        (["--activation_memory_gb", "-1", "--gradient_checkpointing", "auto"], "is -1.0: give GB above 0"),
+        (["--activation_memory_gb", "-1", "--gradient_checkpointing", "auto"], "is -1.0: give a value above 0"),
         (
             ["--loss_reduction", "micro_batch", "--tokens_per_micro_batch", "auto"],
             "--loss_reduction micro_batch depends on the layout, which --tokens_per_micro_batch changes",
@@ -500,3 +506,94 @@ def test_flags_that_say_nothing_without_4_bits_are_named():
     _, notes = parse_arguments([*NEEDED, *flags])
     assert "--quant_type fp4 has no effect: --bits is 8, not 4" in notes
     assert "--double_quant False has no effect: --bits is 8, not 4" in notes
+
+
+NUMBERS = [
+    (section, name, kind)
+    for section in SECTIONS
+    for name, kind in typing.get_type_hints(section).items()
+    if {int, float} & {kind, *typing.get_args(kind)} and typing.get_origin(kind) is not typing.Literal
+]
+
+
+@pytest.mark.parametrize(("section", "name"), [(section, name) for section, name, _ in NUMBERS])
+def test_every_number_has_bounds_beside_its_field(section, name):
+    bounds = bounds_of(section).get(name)
+    assert bounds is not None, f"give {name} a type of llava_ds/bounds.py, like Count or Annotated[int, Bounds(2)]"
+    default = getattr(section, name)
+    assert default is None or bounds.holds(default)
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for _, name, kind in NUMBERS])
+def test_no_number_takes_what_is_none(name, kind):
+    whole = int in (kind, *typing.get_args(kind))
+    for value in (10**30, -(10**30)) if whole else ("nan", "inf", "-inf"):
+        assert f"--{name} is {float(value) if not whole else value}: give " in refused(*NEEDED, f"--{name}={value}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", -1], "--seed is -1: give 0 or more"),
+        (["--seed", 2**70], f"--seed is {2**70}: give 4,294,967,295 or less"),
+        (["--data_seed", -1], "--data_seed is -1: give 0 or more"),
+        (["--watchdog_step_s", "nan"], "--watchdog_step_s is nan: give 0 or more"),
+        (["--train_batch_size", 10**30], f"--train_batch_size is {10**30}: give 2,147,483,647 or less"),
+        (["--output_dir", ""], "--output_dir is empty: name a path"),
+        (["--cache_dir", ""], "--cache_dir is empty: name a path"),
+        (["--output_dir", "x" * 300], "can't be written to: name another folder"),
+        (["--output_dir", "new/" + "x" * 300 + "/run"], "can't be written to: name another folder"),
+        (["--output_dir", "/proc/none"], "--output_dir /proc/none can't be written to: name another folder"),
+        (["--cache_dir", "/proc/cache"], "--cache_dir /proc/cache can't be written to: name another folder"),
+        (["--output_dir", "/dev/full"], "--output_dir /dev/full can't be written to: name another folder"),
+    ],
+)
+def test_values_that_once_ended_in_a_traceback_or_passed(flags, message):
+    assert message in refused(*NEEDED, *flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: " + "[" * 1500, "is nested too deeply"),
+        ("seed: 2024-13-45", "can't be read"),
+        ("1: 2", "1 is no flag's name"),
+        ("recipe: other.yaml", "names recipe, which goes on the command line"),
+        ("help: true", "names help, which goes on the command line"),
+        ("seed: 0x" + "f" * 5000, "seed is a number with thousands of digits, which no flag takes"),
+        ("# " + "x" * 1_000_000, "has more than 1,000,000 bytes"),
+    ],
+)
+def test_a_recipe_that_is_none_is_refused(tmp_path, text, message):
+    assert message in refused(*NEEDED, "--recipe", recipe(tmp_path, text))
+
+
+def test_a_recipe_that_would_be_waited_for_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    assert "that is no file" in refused(*NEEDED, "--recipe", tmp_path / "fifo")
+
+
+def test_of_two_recipes_the_last_counts(tmp_path):
+    args = parse("--recipe", "no such file", "--recipe", recipe(tmp_path, "seed: 7"))
+    assert args.training.seed == 7
+
+
+def test_a_recipes_value_may_begin_with_hyphens(tmp_path):
+    assert parse("--recipe", recipe(tmp_path, 'run_name: "--seed"')).training.run_name == "--seed"
+
+
+def test_every_flag_is_in_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    flags = {field.name for section in SECTIONS for field in dataclasses.fields(section)} | {"recipe", "local_rank"}
+    assert flags == set(grouped), "llava_ds/flag_groups.py says which flags --help shows together"
+
+
+def test_help_spells_each_flag_once_under_its_groups_title():
+    text = build_parser().format_help()
+    flags = re.findall(r"^  (--\w+)", text, re.MULTILINE)
+    assert len(flags) == len(set(flags)) > 120
+    assert "--model-name-or-path" not in text and "--no_shuffle" not in text
+    titles = re.findall(r"^(\S.*):\n  ", text, re.MULTILINE)
+    assert titles == [*GROUPS, "accepted without effect, for LLaVA's scripts"]
+    assert max(map(len, text.splitlines())) < 130

@@ -27,7 +27,7 @@ RANK = """
 import os, sys, time
 print(os.getpid(), flush=True)
 time.sleep(float(sys.argv[1]))
-from llava_ds.startup import begin
+from llava_ds.command import begin
 begin("rank")
 print("began", flush=True)
 time.sleep(60)

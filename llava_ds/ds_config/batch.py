@@ -1,5 +1,8 @@
 """The batch invariant: train_batch_size = micro-batch x accumulation x data-parallel ranks."""
 
+import math
+
+from llava_ds.bounds import MOST, in_short
 from llava_ds.ds_config.draft import Draft, as_json
 
 # JSON key -> flag
@@ -44,7 +47,7 @@ def resolve_batch(draft: Draft) -> None:
             why = (why[0], "what is left to reach the total")
         elif accumulation is None:
             # per_device_train_batch_size bounds the micro-batch: take the largest divisor of the share within it.
-            micro = max(m for m in range(1, min(micro, share) + 1) if share % m == 0)
+            micro = _largest_divisor(share, micro)
             accumulation = share // micro
             why = (f"largest within --per_device_train_batch_size that divides {share}", "what is left to reach it")
         elif "per_device_train_batch_size" not in fixed and share % accumulation == 0:
@@ -78,6 +81,8 @@ def _fixed(draft: Draft) -> dict[str, int] | None:
                 fixed[flag] = flags[flag]
         elif not isinstance(written, int) or isinstance(written, bool) or written < 1:
             draft.refuse(f'{key} is {as_json(written)} in the DeepSpeed JSON: write a whole number above 0, or "auto"')
+        elif written > MOST:
+            draft.refuse(f"{key} is {in_short(written)} in the DeepSpeed JSON: write {MOST:,} or less")
         elif flag in draft.args.given and flags[flag] != written:
             draft.refuse(
                 f"{key} is {written} in the DeepSpeed JSON but --{flag} is {flags[flag]}: "
@@ -86,3 +91,9 @@ def _fixed(draft: Draft) -> dict[str, int] | None:
         else:
             fixed[flag] = written
     return fixed if len(draft.problems) == problems else None
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most most."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return max(divisor for each in small for divisor in (each, number // each) if divisor <= most)

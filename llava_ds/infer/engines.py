@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from llava_ds.command import given_path
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, together
 from llava_ds.infer.described import MOVED_FLAGS, Described, described
@@ -57,12 +58,15 @@ def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
     parser.add_argument(
         "--model_path",
         "--model-path",
+        type=given_path,
         default="output/tiny-finetune",
         help="exported folder, checkpoint-<step>, any folder of transformers' Llava or in LLaVA's format, or LoRA over "
         "one (default: %(default)s)",
     )
     for name, text in MOVED_FLAGS.items():
-        parser.add_argument(f"--{name}", *["--model-base"] * (name == "model_base"), metavar="PATH", help=text)
+        parser.add_argument(
+            f"--{name}", *["--model-base"] * (name == "model_base"), type=given_path, metavar="PATH", help=text
+        )
     parser.add_argument(
         "--version", "--conv-mode", help="conversation template, where the folder does not say it (then: v1)"
     )
@@ -80,7 +84,7 @@ def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
         default="none",
         help="with --engine deepspeed: ZeRO-Inference, parameters in CPU memory or on NVMe (default: %(default)s)",
     )
-    parser.add_argument("--offload_path", help="folder on an NVMe disk, for --offload nvme")
+    parser.add_argument("--offload_path", type=given_path, help="folder on an NVMe disk, for --offload nvme")
 
 
 def engine_options(args: "argparse.Namespace") -> EngineOptions:

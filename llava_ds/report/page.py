@@ -15,7 +15,7 @@ from llava_ds.report.markup import Markup, details, document, esc, navigation, s
 from llava_ds.report.run_files import RunFiles, is_number, read_run
 from llava_ds.report.sampled import sampled_answers
 from llava_ds.report.wording import duration, model_of, num_bytes, shown_score
-from llava_ds.whole_files import write_whole
+from llava_ds.whole_files import write_output, write_whole
 
 FILE = "report.html"
 
@@ -35,10 +35,14 @@ def leave_report(output_dir: Path) -> None:
 def write_report(output_dir: Path, path: Path | None = None) -> Path:
     """Write the report of a run that ended, was killed, or is running, from what lies in its folder. Returns its path.
 
-    path: absent, report.html in that folder. Raises OSError where it can't be written.
+    path: of --html, which ConfigError names if it can't be written; absent, report.html in that folder (OSError).
     """
-    path = output_dir / FILE if path is None else path
-    write_whole(path, report_page(read_run(output_dir)))
+    page = report_page(read_run(output_dir))
+    if path is None:
+        path = output_dir / FILE
+        write_whole(path, page)
+    else:
+        write_output(path, page, "--html")
     return path
 
 

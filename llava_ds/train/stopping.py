@@ -1,6 +1,7 @@
 """A run that is asked to stop saves at the next step boundary and leaves, all ranks at the same boundary.
 
-Asked by SIGTERM, SIGINT or SIGUSR1 to any of them, by the end of the process that started them, or by --max_run_time.
+Asked by SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any of them, by the end of the process that started them, or by
+--max_run_time.
 Signals are read by a thread, for a main thread inside a collective would not hear the second one, which leaves at once.
 """
 
@@ -34,7 +35,7 @@ from llava_ds.processes import (
     watch_launcher,
 )
 
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last when the terminal is closed
 LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # what asks beside signals, whose numbers are smaller
 # One Ctrl-C comes twice, from the terminal and as SIGTERM from the launcher; so does a signal to the process group.
 SAME_REQUEST_S = 2.0
@@ -121,7 +122,8 @@ class Stopping:
             os.set_blocking(end, False)
         self._pipe = (reader, writer)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in ASKING}
+        heard = [number for number in ASKING if not _is_ignored_hangup(number)]
+        self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
         _prepare_children()
         self._thread = threading.Thread(target=self._hear, name="stopping", daemon=True)
         self._thread.start()
@@ -264,11 +266,16 @@ def _prepare_children() -> None:
     def in_child() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pools end their workers with it
-        for number in (signal.SIGINT, signal.SIGUSR1):  # which the terminal sends to all
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # which the terminal sends to all
             signal.signal(number, signal.SIG_IGN)
         end_with_parent()
 
     os.register_at_fork(after_in_child=in_child)
+
+
+def _is_ignored_hangup(number: int) -> bool:
+    """Whether this is SIGHUP and nohup has asked to pass it over: that run is to outlive its terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _spelled(reason: int) -> str:

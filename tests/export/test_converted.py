@@ -135,5 +135,5 @@ def test_what_is_no_whole_llava_is_refused(trained, tmp_path):
         convert(tmp_path / "hf", "--format", "llava", "--output_dir", tmp_path / "no")
     with pytest.raises(ConfigError, match="--model_name_or_path goes with a checkpoint"):
         convert(tmp_path / "hf", "--model_name_or_path", tower)
-    with pytest.raises(ConfigError, match=r"--output_dir .* can't be made .*: name another folder"):
+    with pytest.raises(ConfigError, match=r"--output_dir .* can't be written to: name another folder"):
         convert(tmp_path / "hf", "--output_dir", tmp_path / "hf" / "config.json" / "no")

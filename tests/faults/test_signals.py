@@ -27,7 +27,7 @@ CODES = {
     **{("runner", name): -SIGNALS[name] for name in ("TERM", "INT", "USR1", "KILL")},
     **{("launcher", name): code for name, code in (("TERM", 1), ("INT", 1), ("USR1", 0), ("KILL", 0))},
     **{(f"rank-{rank}", name): EXIT_STOPPED for rank in (0, 1) for name in ("TERM", "INT", "USR1")},
-    **{("group", name): -SIGNALS[name] for name in ("TERM", "INT", "USR1")},
+    **{("group", name): -SIGNALS[name] for name in ("TERM", "INT", "USR1", "HUP")},  # HUP: the terminal is closed
 }
 WHILE_LOADING = {"runner": -signal.SIGTERM, "launcher": 1, "rank-0": EXIT_STOPPED, "rank-1": EXIT_STOPPED}
 

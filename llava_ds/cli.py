@@ -1,0 +1,113 @@
+"""llava-ds: the commands of run/ by name, from any folder."""
+
+import difflib
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from llava_ds import __version__
+from llava_ds.command import begin
+from llava_ds.constants import ConfigError
+from llava_ds.output import exit_for_bad_input
+from llava_ds.shipped import RECIPES, RUN
+
+# Name: the file in run/, and what it does.
+COMMANDS = {
+    "train": ("train.py", "train on all GPUs of this machine (without one: one process on the CPU)"),
+    "evaluate": ("evaluate.py", "score a model on questions that it was not trained on"),
+    "chat": ("chat.py", "ask a model about images"),
+    "export": ("export.py", "turn a checkpoint or a model folder into a model folder"),
+    "inspect": ("inspect_data.py", "see what would be trained on"),
+    "estimate": ("estimate.py", "how much memory training needs"),
+    "doctor": ("doctor.py", "whether training can start on this machine"),
+    "report": ("report.py", "write the report of a run"),
+    "compare": ("compare.py", "compare runs"),
+    "verify": ("verify.py", "tell which checkpoints are whole"),
+}
+LAUNCHED = ("train", "evaluate")  # those that take one process per GPU
+RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # as srun and mpirun tell them
+HELP = ("-h", "--help")
+
+
+def main() -> NoReturn:
+    """Run the command that the command line names, as its script in run/."""
+    try:
+        launcher_flags, name, argv = split(sys.argv[1:])
+    except ConfigError as error:
+        exit_for_bad_input(error, "llava-ds")
+    if name in (*HELP, "--version"):
+        print(__version__ if name == "--version" else usage())
+        sys.exit(0)
+    script = RUN / COMMANDS[name][0]
+    sys.argv = [str(script), *argv]
+    if name in LAUNCHED and not set(HELP) & set(argv) and is_to_be_launched(name, launcher_flags, os.environ):
+        if name == "train":
+            check_training_flags()
+        launch(script, launcher_flags, argv)
+    runpy.run_path(str(script), run_name="__main__")
+    sys.exit(0)
+
+
+def split(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """The flags for the launcher, which stand before the command, the command's name, and its own flags.
+
+    Raises ConfigError where no command is named, or flags stand before one that is never launched.
+    """
+    at = next((i for i, word in enumerate(words) if word in COMMANDS), None)
+    if at is None:
+        if not words or words[0] in (*HELP, "--version"):
+            return [], words[0] if words else HELP[1], []
+        nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {words[0]!r}: {hint}")
+    before, name = words[:at], words[at]
+    if before and (name not in LAUNCHED or not before[0].startswith("-")):
+        raise ConfigError(f"{' '.join(before)} stands before {name}: only flags of deepspeed's launcher go there")
+    return before, name, words[at + 1 :]
+
+
+def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str, str]) -> bool:
+    """Whether deepspeed has to start the ranks: training always, evaluation on several GPUs."""
+    if "RANK" in environ or any(environ.get(variable, "1") != "1" for variable in RANK_COUNTS):
+        return False  # it is a rank already
+    if name == "train" or launcher_flags:
+        return True
+    import torch
+
+    return torch.cuda.device_count() > 1
+
+
+def check_training_flags() -> None:
+    """End here where they can't be used: the launcher would take seconds, and speak before the message."""
+    from llava_ds.parsing import parse_arguments, tiny_defaults
+
+    begin("run/train.py", reads=lambda argv: parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES)))
+
+
+def launch(script: Path, launcher_flags: list[str], argv: list[str]) -> NoReturn:
+    """Become deepspeed's launcher, which speaks of errors alone: at every start it warns that it found no hostfile."""
+    import torch
+
+    environ = {**os.environ}
+    if not torch.accelerator.is_available():
+        environ.setdefault("DS_ACCELERATOR", "cpu")  # it would warn that it found no GPU
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    os.execve(deepspeed, [str(deepspeed), "--log_level", "error", *launcher_flags, str(script), *argv], environ)
+
+
+def usage() -> str:
+    """The text of --help."""
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: llava-ds COMMAND [flags]        llava-ds COMMAND --help lists the flags",
+            "       llava-ds [flags of deepspeed's launcher, like --hostfile hosts or --num_gpus 4] train [flags]",
+            "",
+            *(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()),
+            "",
+            f"The scripts are in {RUN}: deepspeed, torchrun and srun start them, too.",
+        ]
+    )
