@@ -5,7 +5,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,14 +54,24 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "per_device_eval_batch_size": (None, "held-out samples are laid out as those of training"),
 }
 
+# What is trained by data parallelism and ZeRO alone here: no flag is meant.
+NO_PARALLELISM = re.compile(r"--\w*(tensor|pipeline|expert|context|sequence)\w*_parallel\w*|--[tpec]p(_size)?")
+
 # What other trainers call a flag of ours, where the nearest name would lead astray.
 ELSEWHERE = {
     "--cutoff_len": "--model_max_length",
+    "--data_split": "--data_path with the files of that split",
     "--dataset": "--data_path",
+    "--dataset_config": "--data_path",
+    "--dataset_dir": "--data_path",
+    "--dataset_name": "--data_path",
+    "--dataset_split": "--data_path with the files of that split",
+    "--dataset_train_split": "--data_path with the files of that split",
     "--ddp_timeout": "the variable DEEPSPEED_TIMEOUT (minutes)",
     "--finetuning_type": "--lora_enable",
     "--lora_rank": "--lora_r",
     "--max_length": "--model_max_length",
+    "--max_seq_len": "--model_max_length",
     "--max_seq_length": "--model_max_length",
     "--media_dir": "--image_folder",
     "--optim": "an optimizer in the DeepSpeed JSON",
@@ -71,6 +81,7 @@ ELSEWHERE = {
     "--template": "--version",
     "--use_peft": "--lora_enable",
     "--val_size": "--eval_fraction",
+    "--zero_stage": '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)',
 }
 
 MAX_RECIPE_BYTES = 1_000_000
@@ -133,6 +144,10 @@ class _Parser(HfArgumentParser):
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Takes --deepspeed without a value for what deepspeed.add_config_arguments makes of it: a switch."""
+        return super().parse_known_args(None if args is None else _without_switch(args), namespace)
+
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Spells a flag once and says what it takes in a word."""
@@ -151,6 +166,14 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         text = action.help if action.default in (None, False) else super()._get_help_string(action)
         many = action.choices is not None and len(action.choices) > FEW_CHOICES
         return f"{text} One of {', '.join(map(str, action.choices))}." if many else text
+
+
+def _without_switch(argv: Sequence[str]) -> list[str]:
+    """A command line without --deepspeed where no file follows it, beside a --deepspeed_config."""
+    if not any(token.split("=", 1)[0] == "--deepspeed_config" for token in argv):
+        return list(argv)
+    following = [*argv[1:], "--"]
+    return [token for token, after in zip(argv, following) if token != "--deepspeed" or not after.startswith("--")]
 
 
 def build_parser() -> HfArgumentParser:
@@ -572,6 +595,9 @@ def _unknown_flags(unknown: list[str], parser: HfArgumentParser, own_flags: Coll
                 lines.append(f"unexpected argument {flag!r}: every value belongs behind a --flag")
             continue
         after_flag = "=" not in token
+        if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
+            lines.append(f"unknown flag {flag}: leave it out, for ZeRO over all ranks is the only parallelism here")
+            continue
         nearest = [ELSEWHERE[flag]] if flag in ELSEWHERE else difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
         hint = f": did you mean {nearest[0]}?" if nearest else ": run/train.py --help lists all flags"
         lines.append(f"unknown flag {flag}{hint}")

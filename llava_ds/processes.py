@@ -107,7 +107,7 @@ def _ended_launcher(environ: Mapping[str, str], parents: list[psutil.Process], w
     if {"RANK", "CROSS_RANK", "LOCAL_SIZE"} <= environ.keys():
         return f"{GONE} (deepspeed's launcher set CROSS_RANK; {remedy} it)"
     # torch's agent may be called by any Python program; process 1 takes in what has lost its parent.
-    agents = (process for process, said in zip(parents, words) if process.pid != 1 and "python" in "".join(said[:1]))
+    agents = (process for process, said in zip(parents, words) if process.pid != 1 and _is_python(said))
     if {"RANK", "TORCHELASTIC_RUN_ID"} <= environ.keys() and next(agents, None) is None:
         return f"{GONE} (torchrun set TORCHELASTIC_RUN_ID; {remedy} it)"
     return None
@@ -125,10 +125,14 @@ def _is_adopted(process: psutil.Process) -> bool:
     Who is started by a shell, ssh or a container's first process leads a group, or is in its parent's session.
     """
     pid, parent = process.pid, process.ppid()
-    with contextlib.suppress(OSError):  # it ended, or the parent is in another namespace
+    with contextlib.suppress(OSError, psutil.Error):  # it ended, or the parent is in another namespace
         if parent == 0 or os.getpgid(pid) == pid or os.getsid(pid) == pid:
             return False
-        return parent == 1 or os.getsid(pid) != os.getsid(parent)
+        if os.getsid(pid) != os.getsid(parent):
+            return True
+        # A container's first process, in whose session all are: a shell or an init, or a Python program of the user's
+        # that calls DeepSpeed's runner.
+        return parent == 1 and not _is_python(_words(psutil.Process(1)))
     return False
 
 
@@ -260,7 +264,12 @@ def _starts_ranks(words: list[str]) -> bool:
 
 
 def _is_runner(words: list[str]) -> bool:
-    return bool(RUNNER_SCRIPTS & _scripts(words)) or RUNNER_MODULE in words[:5]
+    first = words[:8]  # the interpreter may have options
+    return bool(RUNNER_SCRIPTS & {os.path.basename(word) for word in first}) or RUNNER_MODULE in first
+
+
+def _is_python(words: list[str]) -> bool:
+    return "python" in os.path.basename("".join(words[:1]))
 
 
 def _parent_of(pid: int) -> int | None:

@@ -597,3 +597,36 @@ def test_help_spells_each_flag_once_under_its_groups_title():
     titles = re.findall(r"^(\S.*):\n  ", text, re.MULTILINE)
     assert titles == [*GROUPS, "accepted without effect, for LLaVA's scripts"]
     assert max(map(len, text.splitlines())) < 130
+
+
+def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
+    config = tmp_path / "ds.json"
+    config.write_text("{}")
+    for argv in (
+        ["--deepspeed", "--deepspeed_config", str(config), "--output_dir", "out"],
+        ["--deepspeed_config", str(config), "--output_dir", "out", "--deepspeed"],
+        [f"--deepspeed_config={config}", "--deepspeed", "--output_dir", "out"],
+        ["--output_dir", "out", "--deepspeed", str(config)],
+    ):
+        assert parse_arguments(argv)[0].training.deepspeed_config == str(config)
+    with pytest.raises(ConfigError, match="--deepspeed"):
+        parse_arguments(["--deepspeed", "--output_dir", "out"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--dataset_name", ": did you mean --data_path?"),
+        ("--data_split", ": did you mean --data_path with the files of that split?"),
+        ("--max_seq_len", ": did you mean --model_max_length?"),
+        ("--zero_stage", ': did you mean "stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)?'),
+        *[
+            (flag, ": leave it out, for ZeRO over all ranks is the only parallelism here")
+            for flag in ("--pipeline_model_parallel_size", "--moe-expert-parallel-size", "--tp_size", "--tp")
+        ],
+    ],
+)
+def test_other_trainers_flags_lead_to_what_is_meant_here(flag, says):
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments([flag, "2"])
+    assert str(caught.value) == f"unknown flag {flag}{says}"

@@ -57,6 +57,16 @@ NOT_HERE = {
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
     "sequence_parallel_size": ((1,), "sequence parallelism is not here yet"),
     "use_data_before_expert_parallelism": ((False,), "mixtures of experts don't train here yet"),
+    # Other trainers' names, which DeepSpeed would ignore.
+    "tp_size": ((1,), "tensor parallelism is not here yet"),
+    "tensor_model_parallel_size": ((1,), "tensor parallelism is not here yet"),
+    "pipeline_model_parallel_size": ((1,), "pipeline parallelism is not here yet"),
+    "pipeline_parallel_size": ((1,), "pipeline parallelism is not here yet"),
+    "expert_model_parallel_size": ((1,), "mixtures of experts don't train here yet"),
+    "moe_expert_parallel_size": ((1,), "mixtures of experts don't train here yet"),
+    "expert_parallel_size": ((1,), "mixtures of experts don't train here yet"),
+    "context_parallel_size": ((1,), "sequence parallelism is not here yet"),
+    "mpu": ((), "it is an object of Megatron's, and model parallelism is not here yet"),
     "zero_optimization.elastic_checkpoint": ((False,), "checkpoints are taken up by --resume"),
     "zero_optimization.legacy_stage1": ((False,), "write stage 1 alone"),
     "zero_optimization.zenflow": ((), "ZenFlow is not here yet; offload_optimizer trains the same model"),
@@ -72,7 +82,7 @@ SECTIONS_NOT_HERE = {
     "tensor_parallel": "tensor parallelism is not here yet",
     "weight_quantization": "weights train in the precision of bf16, fp16 or fp32",
 }
-OFF = {"enabled": (False,), "autotp_size": (0, 1)}
+OFF = {"enabled": (False,), "autotp_size": (0, 1), "tp_size": (1,), "stages": (1, "auto")}
 
 
 def check_keys(draft: Draft) -> None:
@@ -113,18 +123,23 @@ def _take_out_what_is_not_here(draft: Draft) -> None:
         value = draft.config.pop(key, None)
         if value is None or value == {} or _is_off(value):
             continue
-        asks = next((k for k in OFF if isinstance(value, dict) and k in value), None)
+        asks = next((k for k in OFF if isinstance(value, dict) and k in value and value[k] not in OFF[k]), None)
         found = f"{key}.{asks} is {as_json(value[asks])}" if asks else f"{key} is {as_json(value)}"
         draft.refuse(f"{found} in the DeepSpeed JSON: remove it, {why}")
     for key, (harmless, why) in NOT_HERE.items():
         value = value_at(draft.config, key)
-        if value is not None and value not in harmless:
+        if value is None:
+            continue
+        asks = not any(value == one and type(value) is type(one) for one in harmless)  # true is no 1
+        if asks:
             draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why}")
+        if asks or key not in fields_of(DeepSpeedJson):
             _remove(draft.config, key)
 
 
 def _is_off(value: object) -> bool:
-    return isinstance(value, dict) and any(key in value and value[key] in off for key, off in OFF.items())
+    said = {key: value[key] for key in OFF if key in value} if isinstance(value, dict) else {}
+    return said.get("enabled") is False or (bool(said) and all(each in OFF[key] for key, each in said.items()))
 
 
 def _use_full_names(draft: Draft) -> None:
@@ -260,11 +275,11 @@ def _at(config: dict, key: str) -> object:
 def _unknown(parent: str, name: str) -> str:
     """What to say of a key that a section does not have."""
     homes = [place for place, model in sections().items() if name in fields_of(model)]
+    nested = _nested(parent, name.split(".")) if "." in name else None
     known = list(fields_of(sections()[parent]))
     nearest = difflib.get_close_matches(name, known, n=1)
-    above, _, last = name.rpartition(".")
-    if above in sections() and last in fields_of(sections()[above]) and above:
-        hint = f'nest it, as {{"{above}": {{"{last}": ...}}}}'
+    if nested is not None:
+        hint = f"nest it, as {nested}"
     elif nearest:
         hint = f"did you mean {nearest[0]}?"
     elif len(homes) == 1:
@@ -273,6 +288,21 @@ def _unknown(parent: str, name: str) -> str:
         hint = f"{parent} has {', '.join(known)}" if parent else "DeepSpeed would ignore it, remove it"
     shown = name if name.isascii() and name.replace("_", "a").isalnum() else as_json(name)
     return f"{parent + '.' if parent else ''}{shown} in the DeepSpeed JSON is no key of DeepSpeed's: {hint}"
+
+
+def _nested(parent: str, path: list[str]) -> str | None:
+    """A dotted key as objects within each other; None where there is no such key."""
+    model = sections()[parent]
+    for index, name in enumerate(path):
+        annotation = fields_of(model).get(name)
+        if annotation is None:
+            return None
+        model = section_of(annotation)
+        if model is None:
+            if index < len(path) - 1 and dict not in options(annotation):
+                return None
+            break
+    return "{" + ": {".join(f'"{name}"' for name in path) + ": ..." + "}" * len(path)
 
 
 def _without(config: dict, unwanted: object) -> dict:

@@ -40,7 +40,10 @@ def resolve_precision(draft: Draft) -> None:
         for name, enabled in (("bf16", bf16), ("fp16", fp16), ("torch_autocast", autocast is not None))
         if enabled is True
     ]
-    if len(on) > 1:
+    if set(on) == {"bf16", "torch_autocast"}:  # weights in bf16, and autocast beside them
+        if autocast == "fp16":
+            draft.refuse('torch_autocast.dtype is float16 beside bf16.enabled: write "bfloat16", or bf16 false')
+    elif len(on) > 1:
         both = " and ".join(f"{name}.enabled" for name in on)
         draft.refuse(f"{both} are both true: choose one")
     if fp16 is True and bf16 is not True and draft.device_type == "cpu":

@@ -61,11 +61,11 @@ class ResolvedConfig:
 
 
 def read_ds_config(path: str | Path) -> dict:
-    """The JSON object in a file; comments may stand in it, as DeepSpeed allows. Raises ConfigError otherwise."""
+    """Return the JSON object in a file. Comments, a comma behind the last value and whatever else Hjson allows may
+    stand in it, as DeepSpeed 0.19 reads it (runtime/config.py). Raises ConfigError otherwise."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        # Not Hjson, as DeepSpeed does, for that takes a forgotten comma for part of a text.
-        config = json.loads(COMMENT.sub(_blanked, text), object_pairs_hook=_each_key_once)
+        config = _parsed(text)
     except ConfigError as error:
         raise ConfigError(f"--deepspeed_config {path}: {error}") from error
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, a number of 5,000 digits
@@ -73,6 +73,36 @@ def read_ds_config(path: str | Path) -> dict:
     if not isinstance(config, dict):
         raise ConfigError(f"--deepspeed_config {path} holds a {type(config).__name__}: expected a JSON object")
     return config
+
+
+def _parsed(text: str) -> object:
+    """What a text says as JSON with comments, or else as Hjson. Raises what json raises, which says more."""
+    try:
+        return json.loads(COMMENT.sub(_blanked, text), object_pairs_hook=_each_key_once)
+    except json.JSONDecodeError:
+        import hjson  # DeepSpeed needs it
+
+        try:
+            config = hjson.loads(text, object_pairs_hook=_each_key_once)
+        except (hjson.HjsonDecodeError, OverflowError, RecursionError):
+            config = None
+        # A file that holds no object may be anything: Hjson takes a line of prose for a text.
+        if not isinstance(config, dict) or not text.lstrip().startswith(("{", "//", "#", "/*")):
+            raise
+        if _swallows(config, text):
+            raise
+        return config
+
+
+def _swallows(config: object, text: str) -> bool:
+    """Whether a text without quotes holds JSON's signs: a comma or a quote was forgotten before the line's end, up to
+    which Hjson reads on."""
+    if isinstance(config, (dict, list)):
+        return any(_swallows(value, text) for value in (config.values() if isinstance(config, dict) else config))
+    if not isinstance(config, str) or not any(sign in config for sign in ',:{}[]"'):
+        return False
+    inner = json.dumps(config, ensure_ascii=False)[1:-1]
+    return not any(f"{quote}{inner}{quote}" in text for quote in "\"'")
 
 
 def _blanked(match: re.Match) -> str:

@@ -90,6 +90,12 @@ def resolve_scheduler(draft: Draft, num_steps: int | None) -> None:
         return
     draft.reasons.setdefault("scheduler.type", f"from the JSON, instead of {draft.args.training.lr_scheduler_type}")
     problems = len(draft.problems)
+    for key in ("last_batch_iteration", "last_epoch"):  # DeepSpeed's word and torch's for where the schedule begins
+        if (begins := params.pop(key, -1)) not in (-1, AUTO) or isinstance(begins, bool):
+            draft.refuse(
+                f"scheduler.params.{key} is {as_json(begins)} in the DeepSpeed JSON: remove it, or write -1; a resumed "
+                "run goes on in its schedule by itself"
+            )
     known = known_params(block["type"])
     _check_names(draft, block["type"], params, known)
     _fill_params(draft, block["type"], params, known, num_steps)

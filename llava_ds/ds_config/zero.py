@@ -51,7 +51,7 @@ def resolve_zero(draft: Draft) -> None:
     for part in OFFLOADED:
         if offload_device(draft.config, part) == "nvme":
             _check_nvme(draft, stage, part)
-    if draft.here and not draft.problems and "nvme" in (offload_device(draft.config, part) for part in OFFLOADED):
+    if draft.here and stage == 3 and "nvme" in (offload_device(draft.config, part) for part in OFFLOADED):
         for tool in missing_tools(draft.device_type, "async_io"):
             draft.refuse(
                 f'offloading to "nvme" reads and writes by an operator that DeepSpeed compiles when it starts, which '
@@ -145,7 +145,6 @@ def _check_nvme(draft: Draft, stage: int, part: str) -> None:
         if stage > 0:  # stage 0 was refused
             draft.refuse(f'{key}.device is "nvme" at stage {stage}: write stage 3, or "cpu"')
         draft.ruled.add(f"{key}.nvme_path")
-        return
     path = draft.get(f"{key}.nvme_path")
     if path == AUTO:
         path = os.path.abspath(os.path.join(draft.args.training.output_dir or "output", "nvme"))

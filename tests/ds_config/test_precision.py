@@ -63,6 +63,11 @@ def test_autocast_leaves_the_weights_in_fp32_and_its_dtype_is_filled():
     assert resolve({**off, "bf16": {"enabled": True}}).config["torch_autocast"] == off["torch_autocast"]
 
 
+def test_autocast_may_stand_beside_bf16_weights():
+    resolved = resolve({**ZERO1, "torch_autocast": {"enabled": True}, "bf16": {"enabled": True}})
+    assert (resolved.dtype, resolved.compute_dtype) == (torch.bfloat16, torch.bfloat16)
+
+
 def test_deepspeeds_own_word_for_its_default_does_not_stay():
     assert "keep_in_fp32_modules" not in resolve({"data_types": {"keep_in_fp32_modules": "auto"}}).config["data_types"]
 
@@ -106,8 +111,8 @@ WRONG = [
         "torch_autocast.lower_precision_safe_modules names Linear, which can't be imported: write a class with its",
     ),
     (
-        {**autocast(), "bf16": {"enabled": True}},
-        "bf16.enabled and torch_autocast.enabled are both true: choose one",
+        {**autocast(dtype="float16"), "bf16": {"enabled": True}},
+        'torch_autocast.dtype is float16 beside bf16.enabled: write "bfloat16", or bf16 false',
     ),
     (
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}, "torch_autocast": {"enabled": True}},

@@ -202,6 +202,17 @@ def test_warmup_steps_win_over_the_ratio_and_may_be_a_part():
         assert warmup_steps(arguments(**flags).training, 100) == expected
 
 
+@pytest.mark.parametrize(("name", "key"), [("WarmupLR", "last_batch_iteration"), ("StepLR", "last_epoch")])
+def test_the_step_that_a_schedule_begins_at_may_be_written_as_the_default(name, key):
+    params = {"step_size": 3} if name == "StepLR" else {}
+    for value in (-1, "auto", None):
+        resolved = resolve({"scheduler": {"type": name, "params": {**params, key: value}}}).config["scheduler"]
+        assert key not in resolved["params"]
+    for value in (0, 100, True, "x"):
+        (line,) = refused({"scheduler": {"type": name, "params": {**params, key: value}}})
+        assert line.startswith(f"scheduler.params.{key} is ") and "remove it, or write -1; a resumed run" in line
+
+
 @pytest.mark.parametrize("name", [*DEEPSPEED, *TORCH])
 def test_every_schedule_keeps_the_groups_proportion(name):
     resolved = resolved_of(block(name, **LEAST.get(name, {})), num_steps=20, learning_rate=1e-3, warmup_steps=3)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.faults
 KILLS = int(os.environ.get("KILLS", "50"))
 STARTS = int(os.environ.get("STARTS", "6"))
 SEED = int(os.environ.get("SEED", "19"))
-STEPS, SAVE_STEPS = 24, 3
+STEPS, SAVE_STEPS = 40, 4
 VICTIMS = ("runner", "runner", "launcher", "launcher", "rank-0", "rank-1")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 EARLY_S = 14.0  # most kills come before: runner, launcher and ranks import one after the other
@@ -66,19 +66,34 @@ def victim_of(run: Started, name: str) -> int | None:
         return None
 
 
+def changed(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def wait_for_moment(run: Started, chance: random.Random) -> str:
+    """Until a random moment of the start (six of ten), of training, or of a save. Returns which."""
+    moment = chance.choices(("start", "training", "save"), (6, 2, 2))[0]
+    if moment == "start":
+        time.sleep(chance.uniform(0.1, EARLY_S))
+        return moment
+    log, began, seen = run.output_dir / "metrics.jsonl", time.time(), 0
+    last, wanted = max(began, changed(log)), chance.randint(1, 8)
+    while run.runner.poll() is None and seen < wanted:
+        if moment == "save" and any(changed(path) > began for path in run.output_dir.glob("checkpoint-*.tmp")):
+            break
+        if moment == "training" and (now := changed(log)) > last:
+            last, seen = now, seen + 1
+        time.sleep(0.002)
+    time.sleep(chance.uniform(0, 0.1))
+    return moment
+
+
 def kill(run: Started, chance: random.Random) -> tuple[str, int, str] | None:
     """Wait for a random moment, and signal somebody then. Who, how and when; None if the run had ended before."""
     name, number = chance.choice(VICTIMS), chance.choice(SIGNALS)
-    if chance.random() < 0.7:
-        moment, deadline = "start", time.monotonic() + chance.uniform(0.1, EARLY_S)
-    else:
-        step = chance.randint(1, STEPS)
-        while len(run.steps()) % STEPS < step % STEPS and run.runner.poll() is None:
-            time.sleep(0.02)
-        moment, deadline = "training", time.monotonic() + chance.uniform(0, 0.5)
+    moment = wait_for_moment(run, chance)
     while run.runner.poll() is None:
-        pid = victim_of(run, name) if time.monotonic() >= deadline else None
-        if pid is not None:
+        if (pid := victim_of(run, name)) is not None:
             os.kill(pid, number)
             return name.split("-")[0], number, moment
         time.sleep(0.02)

@@ -293,3 +293,17 @@ def test_who_holds_the_others_up_is_said(start):
 def test_a_limit_is_no_less_than_none(name):
     with pytest.raises(ConfigError, match=f"--{name} is -1.0: give 0 or more"):
         arguments(**{name: -1.0})
+
+
+def test_a_rank_that_was_asked_to_leave_is_not_said_to_have_crashed(start):
+    run = start(world_size=2)
+    run.dog.enters("step", 3)
+    run.dog.leaving("the process that started this run is gone")
+    assert [(beat.ends, beat.leaves) for beat in run.others.sent if beat.ends] == [
+        ("rank 0 on here (pid 100) left in step 3: the process that started this run is gone", True)
+    ]
+    run.others.says.append(Beat(1, "step", 3, ends="rank 1 on here (pid 101) left in step 3: SIGTERM", leaves=True))
+    run.others.gone.append(1)  # its process ends at once
+    run.thread.join(20)
+    assert run.codes == [EXIT_RANK_LOST]
+    assert run.said == ["run/train.py: rank 1 on here (pid 101) left in step 3: SIGTERM; the others end, too"]
