@@ -20,10 +20,20 @@ def engine_entries(folder: Path) -> tuple[list[Entry], torch.dtype]:
     states = sorted(folder.glob("*mp_rank_00_model_states.pt"), key=_rank)
     if not states:
         raise DataError(f"{folder} holds no model states of DeepSpeed: is it a checkpoint of run/train.py?")
-    first = read_states(states[0])
+    try:
+        return _entries(folder, states[0])
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise DataError(
+            f"{folder} can't be read: its files hold something else than DeepSpeed writes ({error!r:.200}): take the "
+            "checkpoint from where it was written"
+        ) from error
+
+
+def _entries(folder: Path, file: Path) -> tuple[list[Entry], torch.dtype]:
+    first = read_states(file)
     module, shared = first["module"], first["shared_params"] or {}  # None at stage 0
     dtype = next(iter(module.values())).dtype
-    if not states[0].name.startswith("zero_pp_rank_"):  # the whole of what trained
+    if not file.name.startswith("zero_pp_rank_"):  # the whole of what trained
         whole = [(name, tensor) for name, tensor in module.items() if name not in shared]
         return [Entry(name, tuple(tensor.shape), lambda t=tensor: t) for name, tensor in whole], dtype
     shapes = {name: tuple(shape) for group in first["param_shapes"] for name, shape in group.items()}
