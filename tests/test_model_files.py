@@ -232,3 +232,15 @@ def test_a_tokenizer_that_fails_over_a_text_is_named(good, tmp_path):
     talk = (Message("human", "a" * 60 + "!"), Message("gpt", "no"))
     with pytest.raises(ConfigError, match=r"the tokenizer of .*model: it can't tokenize a text \(.*retry-limit"):
         encoder.encode_batch([(talk, [])])
+
+
+def test_a_checkpoint_of_something_else_is_named(tmp_path):
+    import torch
+
+    from llava_ds.export.deepspeed_files import engine_entries
+
+    torch.save({}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(
+        DataError, match=r"its files hold something else than DeepSpeed writes \(KeyError\('module'\)\)"
+    ):
+        engine_entries(tmp_path)

@@ -14,6 +14,7 @@ from llava_ds.model import quantize
 from llava_ds.model.weight_files import Weights
 
 MAX_SHOWN = 4  # problems named in one message
+MAX_NAME = 200  # characters of a tensor's name in a message
 SUM_NUMBERS = 2**20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -80,7 +81,8 @@ def check_fit(module: nn.Module | dict[str, nn.Parameter], source: Weights, what
         (sorted(set(source.shapes) - set(parameters) - aliases), "that the model does not have"),
     ):
         if names:
-            problems.append(f"{len(names)} tensors {problem}, the first are {', '.join(names[:3])}")
+            first = ", ".join(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..." for name in names[:3])
+            problems.append(f"{len(names)} tensors {problem}, the first are {first}")
     for name, parameter in parameters.items():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if source.shapes.get(name, shape) != shape:

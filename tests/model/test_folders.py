@@ -299,7 +299,7 @@ def test_a_missing_weight_is_refused_before_data_are_read(form, lost, base, llav
             "config.json says num_attention_heads 0: expected a whole number from 1",
         ),
         (
-            '{"model_type": "llava_llama", "rope_scaling": {"type": "x"}}',
+            '{"model_type": "llava_llama", "hidden_size": "x"}',
             "config.json is not what transformers expects",
         ),
         (
