@@ -12,6 +12,7 @@ from llava_ds.report.chart import short
 from llava_ds.report.curves import curves
 from llava_ds.report.data_part import data_part
 from llava_ds.report.markup import Markup, details, document, esc, navigation, section, sentence, table, tiles
+from llava_ds.report.mistakes import mistakes_part
 from llava_ds.report.run_files import RunFiles, is_number, read_run
 from llava_ds.report.sampled import sampled_answers
 from llava_ds.report.wording import duration, model_of, num_bytes, shown_score
@@ -48,6 +49,7 @@ def report_page(run: RunFiles) -> str:
         "Curves": curves(run),
         "Answers while training": _answers(run),
         "Evaluation": _evaluation(run),
+        "Mistakes": mistakes_part(run),
         "Data": data_part(run),
         "Configuration": _configuration(run),
         "Checkpoints": _checkpoints(run),
