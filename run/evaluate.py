@@ -7,6 +7,7 @@ The same command goes on where a broken one stopped, if it has an --output.
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 
@@ -42,6 +43,7 @@ from llava_ds.evaluation.report import as_json, interval_lines, legend, table
 from llava_ds.evaluation.scores import METRICS, Scored
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
 from llava_ds.evaluation.verdicts import answer_rows
+from llava_ds.export.card import add_evaluation
 from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
 from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import LoadedModel
@@ -150,8 +152,23 @@ def show(
     if store is not None:
         named = {"task": args.task, "model_path": args.model_path, "data_path": data_path, "turns": args.turns}
         write_scores(store, {**named, **scores})
+        into_card(scores, data_path, args)
         if (run := store.output.parent / "run.json").is_file():
             leave_report(run.parent)
+
+
+def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespace) -> None:
+    """Put the scores into the model's card, if it has one of ours. They are not lost over it."""
+    data = "generated scenes" if args.data_path is None else os.path.basename(os.path.abspath(data_path))
+    name = (
+        f"{data}{f', the first {args.limit:,}' if args.limit else ''}{', turns by themselves' * (args.turns == 'each')}"
+    )
+    folder = Path(args.model_path).expanduser()
+    try:
+        if add_evaluation(folder, name if args.task == "llava" else f"{args.task}, {name}", scores):
+            print_first(f"scores added to the model card: {folder / 'README.md'}")
+    except OSError as error:
+        print_first(f"WARNING: the scores could not be added to {folder / 'README.md'} ({error.strerror})")
 
 
 def start(options: EngineOptions) -> Ranks:
