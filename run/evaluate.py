@@ -141,20 +141,20 @@ def show(
     rows: of the answers to the questions as they are.
     """
     scores = as_json(scored, args.resamples, args.seed)
-    print_first(
-        f"{scores['metric']} of {args.model_path} on {data_path}:",
-        f"95 % intervals, {args.resamples:,} resamples:",
-        *interval_lines(scores),
-        *(mistake_lines(rows, scores["metric"], args.show_wrong) if args.show_wrong else ()),
-        *legend(list(scored), rows, args.turns),
-        *table(scores),
-    )
     if store is not None:
         named = {"task": args.task, "model_path": args.model_path, "data_path": data_path, "turns": args.turns}
         write_scores(store, {**named, **scores})
         into_card(scores, data_path, args)
-        if (run := store.output.parent / "run.json").is_file():
-            leave_report(run.parent)
+    print_first(
+        f"{scores['metric']} of {args.model_path} on {data_path}:",
+        f"95 % intervals, {args.resamples:,} resamples:",
+        *interval_lines(scores),
+        *mistake_lines(rows, scores["metric"], args.show_wrong),
+        *legend(list(scored), rows, args.turns),
+        *table(scores),
+    )
+    if store is not None and (run := store.output.parent / "run.json").is_file():
+        leave_report(run.parent)
 
 
 def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespace) -> None:
@@ -202,9 +202,10 @@ def parse() -> argparse.Namespace:
     add("--compare_without_image", action="store_true", help="ask again with no image and no mark of one in the prompt")
     add(
         "--show_wrong",
-        type=positive,
+        type=not_negative,
+        default=0,
         metavar="N",
-        help="print N wrong answers with questions, references and images, the most confident first",
+        help="print N wrong answers with reference and images, the most confident first (default: %(default)s)",
     )
     add("--batch_size", type=positive, default=48, help="questions at a time on a device (default: %(default)s)")
     add("--max_new_tokens", type=positive, default=64, help="longest answer (default: %(default)s)")

@@ -31,15 +31,18 @@ def most_confident(rows: Iterable[dict], metric: str, most: int) -> tuple[list[d
                 count += 1
                 yield row
 
-    found = heapq.nsmallest(most, wrong(), key=lambda row: (row["score"] if graded else 0, -row["logprob"]))
-    return found, count
+    # One at least, for what is not read is not counted.
+    found = heapq.nsmallest(max(1, most), wrong(), key=lambda row: (row["score"] if graded else 0, -row["logprob"]))
+    return found[:most], count
 
 
 def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
-    """Two lines for each of the most confident mistakes, below one that counts them."""
+    """Two lines for each of the most confident mistakes, below one that counts them. most: 0 to count them only."""
     found, count = most_confident(rows, metric, most)
-    if not found:
+    if count == 0:
         return ["no answer is wrong"]
+    if not found:
+        return [f"{count:,} answers are wrong: --show_wrong 10 shows some"] if metric == "accuracy" else []
     if metric == "accuracy":
         lines = [f"{_first(len(found), count)} wrong answers, the most confident first:"]
     else:

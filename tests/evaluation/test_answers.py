@@ -28,6 +28,7 @@ from llava_ds.evaluation.report import as_json, table
 from llava_ds.evaluation.scores import Scored, exact_match, shown_reference, yes_no
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.evaluation.verdicts import answer_rows
+from llava_ds.export.card import write_conversion_card
 from llava_ds.geometry import PictureOptions
 from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import load_model
@@ -97,6 +98,7 @@ def test_batches_and_answers_do_not_depend_on_the_number_of_ranks(model, questio
 
 def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(model, tmp_path, monkeypatch, capsys):
     data = toys.write_data(tmp_path / "data", "iittitiit")
+    write_conversion_card(model, "hf", tmp_path)
     flags = {**data, "model_path": str(model), "batch_size": "4", "max_new_tokens": "4", "output": "x.json"}
     asked = [token for name, value in flags.items() for token in (f"--{name}", value)]
     main = runpy.run_path(str(ROOT / "run" / "evaluate.py"))["main"]
@@ -113,7 +115,9 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
 
     printed, whole = evaluate(tmp_path / "whole")
     scores, rows = json.loads(whole[1]), [json.loads(line) for line in whole[2].splitlines()]
+    card = (model / "README.md").read_text()
     overall = scores["metrics"][MAIN]["overall"]["accuracy"]
+    assert card.count("## Evaluation: data.json") == 1 and f"| overall | {len(rows)} | {overall['value']:.3f} |" in card
     assert scores["scores"][MAIN]["overall"][1] == len(rows) > 4
     assert f"accuracy {overall['value']:.3f} [{overall['low']:.3f}, {overall['high']:.3f}]" in printed
     assert printed.splitlines()[-1].split()[0] == "overall"

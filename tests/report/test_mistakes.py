@@ -35,6 +35,8 @@ def test_the_terminal_says_what_was_answered_and_what_expected():
     assert lines[1].split() == ["90.5", "%", '"answer', '1",', "expected", '"b', "/", 'a"']
     assert lines[2].strip() == "What is 1?  (id q1, k, /d/1.png)"
     assert mistake_lines(ROWS[:1], "accuracy", 3) == ["no answer is wrong"]
+    assert mistake_lines(ROWS, "accuracy", 0) == ["3 answers are wrong: --show_wrong 10 shows some"]
+    assert mistake_lines(ROWS, "cider", 0) == []
 
 
 @pytest.mark.parametrize("logprob, shown", [(0.0, ">99.9 %"), (-0.0513, "95.0 %"), (-9.0, "<0.1 %"), (1e-9, ">99.9 %")])
