@@ -52,7 +52,8 @@ def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
             f"  {percent(row)}  {_quoted(row.get('text'))}, expected {_quoted(reference_text(row.get('reference')))}"
         )
         places = [str(place.get("path") if isinstance(place, dict) else place) for place in row.get("images", ())]
-        about = [f"id {row.get('question_id')}", *row.get("kinds", ()), *places]
+        kinds = [kind for kind in row.get("kinds", ()) if kind != row.get("prompt")]  # what no kinds are given by
+        about = [f"id {row.get('question_id')}", *kinds, *places]
         lines.append(f"          {_short(row.get('prompt'))}  ({', '.join(about)})")
     return lines
 
@@ -93,7 +94,7 @@ def _card(row: dict, turns: object, output_dir: Path) -> str:
     shown = "".join(shown_image(place, output_dir) for place in images[:MOST_IMAGES])
     earlier = row["turn"] - 1 if turns == "together" and is_number(row.get("turn")) else 0
     note = sentence(f"asked after {earlier} earlier turns with their true answers", "note") if earlier > 0 else ""
-    kinds = row.get("kinds") if isinstance(row.get("kinds"), list) else []
+    kinds = [kind for kind in row.get("kinds") or () if kind != row.get("prompt")]
     lines = [
         ("answer", row.get("text", "")),
         ("", percent(row)),
