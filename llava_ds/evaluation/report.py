@@ -3,9 +3,9 @@
 from dataclasses import asdict
 
 from llava_ds.distributed import printable
-from llava_ds.evaluation.answers import BLANK_IMAGE, WITHOUT_PICTURE
 from llava_ds.evaluation.bootstrap import OVERALL, Estimate, estimates, units_of
 from llava_ds.evaluation.scores import Scored
+from llava_ds.report.conditions import CONDITIONS
 
 LONGEST_KIND = 32  # characters
 
@@ -45,16 +45,9 @@ def _with_interval(estimate: Estimate) -> str:
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-LEGEND = {
-    BLANK_IMAGE: "an image of one colour in the place of each: prompts as in training, nothing to see in them",
-    WITHOUT_PICTURE: "neither image nor mark: what the language model answers to the bare question, which the "
-    "training may never have shown it",
-}
-
-
 def legend(columns: list[str], rows: list[dict], turns: str) -> list[str]:
     """Lines on what the table's columns mean, and on what later questions of a record were asked after."""
-    lines = [f"  {name}: {LEGEND[name]}" for name in columns if name in LEGEND]
+    lines = [f"  {name}: {CONDITIONS[name]}" for name in columns if name in CONDITIONS]
     later = sum(row.get("turn", 1) > 1 for row in rows)
     if later and turns == "together":
         lines.append(

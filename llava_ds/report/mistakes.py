@@ -42,9 +42,9 @@ def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
     if count == 0:
         return ["no answer is wrong"]
     if not found:
-        return [f"{count:,} answers are wrong: --show_wrong 10 shows some"] if metric == "accuracy" else []
+        return [f"{_wrong(0, count)}: --show_wrong 10 shows some"] if metric == "accuracy" else []
     if metric == "accuracy":
-        lines = [f"{_first(len(found), count)} wrong answers, the most confident first:"]
+        lines = [f"{_wrong(len(found), count)}, the most confident first:"]
     else:
         lines = [f"{_first(len(found), count)} answers, the lowest {metric} first:"]
     for row in found:
@@ -68,7 +68,7 @@ def mistakes_part(run: RunFiles) -> str:
         title = f"<h3>{esc(name)}</h3>" if len(run.evaluations) > 1 else ""
         try:
             parts.append(title + _cards(path, content, run.output_dir))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
             parts.append(title + sentence(f"{path.name} can't be read ({error}).", "warn"))
     return "".join(parts)
 
@@ -80,9 +80,11 @@ def _cards(path: Path, content: dict, output_dir: Path) -> str:
         found, count = most_confident(rows, metric, MOST_SHOWN)
     if not found:
         return sentence("No answer is wrong.", "note")
-    which = "wrong answers, the most confident first" if metric == "accuracy" else f"answers, the lowest {metric} first"
+    which = f"{_first(len(found), count)} answers, the lowest {metric} first"
+    if metric == "accuracy":
+        which = f"{_wrong(len(found), count)}, the most confident first"
     note = (
-        f"{_first(len(found), count)} {which}. The percentage is the probability that the model gave to exactly this "
+        f"{which}. The percentage is the probability that the model gave to exactly this "
         f"answer. All answers are in {path.name}."
     )
     cards = "".join(_card(row, content.get("turns"), output_dir) for row in found)
@@ -97,7 +99,7 @@ def _card(row: dict, turns: object, output_dir: Path) -> str:
     kinds = [kind for kind in row.get("kinds") or () if kind != row.get("prompt")]
     lines = [
         ("answer", row.get("text", "")),
-        ("", percent(row)),
+        ("confidence", percent(row)),
         ("reference", reference_text(row.get("reference"))),
         *([("score", f"{row['score']:.3g}")] if row["score"] > 0 else []),
         ("id", ", ".join(map(str, [row.get("question_id", ""), *kinds]))),
@@ -125,6 +127,11 @@ def reference_text(reference: object) -> str:
 
 def _first(shown: int, count: int) -> str:
     return f"{count:,}" if shown == count else f"{shown:,} of {count:,}"
+
+
+def _wrong(shown: int, count: int) -> str:
+    answers = "wrong answer" if count == 1 else "wrong answers"
+    return f"{_first(shown, count) if shown else f'{count:,}'} {answers}"
 
 
 def _quoted(text: object) -> str:

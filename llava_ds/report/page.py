@@ -9,6 +9,7 @@ from pathlib import Path
 from llava_ds.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava_ds.ds_config.draft import value_at
 from llava_ds.report.chart import short
+from llava_ds.report.conditions import conditions_note
 from llava_ds.report.curves import curves
 from llava_ds.report.data_part import data_part
 from llava_ds.report.markup import Markup, details, document, esc, navigation, section, sentence, table, tiles
@@ -129,6 +130,7 @@ def _evaluation(run: RunFiles) -> str:
         else:
             metric = f": {content['metric']}" if isinstance(content.get("metric"), str) else ""
             parts.append(f"<h3>{esc(name + metric)}</h3>" + _scores(content.get("scores", content)))
+            parts.append(conditions_note(content.get("scores")))
             if isinstance(content.get("metrics"), dict):
                 found = list(_flat(content["metrics"]))
                 head = ["", "value [95 % interval]"]

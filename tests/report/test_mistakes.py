@@ -5,7 +5,10 @@ import json
 import pytest
 from PIL import Image
 
+from llava_ds.evaluation.answers import BLANK_IMAGE, WITHOUT_PICTURE
+from llava_ds.report.conditions import CONDITIONS, conditions_note
 from llava_ds.report.mistakes import mistake_lines, mistakes_part, most_confident, percent
+from llava_ds.report.page import report_page
 from llava_ds.report.run_files import read_run
 
 EVIL = "<script>alert(1)</script>"
@@ -35,7 +38,7 @@ def test_the_terminal_says_what_was_answered_and_what_expected():
     assert lines[1].split() == ["90.5", "%", '"answer', '1",', "expected", '"b', "/", 'a"']
     assert lines[2].strip() == "What is 1?  (id q1, k, /d/1.png)"
     assert mistake_lines(ROWS[:1], "accuracy", 3) == ["no answer is wrong"]
-    assert mistake_lines(ROWS, "accuracy", 0) == ["3 answers are wrong: --show_wrong 10 shows some"]
+    assert mistake_lines(ROWS, "accuracy", 0) == ["3 wrong answers: --show_wrong 10 shows some"]
     assert mistake_lines(ROWS, "cider", 0) == []
 
 
@@ -56,5 +59,16 @@ def test_the_page_shows_them_with_their_images(tmp_path):
     assert part.index("&lt;script&gt;") < part.index("answer 2") < part.index("answer 3") < part.index("answer 1")
     assert "asked after 2 earlier turns with their true answers" in part and "The picture can&#x27;t be shown" in part
     assert "answer 4" not in part and "4 wrong answers" in part
-    (tmp_path / "evaluation.jsonl").write_text("[1]\n{")
-    assert "evaluation.jsonl can&#x27;t be read" in mistakes_part(read_run(tmp_path))
+    hostile = [{**ROWS[1], "logprob": -(10**400)}, {**ROWS[1], "kinds": 3}]
+    for text in ("[1]\n{", "\xff", "[" * 10**5, *map(json.dumps, hostile)):
+        (tmp_path / "evaluation.jsonl").write_text(text, encoding="latin-1")
+        assert "evaluation.jsonl can&#x27;t be read" in mistakes_part(read_run(tmp_path)), text[:99]
+
+
+def test_a_table_says_what_its_conditions_mean(tmp_path):
+    assert set(CONDITIONS) == {BLANK_IMAGE, WITHOUT_PICTURE}
+    assert conditions_note({"with picture": {}}) == "" == conditions_note([1])
+    scores = {name: {"overall": [1.0, 2]} for name in ("with picture", BLANK_IMAGE)}
+    (tmp_path / "evaluation.json").write_text(json.dumps({"metric": "accuracy", "scores": scores}))
+    page = report_page(read_run(tmp_path))
+    assert "blank image: an image of one colour" in page and "neither image nor mark" not in page
