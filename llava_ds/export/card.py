@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,7 +168,8 @@ def _cell(text: str) -> str:
 
 
 def _asking(output_dir: Path, form: str, name: str) -> str:
-    here, quoted = ASK_HERE.format(folder=shlex.quote(name)), json.dumps(name, ensure_ascii=False)
+    in_shell = "'" + name.replace("'", "'\\''") + "'"
+    here, quoted = ASK_HERE.format(folder=in_shell), json.dumps(name, ensure_ascii=False)
     if form == "llava":
         called = quoted if "llava" in name.lower() else json.dumps(f"llava-{name}", ensure_ascii=False)
         return ASK_LLAVA.format(quoted=quoted, called=called) + here
