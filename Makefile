@@ -71,7 +71,7 @@ ifneq ($(if $(MODEL),$(EVAL_DATA),tiny),)
 endif
 
 evaluate: install
-	$(ASK) run/evaluate.py --model_path $(OUTPUT)-finetune --compare_without_image \
+	$(ASK) run/evaluate.py --model_path $(OUTPUT)-finetune --compare_blank_image --compare_without_image \
 	  --output $(OUTPUT)-finetune/evaluation.json \
 	  $(if $(EVAL_DATA),--data_path '$(EVAL_DATA)') $(if $(EVAL_IMAGES),--image_folder '$(EVAL_IMAGES)')
 
@@ -79,7 +79,7 @@ evaluate: install
 ablation: install
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero3.json --recipe run/recipes/tiny-finetune.yaml \
 	  --output_dir output/tiny-finetune-without-stage-1 $(ARGS)
-	$(ASK) run/evaluate.py --model_path output/tiny-finetune-without-stage-1 --compare_without_image \
+	$(ASK) run/evaluate.py --model_path output/tiny-finetune-without-stage-1 --compare_blank_image --compare_without_image \
 	  --output output/tiny-finetune-without-stage-1/evaluation.json
 
 # Whether training can start on this machine: make doctor ARGS="--deepspeed_config ds_configs/zero3.json"

@@ -481,8 +481,8 @@ class TrainingArguments:
     max_shard_size: str = HfArg(default="5GB", help="Largest file of the finished model's weights, like 5GB or 200MB.")
     dry_run: bool = HfArg(
         default=False,
-        help="Check everything, print the plan, the first batch and the memory that is needed, and stop before the "
-        "model is built; nothing is written to --output_dir.",
+        help="Check everything, print the plan, the first batch, the memory that is needed and, in the last line, "
+        "whether the run can start and fits, and stop before the model is built; nothing is left in --output_dir.",
     )
 
 

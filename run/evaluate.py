@@ -13,10 +13,11 @@ if __name__ == "__main__":
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 
-from llava_ds.bounds import Count, Seed, number
+from llava_ds.bounds import Count, NotNegative, Seed, number
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import (
     Ranks,
@@ -28,6 +29,7 @@ from llava_ds.distributed import (
     quiet_libraries,
 )
 from llava_ds.evaluation.answers import (
+    BLANK_IMAGE,
     MAIN_COLUMN,
     WITHOUT_PICTURE,
     Part,
@@ -40,13 +42,18 @@ from llava_ds.evaluation.answers import (
 from llava_ds.evaluation.asking import ask, plan_batches
 from llava_ds.evaluation.files import Given
 from llava_ds.evaluation.identity import identity_of
-from llava_ds.evaluation.question import Question, digest, without_image
-from llava_ds.evaluation.report import as_json, interval_lines, table
+from llava_ds.evaluation.llava_questions import TURNS
+from llava_ds.evaluation.question import Question, digest, with_blank_image, without_image
+from llava_ds.evaluation.report import as_json, interval_lines, legend, table
 from llava_ds.evaluation.scores import METRICS, Scored
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
+from llava_ds.evaluation.verdicts import answer_rows
+from llava_ds.export.card import add_evaluation
 from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
+from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import LoadedModel
 from llava_ds.launchers import rank_variables
+from llava_ds.report.mistakes import mistake_lines
 from llava_ds.report.page import leave_report
 from llava_ds.tiny.default import heldout_data
 
@@ -65,6 +72,7 @@ def main() -> None:
             options,
             task=args.task,
             metric=metric,
+            turns=args.turns,
             data=digest(questions),
             questions=len(questions),
             batch_size=args.batch_size,
@@ -76,17 +84,21 @@ def main() -> None:
     print_first(*loaded.notes)
 
     columns = {MAIN_COLUMN: questions}
+    if args.compare_blank_image:
+        columns[BLANK_IMAGE] = [with_blank_image(question) for question in questions]
     if args.compare_without_image:
         columns[WITHOUT_PICTURE] = [without_image(question) for question in questions]
-    scored = {}
+    scored, rows = {}, {}
     for column, these in columns.items():
-        texts = answers_to(these, column, loaded, store, attempt, args, ranks)
+        answers = answers_to(these, column, loaded, store, attempt, args, ranks)
         if ranks.is_first:
+            scored[column] = METRICS[metric](these, [answer.text for answer in answers])
+            model = os.path.basename(os.path.abspath(args.model_path))
+            rows[column] = answer_rows(these, answers, scored[column], metric, model)
             if store is not None:
-                write_answers(store, column, these, texts, os.path.basename(os.path.abspath(args.model_path)))
-            scored[column] = METRICS[metric](these, texts)
+                write_answers(store, column, rows[column])
     if ranks.is_first:
-        show(scored, given.data_path, store, args)
+        show(scored, rows[MAIN_COLUMN], given.data_path, store, args)
 
 
 def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]:
@@ -95,7 +107,9 @@ def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]
         data_path, image_folder = args.data_path, args.image_folder
         if data_path is None:
             data_path, image_folder = heldout_data(args.cache_dir)
-        given = Given(data_path, args.annotations, image_folder, args.split or "test", args.metric, args.cache_dir)
+        given = Given(
+            data_path, args.annotations, image_folder, args.split or "test", args.metric, args.turns, args.cache_dir
+        )
         questions = read_questions(args.task, given, args.limit)
     remedy = "give every machine the same files, under the same paths"
     check_same({"what --data_path holds": digest(questions)}, ranks, remedy)
@@ -110,7 +124,7 @@ def answers_to(
     attempt: int,
     args: argparse.Namespace,
     ranks: Ranks,
-) -> list[str]:
+) -> list[Answer]:
     """The answer to each question, on every rank; what earlier attempts left is not asked again."""
     known = answered(store, column, len(questions), ranks)
     if known:
@@ -119,25 +133,47 @@ def answers_to(
     batches = plan_batches(loaded, questions, args.batch_size, ranks)
     ask(loaded, questions, batches, known, part.keep, ranks, max_new_tokens=args.max_new_tokens, progress=column)
     part.close()
-    for texts in gather(part.texts, ranks):
-        known |= texts
+    for answers in gather(part.answers, ranks):
+        known |= answers
     return [known[number] for number in range(len(questions))]
 
 
-def show(scored: dict[str, Scored], data_path: str, store: Store | None, args: argparse.Namespace) -> None:
-    """Print the scores, write them where there is a store, and put them into a run's page if they lie beside it."""
+def show(
+    scored: dict[str, Scored], rows: list[dict], data_path: str, store: Store | None, args: argparse.Namespace
+) -> None:
+    """Print the scores, write them where there is a store, and put them into a run's page if they lie beside it.
+
+    rows: of the answers to the questions as they are.
+    """
     scores = as_json(scored, args.resamples, args.seed)
+    if store is not None:
+        named = {"task": args.task, "model_path": args.model_path, "data_path": data_path, "turns": args.turns}
+        write_scores(store, {**named, **scores})
+        into_card(scores, data_path, args)
     print_first(
         f"{scores['metric']} of {args.model_path} on {data_path}:",
         f"95 % intervals, {args.resamples:,} resamples:",
         *interval_lines(scores),
+        *mistake_lines(rows, scores["metric"], args.show_wrong),
+        *legend(list(scored), rows, args.turns),
         *table(scores),
     )
-    if store is not None:
-        named = {"task": args.task, "model_path": args.model_path, "data_path": data_path}
-        write_scores(store, {**named, **scores})
-        if (run := store.output.parent / "run.json").is_file():
-            leave_report(run.parent)
+    if store is not None and (run := store.output.parent / "run.json").is_file():
+        leave_report(run.parent)
+
+
+def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespace) -> None:
+    """Put the scores into the model's card, if it has one of ours. They are not lost over it."""
+    data = "generated scenes" if args.data_path is None else os.path.basename(os.path.abspath(data_path))
+    name = (
+        f"{data}{f', the first {args.limit:,}' if args.limit else ''}{', turns by themselves' * (args.turns == 'each')}"
+    )
+    folder = Path(args.model_path).expanduser()
+    try:
+        if add_evaluation(folder, name if args.task == "llava" else f"{args.task}, {name}", scores):
+            print_first(f"scores added to the model card: {folder / 'README.md'}")
+    except OSError as error:
+        print_first(f"WARNING: the scores could not be added to {folder / 'README.md'} ({error.strerror})")
 
 
 def start(options: EngineOptions) -> Ranks:
@@ -160,7 +196,22 @@ def parse() -> argparse.Namespace:
     add("--metric", choices=CHOSEN_METRICS, default="exact", help="of --task llava (default: %(default)s)")
     add("--split", help="of ScienceQA (default: test)")
     add("--limit", type=number(Count), help="ask the first questions only")
-    add("--compare_without_image", action="store_true", help="ask again with the pictures withheld")
+    add(
+        "--turns",
+        choices=TURNS,
+        default="together",
+        help="of --task llava: together asks a later question after the record's own earlier turns, true answers "
+        "included; each asks every question by itself (default: %(default)s)",
+    )
+    add("--compare_blank_image", action="store_true", help="ask again with a blank image in the place of each")
+    add("--compare_without_image", action="store_true", help="ask again with no image and no mark of one in the prompt")
+    add(
+        "--show_wrong",
+        type=number(NotNegative),
+        default=0,
+        metavar="N",
+        help="print N wrong answers with reference and images, the most confident first (default: %(default)s)",
+    )
     add("--batch_size", type=number(Count), default=48, help="questions at a time on a device (default: %(default)s)")
     add("--max_new_tokens", type=number(Count), default=64, help="longest answer (default: %(default)s)")
     add(
@@ -182,6 +233,8 @@ def parse() -> argparse.Namespace:
         raise ConfigError(f"--data_path is missing: say where {args.task}'s questions lie")
     if args.metric != "exact" and args.task != "llava":
         raise ConfigError(f"--metric goes with --task llava: {args.task} has a scoring of its own, leave it out")
+    if args.turns != "together" and args.task != "llava":
+        raise ConfigError(f"--turns goes with --task llava: {args.task}'s questions are one turn each, leave it out")
     if args.split is not None and args.task != "scienceqa":
         raise ConfigError(f"--split goes with --task scienceqa: {args.task}'s files are one split each, leave it out")
     return args

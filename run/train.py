@@ -165,22 +165,28 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     resume, lines = from_first(ranks, partial(find, args.training.allow_changed_flags, about_data))
     weights = from_first(ranks, lambda: weight_hashes(args, output_dir, resume.path))
     print_first(*plan_lines(resolved, dataset, layout, num_steps, per_epoch), *lines)
+    finished, try_whole = Finished(plan, args.model, pictures, resolved.dtype, args.data.model_max_length), None
+    if form != "adapter" and not trains_projector_only(args.model):
+        entries = planned_entries(finished)
+        try_whole = partial(try_export, finished, entries, form, output_dir, max_shard_bytes)
     if args.training.dry_run:
         planned = planned_here(resolved, plan, dataset, order, ranks)
+        if try_whole is not None:
+            print_first(from_first(ranks, partial(try_whole, dry_run=True)))
         if ranks.is_first:
             print_first(*dry_run.first_batch(dataset, layout, order, resume.step, num_steps, plan.tokenizer))
             print_first(*dry_run.memory(planned, ranks))
+            steps, step_s = (resume.step, num_steps), dry_run.measured_step_s(output_dir, resume.step)
+            memory = dry_run.memory_of_gpu(ranks), dry_run.memory_of_host()
+            print_first(dry_run.conclusion(planned, *memory, steps, layout.batch_size, step_s))
         return 0
     checkpoint.set_aside(output_dir, resume, ranks)
     mend_side_files(output_dir, checkpoint.OF_A_RUN, ranks)
     if ranks.is_first:
         write_run_record(output_dir, args, resolved, num_steps, dataset, held_out, ranks)
         write_data_files(output_dir, dataset.table)
-    finished = Finished(plan, args.model, pictures, resolved.dtype, args.data.model_max_length)
-    if form != "adapter" and not trains_projector_only(args.model):
-        entries = planned_entries(finished)
-        tried = from_first(ranks, lambda: try_export(finished, entries, form, output_dir, max_shard_bytes))
-        print_first(tried)
+    if try_whole is not None:
+        print_first(from_first(ranks, try_whole))
 
     # The model, the engine, and what the engine was in the middle of.
     set_random_seed(args.training.seed)  # Python's and numpy's generators too, which a checkpoint holds

@@ -1,6 +1,7 @@
 """Answers on disk: kept as they come, found again after a break, and never mixed with another evaluation's.
 
-Beside OUTPUT.json, the scores, lie the answers in the questions' order: OUTPUT.jsonl, OUTPUT.without_picture.jsonl.
+Beside OUTPUT.json, the scores, lie the answers in the questions' order: OUTPUT.jsonl, OUTPUT.without_picture.jsonl,
+OUTPUT.blank_image.jsonl.
 While questions are asked, OUTPUT.partial/ holds identity.json and what each rank has of each column.
 """
 
@@ -9,19 +10,20 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
 from llava_ds.constants import ConfigError
 from llava_ds.distributed import Ranks, barrier, from_first, gather, print_first
-from llava_ds.evaluation.question import Question
+from llava_ds.infer.generate import Answer
 from llava_ds.whole_files import write_whole
 
 IDENTITY = "identity.json"
 MAIN_COLUMN = "with picture"  # its answers lie in OUTPUT.jsonl
 WITHOUT_PICTURE = "without picture"
-COLUMNS = (MAIN_COLUMN, WITHOUT_PICTURE)
+BLANK_IMAGE = "blank image"
+COLUMNS = (MAIN_COLUMN, BLANK_IMAGE, WITHOUT_PICTURE)
 PART = re.compile(r"\w+-(?P<attempt>\d+)-\d+\.jsonl")  # of a column, an attempt and a rank
 
 
@@ -106,20 +108,30 @@ def _move(path: Path, why: str) -> None:
     print_first(f"{path} is of another evaluation ({why}): moved to {aside.name}")
 
 
-def answered(store: Store | None, column: str, num_questions: int, ranks: Ranks) -> dict[int, str]:
+def answered(store: Store | None, column: str, num_questions: int, ranks: Ranks) -> dict[int, Answer]:
     """The answers that earlier attempts left, by the questions' numbers, on every rank. All ranks call it together."""
-    found: dict[int, str] = {}
+    found: dict[int, Answer] = {}
     if store is not None:
         file = store.answers_file(column)
         if file.is_file():
-            rows = _rows(file, lambda row: isinstance(row["text"], str))
+            rows = _rows(file, _is_answer)
             if len(rows) == num_questions:
-                found = {number: row["text"] for number, row in enumerate(rows)}
+                found = {number: _answer(row) for number, row in enumerate(rows)}
         for part in sorted(store.partial.glob(f"{_spelled(column)}-*.jsonl")):
-            for row in _rows(part, lambda row: row["number"] in range(num_questions) and isinstance(row["text"], str)):
-                found.setdefault(row["number"], row["text"])
+            for row in _rows(part, lambda row: row["number"] in range(num_questions) and _is_answer(row)):
+                found.setdefault(row["number"], _answer(row))
     # Machines that share no disk have different parts.
-    return {number: text for each in reversed(gather(found, ranks)) for number, text in each.items()}
+    return {number: answer for each in reversed(gather(found, ranks)) for number, answer in each.items()}
+
+
+def _is_answer(row: dict) -> bool:
+    return (
+        isinstance(row["text"], str) and isinstance(row["logprob"], (int, float)) and isinstance(row["num_tokens"], int)
+    )
+
+
+def _answer(row: dict) -> Answer:
+    return Answer(row["text"], float(row["logprob"]), row["num_tokens"])
 
 
 class Part:
@@ -129,19 +141,19 @@ class Part:
     """
 
     def __init__(self, store: Store | None, column: str, attempt: int, ranks: Ranks) -> None:
-        self.texts: dict[int, str] = {}
+        self.answers: dict[int, Answer] = {}
         self.path = store and store.partial / f"{_spelled(column)}-{attempt}-{ranks.rank}.jsonl"
         self.file: TextIO | None = None
 
-    def keep(self, texts: dict[int, str]) -> None:
+    def keep(self, answers: dict[int, Answer]) -> None:
         """Add the answers of a batch, in one piece."""
-        self.texts |= texts
+        self.answers |= answers
         if self.path is None:
             return
         if self.file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # on a machine that does not share rank 0's
             self.file = self.path.open("w", encoding="utf-8")
-        rows = [json.dumps({"number": n, "text": text}, ensure_ascii=False) + "\n" for n, text in texts.items()]
+        rows = [json.dumps({"number": n, **asdict(each)}, ensure_ascii=False) + "\n" for n, each in answers.items()]
         self.file.write("".join(rows))
         self.file.flush()
 
@@ -150,12 +162,8 @@ class Part:
             self.file.close()
 
 
-def write_answers(store: Store, column: str, questions: list[Question], texts: list[str], model: str) -> None:
-    """Write a column's answers, a line per question with LLaVA's keys, in the questions' order."""
-    rows = [
-        {"question_id": q.id, "prompt": q.asked, "text": text, "model_id": model, "kinds": list(q.kinds), **q.more}
-        for q, text in zip(questions, texts, strict=True)
-    ]
+def write_answers(store: Store, column: str, rows: list[dict[str, object]]) -> None:
+    """Write a column's answers, a line per question, in the questions' order (verdicts.answer_rows)."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     write_whole(store.answers_file(column), "".join(lines))
 

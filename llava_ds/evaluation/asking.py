@@ -4,7 +4,7 @@ from collections.abc import Callable, Container
 
 from llava_ds.distributed import Ranks, gather, progress_bar
 from llava_ds.evaluation.question import Question
-from llava_ds.infer.generate import answer, make_encoder, prompt_ids
+from llava_ds.infer.generate import Answer, greedy_answers, make_encoder, prompt_ids
 from llava_ds.infer.load import LoadedModel
 
 
@@ -27,7 +27,7 @@ def ask(
     questions: list[Question],
     batches: list[list[int]],
     answered: Container[int],
-    keep: Callable[[dict[int, str]], None],
+    keep: Callable[[dict[int, Answer]], None],
     ranks: Ranks,
     *,
     max_new_tokens: int,
@@ -44,7 +44,9 @@ def ask(
     with progress_bar(total=sum(map(len, own)), desc=progress, unit="question") as bar:
         for batch in own:
             prompts = [questions[number].prompt for number in batch]
-            texts = answer(loaded, prompts, batch_size=len(batch), max_new_tokens=max_new_tokens, encoder=encoder)
+            answers = greedy_answers(
+                loaded, prompts, batch_size=len(batch), max_new_tokens=max_new_tokens, encoder=encoder
+            )
             if loaded.ranks is None or ranks.is_first:
-                keep(dict(zip(batch, texts, strict=True)))
+                keep(dict(zip(batch, answers, strict=True)))
             bar.update(len(batch))

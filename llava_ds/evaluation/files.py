@@ -16,8 +16,8 @@ from llava_ds.evaluation.question import Question
 class Given:
     """What the command line says about the questions.
 
-    data_path: the questions; annotations: their answers, where another file has them; split: of ScienceQA; metric: of
-    a LLaVA-format file.
+    data_path: the questions; annotations: their answers, where another file has them; split: of ScienceQA; metric, and
+    turns ("together" or "each"): of a LLaVA-format file.
     """
 
     data_path: str
@@ -25,6 +25,7 @@ class Given:
     image_folder: str | None = None
     split: str = "test"
     metric: str = "exact"
+    turns: str = "together"
     cache_dir: str = "~/.cache/llava_ds"
 
 

@@ -1,10 +1,14 @@
 """Any LLaVA-format file with references, and COCO's captions."""
 
 import json
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
-from llava_ds.data.sample import Media, Sample
+from llava_ds.data.sample import Media, Message, Sample
 from llava_ds.data.sources import RawRecord, SourceOptions, open_sources, shown, to_sample
+from llava_ds.data.sources.pictures import field_of
+from llava_ds.data.sources.source import Source
 from llava_ds.evaluation.files import (
     Given,
     Pictures,
@@ -20,12 +24,17 @@ from llava_ds.evaluation.scores import reference_for
 from llava_ds.infer.generate import Prompt
 
 CAPTION = "Provide a one-sentence caption for the provided image."  # as LLaVA-1.5 was trained to be asked
+TURNS = ("together", "each")  # how the questions of a record are asked
+MIN_SAME_WORDS = 5  # questions that make a group where no kinds are given
+MAX_GROUPS = 20
+LONGEST_NAME = 100  # characters of a question that may name a group
 
 
 def llava(given: Given) -> list[Question]:
-    """Every answered turn of every record, asked with the file's own earlier turns before it.
+    """Every answered turn of every record, asked after the record's own earlier turns, or by itself.
 
-    "kind" in a record groups the scores; "references", a list of texts, stands for its last answer.
+    "kind" in a record or in one of a question's two turns groups the scores; "references", a list of texts, stands for
+    a record's last answer.
     """
     questions, problems, total = [], [], 0
     options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir)
@@ -33,44 +42,82 @@ def llava(given: Given) -> list[Question]:
         for record in source.read():
             total += 1
             try:
-                questions += _turns(to_sample(record.text, source, record.index), _references(record), given.metric)
+                sample = to_sample(record.text, source, record.index)
+                questions += _questions_of(sample, _scoring(record, source), given)
             except DataError as error:
                 problems.append(f"{record.file}, record {record.index}: {error}")
     if problems:
         raise DataError(f"{given.data_path}: {len(problems)} of {total} records can't be used\n{shown(problems)}")
     if not questions:
         raise DataError(f"{given.data_path}: there is no question with an answer in the data")
-    return questions
+    return questions if any(question.kinds for question in questions) else _grouped_by_words(questions)
 
 
-def _references(record: RawRecord) -> list[str] | None:
-    if '"references"' not in record.text:
-        return None
-    references = json.loads(record.text).get("references")
+@dataclass(frozen=True)
+class _Scoring:
+    """What a record says beside its conversation. kinds: of its turns, "" where one has none."""
+
+    references: list[str] | None = None
+    kinds: tuple[str, ...] = ()
+
+
+def _scoring(record: RawRecord, source: Source) -> _Scoring:
+    """Raises DataError for references that are no texts. record: one that to_sample takes."""
+    if '"references"' not in record.text and '"kind"' not in record.text:
+        return _Scoring()
+    content = json.loads(record.text)
+    references = content.get("references")
     if references is not None and (
         not isinstance(references, list) or not references or not all(isinstance(each, str) for each in references)
     ):
         raise DataError(f"has {references!r:.60} under 'references', expected a list of texts")
-    return references
+    _, turns = field_of(content, source.columns.turns)
+    kinds = [turn.get("kind") for turn in turns or ()]
+    return _Scoring(references, tuple(kind if isinstance(kind, str) else "" for kind in kinds))
 
 
-def _turns(sample: Sample, references: list[str] | None, metric: str) -> list[Question]:
+def _questions_of(sample: Sample, scoring: _Scoring, given: Given) -> list[Question]:
     questions = []
     answered = [i for i, message in enumerate(sample.messages) if message.role == "gpt" and i > 0]
-    for i in answered:
+    of_its_own = len(sample.messages) - len(scoring.kinds)  # a system message that is no turn
+    for number, i in enumerate(answered, 1):
+        own = scoring.kinds[max(0, i - 1 - of_its_own) : i + 1 - of_its_own]  # of the question's turn and the answer's
+        kind = next(filter(None, own), sample.kind)
+        texts = scoring.references if scoring.references and i == answered[-1] else [sample.messages[i].text]
         before = sample.messages[:i]
-        shown_media = sum(m.text.count(IMAGE_TOKEN) for m in before)
-        texts = references if references and i == answered[-1] else [sample.messages[i].text]
+        media = sample.media[: sum(message.text.count(IMAGE_TOKEN) for message in before)]
         questions.append(
             Question(
-                sample.id,
-                Prompt(before, tuple(map(_by_path, sample.media[:shown_media]))),
+                f"{sample.id}#{number}" if len(answered) > 1 else sample.id,
+                Prompt(_by_itself(before) if given.turns == "each" else before, tuple(map(_by_path, media))),
                 before[-1].text.replace(IMAGE_TOKEN, "").strip(),
-                reference_for(metric, texts),
-                kinds=(sample.kind,) if sample.kind else (),
+                reference_for(given.metric, texts),
+                kinds=(kind,) if kind else (),
+                more={"id": sample.id, "turn": number},
             )
         )
     return questions
+
+
+def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The last question without the turns before it; images that these showed stand before it."""
+    *earlier, question = messages
+    system = [message for message in earlier if message.role == "system"]
+    marks = sum(message.text.count(IMAGE_TOKEN) for message in earlier)
+    return (*system, Message(question.role, f"{IMAGE_TOKEN}\n" * marks + question.text))
+
+
+def _grouped_by_words(questions: list[Question]) -> list[Question]:
+    """The questions with their own words as their kind, those of the words that many have."""
+    counts = Counter(question.asked for question in questions)
+    groups = {
+        words: " ".join(words.split())
+        for words, count in counts.most_common(MAX_GROUPS)
+        if count >= MIN_SAME_WORDS and 0 < len(words) <= LONGEST_NAME
+    }
+    if sum(counts[words] for words in groups) == len(questions) and len(groups) == 1:
+        return questions  # the group would say what all of them do
+    return [replace(q, kinds=(groups[q.asked],)) if q.asked in groups else q for q in questions]
 
 
 def _by_path(media: Media) -> str | Media:

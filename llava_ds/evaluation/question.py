@@ -13,9 +13,10 @@ from llava_ds.infer.generate import Prompt
 class Question:
     """One question.
 
-    id: as its file has it, not always unique; prompt: the conversation that ends with it; asked: its text for the file
-    of answers; reference: what the metric compares with (scores.METRICS says what each expects); kinds: groups that it
-    is scored in; more: written beside its answer.
+    id: as its file has it, not always unique; of a record with several questions, with # and the turn behind it;
+    prompt: the conversation that ends with it; asked: its text for the file of answers; reference: what the metric
+    compares with (scores.METRICS says what each expects); kinds: groups that it is scored in; more: written beside its
+    answer.
     """
 
     id: str | int
@@ -37,6 +38,11 @@ def without_image(question: Question) -> Question:
     """The same question with its pictures withheld: neither features nor marks remain."""
     messages = tuple(Message(m.role, m.text.replace(IMAGE_TOKEN, "").strip()) for m in question.prompt.messages)
     return replace(question, prompt=Prompt(messages, ()))
+
+
+def with_blank_image(question: Question) -> Question:
+    """The same question with a blank image in the place of each."""
+    return replace(question, prompt=replace(question.prompt, blank=True))
 
 
 def digest(questions: list[Question]) -> str:

@@ -2,8 +2,12 @@
 
 from dataclasses import asdict
 
+from llava_ds.distributed import printable
 from llava_ds.evaluation.bootstrap import OVERALL, Estimate, estimates, units_of
 from llava_ds.evaluation.scores import Scored
+from llava_ds.report.conditions import CONDITIONS
+
+LONGEST_KIND = 32  # characters
 
 
 def as_json(columns: dict[str, Scored], resamples: int, seed: int) -> dict[str, object]:
@@ -41,13 +45,31 @@ def _with_interval(estimate: Estimate) -> str:
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
+def legend(columns: list[str], rows: list[dict], turns: str) -> list[str]:
+    """Lines on what the table's columns mean, and on what later questions of a record were asked after."""
+    lines = [f"  {name}: {CONDITIONS[name]}" for name in columns if name in CONDITIONS]
+    later = sum(row.get("turn", 1) > 1 for row in rows)
+    if later and turns == "together":
+        lines.append(
+            f"{later:,} of {len(rows):,} questions are later turns, asked with the true earlier answers before them, "
+            "which may give theirs away: --turns each asks every question by itself"
+        )
+    return lines
+
+
 def table(scores: dict) -> list[str]:
     """Lines of a table: a row per kind, a column of the first metric per run, and the number of questions."""
     sums = scores["scores"]
     first = next(iter(sums.values()))
-    width = max(len(kind) for kind in first) + 2
+    width = max(len(_shortened(kind)) for kind in first) + 2
     lines = [f"{'kind':{width}}{'questions':>10}" + "".join(f"{name:>18}" for name in sums)]
     for kind, (_, asked) in first.items():
         cells = "".join(f"{each[kind][0] / each[kind][1]:>18.3f}" for each in sums.values())
-        lines.append(f"{kind:{width}}{asked:>10,}{cells}")
+        lines.append(f"{_shortened(kind):{width}}{asked:>10,}{cells}")
     return lines
+
+
+def _shortened(kind: str) -> str:
+    """A kind's name without its middle, where that would make the table too wide."""
+    half = LONGEST_KIND // 2
+    return printable(kind if len(kind) <= LONGEST_KIND else f"{kind[:half]}…{kind[1 - half :]}")

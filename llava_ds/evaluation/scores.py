@@ -21,7 +21,8 @@ Figures = Callable[[np.ndarray], np.ndarray]  # (..., C) means over units -> (..
 
 @dataclass(frozen=True)
 class Scored:
-    """columns (U, C); kinds: the groups that each unit counts in; metrics: each a function of the columns' means.
+    """columns (U, C); kinds: the groups that each unit counts in; metrics: each a function of the columns' means;
+    per_question: what each question's own answer is worth by the first metric.
 
     The first metric is the mean of the first column: the one figure of the benchmark.
     """
@@ -29,6 +30,7 @@ class Scored:
     columns: np.ndarray
     kinds: list[tuple[str, ...]]
     metrics: dict[str, Figures]
+    per_question: np.ndarray
 
 
 def _mean(column: int) -> Figures:
@@ -37,7 +39,7 @@ def _mean(column: int) -> Figures:
 
 def _per_question(name: str, scores: list[float], questions: list[Question]) -> Scored:
     columns = np.array(scores, dtype=np.float64)[:, None]
-    return Scored(columns, [question.kinds for question in questions], {name: _mean(0)})
+    return Scored(columns, [question.kinds for question in questions], {name: _mean(0)}, columns[:, 0])
 
 
 def exact_match(questions: list[Question], answers: list[str]) -> Scored:
@@ -97,6 +99,7 @@ def yes_no(questions: list[Question], answers: list[str]) -> Scored:
             "f1": lambda means: _ratio(2 * means[..., 1], means[..., 2] + means[..., 3]),
             "yes_ratio": _mean(2),
         },
+        columns[:, 0],
     )
 
 
@@ -117,16 +120,17 @@ def circular_choice(questions: list[Question], answers: list[str]) -> Scored:
     Source: MMBench (arXiv 2307.06281), section 4.1, CircularEval.
     """
     rounds: dict[object, list[bool]] = defaultdict(list)
-    kinds = {}
+    kinds, per_question = {}, []
     for question, answer in zip(questions, answers, strict=True):
         of, letter, options = question.reference
-        rounds[of].append(matched_letter(answer, options) == letter)
+        per_question.append(matched_letter(answer, options) == letter)
+        rounds[of].append(per_question[-1])
         kinds.setdefault(of, question.kinds)
     columns = np.array([[all(right), right[0]] for right in rounds.values()], dtype=np.float64)
     metrics = {"accuracy": _mean(0)}
     if any(len(right) > 1 for right in rounds.values()):
         metrics["first_round_accuracy"] = _mean(1)
-    return Scored(columns, list(kinds.values()), metrics)
+    return Scored(columns, list(kinds.values()), metrics, np.array(per_question, dtype=np.float64))
 
 
 def caption_scores(questions: list[Question], answers: list[str]) -> Scored:
@@ -134,7 +138,8 @@ def caption_scores(questions: list[Question], answers: list[str]) -> Scored:
     captions = [caption_words(answer) for answer in answers]
     references = [[caption_words(each) for each in question.reference] for question in questions]
     columns = np.stack([cider(captions, references), rouge_l(captions, references)], axis=1)
-    return Scored(columns, [question.kinds for question in questions], {"cider": _mean(0), "rouge_l": _mean(1)})
+    metrics = {"cider": _mean(0), "rouge_l": _mean(1)}
+    return Scored(columns, [question.kinds for question in questions], metrics, columns[:, 0])
 
 
 METRICS = {
@@ -147,6 +152,13 @@ METRICS = {
     "gqa": gqa_accuracy,
     "caption": caption_scores,
 }
+
+
+def shown_reference(metric: str, reference: object) -> object:
+    """A question's reference as a person reads it: of a multiple-choice question, its letter."""
+    if metric == "choice":
+        return LETTERS[reference[0]]
+    return reference[1] if metric == "circular" else reference
 
 
 def reference_for(metric: str, texts: list[str]) -> object:

@@ -1,14 +1,16 @@
-"""README.md of an exported folder: what the model is, what it was trained on and how, and how to open it."""
+"""README.md of an exported folder: what the model is, how it was trained, how it scores, and how to ask it."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
-
-from typing_extensions import TypedDict
 
 from llava_ds.arguments import Arguments, trained_parts
 from llava_ds.redact import redact
-from llava_ds.side_files import read_rows
+from llava_ds.report.run_files import read_run
+from llava_ds.whole_files import write_whole
 
+CARD = "README.md"
 # Flags that a reader of a model card asks for; paths are no such.
 SHOWN = (
     "version", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "image_aspect_ratio",
@@ -16,41 +18,46 @@ SHOWN = (
     "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "bf16", "fp16", "loss_reduction", "seed",
 )  # fmt: skip
 
-OPEN_HF = """\
+# Where run/evaluate.py puts its scores; a card without it is not ours to change.
+EVALUATIONS_END = "<!-- llava_ds: evaluations end here -->"
+ASK_HF = """\
 ```python
+from PIL import Image
 from transformers import AutoProcessor, {cls}
 
-model = {cls}.from_pretrained("{folder}")
-processor = AutoProcessor.from_pretrained("{folder}")
+model = {cls}.from_pretrained({quoted}, dtype="auto")
+processor = AutoProcessor.from_pretrained({quoted})
+
+image, question = Image.open("image.png").convert("RGB"), "What is in the image?"
+chat = [{{"role": "user", "content": [{{"type": "image", "image": image}}, {{"type": "text", "text": question}}]}}]
+inputs = processor.apply_chat_template(
+    chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+)
+tokens = model.generate(**inputs.to(model.device, model.dtype), max_new_tokens=64, do_sample=False)
+print(processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 """
-OPEN_LLAVA = """\
+ASK_LLAVA = """\
 ```python
 from llava.model.builder import load_pretrained_model
 
-tokenizer, model, image_processor, context_len = load_pretrained_model("{folder}", None, "{name}")
+tokenizer, model, image_processor, context_len = load_pretrained_model({quoted}, None, {called})
 ```
 """
+ASK_HERE = """
+In llava_ds:
 
-
-class _Row(TypedDict):
-    """Of a row of metrics.jsonl what a card adds up."""
-
-    step: int
-    epoch: float
-    loss: float
-    samples: int
-    tokens: int
-    supervised_tokens: int
+    python run/chat.py --model_path {folder} --image image.png --question "What is in the image?"
+"""
 
 
 def write_card(
     output_dir: Path, form: str, args: Arguments, run_dir: Path, record: dict, step: int | None = None
 ) -> None:
-    """Write README.md. run_dir: where metrics.jsonl and, if there is one, evaluation.json lie; record: run.json; step:
-    of the checkpoint, None for the last.
+    """Write README.md. run_dir: where metrics.jsonl lies; record: run.json; step: of the checkpoint, None for the last.
 
-    Names of models and data sets are the last parts of their paths: the rest is this machine's.
+    It has no scores yet: those in run_dir may be of an earlier model, and add_evaluation puts new ones in. Names of
+    models and data sets are the last parts of their paths: the rest is this machine's.
     """
     model, flags = args.model, args.as_dict()
     name = output_dir.resolve().name
@@ -81,50 +88,92 @@ def write_card(
         "| --- | --- |",
         *(f"| {package} | {version} |" for package, version in record["versions"].items()),
         "",
-        *(_scores(run_dir / "evaluation.json") if step is None else []),
-        *([] if form == "projector" else ["## Opening it", "", _opening(output_dir, form, name)]),
+        *([] if form == "projector" else [EVALUATIONS_END, "", "## Asking it", "", _asking(output_dir, form, name)]),
     ]
-    (output_dir / "README.md").write_text(redact("\n".join(lines)), encoding="utf-8")
+    write_whole(output_dir / CARD, redact("\n".join(lines)))
 
 
 def write_conversion_card(output_dir: Path, form: str, source: Path) -> None:
     """Write README.md of a folder that was another format before."""
     name = output_dir.resolve().name
     text = f"# {name}\n\n{source.resolve().name}, converted by llava_ds.\n\n"
-    opening = "" if form == "projector" else f"## Opening it\n\n{_opening(output_dir, form, name)}"
-    (output_dir / "README.md").write_text(text + opening, encoding="utf-8")
+    asking = "" if form == "projector" else f"{EVALUATIONS_END}\n\n## Asking it\n\n{_asking(output_dir, form, name)}"
+    write_whole(output_dir / CARD, text + asking)
+
+
+def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
+    """Put scores into a model's card, in the place of those of an evaluation with the same name. False where the folder
+    has no card of ours.
+
+    scores: as run/evaluate.py --output writes them. Raises OSError where the card can't be written; it is written
+    whole or not at all.
+    """
+    path = folder / CARD
+    try:
+        card = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    if EVALUATIONS_END not in card:
+        return False
+    name = re.sub(r"[^\w .,:+-]|--+", "_", redact(name))  # within a comment
+    begin, end = f"<!-- evaluation: {name} -->\n", "<!-- end of evaluation -->\n"
+    block = begin + "\n".join([f"## Evaluation: {name}", "", *_score_lines(scores), ""]) + "\n" + end
+    old = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
+    if old.search(card):
+        card = old.sub(lambda _: block, card, count=1)
+    else:
+        card = card.replace(EVALUATIONS_END, block + EVALUATIONS_END, 1)
+    write_whole(path, card, shared=True)
+    return True
 
 
 def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
-    path = run_dir / "metrics.jsonl"
-    rows, _ = read_rows(path, _Row) if path.is_file() else ([], [])
-    rows = [row for row in rows if step is None or row["step"] <= step]
-    if not rows:
+    """The report's own figures, up to the step."""
+    run = read_run(run_dir)
+    if step is not None:
+        until = ([row for row in rows if row["step"] <= step] for rows in (run.metrics, run.evals))
+        run = replace(run, **dict(zip(("metrics", "evals"), until)))
+    numbers = run.numbers
+    if "steps" not in numbers:
         return [f"- optimizer steps: {record['num_steps']:,}"]
-    total = {key: sum(row[key] for row in rows) for key in ("samples", "tokens", "supervised_tokens")}
+    shown = (
+        ("samples", "- samples: {:,.0f}"),
+        ("tokens", "- tokens: {:,.0f}"),
+        ("supervised_tokens", "- supervised tokens: {:,.0f}"),
+        ("loss", "- loss at the end (running mean): {:.4f}"),
+        ("held_out_loss", "- loss on held-out samples: {:.4f}"),
+    )
+    epochs = f", {numbers['epoch']:.2f} epochs" if "epoch" in numbers else ""
     return [
-        f"- optimizer steps: {rows[-1]['step']:,} of {record['num_steps']:,}, {rows[-1]['epoch']:.2f} epochs",
-        f"- samples: {total['samples']:,}",
-        f"- tokens: {total['tokens']:,}, {total['supervised_tokens']:,} of them supervised",
-        f"- loss at the end: {rows[-1]['loss']:.4f}",
+        f"- optimizer steps: {numbers['steps']:,} of {record['num_steps']:,}{epochs}",
+        *(form.format(numbers[name]) for name, form in shown if name in numbers),
     ]
 
 
-def _scores(path: Path) -> list[str]:
-    """What run/evaluate.py --output wrote there."""
-    if not path.is_file():
-        return []
-    written = json.loads(path.read_text(encoding="utf-8"))
-    scores = written["scores"]
-    names = list(scores)
-    kinds = list(scores[names[0]])
-    rows = [[kind, *(f"{scores[n][kind][0] / scores[n][kind][1]:.3f}" for n in names)] for kind in kinds]
-    table = [[written.get("metric", "accuracy"), *names], ["---"] * (1 + len(names)), *rows]
-    return ["## Evaluation", "", *(f"| {' | '.join(row)} |" for row in table), ""]
+def _score_lines(scores: dict) -> list[str]:
+    """A table of what run/evaluate.py wrote: a row per kind, a column per condition."""
+    columns = scores["scores"]
+    kinds = next(iter(columns.values()))
+    rows = [
+        [_cell(kind), f"{asked:,}", *(f"{each[kind][0] / each[kind][1]:.3f}" for each in columns.values())]
+        for kind, (_, asked) in kinds.items()
+    ]
+    head = [scores.get("metric", "accuracy"), "questions", *columns]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
-def _opening(output_dir: Path, form: str, name: str) -> str:
+def _cell(text: str) -> str:
+    """A text that ends no cell and is no markup."""
+    return re.sub(r"([|<>`*_\[\]\\])", r"\\\1", " ".join(text.split()))
+
+
+def _asking(output_dir: Path, form: str, name: str) -> str:
+    in_shell = "'" + name.replace("'", "'\\''") + "'"
+    here, quoted = ASK_HERE.format(folder=in_shell), json.dumps(name, ensure_ascii=False)
     if form == "llava":
-        return OPEN_LLAVA.format(folder=name, name=name if "llava" in name.lower() else f"llava-{name}")
+        called = quoted if "llava" in name.lower() else json.dumps(f"llava-{name}", ensure_ascii=False)
+        return ASK_LLAVA.format(quoted=quoted, called=called) + here
+    if form == "adapter":
+        return here.lstrip()
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))
-    return OPEN_HF.format(cls=config["architectures"][0], folder=name)
+    return ASK_HF.format(cls=config["architectures"][0], quoted=quoted) + here

@@ -1,6 +1,7 @@
 """An export tried before training: a run can't find out in its last minute that its model opens nowhere."""
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,17 +21,25 @@ from llava_ds.tokenizer import read_tokenizer
 REMEDY = "or give --export_format llava, which LLaVA's own code opens"
 
 
-def try_export(finished: Finished, entries: list[Entry], form: str, output_dir: Path, max_bytes: int) -> str:
+def try_export(
+    finished: Finished, entries: list[Entry], form: str, output_dir: Path, max_bytes: int, *, dry_run: bool = False
+) -> str:
     """Write the folder with holes where the weights would be, open it as its users will, and remove it again.
 
-    entries: of the model that will be trained, of which only names and shapes count. Returns a line to print. Raises
-    ConfigError for what would be missing, unknown or misshapen, and for a disk without room for the model.
+    entries: of the model that will be trained, of which only names and shapes count; dry_run: whether output_dir is not
+    to be made; the nearest folder above it takes its place. Returns a line to print. Raises ConfigError for what would
+    be missing, unknown or misshapen, and for a disk that can't be written to or has no room for the model.
     """
     written = (hf_entries if form == "hf" else llava_entries)(finished, entries)
     total = num_bytes(written, finished.dtype)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    _check_room(output_dir, total)
-    with _scratch(output_dir) as folder:
+    place = output_dir.absolute()
+    if dry_run:
+        place = next(folder for folder in (place, *place.parents) if folder.is_dir())
+        if not os.access(place, os.W_OK):
+            raise ConfigError(f"--output_dir {output_dir} can't be written: there is no write permission for {place}")
+    place.mkdir(parents=True, exist_ok=True)
+    _check_room(place, total)
+    with _scratch(place) as folder:
         (write_hf if form == "hf" else write_llava)(finished, entries, folder, max_bytes, holes=True)
         if form == "hf":
             _open_with_transformers(folder)

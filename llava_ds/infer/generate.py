@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
@@ -25,10 +31,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that ends with a question, and its pictures (paths) and videos in the order of their marks."""
+    """A conversation that ends with a question, and its pictures (paths) and videos in the order of their marks.
+
+    blank: whether an image of one colour, as large, is shown in place of each.
+    """
 
     messages: tuple[Message, ...]
     images: tuple[str | Media, ...]
+    blank: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer. logprob: the natural logarithm of the probability that the model gives to exactly this answer,
+    num_tokens: its length; both with the end marker, where it has come to one."""
+
+    text: str
+    logprob: float
+    num_tokens: int
 
 
 def make_encoder(loaded: LoadedModel) -> Encoder:
@@ -50,8 +70,16 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, encoder: Encoder | None = No
     return [loaded.model.config.image_token_id if token == IMAGE_TOKEN_INDEX else token for token in ids]
 
 
-@torch.inference_mode()
 def answer(
+    loaded: LoadedModel, prompts: list[Prompt], *, batch_size: int = 32, max_new_tokens: int = 64, progress: str = ""
+) -> list[str]:
+    """The text of the greedy answer to each prompt, without its end marker. See greedy_answers."""
+    answers = greedy_answers(loaded, prompts, batch_size=batch_size, max_new_tokens=max_new_tokens, progress=progress)
+    return [each.text for each in answers]
+
+
+@torch.inference_mode()
+def greedy_answers(
     loaded: LoadedModel,
     prompts: list[Prompt],
     *,
@@ -59,8 +87,8 @@ def answer(
     max_new_tokens: int = 64,
     progress: str = "",
     encoder: Encoder | None = None,
-) -> list[str]:
-    """The greedy answer to each prompt, without its end marker. progress: the bar's name; empty shows none.
+) -> list[Answer]:
+    """The greedy answer to each prompt. progress: the bar's name; empty shows none.
 
     encoder: make_encoder's, for who calls this often. Where several processes hold the model (loaded.ranks), all of
     them are given the same prompts, together.
@@ -70,22 +98,52 @@ def answer(
     stops = end_markers(encoder.options.template, encoder.tokenizer)
     # Neighbours of equal length need little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(asked[i].ids))
-    answers = [""] * len(prompts)
+    answers: list[Answer | None] = [None] * len(prompts)
     with progress_bar(total=len(prompts), desc=progress, disable=not progress, unit="question") as bar:
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
             samples = _on_all(loaded, lambda chosen=chosen: [asked[i].decoded(loaded.pictures) for i in chosen])
+            logprobs = _GreedyLogprobs()
+            # Last, behind what the engine does to the scores, so that these are of the tokens that are taken.
+            processors = LogitsProcessorList([*loaded.generating.get("logits_processor", ()), logprobs])
             new = loaded.model.generate(
                 **_batch(loaded, samples),
-                **loaded.generating,
+                **{**loaded.generating, "logits_processor": processors},
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 eos_token_id=stops,
             )
-            for i, text in zip(chosen, loaded.tokenizer.batch_decode(new, skip_special_tokens=True)):
-                answers[i] = text.strip()
+            texts = loaded.tokenizer.batch_decode(new, skip_special_tokens=True)
+            for i, text, (logprob, num_tokens) in zip(chosen, texts, logprobs.totals(new, stops), strict=True):
+                answers[i] = Answer(text.strip(), logprob, num_tokens)
             bar.update(len(chosen))
     return answers
+
+
+class _GreedyLogprobs(LogitsProcessor):
+    """Record the log-probability of the likeliest token at each step, and leave the scores as they are.
+
+    One pass over the scores (B, V) per token, and B numbers kept: generate()'s output_scores would keep all of them,
+    2 GB for 48 answers of 64 tokens and a vocabulary of 152,000.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[torch.Tensor] = []  # (B,) each
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self._steps.append(scores.amax(dim=-1) - scores.logsumexp(dim=-1))
+        return scores
+
+    def totals(self, new: torch.Tensor, stops: list[int]) -> list[tuple[float, int]]:
+        """(log-probability, number of tokens) of each answer up to its end marker. new (B, T): the generated ids."""
+        ended = torch.isin(new, torch.tensor(stops, device=new.device))
+        counted = (
+            ended.cumsum(dim=1) - ended.int() == 0
+        )  # (B, T); the marker itself counts, the padding behind does not
+        sums = (torch.stack(self._steps, dim=1).double() * counted).sum(dim=1)
+        lengths = counted.sum(dim=1)
+        # Four digits: more would show how sums were rounded.
+        return [(round(total, 4) + 0.0, length) for total, length in zip(sums.tolist(), lengths.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -229,11 +287,20 @@ class _Asked:
 
     ids: list[int]
     media: list[tuple[Media, tuple[Size, ...], MediaLayout]]
+    blank: bool = False
 
     def decoded(self, pictures: PictureOptions) -> LoadedSample:
         row = torch.tensor(self.ids)
         media = [(load_media(one, sizes, layout, pictures), layout) for one, sizes, layout in self.media]
+        if self.blank:
+            media = [(blank_like(tiles, pictures), layout) for tiles, layout in media]
         return LoadedSample(row, row, media)
+
+
+def blank_like(tiles: torch.Tensor, pictures: PictureOptions) -> torch.Tensor:
+    """Tiles (N, 3, H, W) of one colour, the one that pads images: the mean of the tower's training images."""
+    colour = torch.tensor([int(255 * mean) for mean in pictures.mean], dtype=tiles.dtype)
+    return colour.view(3, 1, 1).expand_as(tiles).clone()
 
 
 def _laid_out(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _Asked:
@@ -242,7 +309,7 @@ def _laid_out(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _Asked:
         one = item if isinstance(item, Media) else Media("image", (FileRef(item),))
         sizes = probe(one, loaded.pictures)
         media.append((one, sizes, media_layout(one.kind, sizes, len(prompt.images), loaded.pictures)))
-    return _Asked(encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in media]), media)
+    return _Asked(encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in media]), media, prompt.blank)
 
 
 def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:

@@ -9,9 +9,11 @@ from pathlib import Path
 from llava_ds.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava_ds.ds_config.draft import value_at
 from llava_ds.report.chart import short
+from llava_ds.report.conditions import conditions_note
 from llava_ds.report.curves import curves
 from llava_ds.report.data_part import data_part
 from llava_ds.report.markup import Markup, details, document, esc, navigation, section, sentence, table, tiles
+from llava_ds.report.mistakes import mistakes_part
 from llava_ds.report.run_files import RunFiles, is_number, read_run
 from llava_ds.report.sampled import sampled_answers
 from llava_ds.report.wording import duration, model_of, num_bytes, shown_score
@@ -52,6 +54,7 @@ def report_page(run: RunFiles) -> str:
         "Curves": curves(run),
         "Answers while training": _answers(run),
         "Evaluation": _evaluation(run),
+        "Mistakes": mistakes_part(run),
         "Data": data_part(run),
         "Configuration": _configuration(run),
         "Checkpoints": _checkpoints(run),
@@ -131,6 +134,7 @@ def _evaluation(run: RunFiles) -> str:
         else:
             metric = f": {content['metric']}" if isinstance(content.get("metric"), str) else ""
             parts.append(f"<h3>{esc(name + metric)}</h3>" + _scores(content.get("scores", content)))
+            parts.append(conditions_note(content.get("scores")))
             if isinstance(content.get("metrics"), dict):
                 found = list(_flat(content["metrics"]))
                 head = ["", "value [95 % interval]"]

@@ -33,7 +33,7 @@ def _card(asked: list[dict], output_dir: Path) -> str:
     asked = sorted(asked, key=lambda row: row["step"])
     last = asked[-1]
     paths = last.get("images") if isinstance(last.get("images"), list) else []
-    pictures = "".join(_picture(place, output_dir) for place in paths)
+    pictures = "".join(shown_image(place, output_dir) for place in paths)
     reference = last.get("reference")
     question = str(last.get("question", "")).replace(IMAGE_TOKEN, "").strip()  # what it marks is seen
     question = re.sub(r"^(\w+:)\s+", r"\1 ", question)  # and left a line of its own behind
@@ -48,8 +48,8 @@ def _card(asked: list[dict], output_dir: Path) -> str:
     return f'<div class="sample">{pictures}<p class="question">{esc(question)}</p><dl>{"".join(lines)}</dl></div>'
 
 
-def _picture(place: object, output_dir: Path) -> str:
-    """place: of EncodedDataset.pictures_of, as JSON."""
+def shown_image(place: object, output_dir: Path) -> str:
+    """An image as HTML, or a sentence where it can't be read. place: of EncodedDataset.pictures_of, as JSON."""
     try:
         ref = FileRef(**place) if isinstance(place, dict) else FileRef(str(place))
         picture = load_image(dataclasses.replace(ref, path=str(output_dir / ref.path)))

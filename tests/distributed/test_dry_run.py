@@ -60,6 +60,10 @@ def check(done: subprocess.CompletedProcess, stage: int) -> None:
     assert done.returncode == 0 and "Traceback" not in done.stderr, said + done.stderr
     assert "6 optimizer steps of 4 samples" in said
     assert re.search(r"train_batch_size += 4 +--train_batch_size", said)
+    last = said.strip().splitlines()[-1]
+    assert re.match(r"dry run: ready\. 6 optimizer steps of 4 samples on \d ranks?\. Memory: ", last)
+    assert last.endswith("that are free on this machine: fits")
+    assert "the finished model will have 80 tensors" in said
     assert said.count("GB per GPU") + said.count("MB per GPU") == 1 and f"[ZeRO-{stage}]" in said
 
 

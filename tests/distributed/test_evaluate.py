@@ -16,6 +16,7 @@ pytestmark = pytest.mark.full
 
 EVALUATE = ROOT / "run" / "evaluate.py"
 TIMEOUT_S = 1200
+COMPARED = ("--compare_without_image", "--compare_blank_image")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def run(tmp_path_factory):
 
 
 def evaluate(model, output, asked, num_ranks: int) -> str:
-    arguments = ["--model_path", str(model), "--output", str(output), "--compare_without_image", *asked]
+    arguments = ["--model_path", str(model), "--output", str(output), *COMPARED, *asked]
     if num_ranks > 1:
         done = launch(num_ranks, EVALUATE, *arguments, timeout_s=TIMEOUT_S)
     else:
@@ -42,7 +43,7 @@ def evaluate(model, output, asked, num_ranks: int) -> str:
 
 
 def left(output) -> list[bytes]:
-    files = [output, output.with_suffix(".jsonl"), output.with_suffix(".without_picture.jsonl")]
+    files = [output, *(output.with_suffix(f"{name}.jsonl") for name in ("", ".without_picture", ".blank_image"))]
     assert sorted(file for file in output.parent.iterdir()) == sorted(files)
     return [file.read_bytes() for file in files]
 
@@ -57,7 +58,7 @@ def test_the_number_of_processes_a_kill_and_the_way_from_the_checkpoint_change_n
 
     killed = tmp_path / "killed" / "x.json"
     command = [sys.executable, str(EVALUATE), "--model_path", str(model), "--output", str(killed)]
-    process = subprocess.Popen([*command, "--compare_without_image", *asked], env=environment())
+    process = subprocess.Popen([*command, *COMPARED, *asked], env=environment())
     parts = killed.with_suffix(".partial")
     while process.poll() is None and not any(file.stat().st_size for file in parts.glob("*.jsonl")):
         time.sleep(0.01)

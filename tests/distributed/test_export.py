@@ -108,7 +108,7 @@ def test_the_run_says_what_it_left(runs):
     folder = runs[0]["zero3"]
     card = (folder / "README.md").read_text()
     assert "llama with the vision tower clip, trained with llava_ds on data.json" in card
-    assert "- optimizer steps: 2 of 2" in card and 'LlavaForConditionalGeneration.from_pretrained("zero3")' in card
+    assert "- optimizer steps: 2 of 2" in card and 'LlavaForConditionalGeneration.from_pretrained("zero3", ' in card
     assert str(folder.parent) not in card
     state = json.loads((folder / "trainer_state.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -25,9 +25,12 @@ from llava_ds.evaluation.bootstrap import estimates
 from llava_ds.evaluation.files import Given
 from llava_ds.evaluation.identity import model_digest
 from llava_ds.evaluation.report import as_json, table
-from llava_ds.evaluation.scores import Scored, exact_match, yes_no
+from llava_ds.evaluation.scores import Scored, exact_match, shown_reference, yes_no
 from llava_ds.evaluation.tasks import read_questions
+from llava_ds.evaluation.verdicts import answer_rows
+from llava_ds.export.card import write_conversion_card
 from llava_ds.geometry import PictureOptions
+from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import load_model
 from llava_ds.model.build import build_model, plan_model
 
@@ -95,6 +98,7 @@ def test_batches_and_answers_do_not_depend_on_the_number_of_ranks(model, questio
 
 def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(model, tmp_path, monkeypatch, capsys):
     data = toys.write_data(tmp_path / "data", "iittitiit")
+    write_conversion_card(model, "hf", tmp_path)
     flags = {**data, "model_path": str(model), "batch_size": "4", "max_new_tokens": "4", "output": "x.json"}
     asked = [token for name, value in flags.items() for token in (f"--{name}", value)]
     main = runpy.run_path(str(ROOT / "run" / "evaluate.py"))["main"]
@@ -102,23 +106,33 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
     def evaluate(folder) -> tuple[str, list[bytes]]:
         folder.mkdir(exist_ok=True)
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", *asked, "--compare_without_image"])
+        compared = ["--compare_without_image", "--compare_blank_image", "--show_wrong", "2"]
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *asked, *compared])
         main()
-        files = ["x.json", "x.jsonl", "x.without_picture.jsonl"]
+        files = ["x.blank_image.jsonl", "x.json", "x.jsonl", "x.without_picture.jsonl"]
         assert sorted(file.name for file in folder.iterdir()) == files
         return capsys.readouterr().out, [(folder / file).read_bytes() for file in files]
 
     printed, whole = evaluate(tmp_path / "whole")
-    scores, rows = json.loads(whole[0]), [json.loads(line) for line in whole[1].splitlines()]
+    scores, rows = json.loads(whole[1]), [json.loads(line) for line in whole[2].splitlines()]
+    card = (model / "README.md").read_text()
     overall = scores["metrics"][MAIN]["overall"]["accuracy"]
+    assert card.count("## Evaluation: data.json") == 1 and f"| overall | {len(rows)} | {overall['value']:.3f} |" in card
     assert scores["scores"][MAIN]["overall"][1] == len(rows) > 4
     assert f"accuracy {overall['value']:.3f} [{overall['low']:.3f}, {overall['high']:.3f}]" in printed
     assert printed.splitlines()[-1].split()[0] == "overall"
+    assert f"2 of {len(rows)} wrong answers, the most confident first:" in printed
+    surest = max(row["logprob"] for row in rows)
+    shown = next(row for row in rows if row["logprob"] == surest)
+    assert f'expected "{shown["reference"]}"' in printed.split("most confident first:\n")[1].splitlines()[0]
+    assert "questions are later turns, asked with the true earlier answers before them" in printed
+    assert "blank image: an image of one colour" in printed and "without picture: neither image" in printed
 
     broken = tmp_path / "broken"
     (broken / "x.partial").mkdir(parents=True)
     (broken / "x.partial" / "identity.json").write_text(json.dumps(scores["identity"]))
-    kept = [json.dumps({"number": i, "text": rows[i]["text"]}) + "\n" for i in range(len(rows) - 3)]
+    answer = ("text", "logprob", "num_tokens")
+    kept = [json.dumps({"number": i, **{key: rows[i][key] for key in answer}}) + "\n" for i in range(len(rows) - 3)]
     (broken / "x.partial" / "with_picture-1-0.jsonl").write_text("".join(kept) + '{"number": 2')
     printed, again = evaluate(broken)
     assert again == whole and f"{len(kept)} of {len(rows)} questions are answered already" in printed
@@ -128,13 +142,13 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model_path", str(tmp_path), "--output", "x.json", *asked[:4]])
     with pytest.raises(ConfigError, match="holds no model"):
         main()
-    assert (broken / "x.json").read_bytes() == whole[0]  # a slip moves nothing aside
+    assert (broken / "x.json").read_bytes() == whole[1]  # a slip moves nothing aside
 
 
 def test_only_what_is_not_answered_is_asked_and_in_whole_batches(questions, monkeypatch):
     asked = []
     monkeypatch.setattr(asking, "make_encoder", lambda loaded: None)
-    monkeypatch.setattr(asking, "answer", lambda loaded, prompts, **_: [asked.append(p) or "x" for p in prompts])
+    monkeypatch.setattr(asking, "greedy_answers", lambda loaded, prompts, **_: [asked.append(p) for p in prompts])
     kept: dict[int, str] = {}
     ask(
         SimpleNamespace(ranks=None),
@@ -157,13 +171,14 @@ def test_answers_are_found_after_a_break(tmp_path):
     store, attempt = store_of(tmp_path)
     assert attempt == 1
     part = Part(store, MAIN, attempt, RANKS)
-    part.keep({3: "three\u2028\n", 1: "one"})
+    three, one, two, zero = (Answer(text, -0.5, 2) for text in ("three\u2028\n", "one", "two", "zero"))
+    part.keep({3: three, 1: one})
     with part.path.open("a") as file:
         file.write('{"number": 2, "te')  # killed while it wrote
     store, attempt = store_of(tmp_path)
-    assert attempt == 2 and answered(store, MAIN, 4, RANKS) == {3: "three\u2028\n", 1: "one"}
+    assert attempt == 2 and answered(store, MAIN, 4, RANKS) == {3: three, 1: one}
     more = Part(store, MAIN, attempt, RANKS)
-    more.keep({2: "two", 0: "zero"})
+    more.keep({2: two, 0: zero})
     part.close()
     more.close()
     assert sorted(answered(store, MAIN, 4, RANKS)) == [0, 1, 2, 3]
@@ -171,21 +186,30 @@ def test_answers_are_found_after_a_break(tmp_path):
 
 def test_damaged_answers_are_said_and_asked_again(tmp_path, capsys):
     store, _ = store_of(tmp_path)
-    rows = ['{"number": 0, "text": "zero"}', "\0 garbage", '{"n": 1}', "[1]", '{"number": 9, "text": "x"}']
-    rows += ['{"number": "1", "text": "x"}', '{"number": 1, "text": 5}', '{"number": 2, "text": "two"}', ""]
+    rest = '"logprob": -1, "num_tokens": 3}'
+    rows = [
+        '{"number": 0, "text": "zero", ' + rest,
+        "\0 garbage",
+        '{"n": 1}',
+        "[1]",
+        '{"number": 9, "text": "x", ' + rest,
+    ]
+    rows += ['{"number": "1", "text": "x", ' + rest, '{"number": 1, "text": 5, ' + rest, '{"number": 1, "text": "one"}']
+    rows += ['{"number": 2, "text": "two", ' + rest, ""]
     (store.partial / "with_picture-3-0.jsonl").write_text("\n".join(rows))
     (store.partial / "with-other-name.jsonl").write_text("somebody else's")
     store, attempt = store_of(tmp_path)
-    assert attempt == 4 and answered(store, MAIN, 3, RANKS) == {0: "zero", 2: "two"}
-    assert "6 of 8 lines are damaged; their questions are asked again" in capsys.readouterr().out
+    assert attempt == 4 and answered(store, MAIN, 3, RANKS) == {0: Answer("zero", -1, 3), 2: Answer("two", -1, 3)}
+    assert "7 of 9 lines are damaged; their questions are asked again" in capsys.readouterr().out
     store.answers_file(MAIN).write_text('{"text": "a"}\nb\n{"text": "c"}\n')
-    assert answered(store, MAIN, 3, RANKS) == {0: "zero", 2: "two"}
+    assert answered(store, MAIN, 3, RANKS) == {0: Answer("zero", -1, 3), 2: Answer("two", -1, 3)}
 
 
 def test_a_finished_evaluation_is_not_asked_again_and_another_is_moved_aside(tmp_path, questions, capsys):
     store, _ = store_of(tmp_path)
-    texts = [f"answer {i}" for i in range(len(questions))]
-    write_answers(store, MAIN, questions, texts, "model")
+    texts = [Answer(f"answer {i}", -i / 8, 2) for i in range(len(questions))]
+    scored = exact_match(questions, [each.text for each in texts])
+    write_answers(store, MAIN, answer_rows(questions, texts, scored, "exact", "model"))
     write_scores(store, {"scores": 1})
     assert sorted(file.name for file in tmp_path.iterdir()) == ["scores.json", "scores.jsonl"]
     rows = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
@@ -198,7 +222,7 @@ def test_a_finished_evaluation_is_not_asked_again_and_another_is_moved_aside(tmp
     assert answered(other, MAIN, len(questions), RANKS) == {}
     assert "another model" in capsys.readouterr().out
     assert (tmp_path / "scores.jsonl.previous-1").read_text().splitlines()[0] == json.dumps(rows[0])
-    Part(other, MAIN, 1, RANKS).keep({0: "x"})
+    Part(other, MAIN, 1, RANKS).keep({0: Answer("x", 0.0, 1)})
     third, _ = store_of(tmp_path, model="third")
     assert answered(third, MAIN, len(questions), RANKS) == {}
     assert (tmp_path / "scores.partial.previous-2").is_dir()
@@ -223,7 +247,8 @@ def test_another_models_weights_are_another_model(model, tmp_path):
 
 
 def test_intervals_are_those_of_a_proportion_and_of_the_seed():
-    scored = Scored(np.array([[1.0]] * 300 + [[0.0]] * 100), [("a",)] * 200 + [()] * 200, exact_match([], []).metrics)
+    columns = np.array([[1.0]] * 300 + [[0.0]] * 100)
+    scored = Scored(columns, [("a",)] * 200 + [()] * 200, exact_match([], []).metrics, columns[:, 0])
     found = estimates(scored, 2000, 0)
     assert list(found) == ["a", "overall"] and found["a"]["accuracy"].low == found["a"]["accuracy"].high == 1
     overall = found["overall"]["accuracy"]
@@ -242,3 +267,22 @@ def test_what_is_printed_and_written(questions):
     f1 = scores["metrics"][MAIN]["overall"]["f1"]
     assert f1["value"] == pytest.approx(2 / 3) and f1["low"] < f1["value"] < f1["high"]
     assert table(scores)[-1].split() == ["overall", "4", "0.500"]
+
+
+def test_a_row_says_what_was_expected_and_whether_it_was_given(questions):
+    first, second = (replace(question, reference=text) for question, text in zip(questions[:2], ("yes", "A cat.")))
+    answers = [Answer("Yes.", -0.25, 3), Answer("a dog", -0.5, 4)]
+    scored = exact_match([first, second], [each.text for each in answers])
+    rows = answer_rows([first, second], answers, scored, "exact", "model")
+    assert [(row["text"], row["reference"], row["score"]) for row in rows] == [
+        ("Yes.", "yes", 1.0),
+        ("a dog", "A cat.", 0.0),
+    ]
+    assert [(row["logprob"], row["num_tokens"]) for row in rows] == [(-0.25, 3), (-0.5, 4)]
+    assert rows[0]["images"] == list(first.prompt.images) and rows[0]["turn"] == 1
+
+
+def test_the_reference_of_a_choice_is_shown_as_its_letter():
+    assert shown_reference("choice", [1, 4]) == "B"
+    assert shown_reference("circular", [7, "C", {"A": "cat", "C": "dog"}]) == "C"
+    assert shown_reference("vqa", ["a", "b"]) == ["a", "b"] and shown_reference("exact", "cat") == "cat"

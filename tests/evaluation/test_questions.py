@@ -206,8 +206,52 @@ def test_llavas_format(tmp_path):
     withheld = without_image(second)
     assert withheld.prompt.images == () and IMAGE_TOKEN not in withheld.prompt.messages[0].text
     assert digest([withheld]) != digest([second])
+    assert [(q.id, q.more["id"], q.more["turn"]) for q in (first, second)] == [("a#1", "a", 1), ("a#2", "a", 2)]
     with pytest.raises(DataError, match="has 2 references, and --metric exact compares with one"):
         read("llava", path, tmp_path)
+
+
+def talk_of(*turns: str) -> list[dict]:
+    """Questions and answers by turns."""
+    return [{"from": "gpt" if i % 2 else "human", "value": turn} for i, turn in enumerate(turns)]
+
+
+def test_a_question_by_itself_is_shown_the_images_of_the_turns_before_it(tmp_path):
+    images = [picture(tmp_path / "images", f"{i}.jpg") for i in range(3)]
+    turns = talk_of(f"{IMAGE_TOKEN}\nWhat is it?", "A cat.", f"And {IMAGE_TOKEN} this?", "A dog.", "Its name?", "Rex")
+    record = {"id": "a", "image": ["0.jpg", "1.jpg"], "conversations": turns, "system": "Be brief."}
+    later = {"id": "b", "image": "2.jpg", "conversations": talk_of(f"{IMAGE_TOKEN}\nWho?", "Ann")}
+    path = dump(tmp_path / "data.json", [record, later])
+    together = read("llava", path, tmp_path)
+    assert together[2].prompt.messages[2].text == "A cat."  # the true answers are what --turns together shows
+    first, second, third, other = read("llava", path, tmp_path, turns="each")
+    assert [q.id for q in (first, second, third, other)] == ["a#1", "a#2", "a#3", "b"]
+    assert first.prompt == together[0].prompt and other.prompt == together[3].prompt
+    assert [m.role for m in third.prompt.messages] == ["system", "human"]
+    assert second.prompt.messages[-1].text == f"{IMAGE_TOKEN}\nAnd {IMAGE_TOKEN} this?"
+    assert third.prompt.messages[-1].text == f"{IMAGE_TOKEN}\n{IMAGE_TOKEN}\nIts name?"
+    assert third.prompt.images == second.prompt.images == tuple(images[:2]) and first.prompt.images == (images[0],)
+    assert [q.reference for q in (first, second, third)] == ["A cat.", "A dog.", "Rex"]
+
+
+def test_a_kind_may_be_of_one_turn(tmp_path):
+    turns = talk_of("What is it?", "A cat.", "Its name?", "Tom", "Its colour?", "grey")
+    turns[1]["kind"], turns[2]["kind"] = "object", "name"  # of the answer, or of its question
+    records = [{"id": "a", "conversations": turns, "system": "Be brief.", "kind": "rest"}]
+    found = read_questions("llava", Given(dump(tmp_path / "data.json", records)), None)
+    assert [q.kinds for q in found] == [("object",), ("name",), ("rest",)]
+
+
+def test_without_kinds_the_questions_that_many_records_ask_are_groups(tmp_path):
+    def questions(records):
+        return read_questions("llava", Given(dump(tmp_path / "data.json", records)), None)
+
+    names = [{"conversations": talk_of("What is its\nname?", "Tom", f"Question {i}?", "x")} for i in range(5)]
+    assert [q.kinds for q in questions(names)] == [("What is its name?",), ()] * 5
+    assert not any(q.kinds for q in questions(names[:4]))
+    assert not any(q.kinds for q in questions([{"conversations": talk_of("Name?", "Tom")}] * 9))  # all are one group
+    one = {**names[0], "kind": "k"}
+    assert [q.kinds for q in questions([*names[1:], one])] == [()] * 8 + [("k",)] * 2
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task not in ("llava", "scienceqa")])

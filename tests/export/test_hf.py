@@ -111,10 +111,13 @@ def test_the_processor_gives_the_ids_pixels_and_answer_of_training(exported, pat
         text = render_prompt(list(prompt.messages), version)
         inputs = processor(text=text, images=load_image(path), return_tensors="pt")
         assert inputs["input_ids"][0].tolist() == prompt_ids(loaded, prompt)
-        chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
-        written = processor.apply_chat_template(chat, add_generation_prompt=True)
-        again = processor(text=written, images=load_image(path), return_tensors="pt", add_special_tokens=False)
-        assert again["input_ids"][0].tolist()[-20:] == prompt_ids(loaded, prompt)[-20:]
+        shown = {"type": "image", "image": load_image(path)}
+        chat = [{"role": "user", "content": [shown, {"type": "text", "text": "What is it?"}]}]
+        again = processor.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        assert again["input_ids"][0].tolist() == prompt_ids(loaded, prompt)
+        assert torch.equal(again["pixel_values"], inputs["pixel_values"])
         output = HF_CLASSES[kind].from_pretrained(folder).eval().generate(**inputs, max_new_tokens=5, do_sample=False)
         new = output[0, inputs["input_ids"].shape[1] :]
         if difference < 1e-5:

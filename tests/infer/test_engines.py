@@ -20,7 +20,7 @@ from llava_ds.geometry import PictureOptions
 from llava_ds.infer import engines
 from llava_ds.infer.described import described
 from llava_ds.infer.engines import CAN_BE_CUT, NO_KERNELS, EngineOptions, load_for_inference, zero_config
-from llava_ds.infer.generate import Prompt, Sampling, answer, stream
+from llava_ds.infer.generate import Prompt, Sampling, answer, greedy_answers, stream
 from llava_ds.infer.load import filled, load_model
 from llava_ds.model.build import build_model, plan_model
 from llava_ds.model.hf import TOLERANCE
@@ -83,7 +83,7 @@ def test_one_rank_of_deepspeed_computes_the_same_bits(tmp_path, data, capsys):
     tables = dict(loaded.model.named_buffers())
     assert all(torch.equal(tables[name], table) for name, table in plain.model.named_buffers())
     asked = prompts(data)[:12]
-    assert answer(loaded, asked, max_new_tokens=6) == answer(plain, asked, max_new_tokens=6)
+    assert greedy_answers(loaded, asked, max_new_tokens=6) == greedy_answers(plain, asked, max_new_tokens=6)
     embeds = torch.randn(1, 9, 32, dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(loaded.model(inputs_embeds=embeds).logits, plain.model(inputs_embeds=embeds).logits)

@@ -1,5 +1,6 @@
 """Answers from an exported folder, and the script that prints them."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import torch
 import toys
 from exporting import RANKS, export
 from launching import ROOT
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
@@ -26,10 +28,19 @@ from llava_ds.data.templates import render_prompt
 from llava_ds.distributed import printable
 from llava_ds.evaluation.files import Given
 from llava_ds.evaluation.llava_questions import llava
-from llava_ds.evaluation.question import Question, without_image
+from llava_ds.evaluation.question import Question, with_blank_image, without_image
 from llava_ds.export.check import compare_reloaded
 from llava_ds.geometry import PictureOptions, media_layout
-from llava_ds.infer.generate import Prompt, answer, prompt_ids
+from llava_ds.infer.generate import (
+    Prompt,
+    _batch,
+    _GreedyLogprobs,
+    _laid_out,
+    answer,
+    greedy_answers,
+    make_encoder,
+    prompt_ids,
+)
 from llava_ds.infer.load import load_model
 from llava_ds.model.build import build_model, plan_model
 
@@ -75,6 +86,47 @@ def test_the_picture_changes_the_prompt_only_where_it_is_shown(built, data):
     assert shown.count(image_token) == loaded.pictures.tokens_per_tile
     assert image_token not in withheld
     assert without_image(question).prompt.images == ()
+
+
+def test_the_probability_of_an_answer_is_that_of_its_tokens(built, data):
+    loaded = load_model(built[3])
+    prompts = [question.prompt for question in questions_of(data)]
+    for prompt, found in zip(prompts, greedy_answers(loaded, prompts, batch_size=3, max_new_tokens=5), strict=True):
+        batch = _batch(loaded, [_laid_out(loaded, prompt, make_encoder(loaded)).decoded(loaded.pictures)])
+        new = loaded.model.generate(**batch, max_new_tokens=found.num_tokens, do_sample=False)
+        embeds = torch.cat([batch["inputs_embeds"], loaded.model.get_input_embeddings()(new)], dim=1)
+        with torch.no_grad():
+            logits = loaded.model(inputs_embeds=embeds).logits[:, -found.num_tokens - 1 : -1]
+        expected = logits.log_softmax(-1).gather(2, new[..., None]).sum()
+        assert found.logprob == pytest.approx(float(expected), abs=2e-4) and found.logprob < 0
+        assert found.text == loaded.tokenizer.decode(new[0], skip_special_tokens=True).strip()
+
+
+def test_what_stands_behind_the_end_marker_counts_for_nothing():
+    logprobs, scores = _GreedyLogprobs(), torch.tensor([[0.0, 1.0, 5.0], [3.0, 1.0, 0.0]])
+    for _ in range(4):
+        assert logprobs(None, scores) is scores
+    each = scores.log_softmax(-1).max(-1).values
+    found = logprobs.totals(torch.tensor([[2, 9, 0, 0], [0, 0, 0, 0]]), [9, 7])
+    assert [length for _, length in found] == [2, 4]
+    assert [total for total, _ in found] == pytest.approx([2 * float(each[0]), 4 * float(each[1])], abs=1e-4)
+
+
+def test_a_blank_image_leaves_the_prompt_as_it_is_and_nothing_to_see(built, data):
+    loaded = load_model(built[3])
+    question = next(question for question in questions_of(data) if question.prompt.images)
+    blank = with_blank_image(question).prompt
+    assert prompt_ids(loaded, blank) == prompt_ids(loaded, question.prompt)
+    media = _laid_out(loaded, blank, make_encoder(loaded)).decoded(loaded.pictures).media
+    seen = _laid_out(loaded, question.prompt, make_encoder(loaded)).decoded(loaded.pictures).media
+    for (tiles, layout), (shown, as_shown) in zip(media, seen, strict=True):
+        assert tiles.shape == shown.shape and tiles.dtype == shown.dtype and layout == as_shown
+        assert tiles.unique().numel() <= 3 and shown.unique().numel() > 3  # one colour
+        assert tiles[0, :, 0, 0].tolist() == [int(255 * mean) for mean in loaded.pictures.mean]
+    as_large = Image.new("RGB", Image.open(question.prompt.images[0]).size, "red")
+    as_large.save(Path(data["image_folder"]) / "red.png")
+    other = dataclasses.replace(blank, images=(str(Path(data["image_folder"]) / "red.png"),))
+    assert greedy_answers(loaded, [blank], max_new_tokens=4) == greedy_answers(loaded, [other], max_new_tokens=4)
 
 
 def test_a_wrong_export_is_noticed(built, data):
