@@ -186,8 +186,8 @@ class DataArguments:
     )
     sample_data_path: str | None = HfArg(
         default=None,
-        help="Samples whose first questions are answered at --sample_steps, in any format of --data_path; absent: "
-        "those that are held out, or else the first that are trained on.",
+        help="Samples whose first questions are answered at --sample_steps, those with images first, in any format of "
+        "--data_path; absent: those that are held out, or else those that are trained on.",
     )
     on_bad_sample: Literal["skip", "stop"] = HfArg(
         default="skip",
@@ -339,14 +339,15 @@ class TrainingArguments:
         "--watchdog_start_s. Below DEEPSPEED_TIMEOUT (10 minutes), after which NCCL ends a rank without a name.",
     )
     watchdog_save_s: float = HfArg(default=1800.0, help="The same of saving, and of writing the result.")
-    eval_steps: int | None = HfArg(
+    eval_steps: float | None = HfArg(
         default=None,
         help="Steps between measurements of the loss on held-out samples (--eval_data_path or --eval_fraction), which "
-        "are made at the end, too (at least 1); absent: at the end only.",
+        "are made at the end, too; below 1 a part of all steps, rounded up. Absent or 0: at the end only.",
     )
-    sample_steps: int | None = HfArg(
+    sample_steps: float | None = HfArg(
         default=None,
-        help="Steps between answers to a few questions, the last ones at the end (at least 1); absent: none.",
+        help="Steps between answers to a few questions, the last ones at the end; below 1 a part of all steps, rounded "
+        "up (the recipes have 0.1). Absent or 0: none.",
     )
     num_sample_questions: int = HfArg(default=4, help="Questions that are answered at --sample_steps (at least 1).")
     sample_max_new_tokens: int = HfArg(default=64, help="Longest of these answers, in tokens (at least 1).")

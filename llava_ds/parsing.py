@@ -147,6 +147,9 @@ def parse_arguments(
     if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= written:
         # The command line fixes the samples of a step by these two: a recipe's total must not contradict it.
         recipe.pop("train_batch_size", None)
+    if "eval_data_path" in written:
+        recipe.pop("eval_fraction", None)
+        defaults = {name: value for name, value in (defaults or {}).items() if name != "eval_fraction"}
     tokens = _as_tokens(defaults or {}) + _as_tokens(recipe) + list(argv)
     model, data, training, rest, unknown = parser.parse_args_into_dataclasses(
         tokens, return_remaining_strings=True, look_for_args_file=False
@@ -295,8 +298,6 @@ def training_problems(args: Arguments) -> list[str]:
         save_steps=1,
         save_total_limit=1,
         max_skipped_steps=1,
-        eval_steps=1,
-        sample_steps=1,
         num_sample_questions=1,
         sample_max_new_tokens=1,
         loss_spike_window=4,
@@ -356,13 +357,19 @@ def training_problems(args: Arguments) -> list[str]:
     part, held_out = data.eval_fraction, data.eval_data_path
     check(0 <= part < 1, f"--eval_fraction is {part}: give a value from 0 to below 1")
     check(not (part and held_out), "--eval_fraction and --eval_data_path are both given: choose one")
+    for name in ("eval_steps", "sample_steps"):
+        value = args.as_dict()[name]
+        check(
+            value is None or 0 <= value < 1 or (math.isfinite(value) and value == int(value) > 0),
+            f"--{name} is {value or 0:g}: give a whole number of steps, or a part of all steps below 1",
+        )
     check(
-        training.eval_steps is None or part or held_out is not None,
-        f"--eval_steps {training.eval_steps} measures the loss on held-out samples: give --eval_data_path or "
+        not training.eval_steps or part or held_out is not None,
+        f"--eval_steps {training.eval_steps or 0:g} measures the loss on held-out samples: give --eval_data_path or "
         "--eval_fraction, too",
     )
     check(
-        training.sample_steps is not None or data.sample_data_path is None,
+        bool(training.sample_steps) or data.sample_data_path is None,
         f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too",
     )
     sigma = training.loss_spike_sigma

@@ -204,7 +204,7 @@ def run(argv: list[str], watchdog: Watchdog, stop: Stopping) -> int:
     progress, evals = start_progress(
         args, engine, resolved, dataset, layout, order, flops, resume_step=resume.step, num_steps=num_steps, ranks=ranks
     )
-    evaluation = Evaluation(engine, args, held_out, asked_of, layout, plan.tokenizer, evals, ranks)
+    evaluation = Evaluation(engine, args, held_out, asked_of, layout, plan.tokenizer, evals, ranks, num_steps=num_steps)
     saver = Saver(engine, output_dir, identity, weights, args.training, resume.path, ranks)
     saves = args.training.save_strategy == "steps"
     boundary = Boundary(

@@ -14,6 +14,16 @@ def total_steps(args: TrainingArguments, steps_per_epoch: int) -> int:
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
 
 
+def steps_between(every: float | None, num_steps: int) -> int | None:
+    """Optimizer steps from one measurement to the next; None for None and 0: there is none before the end.
+
+    every: steps, or below 1 a part of num_steps, which is rounded up. Source: transformers' TrainerState.compute_steps.
+    """
+    if not every:
+        return None
+    return math.ceil(every * num_steps) if every < 1 else int(every)
+
+
 def describe_schedule(args: TrainingArguments, num_steps: int, block: dict | None = None) -> str:
     """What scheduler_factory makes of the same, in a few words."""
     if block is not None:
