@@ -54,9 +54,8 @@ def line_chart(
     begins there, for what is more or less of something.
     """
     drawn = [one for one in series if any(map(math.isfinite, one.values))]
-    caption = f"<figcaption>{html.escape(title)}{_legend(series)}</figcaption>"
     if not drawn:
-        return f"<figure>{caption}<p class=none>No values.</p></figure>"
+        return f"<figure>{_caption(title, series)}<p class=none>No values.</p></figure>"
     values = [value for one in drawn for value in one.values if math.isfinite(value)]
     first, last = min(one.steps[0] for one in drawn), max(one.steps[-1] for one in drawn)
     first = 0 if 20 * first < last else first
@@ -79,7 +78,8 @@ def line_chart(
     for one in drawn:
         parts.append(_curve(one, x, y))
     told = f"{title}, steps {first:,} to {last:,}, {shown(min(values))} to {shown(max(values))}"
-    return f"<figure>{caption}{_svg(told, parts)}</figure>"
+    told += ", log scale" if is_log else ""
+    return f"<figure>{_caption(title, series, is_log)}{_svg(told, parts)}</figure>"
 
 
 def bar_chart(title: str, edges: Sequence[float], counts: Sequence[int], unit: str) -> str:
@@ -117,12 +117,16 @@ def _svg(told: str, parts: list[str]) -> str:
     )
 
 
-def _legend(series: Sequence[Series]) -> str:
-    named = [one for one in series if one.label]
-    if not named:
-        return ""
-    keys = (f'<span class="key s{one.colour}">{html.escape(one.label)}</span>' for one in named)
-    return f"<span class=keys>{''.join(keys)}</span>"
+def _caption(title: str, series: Sequence[Series], is_log: bool = False) -> str:
+    """The title, which names the vertical axis, whether that is logarithmic, and what each curve is."""
+    keys = [
+        f'<span class="key s{one.colour}{" thin" if one.faint else ""}">{html.escape(one.label)}</span>'
+        for one in series
+        if one.label
+    ]
+    scale = " <small>log scale</small>" if is_log else ""
+    legend = f"<span class=keys>{''.join(keys)}</span>" if keys else ""
+    return f"<figcaption><span>{html.escape(title)}{scale}</span>{legend}</figcaption>"
 
 
 def _grid(ticks: list[float], y: Callable[[float], float], shown: Callable[[float], str]) -> str:

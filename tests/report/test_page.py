@@ -9,6 +9,7 @@ import pytest
 from browser import Browser, missing
 from PIL import Image
 
+from llava_ds.report.chart import Series, line_chart
 from llava_ds.report.comparison import comparison_page, differences, in_terminal, names_of
 from llava_ds.report.page import leave_report, write_report
 from llava_ds.report.run_files import read_run
@@ -119,7 +120,7 @@ def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
     assert sum(tag == "img" for tag, _ in elements.tags) == 1 and "url(" not in page and "@import" not in page
     for part in (
         "finished", "2 × cpu", "30,000", "40.0%", "10.0%", "5 GB",  # numbers
-        "Loss per supervised token", "held-out", "Learning rate", "Gradient norm", "Throughput", "Peak memory",
+        "Loss per supervised token", "eval loss, last", "Learning rate", "Gradient norm", "Throughput", "Peak memory",
         "gaps: 1", "steps 10 to 20", "none.png", "exact match", "0.625 (5 of 8)", "0.625 [0.250, 0.875]",
         "7 records", "Samples by length",
         "Records left out: 1",
@@ -130,6 +131,53 @@ def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
     ):  # fmt: skip
         assert part in elements.text, part
     assert elements.text.count(EVIL) >= 8  # as text, wherever it came from
+
+
+def places(page: str, *parts: str) -> list[int]:
+    """Where each of them stands first in the page's body."""
+    body = page[page.index("<body>") :]
+    return [body.index(part) for part in parts]
+
+
+def test_the_page_leads_with_the_result_and_ends_with_the_machine(tmp_path):
+    folder = write_run(tmp_path / "run")
+    scores = {"with image": {"colour": [3.0, 4], "overall": [6.0, 8]}, "without image": {"overall": [2.0, 8]}}
+    overall = {"overall": {"accuracy": {"value": 0.75, "low": 0.5, "high": 1.0}}}
+    (folder / "evaluation-other.json").write_text(json.dumps({"metric": "f1", "scores": {"x": {"overall": [8.0, 8]}}}))
+    content = {"metric": "accuracy", "scores": scores, "metrics": {"with image": overall}}
+    (folder / "evaluation.json").write_text(json.dumps(content))
+    page = write_report(folder).read_text()
+    ordered = places(
+        page, "<b>0.750</b><span>accuracy with image</span><small>8 questions, 95 % interval 0.500 to 1.000</small>",
+        "<b>0.250</b><span>without image</span>", 'style="width:75.0%"', "loss at the end", '<div class="sample">',
+        "Loss per supervised token", "Gradient norm", "<h2>Evaluation</h2>", "<h2>Data</h2>", "<h2>The machine</h2>",
+        "tokens/s (median)", "waiting for data", "Throughput", "Seconds per step", "<h2>Configuration</h2>",
+    )  # fmt: skip
+    assert ordered == sorted(ordered)
+    text = Elements(page).text
+    assert "Earlier answers (1)" in text and "step 0" in text
+
+
+@pytest.mark.parametrize(
+    "scores", [None, {}, {"a": 3}, {"a": {}}, {"a": {"overall": [1, 0]}}, {"a": {"overall": ["1", 2]}}]
+)
+def test_without_scores_the_page_says_how_to_get_them(tmp_path, scores):
+    folder = write_run(tmp_path / "run")
+    (folder / "evaluation.json").write_text(json.dumps({"scores": scores}))
+    elements = Elements(write_report(folder).read_text())
+    assert f"run/evaluate.py --model_path {folder} --compare_without_image" in elements.text and not elements.open
+    folder = write_run(tmp_path / "stage-1", tune_mm_mlp_adapter=True)
+    (folder / "evaluation.json").unlink()
+    text = Elements(write_report(folder).read_text()).text
+    assert "Stage 1 leaves a projector" in text and "run/evaluate.py" not in text
+
+
+def test_a_logarithmic_axis_is_marked_as_such():
+    def chart(*values: float) -> str:
+        return line_chart("Loss", [Series("each step", range(len(values)), values)])
+
+    assert "log scale" in Elements(chart(3, 1, 0.1)).text and "log scale" in chart(3, 1, 0.1).split("aria-label")[1]
+    assert "log scale" not in chart(3, 2, 1) and "each step" in Elements(chart(3, 2, 1)).text
 
 
 def test_a_run_that_was_killed_says_how_far_it_came(tmp_path):
