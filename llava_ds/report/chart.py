@@ -41,6 +41,12 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def is_far_apart(values: Sequence[float]) -> bool:
+    """Whether values are easier to read on a logarithmic scale; those that are not finite don't count."""
+    finite = [value for value in values if math.isfinite(value)]
+    return bool(finite) and min(finite) > 0 and max(finite) / min(finite) >= LOG_FROM
+
+
 def line_chart(
     title: str,
     series: Sequence[Series],
@@ -60,7 +66,7 @@ def line_chart(
     first, last = min(one.steps[0] for one in drawn), max(one.steps[-1] for one in drawn)
     first = 0 if 20 * first < last else first
     low, high = 0.0 if from_zero else min(values), max(values)
-    is_log = log and low > 0 and high / low >= LOG_FROM
+    is_log = log and is_far_apart([low, high])
     ticks = _log_ticks(low, high) if is_log else _ticks(low, high)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     if low == high:
@@ -172,11 +178,13 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, or powers alone where there are many."""
+    """1, 2 and 5 times powers of ten around the values, or the powers among the values alone where there are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if len(powers) <= 3 else (1,)
-    ticks = [step * 10.0**power for power in powers for step in steps]
+    ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
     below = max((tick for tick in ticks if tick <= low), default=ticks[0])
     above = min((tick for tick in ticks if tick >= high), default=ticks[-1])
     kept = [tick for tick in ticks if below <= tick <= above]
-    return kept[:: math.ceil(len(kept) / 7)] if len(kept) > 8 else kept
+    if len(kept) <= 8:
+        return kept
+    kept = [10.0**power for power in powers if low <= 10.0**power <= high]  # two at least, where there were so many
+    return kept[:: math.ceil(len(kept) / 7)]

@@ -79,7 +79,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); p
   margin: .5rem 0 }
 details { margin: .6rem 0 } summary { cursor: pointer; font-weight: 600; font-size: .95rem }
 .given { background: var(--mark); border-radius: 3px; padding: 0 .3em }
-.samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 1rem }
+.samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 290px), 1fr)); gap: 1rem }
 .sample { background: var(--card); border-radius: 8px; padding: .8rem; min-width: 0; overflow-wrap: anywhere }
 .sample img { min-width: 112px; max-width: 100%; border-radius: 4px; margin: 0 .4rem .4rem 0; vertical-align: top }
 .question { font-weight: 600; white-space: pre-wrap }
@@ -92,7 +92,7 @@ footer { margin-top: 3rem; color: var(--dim); font-size: .85rem }
 @media (max-width: 600px) { th, td:first-child { white-space: normal; overflow-wrap: break-word }
   .stack thead { display: none }
   table:not(.stack) :is(th, td):first-child { position: sticky; left: 0; background: var(--bg); max-width: 9rem }
-  .stack td { display: block; border: 0; padding: 0; min-width: 0; white-space: normal }
+  .stack :is(td, td.n) { display: block; border: 0; padding: 0; min-width: 0; white-space: normal; text-align: left }
   .stack td:first-child { font-weight: 600; overflow-wrap: anywhere }
   .stack td[data-of]::before { content: attr(data-of) ": "; color: var(--dim) }
   .stack tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line) } }
