@@ -66,6 +66,8 @@ def line_chart(
     first, last = min(one.steps[0] for one in drawn), max(one.steps[-1] for one in drawn)
     first = 0 if 20 * first < last else first
     low, high = 0.0 if from_zero else min(values), max(values)
+    if high - low <= 1e-6 * abs(high):  # the running mean of one value differs from it in the last digits
+        high = low
     is_log = log and is_far_apart([low, high])
     ticks = _log_ticks(low, high) if is_log else _ticks(low, high)
     low, high = min(low, ticks[0]), max(high, ticks[-1])

@@ -73,6 +73,7 @@ table { border-collapse: collapse; font-size: .9rem; min-width: min(100%, 20rem)
 th, td { text-align: left; vertical-align: top; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; min-width: 4.5rem }
 th { font-weight: 600 } th, td:first-child, td.n { white-space: nowrap }
+.stack :is(th, td.n) { white-space: normal }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 code, pre { font: .86em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); padding: .8rem; border-radius: 8px;
@@ -87,6 +88,13 @@ details { margin: .6rem 0 } summary { cursor: pointer; font-weight: 600; font-si
   font-size: .92rem }
 .sample dt { color: var(--dim); font-variant-numeric: tabular-nums } .sample dd { margin: 0; white-space: pre-wrap }
 .sample .same { background: var(--mark); border-radius: 3px; padding: 0 .25em }
+mark { background: var(--mark); color: inherit; border-radius: 3px }
+.image { background: var(--line); border-radius: 3px; padding: 0 .3em }
+.datum { margin: 1.6rem 0; overflow-wrap: anywhere } .datum h3 { margin: 0 }
+.shown { display: flex; flex-wrap: wrap; gap: .8rem; align-items: flex-start; margin-top: .4rem }
+.shown pre { flex: 1 1 20rem; min-width: 0; margin: 0 }
+.pictures { display: flex; flex-wrap: wrap; gap: .5rem; max-width: 100% }
+.pictures img { max-width: 100%; min-width: 112px; border-radius: 4px }
 footer { margin-top: 3rem; color: var(--dim); font-size: .85rem }
 @media (max-width: 800px) { .result { grid-template-columns: minmax(0, 1fr) } }
 @media (max-width: 600px) { th, td:first-child { white-space: normal; overflow-wrap: break-word }
