@@ -99,12 +99,16 @@ class Browser:
     def open(self, address: str | Path, width: int = 1400, height: int = 900) -> None:
         """Show an address or a file in a window of so many pixels, and wait until all of it is loaded."""
         self.requests, self.errors, self._loaded = [], [], False
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.resize(width, height)
         url = address.resolve().as_uri() if isinstance(address, Path) else address
         answer = self._call("Page.navigate", url=url)
         assert "errorText" not in answer, answer
         while not self._loaded:
             self._next_message()
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """Make the window so many pixels large."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def ask(self, expression: str):
         """The value of a JavaScript expression in the page."""

@@ -104,7 +104,7 @@ footer { margin-top: 3rem; color: var(--dim); font-size: .85rem }
   .stack td:first-child { font-weight: 600; overflow-wrap: anywhere }
   .stack td[data-of]::before { content: attr(data-of) ": "; color: var(--dim) }
   .stack tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line) } }
-@media print { nav { display: none } details:not([open]) > * { display: revert }
+@media print { nav { display: none } details:not([open]) > :not(dl) { display: revert }
   details::details-content { content-visibility: visible; block-size: auto }
   figure, .sample, .result, tr { break-inside: avoid } h2, h3 { break-after: avoid }
   .track, .track *, .key::before, .tile, .result, .same, .given, mark { print-color-adjust: exact } }
