@@ -73,7 +73,7 @@ table { border-collapse: collapse; font-size: .9rem; min-width: min(100%, 20rem)
 th, td { text-align: left; vertical-align: top; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; min-width: 4.5rem }
 th { font-weight: 600 } th, td:first-child, td.n { white-space: nowrap }
-.stack :is(th, td.n) { white-space: normal }
+.stack :is(th, td.n), .stack td:first-child { white-space: normal } .stack td:first-child { min-width: 11rem }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 code, pre { font: .86em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); padding: .8rem; border-radius: 8px;
