@@ -26,7 +26,7 @@ main { max-width: 1320px; margin: 0 auto; padding: 1.2rem 1rem 4rem }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: .4rem 0; overflow-wrap: anywhere }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .8rem; padding-top: .9rem; border-top: 1px solid var(--line) }
 h3 { font-size: 1rem; margin: 1.4rem 0 .5rem }
-p { margin: .4rem 0; max-width: 75ch } .lead { font-size: 1.02rem }
+p, h3, summary { overflow-wrap: anywhere } p { margin: .4rem 0; max-width: 75ch } .lead { font-size: 1.02rem }
 .note, .none { color: var(--dim) } .none { font-style: italic }
 .warn { background: var(--warn); padding: .5rem .8rem; border-radius: 6px }
 nav { display: flex; flex-wrap: wrap; gap: .2rem 1rem; margin-top: .8rem; font-size: .92rem }

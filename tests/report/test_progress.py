@@ -138,7 +138,7 @@ def on_a_terminal(columns: int, name: str, total: int, bad: list[str]) -> str:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with os.fdopen(slave, "w") as terminal:
-        bar = progress_bar(total=total, desc=name, unit="step", file=terminal, mininterval=0)
+        bar = progress_bar(total=total, desc=name, unit="step", file=terminal, mininterval=0, position=0)
         least = ["loss 0.1562", "106,270 tokens/s", "waiting 12.4%", *bad]
         everything = [least[0], "lr 3.67e-07", least[1], "MFU 44.2%", "waiting for data 12.4%", "71.5 GB", *bad]
         for _ in range(2):
