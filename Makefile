@@ -1,6 +1,7 @@
 # Every command that a person types. Each makes .venv first if it is not there or out of date.
 #   make finetune    the tiny model in both stages, exported and evaluated
 #   make pretrain MODEL=/models/vicuna-7b VISION_TOWER=/models/clip DATA=blip_558k.json IMAGES=images/
+# EVAL_DATA= names questions that are not trained on: make finetune measures the loss on them, and then scores them.
 # ARGS= goes to run/train.py as it is: make finetune ARGS="--learning_rate 1e-5"
 
 PYTHON   ?= python3
@@ -18,6 +19,10 @@ ifdef MODEL
   OUTPUT    ?= output/$(notdir $(patsubst %/,%,$(MODEL)))
   MODEL_ARGS = --model_name_or_path '$(MODEL)' --vision_tower '$(VISION_TOWER)' \
                $(if $(DATA),--data_path '$(DATA)') $(if $(IMAGES),--image_folder '$(IMAGES)')
+  EVAL_IMAGES ?= $(IMAGES)
+  ifeq ($(EVAL_IMAGES),$(IMAGES))  # training looks for all images in one folder
+    EVAL_ARGS = $(if $(EVAL_DATA),--eval_data_path '$(EVAL_DATA)' --eval_steps 0.1)
+  endif
 else
   RECIPE    ?= tiny
   OUTPUT    ?= output/tiny
@@ -41,7 +46,7 @@ ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
 .PHONY: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lmms-eval lint clean help
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
 	@echo 'targets: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lmms-eval lint clean'
 
 install: $(VENV)/.installed
@@ -65,7 +70,7 @@ endif
 	@test -e $(PROJECTOR) || $(MAKE) --no-print-directory pretrain DATA='$(PRETRAIN_DATA)' \
 	  IMAGES='$(PRETRAIN_IMAGES)' ARGS=
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero3.json --recipe run/recipes/$(RECIPE)-finetune.yaml \
-	  $(MODEL_ARGS) --pretrain_mm_mlp_adapter $(PROJECTOR) --output_dir $(OUTPUT)-finetune $(ARGS)
+	  $(MODEL_ARGS) $(EVAL_ARGS) --pretrain_mm_mlp_adapter $(PROJECTOR) --output_dir $(OUTPUT)-finetune $(ARGS)
 ifneq ($(if $(MODEL),$(EVAL_DATA),tiny),)
 	@$(MAKE) --no-print-directory evaluate
 endif

@@ -218,8 +218,8 @@ class DataArguments:
     )
     sample_data_path: str | None = HfArg(
         default=None,
-        help="Samples whose first questions are answered at --sample_steps, in any format of --data_path; absent: "
-        "those that are held out, or else the first that are trained on.",
+        help="Samples whose first questions are answered at --sample_steps, those with images first, in any format of "
+        "--data_path; absent: those that are held out, or else those that are trained on.",
     )
     on_unmarked_image: Literal["refuse", "prepend", "text"] = HfArg(
         default="prepend",
@@ -392,14 +392,15 @@ class TrainingArguments:
         "run. steps: every --eval_steps; epoch: after every epoch; no: never before the end. Absent: steps if "
         "--eval_steps is given, else no.",
     )
-    eval_steps: Count | None = HfArg(
+    eval_steps: Rate | None = HfArg(
         default=None,
-        help="Optimizer steps between measurements of the eval loss (at least 1); absent, with --eval_strategy steps: "
-        "--logging_steps.",
+        help="Optimizer steps between measurements of the eval loss; below 1 a part of all steps, rounded up. Absent "
+        "or 0: at the end only, or with --eval_strategy steps: --logging_steps.",
     )
-    sample_steps: Count | None = HfArg(
+    sample_steps: Rate | None = HfArg(
         default=None,
-        help="Steps between answers to a few questions, the last ones at the end (at least 1); absent: none.",
+        help="Steps between answers to a few questions, the last ones at the end; below 1 a part of all steps, rounded "
+        "up (the recipes have 0.1). Absent or 0: none.",
     )
     num_sample_questions: Count = HfArg(default=4, help="Questions that are answered at --sample_steps (at least 1).")
     sample_max_new_tokens: Count = HfArg(default=64, help="Longest of these answers, in tokens (at least 1).")

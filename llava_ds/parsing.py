@@ -243,6 +243,9 @@ def parse_arguments(
     if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= written:
         # The command line fixes the samples of a step by these two: a recipe's total must not contradict it.
         recipe.pop("train_batch_size", None)
+    if "eval_data_path" in written:
+        recipe.pop("eval_fraction", None)
+        defaults = {name: value for name, value in (defaults or {}).items() if name != "eval_fraction"}
     tokens = _as_tokens(defaults or {}) + _as_tokens(recipe) + list(argv)
     model, data, training, rest, unknown = parser.parse_args_into_dataclasses(
         tokens, return_remaining_strings=True, look_for_args_file=False
@@ -419,9 +422,15 @@ def training_problems(args: Arguments) -> list[str]:
             problems.append(f"--max_run_time: {error}")
     part, held_out = data.eval_fraction, data.eval_data_path
     check(not (part and held_out), "--eval_fraction and --eval_data_path are both given: choose one")
+    for name in ("eval_steps", "sample_steps"):
+        value = args.as_dict()[name]
+        check(
+            value is None or not math.isfinite(value) or value < 1 or value == int(value),
+            f"--{name} is {value or 0:g}: give a whole number of steps, or a part of all steps below 1",
+        )
     check(
-        training.eval_steps is None or part or held_out is not None or training.eval_strategy == "no",
-        f"--eval_steps {training.eval_steps} measures the loss on held-out samples: give --eval_data_path or "
+        not training.eval_steps or part or held_out is not None or training.eval_strategy == "no",
+        f"--eval_steps {training.eval_steps or 0:g} measures the loss on held-out samples: give --eval_data_path or "
         "--eval_fraction, too",
     )
     check(
@@ -429,7 +438,7 @@ def training_problems(args: Arguments) -> list[str]:
         "--eval_strategy epoch measures the loss on held-out samples: give --eval_data_path or --eval_fraction, too",
     )
     check(
-        training.sample_steps is not None or data.sample_data_path is None,
+        bool(training.sample_steps) or data.sample_data_path is None,
         f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too",
     )
     check(

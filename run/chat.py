@@ -48,7 +48,7 @@ def main() -> None:
             tell(f"[{note}]")
     with followed(loaded):
         if args.web:
-            serve(loaded, sampling, args.port, args.quiet)
+            serve(loaded, os.path.basename(os.path.abspath(args.model_path)), sampling, args.port, args.quiet)
         else:
             talk(Session(loaded, sampling, args.quiet), args)
 

@@ -229,7 +229,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     progress, evals = start_progress(
         args, engine, resolved, dataset, layout, order, flops, resume_step=resume.step, num_steps=num_steps, ranks=ranks
     )
-    evaluation = Evaluation(engine, args, held_out, asked_of, layout, plan.tokenizer, evals, ranks)
+    evaluation = Evaluation(engine, args, held_out, asked_of, layout, plan.tokenizer, evals, ranks, num_steps=num_steps)
     model_writer = None
     if args.training.save_only_model:
         write = partial(write_model, engine, finished, form, max_shard_bytes, ranks)

@@ -19,6 +19,37 @@ OPTIONS = (
 WHOLE_PAGE = 16_000  # pixels of height, at most: longer pictures Chromium does not take
 ENTER = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
 
+# Every piece of text against the window and every box around it that clips or scrolls; then labels within each chart.
+CUT_TEXTS = """(() => {
+  const cut = [], wide = document.documentElement.clientWidth, slack = 1.5;
+  const name = (text, why) => cut.push(why + ': ' + text.trim().slice(0, 80));
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const node = texts.currentNode, parent = node.parentElement;
+    if (!node.data.trim() || !parent.checkVisibility({contentVisibilityAuto: true})) continue;
+    if (parent.closest('style, script, title, svg title')) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    for (const box of range.getClientRects()) {
+      if (!box.width) continue;
+      if (box.left < -slack || box.right > wide + slack) { name(node.data, 'outside the window'); break; }
+      const around = [];
+      for (let e = parent; e && e !== document.body; e = e.parentElement)
+        if (e.tagName === 'svg' || getComputedStyle(e).overflowX !== 'visible') around.push(e.getBoundingClientRect());
+      if (around.some(r => box.left < r.left - slack || box.right > r.right + slack
+                        || box.top < r.top - 3 || box.bottom > r.bottom + 3)) { name(node.data, 'clipped'); break; }
+    }
+  }
+  for (const svg of document.querySelectorAll('svg')) {
+    const boxes = [...svg.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
+    boxes.forEach(([a, p], i) => boxes.slice(i + 1).forEach(([b, q]) => {
+      if (p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 4 && q.top < p.bottom - 4)
+        name(a + ' / ' + b, 'on each other');
+    }));
+  }
+  return cut;
+})()"""
+
 
 def missing() -> str | None:
     """What is not installed of what a browser needs; None when all is there."""
@@ -68,12 +99,16 @@ class Browser:
     def open(self, address: str | Path, width: int = 1400, height: int = 900) -> None:
         """Show an address or a file in a window of so many pixels, and wait until all of it is loaded."""
         self.requests, self.errors, self._loaded = [], [], False
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.resize(width, height)
         url = address.resolve().as_uri() if isinstance(address, Path) else address
         answer = self._call("Page.navigate", url=url)
         assert "errorText" not in answer, answer
         while not self._loaded:
             self._next_message()
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """Make the window so many pixels large."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def ask(self, expression: str):
         """The value of a JavaScript expression in the page."""
@@ -116,6 +151,11 @@ class Browser:
                 raise TimeoutError(f"nothing came of {found}")
             time.sleep(0.2)
         return value
+
+    def cut_texts(self) -> list[str]:
+        """Texts of the page that are not to be read whole: that stick out of the window or of what clips them, and
+        labels of charts that lie on each other."""
+        return self.ask(CUT_TEXTS)
 
     def screenshot(self, path: Path) -> None:
         """The whole page as a PNG, as wide as the window."""

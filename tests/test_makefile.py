@@ -54,6 +54,22 @@ def test_a_model_of_ones_own(target, recipe, tmp_path):
     assert flags["output_dir"] == f"output/vicuna-{target}"
 
 
+def test_questions_for_the_score_give_the_eval_loss_of_stage_2(tmp_path):
+    data, projector = tmp_path / "held out.json", tmp_path / "mm_projector.bin"
+    for path in (data, projector):
+        path.touch()
+    given = ("finetune", *OWN, f"PROJECTOR={projector}", f"EVAL_DATA={data}")
+    [flags] = commands(*given)
+    flags = parsed(flags)
+    assert (flags["eval_data_path"], flags["eval_steps"]) == (str(data), 0.1)
+    [elsewhere] = commands(*given, "EVAL_IMAGES=/data/others")  # training has one folder of images
+    assert parsed(elsewhere)["eval_data_path"] is None
+    done = subprocess.run(
+        ["make", "-n", "evaluate", *OWN, f"EVAL_DATA={data}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "--image_folder '/data/images'" in done.stdout
+
+
 def test_a_model_without_a_tower_is_refused():
     done = subprocess.run(["make", "-n", "pretrain", OWN[0]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0

@@ -228,6 +228,10 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("eval_fraction", 1, "give a value from 0 to below 1"),
         ("eval_steps", 5, "give --eval_data_path or --eval_fraction, too"),
         ("eval_strategy", "epoch", "give --eval_data_path or --eval_fraction, too"),
+        *(
+            (name, 1.5, "give a whole number of steps, or a part of all steps below 1")
+            for name in ("eval_steps", "sample_steps")
+        ),
         ("max_run_time", "3 hours", "write it like 3h50m"),
         ("model_max_length", 1, "give 2 or more"),
         ("dataloader_num_workers", -1, "give 0 or more"),
@@ -384,7 +388,17 @@ def test_every_recipe_in_the_package_parses():
     recipes = sorted((Path(__file__).parents[1] / "run" / "recipes").glob("*.yaml"))
     assert recipes
     for path in recipes:
-        parse("--recipe", path)
+        training = parse("--recipe", path).training
+        assert (training.sample_steps, training.num_sample_questions) == (0.1, 4), path
+
+
+def test_eval_samples_named_on_the_command_line_take_the_place_of_a_recipes_fraction(tmp_path):
+    path = recipe(tmp_path, "eval_fraction: 0.02\neval_steps: 0.1\n")
+    assert parse("--recipe", path).data.eval_fraction == 0.02
+    named = parse("--recipe", path, "--eval_data_path", path).data
+    assert (named.eval_fraction, named.eval_data_path) == (0.0, str(path))
+    both = refused(*NEEDED, "--eval_fraction", 0.1, "--eval_data_path", path)
+    assert both == "--eval_fraction and --eval_data_path are both given: choose one"
 
 
 def test_replaced_changes_a_flag_in_whichever_section():
@@ -471,7 +485,8 @@ def test_llavas_lora_scripts_parse(lora_script):
 def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
     recipe = read_recipe(Path(__file__).parents[1] / "run" / "recipes" / "llava-v1.5-7b-lora.yaml")
     args, _ = parse_arguments(lora_script)
-    same = set(recipe) - {"train_batch_size", "save_steps", "gradient_checkpointing", "tokens_per_micro_batch"}
+    ours = {"train_batch_size", "save_steps", "gradient_checkpointing", "tokens_per_micro_batch", "sample_steps"}
+    same = set(recipe) - ours
     assert {name: args.as_dict()[name] for name in same} == {name: recipe[name] for name in same}
     assert recipe["train_batch_size"] == 16 * 8  # on the script's 8 GPUs
     # The script recomputes every layer, whatever the memory, and lays samples out by count: it changes no result.

@@ -129,6 +129,11 @@ class EncodedDataset(torch.utils.data.Dataset):
         return self.lengths
 
     @property
+    def has_images(self) -> np.ndarray:
+        """(samples,) bool: which show an image or a video."""
+        return self._column("num_pictures") > 0
+
+    @property
     def num_records(self) -> int:
         """Accepted and rejected ones."""
         return len(self.table)
@@ -174,7 +179,7 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     def example(self) -> LoadedSample:
         """A sample to try a model on: with a picture if one of the first of them can be read, else its text alone."""
-        shown = self._column("num_pictures") > 0
+        shown = self.has_images
         for index in (*np.flatnonzero(shown)[:EXAMPLES_TRIED], *np.flatnonzero(~shown)[:1]):
             sample = self[int(index)]
             if isinstance(sample, LoadedSample):

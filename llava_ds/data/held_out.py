@@ -30,6 +30,6 @@ def divide(
         dataset, held_out = dataset.without_part(data.eval_fraction, seed)
     elif data.eval_data_path is not None:
         held_out = opened(data.eval_data_path)
-    if training.sample_steps is None:
+    if not training.sample_steps:
         return dataset, held_out, None
     return dataset, held_out, opened(data.sample_data_path) if data.sample_data_path else held_out or dataset

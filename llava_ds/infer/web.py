@@ -1,6 +1,7 @@
 """Conversations about pictures in a browser on the same machine, with gradio. Nothing is asked of any other machine."""
 
 import contextlib
+import html
 import mimetypes
 import os
 import queue
@@ -20,6 +21,8 @@ from llava_ds.infer.load import LoadedModel
 ADDRESS = "127.0.0.1"
 MAX_FILE_SIZE = "100mb"
 ERROR = "error"  # title of a message that is no answer
+# gradio puts a button on every image that shares it on a site of its own, which the policy below keeps from working.
+STYLE = 'button[aria-label="Share"] { display: none !important }'
 
 # The browser asks nobody else, whatever gradio's pages or the model's words name.
 POLICY = (
@@ -38,8 +41,11 @@ def gradio() -> ModuleType:
     return gradio
 
 
-def serve(loaded: LoadedModel, sampling: Sampling, port: int, quiet: bool = False) -> None:
-    """Show the page until Ctrl-C. Raises ConfigError where the port is taken."""
+def serve(loaded: LoadedModel, name: str, sampling: Sampling, port: int, quiet: bool = False) -> None:
+    """Show the page until Ctrl-C. Raises ConfigError where the port is taken.
+
+    name: what the model is called on it.
+    """
     with tempfile.TemporaryDirectory(prefix="llava_ds-web-") as uploads, socket.socket() as listener:
         os.environ["GRADIO_TEMP_DIR"] = uploads
         gr = gradio()
@@ -48,7 +54,7 @@ def serve(loaded: LoadedModel, sampling: Sampling, port: int, quiet: bool = Fals
             listener.bind((ADDRESS, port))
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--port {port} can't be used ({error}): give another one") from error
-        app = _application(gr, build_page(gr, loaded, sampling, quiet), port)
+        app = _application(gr, build_page(gr, loaded, name, sampling, quiet), port)
         with contextlib.suppress(KeyboardInterrupt):
             _server(app, f"http://{ADDRESS}:{port}/").run(sockets=[listener])
 
@@ -74,6 +80,7 @@ def _application(gr: ModuleType, page, port: int):
         mcp_server=False,
         pwa=False,
         max_file_size=MAX_FILE_SIZE,
+        css=STYLE,
         # Fonts of the system: gradio's own would come from another machine.
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
     )
@@ -106,8 +113,8 @@ class _Policy:
         await self.app(scope, receive, with_policy)
 
 
-def build_page(gr: ModuleType, loaded: LoadedModel, sampling: Sampling, quiet: bool):
-    """The page: a conversation, and a box for questions, pictures and videos."""
+def build_page(gr: ModuleType, loaded: LoadedModel, name: str, sampling: Sampling, quiet: bool):
+    """The page: the model's name, a conversation, and a box for questions, pictures and videos."""
     turn = threading.Lock()  # the model answers one at a time
 
     def respond(message: dict, history: list[dict]) -> Iterator[object]:
@@ -128,14 +135,20 @@ def build_page(gr: ModuleType, loaded: LoadedModel, sampling: Sampling, quiet: b
     )
     # What the model says is shown as it is: neither markup nor links.
     shown = gr.Chatbot(
-        render_markdown=False, height="70vh", label=loaded.model.config.model_type, buttons=["copy", "copy_all"]
+        render_markdown=False,
+        height="70vh",
+        label="conversation",
+        buttons=["copy", "copy_all"],
+        placeholder="Attach an image, and ask about it.",
     )
+    told = f"{loaded.model.config.model_type}, template {loaded.version}, on {loaded.device}"
     return gr.ChatInterface(
         respond,
         multimodal=True,
         chatbot=shown,
         textbox=box,
-        title="llava_ds",
+        title=html.escape(name),
+        description=f"<p style='text-align: center'>{html.escape(told)}</p>",
         analytics_enabled=False,
         flagging_mode="never",
         api_visibility="private",

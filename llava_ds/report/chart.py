@@ -41,6 +41,12 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def is_far_apart(values: Sequence[float]) -> bool:
+    """Whether values are easier to read on a logarithmic scale; those that are not finite don't count."""
+    finite = [value for value in values if math.isfinite(value)]
+    return bool(finite) and min(finite) > 0 and max(finite) / min(finite) >= LOG_FROM
+
+
 def line_chart(
     title: str,
     series: Sequence[Series],
@@ -54,14 +60,15 @@ def line_chart(
     begins there, for what is more or less of something.
     """
     drawn = [one for one in series if any(map(math.isfinite, one.values))]
-    caption = f"<figcaption>{html.escape(title)}{_legend(series)}</figcaption>"
     if not drawn:
-        return f"<figure>{caption}<p class=none>No values.</p></figure>"
+        return f"<figure>{_caption(title, series)}<p class=none>No values.</p></figure>"
     values = [value for one in drawn for value in one.values if math.isfinite(value)]
     first, last = min(one.steps[0] for one in drawn), max(one.steps[-1] for one in drawn)
     first = 0 if 20 * first < last else first
     low, high = 0.0 if from_zero else min(values), max(values)
-    is_log = log and low > 0 and high / low >= LOG_FROM
+    if high - low <= 1e-6 * abs(high):  # the running mean of one value differs from it in the last digits
+        high = low
+    is_log = log and is_far_apart([low, high])
     ticks = _log_ticks(low, high) if is_log else _ticks(low, high)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     if low == high:
@@ -79,7 +86,8 @@ def line_chart(
     for one in drawn:
         parts.append(_curve(one, x, y))
     told = f"{title}, steps {first:,} to {last:,}, {shown(min(values))} to {shown(max(values))}"
-    return f"<figure>{caption}{_svg(told, parts)}</figure>"
+    told += ", log scale" if is_log else ""
+    return f"<figure>{_caption(title, series, is_log)}{_svg(told, parts)}</figure>"
 
 
 def bar_chart(title: str, edges: Sequence[float], counts: Sequence[int], unit: str) -> str:
@@ -117,12 +125,16 @@ def _svg(told: str, parts: list[str]) -> str:
     )
 
 
-def _legend(series: Sequence[Series]) -> str:
-    named = [one for one in series if one.label]
-    if not named:
-        return ""
-    keys = (f'<span class="key s{one.colour}">{html.escape(one.label)}</span>' for one in named)
-    return f"<span class=keys>{''.join(keys)}</span>"
+def _caption(title: str, series: Sequence[Series], is_log: bool = False) -> str:
+    """The title, which names the vertical axis, whether that is logarithmic, and what each curve is."""
+    keys = [
+        f'<span class="key s{one.colour}{" thin" if one.faint else ""}">{html.escape(one.label)}</span>'
+        for one in series
+        if one.label
+    ]
+    scale = " <small>log scale</small>" if is_log else ""
+    legend = f"<span class=keys>{''.join(keys)}</span>" if keys else ""
+    return f"<figcaption><span>{html.escape(title)}{scale}</span>{legend}</figcaption>"
 
 
 def _grid(ticks: list[float], y: Callable[[float], float], shown: Callable[[float], str]) -> str:
@@ -168,11 +180,13 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, or powers alone where there are many."""
+    """1, 2 and 5 times powers of ten around the values, or the powers among the values alone where there are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if len(powers) <= 3 else (1,)
-    ticks = [step * 10.0**power for power in powers for step in steps]
+    ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
     below = max((tick for tick in ticks if tick <= low), default=ticks[0])
     above = min((tick for tick in ticks if tick >= high), default=ticks[-1])
     kept = [tick for tick in ticks if below <= tick <= above]
-    return kept[:: math.ceil(len(kept) / 7)] if len(kept) > 8 else kept
+    if len(kept) <= 8:
+        return kept
+    kept = [10.0**power for power in powers if low <= 10.0**power <= high]  # two at least, where there were so many
+    return kept[:: math.ceil(len(kept) / 7)]

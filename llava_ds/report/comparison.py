@@ -17,7 +17,7 @@ NUMBERS = {
     "steps": ("optimizer steps", "{:,.0f}".format),
     "epoch": ("epochs", "{:.2f}".format),
     "loss": ("loss at the end (running mean)", "{:.4f}".format),
-    "held_out_loss": ("held-out loss, last", "{:.4f}".format),
+    "held_out_loss": ("eval loss, last", "{:.4f}".format),
     "tokens": ("tokens", short),
     "step_time_s": ("spent in steps", duration),
     "tokens_per_s": ("tokens/s (median)", "{:,.0f}".format),
@@ -33,6 +33,7 @@ CURVES = {
     "grad_norm": "Gradient norm (running mean)",
     "tokens_per_s": "Throughput, tokens/s (running mean)",
 }
+LINEAR = ("lr", "tokens_per_s")
 
 
 def names_of(runs: list[RunFiles]) -> list[str]:
@@ -43,7 +44,7 @@ def names_of(runs: list[RunFiles]) -> list[str]:
 
 
 def numbers_table(runs: list[RunFiles]) -> list[list[str]]:
-    """A row per number that at least one of them has: its label, and each run's."""
+    """A row per number that at least one of them has, scores first: its label, and each run's."""
     found = [run.numbers for run in runs]
     rows = [
         [label, *(form(numbers[name]) if name in numbers else "" for numbers in found)]
@@ -52,7 +53,7 @@ def numbers_table(runs: list[RunFiles]) -> list[list[str]]:
     ]
     scores = [_scores(run) for run in runs]
     kinds = dict.fromkeys(kind for each in scores for kind in each)
-    return [*rows, *([kind, *(each.get(kind, "") for each in scores)] for kind in kinds)]
+    return [*([kind, *(each.get(kind, "") for each in scores)] for kind in kinds), *rows]
 
 
 def differences(runs: list[RunFiles]) -> list[list[str]]:
@@ -76,11 +77,13 @@ def in_terminal(runs: list[RunFiles]) -> list[str]:
 
 
 def comparison_page(runs: list[RunFiles]) -> str:
-    """compare.html: curves on common axes and the tables of in_terminal."""
+    """compare.html: the tables of in_terminal and curves on common axes."""
     names = names_of(runs)
     charts = [
         line_chart(
-            title, [_series(run, name, label, i) for i, (run, label) in enumerate(zip(runs, names))], log=name != "lr"
+            title,
+            [_series(run, name, label, i) for i, (run, label) in enumerate(zip(runs, names))],
+            log=name not in LINEAR,
         )
         for name, title in CURVES.items()
     ]
@@ -89,17 +92,17 @@ def comparison_page(runs: list[RunFiles]) -> str:
             Series(label, *run.column("loss", run.evals), colour=i % len(COLOURS), dots=True)
             for i, (run, label) in enumerate(zip(runs, names))
         ]
-        charts.insert(1, line_chart("Held-out loss", held_out))
+        charts.insert(1, line_chart("Eval loss", held_out))
     differing = differences(runs)
     problems = [f"{name}: {text}" for name, run in zip(names, runs) for text in run.problems.values()]
     lines = [(name, model_of(run) if run.flags else "", run.output_dir.resolve()) for name, run in zip(names, runs)]
+    numbers = table(["", *names], numbers_table(runs), range(1, len(names) + 1), stacks=True, named=True)
     return document(
         f"{', '.join(names)}: side by side",
         [
             f"<header><h1>{esc(' · '.join(names))}</h1></header>",
             *(sentence(text, "warn") for text in problems),
-            section("Runs", table(["run", "what", "folder"], lines, stacks=True)),
-            section("Numbers", table(["", *names], numbers_table(runs), numbers=range(1, len(names) + 1))),
+            section("Result", numbers),
             section("Curves", f'<div class="charts">{"".join(charts)}</div>'),
             section(
                 "What differs",
@@ -107,6 +110,7 @@ def comparison_page(runs: list[RunFiles]) -> str:
                 if differing
                 else sentence("No flag and no DeepSpeed value.", "note"),
             ),
+            section("Runs", table(["run", "what", "folder"], lines, stacks=True)),
         ],
     )
 

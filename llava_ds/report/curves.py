@@ -1,4 +1,4 @@
-"""The curves of a run's page: loss, held-out loss, rates, gradients, speed, memory."""
+"""The curves of a run's page: of learning (loss, eval loss, rates, gradients), and of the machine (speed, memory)."""
 
 import math
 
@@ -8,8 +8,8 @@ from llava_ds.report.run_files import RunFiles, is_number
 from llava_ds.report.series import running_mean
 
 
-def curves(run: RunFiles) -> str:
-    """All of them, as HTML; what a run has no numbers for is left out."""
+def learning_curves(run: RunFiles) -> str:
+    """Loss, eval loss, learning rate and gradient norm, as HTML; what a run has no numbers for is left out."""
     if not run.metrics:
         return sentence(run.problems.get("metrics.jsonl", "There are no steps."), "warn")
     # In one order, so that both charts draw a source in the same colour.
@@ -17,12 +17,9 @@ def curves(run: RunFiles) -> str:
     charts = [
         line_chart("Loss per supervised token", loss_series(run)),
         _sources("Loss by data source (running mean)", run.metrics, names, smooth=True),
-        _sources("Held-out loss by data source", run.evals, names, smooth=False),
+        _sources("Eval loss by data source", run.evals, names, smooth=False),
         line_chart("Learning rate", _rates(run), log=False),
         _smoothed(run, "Gradient norm", "grad_norm"),
-        _smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False),
-        _times(run),
-        _memory(run),
     ]
     not_finite = sum(not math.isfinite(value) for value in run.column("loss")[1])
     note = (
@@ -33,15 +30,21 @@ def curves(run: RunFiles) -> str:
     return f'{note}<div class="charts">{"".join(filter(None, charts))}</div>'
 
 
+def machine_curves(run: RunFiles) -> str:
+    """Throughput, time per step and memory, as HTML; nothing where no step has them."""
+    charts = [_smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False), _times(run), _memory(run)]
+    return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+
+
 def loss_series(run: RunFiles) -> list[Series]:
-    """The loss of every step, its running mean, and the held-out loss."""
+    """The loss of every step, its running mean, and the eval loss."""
     steps, losses = run.column("loss")
     held_out = run.column("loss", run.evals)
     series = [
-        Series("", steps, losses, colour=0, faint=True),
+        Series("each step", steps, losses, colour=0, faint=True),
         Series("running mean", steps, running_mean(losses), colour=0),
     ]
-    return [*series, Series("held-out", *held_out, colour=1, dots=True)] if held_out[0] else series
+    return [*series, Series("eval", *held_out, colour=1, dots=True)] if held_out[0] else series
 
 
 def _sources(title: str, rows: list[dict], names: list[str], smooth: bool) -> str:
@@ -70,7 +73,7 @@ def _smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:
     steps, values = run.column(name)
     if not values:
         return ""
-    both = [Series("", steps, values, faint=True), Series("running mean", steps, running_mean(values))]
+    both = [Series("each step", steps, values, faint=True), Series("running mean", steps, running_mean(values))]
     return line_chart(title, both, log=log)
 
 

@@ -1,26 +1,18 @@
 """What a model will be trained on, for a person to look at: text with the supervised part marked, and pictures."""
 
-import html
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.distributed import printable
+from llava_ds.report.markup import document, esc, navigation, section, table
 from llava_ds.report.sampled import data_uri
 
 THUMBNAIL = 224  # pixels of the longer side of a picture on the page
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
-h2 { font-size: 1em; margin: 2.5em 0 .5em; border-top: 1px solid #ccc; padding-top: 1em }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .8em; border-radius: 4px }
-mark { background: #b9e8c0; color: inherit } .image { background: #cfdcf7; border-radius: 3px; padding: 0 .3em }
-img { margin: 0 .5em .5em 0; vertical-align: top } table { border-collapse: collapse }
-td, th { padding: .2em .8em .2em 0; text-align: left; vertical-align: top } .note { color: #666 }
-"""
 
 
 @dataclass(frozen=True)
@@ -89,27 +81,38 @@ def in_terminal(sample: ShownSample, coloured: bool) -> str:
 
 
 def page(title: str, summary: Iterable[str], samples: Iterable[ShownSample], rejected: Iterable[dict]) -> str:
-    """A self-contained HTML page: summary, samples with their pictures and mask, and rejected records."""
-    body = [f"<h1>{html.escape(title)}</h1><pre>{html.escape(chr(10).join(summary))}</pre>"]
-    body.append(
+    """A self-contained HTML page: summary, samples with their pictures and mask, and rejected records.
+
+    title: the path of the data.
+    """
+    cards = "".join(map(_card, samples))
+    rows = [(f"{row['file']}:{row['line']}", row["id"], row["reason"]) for row in rejected]
+    legend = (
         '<p class="note"><mark>Marked</mark> text is supervised: what the model learns to write. '
         '<span class="image">image</span> stands for the features of a picture.</p>'
     )
-    for sample in samples:
-        body.append(f"<h2>{html.escape(sample.title)}</h2><p class=note>{html.escape(sample.note)}</p>")
-        body += [f'<img src="{data_uri(picture, THUMBNAIL)}" alt="">' for picture in sample.pictures]
-        body.append("<pre>" + "".join(map(_run_html, sample.runs)) + "</pre>")
-    rows = [
-        f"<tr><td>{html.escape(str(row['file']))}:{row['line']}</td><td>{html.escape(str(row['id']))}</td>"
-        f"<td>{html.escape(row['reason'])}</td></tr>"
-        for row in rejected
-    ]
-    if rows:
-        body.append("<h2>left out</h2><table><tr><th>where<th>id<th>why</tr>" + "".join(rows) + "</table>")
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style>{''.join(body)}</html>\n"
+    parts = {
+        "Samples": legend + f'<div class="data">{cards}</div>' if cards else "",
+        f"Left out: {len(rows):,}": table(["where", "id", "why"], rows, stacks=True) if rows else "",
+    }
+    shown = {name: content for name, content in parts.items() if content}
+    lead = f'<p class="note">{esc(title)}</p><pre>{esc(chr(10).join(summary))}</pre>'
+    return document(
+        f"{Path(title).name}: data",
+        [
+            f"<header><h1>{esc(Path(title).name)}</h1>{lead}</header>",
+            navigation(shown),
+            *(section(name, content) for name, content in shown.items()),
+        ],
     )
+
+
+def _card(sample: ShownSample) -> str:
+    pictures = "".join(f'<img src="{data_uri(picture, THUMBNAIL)}" alt="">' for picture in sample.pictures)
+    shown = f'<div class="pictures">{pictures}</div>' if pictures else ""
+    text = f"<pre>{''.join(map(_run_html, sample.runs))}</pre>"
+    head = f'<h3>{esc(sample.title)}</h3><p class="note">{esc(sample.note)}</p>'
+    return f'<article class="datum">{head}<div class="shown">{shown}{text}</div></article>'
 
 
 def _kind(token: int, label: int) -> str:
@@ -121,5 +124,5 @@ def _kind(token: int, label: int) -> str:
 def _run_html(run: Run) -> str:
     if run.kind == "image":
         return f'<span class="image">{run.num_tokens} image positions</span>'
-    text = html.escape(run.text)
+    text = esc(run.text)
     return f"<mark>{text}</mark>" if run.kind == "supervised" else text

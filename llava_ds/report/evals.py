@@ -49,11 +49,12 @@ class Evals:
         without = f", without {broken:,} that broke," if broken else ""
         print_first(f"step {step:,}: the loss on {samples:,} held-out samples{without} is {loss:.4f} ({seconds:.1f} s)")
 
-    def add_answers(self, step: int, rows: list[dict[str, object]]) -> None:
-        """rows: id, question, images, reference and answer of each."""
+    def add_answers(self, step: int, rows: list[dict[str, object]], *, seconds: float) -> None:
+        """rows: id, question, images, reference and answer of each; seconds: that all of them took together."""
         if not self.is_first:
             return
-        self.samples.write([{"step": step, **row} for row in rows])
+        self.samples.write([{"step": step, **row, "seconds": round(seconds, 3)} for row in rows])
+        print_first(f"step {step:,}: {len(rows)} sample questions are answered ({seconds:.1f} s)")
         for row in rows:
             answer, reference = (str(row[name])[:MOST_SHOWN] for name in ("answer", "reference"))
             print_first(f"step {step:,}: {row['id']}: {answer!r}, where the data say {reference!r}")

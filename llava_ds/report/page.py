@@ -9,14 +9,14 @@ from pathlib import Path
 from llava_ds.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava_ds.ds_config.draft import value_at
 from llava_ds.report.chart import short
-from llava_ds.report.conditions import conditions_note
-from llava_ds.report.curves import curves
+from llava_ds.report.curves import learning_curves, machine_curves
 from llava_ds.report.data_part import data_part
 from llava_ds.report.markup import Markup, details, document, esc, navigation, section, sentence, table, tiles
 from llava_ds.report.mistakes import mistakes_part
+from llava_ds.report.result import evaluation_part, result_card
 from llava_ds.report.run_files import RunFiles, is_number, read_run
 from llava_ds.report.sampled import sampled_answers
-from llava_ds.report.wording import duration, model_of, num_bytes, shown_score
+from llava_ds.report.wording import duration, model_of, num_bytes
 from llava_ds.whole_files import write_output, write_whole
 
 FILE = "report.html"
@@ -49,13 +49,14 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
 
 
 def report_page(run: RunFiles) -> str:
-    """The page, as HTML."""
+    """The page, as HTML: what came of the run first, then how it learnt, then what the machine did."""
     parts = {
-        "Curves": curves(run),
         "Answers while training": _answers(run),
-        "Evaluation": _evaluation(run),
         "Mistakes": mistakes_part(run),
+        "Learning": learning_curves(run),
+        "Evaluation": evaluation_part(run),
         "Data": data_part(run),
+        "The machine": tiles(_figures(run, MACHINE)) + machine_curves(run),
         "Configuration": _configuration(run),
         "Checkpoints": _checkpoints(run),
         "To repeat it": _command(run),
@@ -66,6 +67,8 @@ def report_page(run: RunFiles) -> str:
         f"{run.name}: report",
         [
             _head(run),
+            result_card(run),
+            tiles(_figures(run, LEARNING)),
             navigation(shown),
             *(section(title, content) for title, content in shown.items()),
             f"<footer>Written {esc(written)} by llava_ds from {esc(run.output_dir.resolve())}.</footer>",
@@ -91,78 +94,43 @@ def _head(run: RunFiles) -> str:
     problems = "".join(
         sentence(run.problems[name], "warn") for name in ("run.json", "metrics.jsonl") if name in run.problems
     )
-    return f'<header><h1>{esc(run.name)}</h1>{lead}<p class="note">{chip} {when}</p>{problems}</header>{_tiles(run)}'
+    return f'<header><h1>{esc(run.name)}</h1>{lead}<p class="note">{chip} {when}</p>{problems}</header>'
 
 
-def _tiles(run: RunFiles) -> str:
-    # What went wrong is shown where something did.
+# Numbers of a run, what they are called and how they are written.
+LEARNING = (
+    ("loss", "loss at the end (running mean)", "{:.4f}".format),
+    ("held_out_loss", "eval loss, last", "{:.4f}".format),
+    ("steps", "optimizer steps", "{:,.0f}".format),
+    ("epoch", "epochs", "{:.2f}".format),
+    ("samples", "samples", "{:,.0f}".format),
+    ("tokens", "tokens", short),
+    ("step_time_s", "spent in steps", duration),
+    ("skipped_steps", "steps skipped (not finite)", "{:,.0f}".format),
+    ("broken_samples", "samples that broke", "{:,.0f}".format),
+    ("left_out", "records left out", "{:,.0f}".format),
+)
+MACHINE = (
+    ("tokens_per_s", "tokens/s (median)", "{:,.0f}".format),
+    ("mfu", "of the peak: MFU (median)", "{:.1%}".format),
+    ("wait", "of the time waiting for data", "{:.1%}".format),
+    ("peak_memory_bytes", "peak memory of rank 0", num_bytes),
+)
+
+
+def _figures(run: RunFiles, wanted: tuple) -> list[tuple[str, str]]:
+    """(number, label) of those that the run has; of what went wrong, where something did."""
     numbers = {
         name: value for name, value in run.numbers.items() if value or name not in ("skipped_steps", "broken_samples")
     }
-    numbers |= {"left_out": len(run.skipped)} if run.skipped else {}
-    shown = [
-        ("loss", "loss at the end (running mean)", "{:.4f}".format),
-        ("held_out_loss", "held-out loss, last", "{:.4f}".format),
-        ("steps", "optimizer steps", "{:,.0f}".format),
-        ("epoch", "epochs", "{:.2f}".format),
-        ("samples", "samples", "{:,.0f}".format),
-        ("tokens", "tokens", short),
-        ("step_time_s", "spent in steps", duration),
-        ("wait", "of the time waiting for data", "{:.1%}".format),
-        ("tokens_per_s", "tokens/s (median)", "{:,.0f}".format),
-        ("mfu", "of the peak: MFU (median)", "{:.1%}".format),
-        ("peak_memory_bytes", "peak memory of rank 0", num_bytes),
-        ("skipped_steps", "steps skipped (not finite)", "{:,.0f}".format),
-        ("broken_samples", "samples that broke", "{:,.0f}".format),
-        ("left_out", "records left out", "{:,.0f}".format),
-    ]
-    found = [(form(numbers[name]), label) for name, label, form in shown if numbers.get(name) is not None]
-    return tiles(found) if numbers else ""
+    numbers |= {"left_out": len(run.skipped)} if run.skipped and numbers else {}
+    return [(form(numbers[name]), label) for name, label, form in wanted if numbers.get(name) is not None]
 
 
 def _answers(run: RunFiles) -> str:
     if "samples.jsonl" in run.problems:
         return sentence(run.problems["samples.jsonl"], "warn")
     return sampled_answers(run.samples, run.output_dir) if run.samples else ""
-
-
-def _evaluation(run: RunFiles) -> str:
-    parts = []
-    for name, content in run.evaluations.items():
-        if name in run.problems:
-            parts.append(sentence(run.problems[name], "warn"))
-        else:
-            metric = f": {content['metric']}" if isinstance(content.get("metric"), str) else ""
-            parts.append(f"<h3>{esc(name + metric)}</h3>" + _scores(content.get("scores", content)))
-            parts.append(conditions_note(content.get("scores")))
-            if isinstance(content.get("metrics"), dict):
-                found = list(_flat(content["metrics"]))
-                head = ["", "value [95 % interval]"]
-                parts.append(details("Every metric, with its interval", table(head, found, numbers=(1,))))
-    return "".join(parts) or sentence("Not evaluated: run/evaluate.py has left no evaluation.json here.")
-
-
-def _scores(scores: object) -> str:
-    """A table where every column has the same rows, as run/evaluate.py writes them; else all numbers by their path."""
-    if isinstance(scores, dict) and scores and all(isinstance(column, dict) and column for column in scores.values()):
-        columns = list(scores)
-        rows = list(dict.fromkeys(kind for column in scores.values() for kind in column))
-        cells = {(name, kind): shown_score(scores[name].get(kind)) for name in columns for kind in rows}
-        if all(isinstance(cell, str) for cell in cells.values()):
-            lines = [[kind, *(cells[name, kind] for name in columns)] for kind in rows]
-            return table(["", *columns], lines, numbers=range(1, len(columns) + 1))
-    found = list(_flat(scores))
-    return table(["", "value"], found, numbers=(1,)) if found else sentence("There are no scores in it.")
-
-
-def _flat(value: object, path: str = ""):
-    """(path, number) of every number or pair within; long lists are left out."""
-    shown = shown_score(value)
-    if isinstance(shown, str) and value is not None:
-        yield path, shown
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            yield from _flat(each, f"{path} {name}".strip())
 
 
 def _configuration(run: RunFiles) -> str:

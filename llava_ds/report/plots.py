@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
+from llava_ds.report.chart import is_far_apart, short
 from llava_ds.report.series import running_mean, thinned
 from llava_ds.whole_files import write_whole
 
@@ -63,20 +64,33 @@ class LossPlot:
 
 def plot_loss(steps: Sequence[int], losses: Sequence[float], rates: Sequence[float], path: Path, title: str) -> None:
     """Draw the loss, its running mean, and the learning rate over the steps, to a PNG file that is never half there."""
+    figure = loss_figure(steps, losses, rates, title)
+    write_whole(path, lambda fresh: figure.savefig(fresh, dpi=120, format="png"))
+
+
+def loss_figure(steps: Sequence[int], losses: Sequence[float], rates: Sequence[float], title: str):
+    """The same as a figure of matplotlib's, which has a canvas."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(8, 4.5))
-    figure.subplots_adjust(left=0.1, right=0.88, bottom=0.2, top=0.92)  # finding them out would draw it twice
+    figure.subplots_adjust(left=0.12, right=0.88, bottom=0.2, top=0.92)  # finding them out would draw it twice
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(*thinned(steps, losses), color="tab:blue", alpha=0.25, linewidth=1)
     axes.plot(*thinned(steps, running_mean(losses)), color="tab:blue", label="loss (running mean)")
-    axes.set(xlabel="optimizer step", ylabel="loss per supervised token")
+    is_log = is_far_apart(losses)
+    axes.set(xlabel="optimizer step", ylabel="loss per supervised token" + (" (log scale)" if is_log else ""))
     axes.set_title(title, parse_math=False)
-    axes.set_yscale("log")
+    if is_log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))  # 0.5, not 5 x 10^-1
     rate = axes.twinx()
     rate.plot(*thinned(steps, rates), color="tab:grey", linestyle=":", label="learning rate")
     rate.set_ylabel("learning rate")
+    rate.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     figure.legend(loc="lower center", ncols=2, frameon=False)
-    write_whole(path, lambda fresh: figure.savefig(fresh, dpi=120, format="png"))
+    return figure

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from llava_ds.data.loader import Counts
 from llava_ds.data.source_names import means_by_source
@@ -127,17 +128,15 @@ class Progress:
         bad = [f"{last['skipped_steps']:,} steps skipped"] if last["skipped_steps"] else []
         self.bad_samples += sum(row["broken_samples"] for row in rows)
         bad += [f"{self.bad_samples:,} samples broken"] if self.bad_samples else []
-        parts = [
-            f"loss {self.smoothed.value:.4f}",
-            f"lr {max(last['lr']):.2e}",
-            f"{last['tokens_per_s']:,.0f} tokens/s",
-            f"MFU {last['mfu']:.1%}",
-            f"waiting for data {max(0.0, wait):.1%}",
-            f"{last['peak_memory_bytes'] / 1e9:.1f} GB",
-            *bad,
-        ]
-        self.bar.set_postfix_str(", ".join(parts), refresh=False)
-        self.bar.update(len(rows))
+        loss, speed = f"loss {self.smoothed.value:.4f}", f"{last['tokens_per_s']:,.0f} tokens/s"
+        rate, memory = f"lr {max(last['lr']):.2e}", f"{last['peak_memory_bytes'] / 1e9:.1f} GB"
+        wait = f"{max(0.0, wait):.1%}"
+        update_bar(
+            self.bar,
+            len(rows),
+            [loss, rate, speed, f"MFU {last['mfu']:.1%}", f"waiting for data {wait}", memory, *bad],
+            [loss, speed, f"waiting {wait}", *bad],
+        )
 
     def _values(self) -> list[list]:
         """Loss, gradient norm, skipped steps, counts and means of what is pending, in one look at the device."""
@@ -185,6 +184,33 @@ class Progress:
         if result.by_source is not None and (result.step % self.source_steps == 0 or result.step == self.max_steps):
             row["source_losses"] = means_by_source(self.sources, *result.by_source)
         return row if result.means is None else {**row, "micro_batch_losses": result.means}
+
+
+# What stands before the numbers, with less and less room.
+_BARS = (
+    "{l_bar}{bar:10}{r_bar}",
+    "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+    "{percentage:.0f}% {n_fmt}/{total_fmt} [<{remaining}{postfix}]",
+    "{percentage:.0f}% [<{remaining}{postfix}]",
+)
+
+
+def update_bar(bar: tqdm, num_steps: int, everything: list[str], least: list[str]) -> None:
+    """Add steps, and show as many numbers behind the bar as its terminal has room for.
+
+    everything: the numbers where there is room for all; least: those that what stands before them makes room for, for
+    tqdm cuts a line that is too long at its end, where they are.
+    """
+    shape = bar.format_dict
+    for layout, parts in ((_BARS[0], everything), *((layout, least) for layout in _BARS)):
+        bar.set_postfix_str(", ".join(parts), refresh=False)
+        if bar.disable or shape["ncols"] is None:
+            break
+        shape |= {"n": bar.n + num_steps, "bar_format": layout, "postfix": bar.postfix}
+        if len(tqdm.format_meter(**{**shape, "ncols": None})) + 2 <= shape["ncols"]:  # digits may be added
+            break
+    bar.bar_format = None if layout == _BARS[0] else layout
+    bar.update(num_steps)
 
 
 def _on_host(

@@ -11,7 +11,9 @@ from PIL import Image
 from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.images import load_image
 from llava_ds.data.sample import FileRef
-from llava_ds.report.markup import esc, sentence
+from llava_ds.report.markup import details, esc, sentence
+from llava_ds.report.run_files import is_number
+from llava_ds.report.wording import duration
 
 MOST_QUESTIONS, MOST_ANSWERS = 24, 12
 PICTURE_SIDE = 320  # pixels of the longer side
@@ -26,7 +28,16 @@ def sampled_answers(rows: list[dict], output_dir: Path) -> str:
     more = len(questions) - len(shown)
     cards = "".join(_card(asked, output_dir) for asked in shown)
     note = "" if more <= 0 else sentence(f"{more:,} more questions are in samples.jsonl.", "note")
-    return f'<div class="samples">{cards}</div>{note}'
+    return f'<div class="samples">{cards}</div>{note}{_cost(rows)}'
+
+
+def _cost(rows: list[dict]) -> str:
+    """What answering took, where the rows say it."""
+    seconds = {row["step"]: row["seconds"] for row in rows if is_number(row.get("seconds"))}
+    if not seconds:
+        return ""
+    times = "once" if len(seconds) == 1 else f"{len(seconds):,} times"
+    return sentence(f"Asked {times} while training, which took {duration(sum(seconds.values()))} in all.", "note")
 
 
 def _card(asked: list[dict], output_dir: Path) -> str:
@@ -36,16 +47,20 @@ def _card(asked: list[dict], output_dir: Path) -> str:
     pictures = "".join(shown_image(place, output_dir) for place in paths)
     reference = last.get("reference")
     question = str(last.get("question", "")).replace(IMAGE_TOKEN, "").strip()  # what it marks is seen
-    question = re.sub(r"^(\w+:)\s+", r"\1 ", question)  # and left a line of its own behind
-    lines = []
-    if reference is not None:
-        lines.append(f"<dt>reference</dt><dd>{esc(reference)}</dd>")
-    for first, last_step, answer in _spread(_stretches(asked), MOST_ANSWERS):
-        same = reference is not None and answer.strip() == str(reference).strip()
-        text = f'<span class="same">{esc(answer)}</span>' if same else esc(answer)
-        steps = f"step {first:,}" if first == last_step else f"steps {first:,} to {last_step:,}"
-        lines.append(f"<dt>{steps}</dt><dd>{text}</dd>")
-    return f'<div class="sample">{pictures}<p class="question">{esc(question)}</p><dl>{"".join(lines)}</dl></div>'
+    question = re.sub(r"^USER:\s*|\s*ASSISTANT:$", "", question)  # LLaVA's words for who speaks
+    *earlier, final = [_answer_line(*stretch, reference) for stretch in _spread(_stretches(asked), MOST_ANSWERS)]
+    told = f'<p class="question">{esc(question)}</p>' if question else ""
+    right = "" if reference is None else f"<dt>reference</dt><dd>{esc(reference)}</dd>"
+    before = details(f"Earlier answers ({len(earlier):,})", f"<dl>{''.join(earlier)}</dl>") if earlier else ""
+    return f'<div class="sample">{pictures}{told}<dl>{final}{right}</dl>{before}</div>'
+
+
+def _answer_line(first: int, last: int, answer: str, reference: object) -> str:
+    """An answer with the steps at which it was given, marked where it is the reference."""
+    same = reference is not None and answer.strip() == str(reference).strip()
+    text = f'<span class="same">{esc(answer)}</span>' if same else esc(answer)
+    steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+    return f"<dt>{steps}</dt><dd>{text}</dd>"
 
 
 def shown_image(place: object, output_dir: Path) -> str:

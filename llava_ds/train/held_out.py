@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +22,7 @@ from llava_ds.data.loader import Layout, micro_batches
 from llava_ds.data.source_names import means_by_source
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.distributed import Ranks, all_sum, from_first, gather
+from llava_ds.train.schedule import steps_between
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,12 @@ def held_out_loss(engine, dataset: EncodedDataset, layout: Layout, num_workers: 
 def prompts_of(
     dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> list[SampleQuestion]:
-    """The first samples of a data set that have an answer and whose pictures can be shown, at most `number`."""
+    """The first samples of a data set that have an answer and whose pictures can be shown, at most `number`.
+
+    Those with images come first: they tell more about a model that sees.
+    """
     found: list[SampleQuestion] = []
-    for index in range(len(dataset)):
+    for index in map(int, np.argsort(~dataset.has_images, kind="stable")):
         if len(found) == number:
             break
         sample = dataset[index]
@@ -170,9 +175,13 @@ class Evaluation:
         tokenizer: PreTrainedTokenizerBase,
         log,
         ranks: Ranks,
+        *,
+        num_steps: int,
     ) -> None:
         """args: with the template's own name; held_out: what the loss is measured on; asked: what questions are taken
-        from; None of either: it is not."""
+        from; None of either: it is not; num_steps: of the whole run."""
+        self._eval_steps = steps_between(args.training.eval_steps, num_steps)
+        self._sample_steps = steps_between(args.training.sample_steps, num_steps)
         self._engine, self._training, self._held_out, self._asked = engine, args.training, held_out, asked
         self._layout, self._num_workers, self._log, self._ranks = layout, args.data.dataloader_num_workers, log, ranks
         self._tokenizer, self._template, self._max_length = tokenizer, args.model.version, args.data.model_max_length
@@ -198,6 +207,7 @@ class Evaluation:
             broken, seconds = len(self._held_out) - found.samples, time.perf_counter() - started
             self._log.add_loss(step, *found, broken=broken, seconds=seconds)
         if self._asks(step, last):
+            started = time.perf_counter()
             said = answers(
                 self._engine,
                 self._prompts,
@@ -210,13 +220,13 @@ class Evaluation:
             )
             shown = ("id", "question", "images", "reference")
             rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, said)]
-            self._log.add_answers(step, rows)
+            self._log.add_answers(step, rows, seconds=time.perf_counter() - started)
 
     def _measures(self, step: int, last: bool) -> bool:
-        return self._held_out is not None and (last or _is_multiple(step, self._training.eval_steps))
+        return self._held_out is not None and (last or _is_multiple(step, self._eval_steps))
 
     def _asks(self, step: int, last: bool) -> bool:
-        every = self._training.sample_steps
+        every = self._sample_steps
         return bool(self._prompts) and every is not None and (last or _is_multiple(step, every))
 
 

@@ -15,7 +15,8 @@ def total_steps(args: TrainingArguments, steps_per_epoch: int) -> int:
 
 
 def with_steps_of_epochs(args: Arguments, steps_per_epoch: int) -> Arguments:
-    """The flags with --save_steps and --eval_steps as the strategies mean them, in optimizer steps.
+    """The flags with --save_steps and --eval_steps as the strategies mean them, in optimizer steps (--eval_steps may
+    still be a part of all steps: see steps_between).
 
     Source: transformers' TrainingArguments, where eval_strategy "steps" without eval_steps takes logging_steps.
     """
@@ -29,6 +30,16 @@ def with_steps_of_epochs(args: Arguments, steps_per_epoch: int) -> Arguments:
         "epoch": steps_per_epoch,
     }
     return args.replaced(eval_steps=eval_steps[training.eval_strategy])
+
+
+def steps_between(every: float | None, num_steps: int) -> int | None:
+    """Optimizer steps from one measurement to the next; None for None and 0: there is none before the end.
+
+    every: steps, or below 1 a part of num_steps, which is rounded up. Source: transformers' TrainerState.compute_steps.
+    """
+    if not every:
+        return None
+    return math.ceil(every * num_steps) if every < 1 else int(every)
 
 
 def describe_schedule(args: TrainingArguments, num_steps: int, block: dict | None = None) -> str:

@@ -80,6 +80,8 @@ def test_upload_ask_and_read(page, tmp_path):
         assert server.poll() is None, log.read_text()
         browser.open(address)
         browser.until(lambda: browser.count("textarea"), 120)
+        assert browser.ask("document.title") == browser.texts("h1")[0].strip() == "out"  # the model's folder
+        assert "llava, template v1, on cpu" in browser.ask("document.body.innerText")
 
         def ask(question: str, *shown: Path) -> None:
             # The box is closed until an answer has ended.
@@ -101,6 +103,14 @@ def test_upload_ask_and_read(page, tmp_path):
         browser.until(lambda: any("broken.png can't be read" in text for text in browser.texts(".bot.message")))
         ask("Why?")  # what went wrong is no part of the conversation
         read(expected("Why?"))
+        buttons = "[...document.querySelectorAll('button')].filter(b => b.checkVisibility()).map(b => b.ariaLabel)"
+        seen = browser.ask(buttons)
+        assert "Share" not in seen and {"Retry", "Undo", "Clear", "Copy message"} <= set(seen)
+        for width in (400, 800, 1400):
+            browser.resize(width)
+            assert browser.ask("document.documentElement.scrollWidth") <= width
+            # The conversation scrolls in a box of its own.
+            assert [text for text in browser.cut_texts() if not text.startswith("clipped")] == []
         browser.screenshot(tmp_path / "page.png")
         asked = [url for url in browser.requests if not url.startswith((address, "data:", "blob:"))]
         assert asked == [] and browser.errors == []

@@ -1,6 +1,7 @@
 """report.html and compare.html: whole in themselves, true to the files, and made of whatever lies there."""
 
 import html.parser
+import itertools
 import json
 import math
 import re
@@ -9,7 +10,10 @@ import pytest
 from browser import Browser, missing
 from PIL import Image
 
+from llava_ds.report.chart import Series, line_chart
 from llava_ds.report.comparison import comparison_page, differences, in_terminal, names_of
+from llava_ds.report.data_page import ShownSample, runs_of
+from llava_ds.report.data_page import page as data_page
 from llava_ds.report.page import leave_report, write_report
 from llava_ds.report.run_files import read_run
 from llava_ds.report.run_record import length_histogram
@@ -119,7 +123,7 @@ def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
     assert sum(tag == "img" for tag, _ in elements.tags) == 1 and "url(" not in page and "@import" not in page
     for part in (
         "finished", "2 × cpu", "30,000", "40.0%", "10.0%", "5 GB",  # numbers
-        "Loss per supervised token", "held-out", "Learning rate", "Gradient norm", "Throughput", "Peak memory",
+        "Loss per supervised token", "eval loss, last", "Learning rate", "Gradient norm", "Throughput", "Peak memory",
         "gaps: 1", "steps 10 to 20", "none.png", "exact match", "0.625 (5 of 8)", "0.625 [0.250, 0.875]",
         "7 records", "Samples by length",
         "Records left out: 1",
@@ -130,6 +134,53 @@ def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
     ):  # fmt: skip
         assert part in elements.text, part
     assert elements.text.count(EVIL) >= 8  # as text, wherever it came from
+
+
+def places(page: str, *parts: str) -> list[int]:
+    """Where each of them stands first in the page's body."""
+    body = page[page.index("<body>") :]
+    return [body.index(part) for part in parts]
+
+
+def test_the_page_leads_with_the_result_and_ends_with_the_machine(tmp_path):
+    folder = write_run(tmp_path / "run")
+    scores = {"with image": {"colour": [3.0, 4], "overall": [6.0, 8]}, "without image": {"overall": [2.0, 8]}}
+    overall = {"overall": {"accuracy": {"value": 0.75, "low": 0.5, "high": 1.0}}}
+    (folder / "evaluation-other.json").write_text(json.dumps({"metric": "f1", "scores": {"x": {"overall": [8.0, 8]}}}))
+    content = {"metric": "accuracy", "scores": scores, "metrics": {"with image": overall}}
+    (folder / "evaluation.json").write_text(json.dumps(content))
+    page = write_report(folder).read_text()
+    ordered = places(
+        page, "<b>0.750</b><span>accuracy with image</span><small>8 questions, 95 % interval 0.500 to 1.000</small>",
+        "<b>0.250</b><span>without image</span>", 'style="width:75.0%"', "loss at the end", '<div class="sample">',
+        "Loss per supervised token", "Gradient norm", "<h2>Evaluation</h2>", "<h2>Data</h2>", "<h2>The machine</h2>",
+        "tokens/s (median)", "waiting for data", "Throughput", "Seconds per step", "<h2>Configuration</h2>",
+    )  # fmt: skip
+    assert ordered == sorted(ordered)
+    text = Elements(page).text
+    assert "Earlier answers (1)" in text and "step 0" in text
+
+
+@pytest.mark.parametrize(
+    "scores", [None, {}, {"a": 3}, {"a": {}}, {"a": {"overall": [1, 0]}}, {"a": {"overall": ["1", 2]}}]
+)
+def test_without_scores_the_page_says_how_to_get_them(tmp_path, scores):
+    folder = write_run(tmp_path / "run")
+    (folder / "evaluation.json").write_text(json.dumps({"scores": scores}))
+    elements = Elements(write_report(folder).read_text())
+    assert f"run/evaluate.py --model_path {folder} --compare_without_image" in elements.text and not elements.open
+    folder = write_run(tmp_path / "stage-1", tune_mm_mlp_adapter=True)
+    (folder / "evaluation.json").unlink()
+    text = Elements(write_report(folder).read_text()).text
+    assert "Stage 1 leaves a projector" in text and "run/evaluate.py" not in text
+
+
+def test_a_logarithmic_axis_is_marked_as_such():
+    def chart(*values: float) -> str:
+        return line_chart("Loss", [Series("each step", range(len(values)), values)])
+
+    assert "log scale" in Elements(chart(3, 1, 0.1)).text and "log scale" in chart(3, 1, 0.1).split("aria-label")[1]
+    assert "log scale" not in chart(3, 2, 1) and "each step" in Elements(chart(3, 2, 1)).text
 
 
 def test_a_run_that_was_killed_says_how_far_it_came(tmp_path):
@@ -188,7 +239,7 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_it(tmp_path):
     assert any(re.fullmatch(r"--seed +1 +2", line) for line in lines)
     assert any("overall" in line and line.count("0.625") == 2 for line in lines)
     elements = Elements(comparison_page(runs))
-    assert not elements.open and not refers_outside(elements) and "Held-out loss" in elements.text
+    assert not elements.open and not refers_outside(elements) and "Eval loss" in elements.text
     assert sum(tag == "svg" for tag, _ in elements.tags) == 5
 
 
@@ -218,22 +269,67 @@ def test_sizes_are_decimal():
     assert [num_bytes(n) for n in (12, 1500, 6.42e10)] == ["12 bytes", "1.5 kB", "64.2 GB"]
 
 
+def write_pages(folder, tokenizer) -> dict[str, int]:
+    """Every kind of page, with long words and numbers of every size in it: their names, and the images of each."""
+    write_run(folder / "run", run_name=EVIL)
+    write_report(folder / "run")
+    plain = write_run(folder / "a-run-with-a-long-name-and-no-break", num_train_epochs=3)
+    kinds = {"colour": [3.0, 4], "a-kind-of-question-with-a-long-name": [1.0, 3], "overall": [5.0, 8]}
+    scores = {name: kinds for name in ("with image", "without image", "blank image")}
+    (plain / "evaluation.json").write_text(json.dumps({"metric": "accuracy", "scores": scores}))
+    write_jsonl(plain / "metrics.jsonl", [
+        {"step": n, "loss": 12345.6 / n**2, "lr": [1e-7 * n], "tokens_per_s": 1e6 * n, "step_time_s": 1e-3 * n,
+         "data_wait_s": 0, "peak_memory_bytes": 6e10, "grad_norm": 1e-3 * n} for n in range(1, 99_999, 777)
+    ])  # fmt: skip
+    write_report(plain)
+    (plain / "evaluation.json").unlink()
+    write_report(plain, folder / "not-evaluated.html")
+    runs = [read_run(folder / "run"), read_run(plain)]
+    (folder / "compare.html").write_text(comparison_page(runs))
+    (folder / "compare-many.html").write_text(comparison_page([*runs, *runs]))
+    ids = tokenizer("USER: What is it?" + 9 * " very" + " long" * 200, add_special_tokens=False)["input_ids"]
+    images = (Image.new("RGB", (500, 20), "red"), Image.new("RGB", (64, 900), "blue"), Image.new("RGB", (9, 9)))
+    shown = ShownSample("an-id-of-" + "x" * 90, "n", runs_of(ids, ids, tokenizer), images)
+    rejected = [{"file": "f" * 90, "line": 2, "id": "i" * 90, "reason": "no " * 50}]
+    (folder / "data.html").write_text(data_page("d" * 90 + "/data.json", ["1 record", "y" * 200], [shown], rejected))
+    return {"run/report.html": 1, f"{plain.name}/report.html": 1, "not-evaluated.html": 1, "compare.html": 0,
+            "compare-many.html": 0, "data.html": 3}  # fmt: skip
+
+
 @pytest.mark.full
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
-def test_in_a_browser_nothing_is_asked_for_and_all_of_it_fits(tmp_path):
-    folder = write_run(tmp_path / "run", run_name=EVIL)
-    write_report(folder)
-    (folder / "compare.html").write_text(comparison_page([read_run(folder)] * 2))
+def test_in_a_browser_nothing_is_asked_for_and_all_of_it_fits(tmp_path, tokenizer):
+    pages = write_pages(tmp_path, tokenizer)
     with Browser(tmp_path / "profile") as tab:
-        for page in (folder / "report.html", folder / "compare.html"):
-            for width in (400, 1400):
-                tab.open(page, width)
-                assert [address for address in tab.requests if not address.startswith("data:")] == [page.as_uri()]
-                assert tab.errors == []
-                assert tab.broken_images() == []
-                assert tab.count("img") == (page.name == "report.html")
-                assert tab.ask("document.documentElement.scrollWidth") <= width
-                smallest = (
-                    "Math.min(...[...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height))"
-                )
-                assert tab.ask(smallest) >= 10  # pixels
+        for (name, images), width in itertools.product(pages.items(), (400, 800, 1400)):
+            page = tmp_path / name
+            tab.open(page, width)
+            assert [address for address in tab.requests if not address.startswith("data:")] == [page.as_uri()]
+            assert tab.errors == []
+            assert tab.broken_images() == []
+            assert tab.count("img") == images
+            assert tab.ask("document.documentElement.scrollWidth") <= width, (name, width)
+            assert tab.cut_texts() == [], (name, width)
+            smallest = (
+                "Math.min(99, ...[...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height))"
+            )
+            assert tab.ask(smallest) >= 10  # pixels
+
+
+@pytest.mark.full
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_the_browser_finds_texts_that_are_cut(tmp_path):
+    svg = '<svg viewBox="0 0 300 20" width="300"><text x="280" y="15">{}</text><text x="0" y="15">b</text>{}</svg>'
+    pages = {
+        "whole": "<p>one two</p>" + svg.format("a", ""),
+        "outside": "<p style='width:900px'>" + "word " * 60,
+        "clipped: ": "<div style='overflow:hidden;width:50px'>" + "w" * 20 + "</div>",
+        "clipped: sticks": svg.format("sticks out", ""),
+        "on each other": svg.format("a", '<text x="2" y="15">cc</text>'),
+    }
+    with Browser(tmp_path / "profile") as tab:
+        for found, body in pages.items():
+            (tmp_path / "page.html").write_text(f"<!doctype html><body style='margin:0'>{body}")
+            tab.open(tmp_path / "page.html", 420)
+            cut = tab.cut_texts()
+            assert (not cut) if found == "whole" else cut and cut[0].startswith(found), (found, cut)

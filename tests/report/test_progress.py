@@ -1,16 +1,22 @@
 """What is read of the device together is written as one number per step, and rates are of the steps read together."""
 
 import dataclasses
+import fcntl
+import os
+import pty
+import re
+import struct
+import termios
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from llava_ds.data.dataset import BrokenSample
-from llava_ds.distributed import Ranks
+from llava_ds.distributed import Ranks, progress_bar
 from llava_ds.model.flops import ModelFlops
 from llava_ds.report.metrics import read_metrics
-from llava_ds.report.progress import Progress
+from llava_ds.report.progress import Progress, update_bar
 from llava_ds.report.trackers import Trackers
 
 
@@ -125,3 +131,36 @@ def test_a_run_that_ends_leaves_its_files_and_its_report(progress, tmp_path, cap
     progress.close()
     assert {"metrics.jsonl", "metrics.csv", "loss.png", "report.html"} <= {path.name for path in tmp_path.iterdir()}
     assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
+
+
+def on_a_terminal(columns: int, name: str, total: int, bad: list[str]) -> str:
+    """The last line of the bar on a terminal of so many columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(slave, "w") as terminal:
+        bar = progress_bar(total=total, desc=name, unit="step", file=terminal, mininterval=0, position=0)
+        least = ["loss 0.1562", "106,270 tokens/s", "waiting 12.4%", *bad]
+        everything = [least[0], "lr 3.67e-07", least[1], "MFU 44.2%", "waiting for data 12.4%", "71.5 GB", *bad]
+        for _ in range(2):
+            update_bar(bar, (total - 1) // 2, everything, least)
+        terminal.flush()
+        shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    return [line for line in re.split(r"[\r\n]+", shown) if line.strip()][-1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "name", "total", "bad", "also"),
+    [
+        (200, "tiny-finetune", 225, [], ("tiny-finetune", "224/225", "lr 3.67e-07", "MFU", "for data 12.4%", "GB")),
+        (80, "run", 225, [], ("224/225",)),
+        (80, "llava-v1.5-7b-finetune-with-a-long-name", 5197, [], ("5196/5197",)),
+        (80, "llava-v1.5-7b-finetune", 5197, ["12 steps skipped"], ("12 steps skipped",)),
+        (60, "tiny-finetune", 225, [], ()),
+    ],
+)
+def test_the_bar_keeps_loss_speed_and_waiting_on_a_narrow_terminal(columns, name, total, bad, also):
+    line = on_a_terminal(columns, name, total, bad)
+    for part in ("loss 0.1562", "106,270 tokens/s", "waiting", "12.4%", *also):
+        assert part in line, line
+    assert len(line) <= columns
