@@ -1,6 +1,6 @@
 """Runner, launcher or a rank is killed, mostly while they start, and runs are started twice: the books balance.
 
-All through the real launcher. KILLS in the environment says how many kills (50), STARTS how many pairs of starts at
+All through the real launcher. LAUNCHER_KILLS says how many kills (50), STARTS how many pairs of starts at
 once (6), SEED which. After each nothing of the run is left within a bounded time, and its exit code is one of those
 that the documentation has; at the end every chain has one row per step and the weights of a run that nobody disturbed.
 """
@@ -27,7 +27,7 @@ from llava_ds.launchers import free_port
 
 pytestmark = pytest.mark.faults
 
-KILLS = int(os.environ.get("KILLS", "50"))
+KILLS = int(os.environ.get("LAUNCHER_KILLS", "50"))
 STARTS = int(os.environ.get("STARTS", "6"))
 SEED = int(os.environ.get("SEED", "19"))
 STEPS, SAVE_STEPS = 40, 4
