@@ -22,6 +22,7 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import add_generation, note_stale, open_newest
 from llava_ds.data.collator import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.files import told_as_unwritable
 from llava_ds.data.fingerprint import digest_of, file_digest, file_stamp, options_that_matter, tokenizer_parts
 from llava_ds.data.images import load_media
 from llava_ds.data.preflight import Checker, layout_of, media_from_text, reasons_in_short, rejections
@@ -290,10 +291,11 @@ def open_encoded(
     stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
     folder = cache_dir / "encoded" / digest_of([*common, repr(pictures), *stamps, *roots])
     rows = open_newest(folder)
-    if rows is None or (options.retry and (rows.is_stale or can_now_be_used(rows.table, checker))):
-        rows = add_generation(folder, lambda scratch: write_rows(scratch, checker, options.num_workers))
-    table = rows.table
-    _refuse_if_bad(table, options, rows.folder)
+    with told_as_unwritable(cache_dir, "the encoded data"):
+        if rows is None or (options.retry and (rows.is_stale or can_now_be_used(rows.table, checker))):
+            rows = add_generation(folder, lambda scratch: write_rows(scratch, checker, options.num_workers))
+        table = rows.table
+        _refuse_if_bad(table, options, rows.folder)
     accepted = table.data.column("reason").is_null().to_numpy()
     outcome = [hashlib.sha256(part.tobytes()).hexdigest() for part in (accepted, _numbers(table, "length"))]
     contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]

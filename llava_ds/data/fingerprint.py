@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
+from llava_ds.data.files import told_as_unreadable, told_as_unwritable
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import shard_contents
 from llava_ds.geometry import PictureOptions
@@ -68,11 +69,13 @@ def file_digest(source: Source, path: str, cache_dir: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not hashed before, or a kill cut the note short: it is written anew
     digest = hashlib.sha256()
-    for block in shard_contents(path) if source.kind == "webdataset" else _blocks(file):
-        digest.update(block)
+    with told_as_unreadable(path):
+        for block in shard_contents(path) if source.kind == "webdataset" else _blocks(file):
+            digest.update(block)
     sha256 = digest.hexdigest()
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps({"stamp": stamp, "sha256": sha256}), encoding="utf-8")
+    with told_as_unwritable(cache_dir, "the hashes of files"):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(json.dumps({"stamp": stamp, "sha256": sha256}), encoding="utf-8")
     return sha256
 
 

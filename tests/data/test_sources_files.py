@@ -417,7 +417,7 @@ def test_data_uris_are_found_wherever_a_window_ends(tmp_path, monkeypatch, text,
 def test_a_spool_that_can_not_be_written_is_named(tmp_path, opened):
     pyarrow.parquet.write_table(table(), tmp_path / "a.parquet")
     (tmp_path / "cache").write_text("no folder")
-    with pytest.raises(ConfigError, match="can't be spooled to"):
+    with pytest.raises(ConfigError, match="pictures inside the data can't be written to"):
         list(opened(tmp_path / "a.parquet").read())
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from llava_ds.data.files import told_as_unreadable
 from llava_ds.data.sources.embedded import PICTURES, PictureStore, Row, embed, rejected, spooled
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 from llava_ds.data.sources.locate import KINDS
@@ -113,6 +114,10 @@ class Source:
 
     def _parse(self, store: PictureStore | None) -> Iterator[Row]:
         """Rows from the files; `store` takes the pictures inside tables."""
+        with told_as_unreadable(self.path):
+            yield from self._parsed(store)
+
+    def _parsed(self, store: PictureStore | None) -> Iterator[Row]:
         if self.kind == "parquet":
             yield from read_parquet(self.files, self.columns, store)
         elif self.kind == "datasets":

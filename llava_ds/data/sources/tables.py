@@ -11,6 +11,7 @@ import pyarrow.parquet
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.embedded import PictureStore, Row, embed, rejected
+from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.options import Columns
 
 BATCH_ROWS = 32  # of pictures of some 100 kB each: a few MB at a time
@@ -37,6 +38,8 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: PictureStore) 
                 for record in batch.to_pylist():
                     line += 1
                     yield number, line, _as_text(record, columns, store)
+        except ConfigError:  # of the store
+            raise
         except Exception as error:  # of damaged data whatever their values make Arrow and Python meet
             raise DataError(f"{path}: can't be read behind row {line}: {error}") from error
 
@@ -68,6 +71,8 @@ def read_saved(folder: str, columns: Columns, store: PictureStore) -> Iterator[R
             for record in table.to_pylist():
                 line += 1
                 yield 0, line, _as_text(record, columns, store)
+    except ConfigError:
+        raise
     except Exception as error:  # as above
         raise DataError(f"{folder}: can't be read behind row {line}: {error}") from error
 
@@ -100,7 +105,12 @@ def _wanted(names: list[str], columns: Columns) -> list[str]:
 def _as_text(record: dict, columns: Columns, store: PictureStore) -> str:
     try:
         record = embed(record, columns, store.keep)
-        return json.dumps({key: value for key, value in record.items() if value is not None}, default=_plain)
+        text = json.dumps({key: value for key, value in record.items() if value is not None}, default=_plain)
+        return (
+            text
+            if len(text) <= MAX_RECORD_CHARS
+            else rejected(f"is longer than {MAX_RECORD_CHARS >> 20} million characters")
+        )
     except (RecursionError, ValueError, TypeError) as error:
         return rejected(f"can't be said in JSON: {error}")
 
