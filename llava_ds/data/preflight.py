@@ -16,12 +16,13 @@ from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.images import probe
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample
 from llava_ds.data.sources import Source, to_sample
-from llava_ds.data.sources.records import MAX_ID
 from llava_ds.distributed import printable
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
 PART_BYTES = 4 << 20  # of records that are checked together, whose tokens take many times the room of their text
+
+MAX_ID = 200  # characters that are kept of the id of a record that is not trained on
 
 RECORDS = pa.schema(
     [

@@ -28,7 +28,7 @@ from llava_ds.data.sources.pictures import (
 from llava_ds.data.sources.source import Source
 
 VIDEO_TOKEN = "<video>"
-MAX_ID = 200  # characters of an id; what a longer one is kept by is its hash
+MAX_ID = 1000  # characters of an id; what a longer one is kept by is its hash
 ROLES = {
     "human": "human",
     "user": "human",
