@@ -25,7 +25,7 @@ from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.files import told_as_unwritable
 from llava_ds.data.fingerprint import digest_of, file_digest, file_stamp, options_that_matter, tokenizer_parts
 from llava_ds.data.images import load_media
-from llava_ds.data.preflight import Checker, layout_of, media_from_text, reasons_in_short, rejections
+from llava_ds.data.preflight import Checker, layout_of, media_from_text, place_of, reasons_in_short, rejections
 from llava_ds.data.sample import IMAGE_LEFT_OUT, TOLD_UNMARKED
 from llava_ds.data.source_names import short_names
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
@@ -328,7 +328,7 @@ def check_same_data(fingerprint: str, ranks: Ranks) -> None:
 
 def _told(row: dict[str, object]) -> str:
     """A rejection as a line: where, which, why."""
-    return f"{row['file']}:{row['line']}: record {row['index']} ({row['id']}): {row['reason']}"
+    return f"{place_of(row)}: record {row['index']} ({row['id']}): {row['reason']}"
 
 
 def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:

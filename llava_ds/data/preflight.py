@@ -245,6 +245,11 @@ def rejections(table: pa.Table, rows: np.ndarray) -> Iterator[dict[str, object]]
         yield from table.select(["file", "line", "index", "id", "reason"]).take(pa.array(rows)).to_pylist()
 
 
+def place_of(row: dict[str, object]) -> str:
+    """The file of a record, and its line where that tells it from others: in a JSON list of one line all are in it."""
+    return str(row["file"]) if row["line"] == 1 and row["index"] > 0 else f"{row['file']}:{row['line']}"
+
+
 def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
     """The reasons, alike but for names and numbers counted together, the most frequent first."""
     kinds, first = Counter(), {}

@@ -8,6 +8,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.data.preflight import place_of
 from llava_ds.distributed import printable
 from llava_ds.report.sampled import data_uri
 
@@ -100,7 +101,7 @@ def page(title: str, summary: Iterable[str], samples: Iterable[ShownSample], rej
         body += [f'<img src="{data_uri(picture, THUMBNAIL)}" alt="">' for picture in sample.pictures]
         body.append("<pre>" + "".join(map(_run_html, sample.runs)) + "</pre>")
     rows = [
-        f"<tr><td>{html.escape(str(row['file']))}:{row['line']}</td><td>{html.escape(str(row['id']))}</td>"
+        f"<tr><td>{html.escape(place_of(row))}: record {row['index']}</td><td>{html.escape(str(row['id']))}</td>"
         f"<td>{html.escape(row['reason'])}</td></tr>"
         for row in rejected
     ]

@@ -436,3 +436,12 @@ def test_a_part_is_held_back_the_same_one_for_a_seed(opened, tmp_path):
     assert [len(one) for one in whole.without_part(0.01, 0)] == [4, 1] and len(whole.without_part(0.99, 0)[0]) == 1
     with pytest.raises(DataError, match="there is only 1"):
         part.without_part(0.5, 0)[0].without_part(0.5, 0)
+
+
+def test_a_record_of_a_list_in_one_line_is_named_by_its_index(tmp_path, tokenizer):
+    talk = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]
+    for indent, place in ((None, "data.json: record 1"), (1, "data.json:14: record 1")):
+        (tmp_path / "data.json").write_text(json.dumps([{"conversations": talk}, {"conversations": []}], indent=indent))
+        with pytest.raises(DataError) as caught:
+            toys.encoded(str(tmp_path / "data.json"), None, tokenizer=tokenizer, cache_dir=tmp_path / str(indent))
+        assert place in str(caught.value), str(caught.value)

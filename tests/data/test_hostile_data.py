@@ -121,7 +121,7 @@ def as_json(record: object, rng: random.Random) -> str:
 
 def written(folder: Path, kind: str, rng: random.Random) -> tuple[str, int | None]:
     """A data set of a kind in a folder: its path, and its records where their number can be told."""
-    records = [hostile_record(rng) if rng.random() < 0.6 else good_record(rng) for _ in range(rng.randint(1, 7))]
+    records = [hostile_record(rng) if rng.random() < 0.4 else good_record(rng) for _ in range(rng.randint(2, 7))]
     if kind in ("json", "jsonl"):
         texts = [as_json(record, rng).replace("\n", " ") for record in records]
         path = folder / f"data.{kind}"

@@ -365,6 +365,8 @@ def test_a_saved_datasets_folder(tmp_path, opened):
 
     datasets.DatasetDict(train=saved, test=saved.select([1])).save_to_disk(tmp_path / "splits")
     assert opened(tmp_path / "splits").count() == 4
+    assert "; the split 'train', and not 'test'" in opened(tmp_path / "splits").describe()
+    assert "the split" not in opened(tmp_path / "splits" / "test").describe()
     assert opened(tmp_path / "splits" / "test").count() == 1
     datasets.DatasetDict(dev=saved, test=saved).save_to_disk(tmp_path / "untrained")
     with pytest.raises(ConfigError, match=r"holds the splits dev, test and no 'train': name one, like .*/dev"):

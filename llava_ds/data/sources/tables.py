@@ -3,6 +3,7 @@
 import csv
 import datetime
 import json
+import os
 from collections.abc import Iterator
 
 import datasets
@@ -58,6 +59,15 @@ def open_saved(folder: str) -> datasets.Dataset:
             )
         opened = opened["train"]
     return opened
+
+
+def other_splits(folder: str) -> list[str]:
+    """The splits beside "train" of a folder that `save_to_disk` wrote; none of a single data set's."""
+    path = os.path.join(folder, "dataset_dict.json")
+    if not os.path.isfile(path):
+        return []
+    with open(path, encoding="utf-8") as file:
+        return [name for name in json.load(file)["splits"] if name != "train"]
 
 
 def read_saved(folder: str, columns: Columns, store: PictureStore) -> Iterator[Row]:
