@@ -32,7 +32,7 @@ from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_col
 from llava_ds.data.sources.reading import shown
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.writing import can_now_be_used, write_rows
-from llava_ds.distributed import Ranks, first_rank_first, gather
+from llava_ds.distributed import Ranks, first_rank_first, gather, printable
 
 ENCODING_VERSION = 3  # raise it when the same records would give other rows
 
@@ -304,7 +304,7 @@ def open_encoded(
         table,
         folder=rows.folder,
         sources=short_names([source.path for source in sources]),
-        descriptions=[source.describe() for source in sources],
+        descriptions=[printable(source.describe()) for source in sources],
         pictures=pictures,
         fingerprint=digest_of([*common, repr(used), *contents, *outcome]),
     )
@@ -328,7 +328,7 @@ def check_same_data(fingerprint: str, ranks: Ranks) -> None:
 
 def _told(row: dict[str, object]) -> str:
     """A rejection as a line: where, which, why."""
-    return f"{place_of(row)}: record {row['index']} ({row['id']}): {row['reason']}"
+    return f"{printable(place_of(row))}: record {row['index']} ({row['id']}): {row['reason']}"
 
 
 def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:

@@ -445,3 +445,12 @@ def test_a_record_of_a_list_in_one_line_is_named_by_its_index(tmp_path, tokenize
         with pytest.raises(DataError) as caught:
             toys.encoded(str(tmp_path / "data.json"), None, tokenizer=tokenizer, cache_dir=tmp_path / str(indent))
         assert place in str(caught.value), str(caught.value)
+
+
+def test_names_that_are_no_utf_8_are_read_and_can_be_printed(tmp_path, tokenizer):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    data = toys.write_data(folder, "it")
+    data["data_path"] = shutil.move(data["data_path"], folder / os.fsdecode(b"\xfe.json"))
+    opened = toys.encoded(str(data["data_path"]), data["image_folder"], tokenizer=tokenizer, cache_dir=tmp_path / "c")
+    "\n".join(opened.summary()).encode()
+    assert len(opened) == 2 and all(len(opened[i].input_ids) == opened.lengths[i] for i in range(2))
