@@ -22,9 +22,18 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, add_generation, note_stale, open_newest
 from llava_ds.data.collator import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.files import told_as_unwritable
 from llava_ds.data.fingerprint import digest_of, file_digest, file_stamp, options_that_matter, tokenizer_parts
 from llava_ds.data.images import load_media
-from llava_ds.data.preflight import Checker, layout_of, media_from_text, media_of_text, reasons_in_short, rejections
+from llava_ds.data.preflight import (
+    Checker,
+    layout_of,
+    media_from_text,
+    media_of_text,
+    place_of,
+    reasons_in_short,
+    rejections,
+)
 from llava_ds.data.sample import IMAGE_LEFT_OUT, TOLD_UNMARKED
 from llava_ds.data.seen_files import changed_files, contents_digest
 from llava_ds.data.source_names import short_names
@@ -32,7 +41,7 @@ from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_col
 from llava_ds.data.sources.reading import shown
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.writing import can_now_be_used, write_rows
-from llava_ds.distributed import Ranks, first_rank_first, gather, print_first
+from llava_ds.distributed import Ranks, first_rank_first, gather, print_first, printable
 
 ENCODING_VERSION = 3  # raise it when the same records would give other rows
 
@@ -296,10 +305,11 @@ def open_encoded(
     stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
     folder = cache_dir / "encoded" / digest_of([*common, repr(pictures), *stamps, *roots])
     rows = open_newest(folder)
-    if rows is None or (options.retry and _is_outdated(rows, checker)):
-        rows = add_generation(folder, lambda scratch: write_rows(scratch, checker, options.num_workers))
-    table = rows.table
-    _refuse_if_bad(table, options, rows.folder)
+    with told_as_unwritable(cache_dir, "the encoded data"):
+        if rows is None or (options.retry and _is_outdated(rows, checker)):
+            rows = add_generation(folder, lambda scratch: write_rows(scratch, checker, options.num_workers))
+        table = rows.table
+        _refuse_if_bad(table, options, rows.folder)
     accepted = table.data.column("reason").is_null().to_numpy()
     outcome = [hashlib.sha256(part.tobytes()).hexdigest() for part in (accepted, _numbers(table, "length"))]
     contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
@@ -308,7 +318,7 @@ def open_encoded(
         table,
         folder=rows.folder,
         sources=short_names([source.path for source in sources]),
-        descriptions=[source.describe() for source in sources],
+        descriptions=[printable(source.describe()) for source in sources],
         pictures=pictures,
         fingerprint=digest_of([*common, repr(used), *contents, *outcome, contents_digest(table)]),
     )
@@ -342,7 +352,7 @@ def check_same_data(fingerprint: str, ranks: Ranks) -> None:
 
 def _told(row: dict[str, object]) -> str:
     """A rejection as a line: where, which, why."""
-    return f"{row['file']}:{row['line']}: record {row['index']} ({row['id']}): {row['reason']}"
+    return f"{printable(place_of(row))}: record {row['index']} ({row['id']}): {row['reason']}"
 
 
 def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:

@@ -25,6 +25,11 @@ from llava_ds.data.words import WholeRow, WordRow, words_of
 from llava_ds.model_files import library_errors
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
 
+# Characters of a conversation that are tokenized first, at least and for each token that it may have; more of them
+# where these did not give enough, up to what no text needs unless its characters vanish. Each takes some 360 bytes.
+FIRST_CHARS, FIRST_CHARS_PER_TOKEN, TIMES_MORE = 1 << 18, 16, 4
+TOKENS_BEHIND = 64  # that have to follow the last one wanted: near the end of a part they may be others
+
 # Qwen's id of "\n", which LLaVA-NeXT's preprocess_qwen knows as a number and leaves to be learned in every turn.
 _QWEN_NEWLINE = (198, "Ċ")
 
@@ -97,6 +102,8 @@ class Encoder:
             self.learned.append(_QWEN_NEWLINE[0])
         if options.supervise_last_turn_only:
             self.learned = []
+        longest = max(map(len, self.backend.get_vocab(with_added_tokens=False)), default=1)
+        self.most_chars = max(FIRST_CHARS, (options.max_length + TOKENS_BEHIND) * longest)
         self.words = words_of(self._tokenize_whole, self.backend)
         self.head = self._find_head()
 
@@ -124,13 +131,35 @@ class Encoder:
                 continue
             rows.append((len(results), pieces, spans, features))
             results.append(None)
-        coded = self._tokenize([piece.text for _, pieces, _, _ in rows for piece in pieces])
         limit = self.options.max_length
-        for index, pieces, spans, features in rows:
-            ids, labels = self._join(pieces, coded, spans, features)
-            truncated = len(ids) > limit
-            results[index] = Encoded(ids[:limit], labels[:limit], truncated)
+        num_chars = max(FIRST_CHARS, FIRST_CHARS_PER_TOKEN * limit)
+        begun = [_beginning(pieces, num_chars) for _, pieces, _, _ in rows]
+        coded = self._tokenize([piece.text for pieces in begun for piece in pieces])
+        for (index, pieces, spans, features), beginning in zip(rows, begun):
+            ids, labels = self._join(beginning, coded, spans, features)
+            if beginning is not pieces and len(ids) < limit + TOKENS_BEHIND:
+                results[index] = self._in_larger_parts(pieces, num_chars, spans, features)
+            else:
+                results[index] = Encoded(ids[:limit], labels[:limit], len(ids) > limit)
         return results
+
+    def _in_larger_parts(
+        self, pieces: list[_Piece], num_chars: int, spans: Sequence[tuple[int, int, int]], features: Sequence[int]
+    ) -> Encoded | DataError:
+        """A long conversation of which so many characters gave too few tokens."""
+        limit, beginning = self.options.max_length, None
+        while beginning is not pieces and num_chars < self.most_chars:
+            num_chars = min(TIMES_MORE * num_chars, self.most_chars)
+            beginning = _beginning(pieces, num_chars)
+            coded = self._tokenize([piece.text for piece in beginning])
+            ids, labels = self._join(beginning, coded, spans, features)
+            if beginning is pieces or len(ids) >= limit + TOKENS_BEHIND:
+                return Encoded(ids[:limit], labels[:limit], len(ids) > limit)
+        total = sum(len(piece.text) for piece in pieces)
+        return DataError(
+            f"its text has {total:,} characters, and the first {num_chars:,} of them, which are more than "
+            f"{limit:,} tokens spell, are fewer: take out what the tokenizer passes over, such as spaces in a row"
+        )
 
     def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int]) -> list[int]:
         """The ids up to where the next answer begins; messages end with a question. Not cut."""
@@ -252,7 +281,7 @@ class Encoder:
         if self.template.whole and features:
             is_image = ids == self.image_id
             counts = np.ones(len(ids), np.int64)
-            counts[is_image] = features
+            counts[is_image] = features[: np.count_nonzero(is_image)]
             ids[is_image], labels[is_image] = IMAGE_TOKEN_INDEX, IGNORE_INDEX
             ids, labels = np.repeat(ids, counts), np.repeat(labels, counts)
         return ids, labels
@@ -281,6 +310,15 @@ class Encoder:
             if all(whole.ids == ids + rest.ids for whole, rest in zip(wholes, rests)):
                 return _Head(common[: cut + skipped], ids, joint)
         return None
+
+
+def _beginning(pieces: list[_Piece], num_chars: int) -> list[_Piece]:
+    """The pieces up to so many characters; the list itself where they have no more."""
+    for i, piece in enumerate(pieces):
+        if len(piece.text) > num_chars:
+            return [*pieces[:i], replace(piece, text=piece.text[:num_chars])]
+        num_chars -= len(piece.text)
+    return pieces
 
 
 def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:

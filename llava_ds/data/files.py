@@ -1,11 +1,36 @@
 """Files and slices of files, such as the members of a tar, behind one face."""
 
+import contextlib
 import io
 import os
 import stat
+from collections.abc import Iterator
 
-from llava_ds.constants import DataError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef
+
+
+@contextlib.contextmanager
+def told_as_unreadable(path: str) -> Iterator[None]:
+    """Raise DataError where the system can't read on, as on a disk that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path} can't be read: {error.strerror or error}: copy it anew, or look at its disk"
+        ) from error
+
+
+@contextlib.contextmanager
+def told_as_unwritable(folder: str | os.PathLike, what: str) -> Iterator[None]:
+    """Raise ConfigError where the system can't write on below --cache_dir, as on a disk that is full."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{what} can't be written to {folder}: {error.strerror or error}: make room there, or name another "
+            "--cache_dir"
+        ) from error
 
 
 class BoundedFile(io.RawIOBase):

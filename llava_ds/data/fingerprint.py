@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
+from llava_ds.data.files import told_as_unreadable, told_as_unwritable
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import shard_contents
 from llava_ds.file_contents import blocks_digest, stamp_of
@@ -69,7 +70,8 @@ class _Note(TypedDict):
 def file_digest(source: Source, path: str, cache_dir: Path) -> str:
     """A hash of what a file of a source holds, remembered in cache_dir while its stamp and some blocks stay."""
     file = Path(path)
-    seen = {"stamp": list(stamp_of(file)), "blocks": blocks_digest(file, sampled=0)}
+    with told_as_unreadable(path):
+        seen = {"stamp": list(stamp_of(file)), "blocks": blocks_digest(file, sampled=0)}
     note = cache_dir / "hashes" / f"{digest_of([str(file.resolve()), source.kind])}.json"
     try:
         known = read_json(note, _Note)
@@ -78,11 +80,13 @@ def file_digest(source: Source, path: str, cache_dir: Path) -> str:
     except (FileNotFoundError, DataError):
         pass  # not hashed before, or a kill cut the note short: it is written anew
     digest = hashlib.sha256()
-    for block in shard_contents(path) if source.kind == "webdataset" else _blocks(file):
-        digest.update(block)
+    with told_as_unreadable(path):
+        for block in shard_contents(path) if source.kind == "webdataset" else _blocks(file):
+            digest.update(block)
     sha256 = digest.hexdigest()
-    note.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(note, json.dumps({**seen, "sha256": sha256}), shared=True)
+    with told_as_unwritable(cache_dir, "the hashes of files"):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(note, json.dumps({**seen, "sha256": sha256}), shared=True)
     return sha256
 
 

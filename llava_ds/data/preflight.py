@@ -22,6 +22,7 @@ from llava_ds.distributed import printable
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
 PART_BYTES = 4 << 20  # of records that are checked together, whose tokens take many times the room of their text
+
 MAX_ID = 200  # characters that are kept of the id of a record that is not trained on
 
 RECORDS = pa.schema(
@@ -258,6 +259,11 @@ def rejections(table: pa.Table, rows: np.ndarray) -> Iterator[dict[str, object]]
     """What skipped.jsonl says of rejected rows: file, line (from 1), index (from 0), id and reason."""
     if len(rows):
         yield from table.select(["file", "line", "index", "id", "reason"]).take(pa.array(rows)).to_pylist()
+
+
+def place_of(row: dict[str, object]) -> str:
+    """The file of a record, and its line where that tells it from others: in a JSON list of one line all are in it."""
+    return str(row["file"]) if row["line"] == 1 and row["index"] > 0 else f"{row['file']}:{row['line']}"
 
 
 def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:

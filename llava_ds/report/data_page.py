@@ -8,6 +8,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.data.preflight import place_of
 from llava_ds.distributed import printable
 from llava_ds.report.markup import document, esc, navigation, section, table
 from llava_ds.report.sampled import data_uri
@@ -86,7 +87,7 @@ def page(title: str, summary: Iterable[str], samples: Iterable[ShownSample], rej
     title: the path of the data.
     """
     cards = "".join(map(_card, samples))
-    rows = [(f"{row['file']}:{row['line']}", row["id"], row["reason"]) for row in rejected]
+    rows = [(f"{place_of(row)}: record {row['index']}", row["id"], row["reason"]) for row in rejected]
     legend = (
         '<p class="note"><mark>Marked</mark> text is supervised: what the model learns to write. '
         '<span class="image">image</span> stands for the features of a picture.</p>'

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from llava_ds.constants import DataError
+from llava_ds.data.files import told_as_unwritable
 from llava_ds.tiny.questions import CAPTION_REQUESTS, KINDS, Balance, all_questions, caption, conversation
 from llava_ds.tiny.scenes import draw_scene, sample_scene
 
@@ -27,7 +28,7 @@ def write_dataset(folder, *, seed=0, num_pretrain=5760, num_finetune=7200, num_h
     Counts are records; num_heldout is rounded up to the same number of each kind of question. A folder that holds a
     complete data set of the same parameters and generator version is left alone, an older one is replaced; the folder
     appears by one rename, so it is never seen half written. Processes that call this at once wait for the first.
-    Raises DataError for a folder that holds something else.
+    Raises DataError for a folder that holds something else, ConfigError where there is no room.
     """
     folder = Path(folder)
     made_from = {
@@ -37,6 +38,12 @@ def write_dataset(folder, *, seed=0, num_pretrain=5760, num_finetune=7200, num_h
         "num_finetune": num_finetune,
         "num_heldout": num_heldout,
     }
+    with told_as_unwritable(folder.parent, "the generated scenes"):
+        _write_once(folder, made_from)
+
+
+def _write_once(folder, made_from):
+    """write_dataset, its parameters as they are noted beside the data."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -46,7 +53,8 @@ def write_dataset(folder, *, seed=0, num_pretrain=5760, num_finetune=7200, num_h
             raise DataError(f"{folder} holds something other than generated scenes: name a new or empty folder")
         building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
-            _write_splits(building, seed, num_pretrain, num_finetune, num_heldout)
+            counts = {name: made_from[name] for name in ("num_pretrain", "num_finetune", "num_heldout")}
+            _write_splits(building, made_from["seed"], **counts)
             _write_json(building / RECORD_FILE, made_from)
             os.chmod(building, 0o755)  # mkdtemp's folders are private
             if folder.exists():

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.images import load_pictures
-from llava_ds.data.preflight import media_from_text
+from llava_ds.data.preflight import media_from_text, place_of
 from llava_ds.report.data_page import ShownSample, runs_of
 
 
@@ -25,7 +25,7 @@ def shown_sample(
         except DataError as error:
             note += f"; {error}"
     return ShownSample(
-        title=f"{row['id']} ({Path(row['file']).name}:{row['line']})",
+        title=f"{row['id']} ({Path(place_of(row)).name}, record {row['index']})",
         note=note,
         runs=runs_of(row["input_ids"], row["labels"], tokenizer),
         pictures=tuple(pictures),

@@ -523,3 +523,21 @@ def as_bmp(path: Path) -> bytes:
     with Image.open(path) as image, io.BytesIO() as file:
         image.save(file, "BMP")
         return file.getvalue()
+
+
+def test_a_record_of_a_list_in_one_line_is_named_by_its_index(tmp_path, tokenizer):
+    talk = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]
+    for indent, place in ((None, "data.json: record 1"), (1, "data.json:14: record 1")):
+        (tmp_path / "data.json").write_text(json.dumps([{"conversations": talk}, {"conversations": []}], indent=indent))
+        with pytest.raises(DataError) as caught:
+            toys.encoded(str(tmp_path / "data.json"), None, tokenizer=tokenizer, cache_dir=tmp_path / str(indent))
+        assert place in str(caught.value), str(caught.value)
+
+
+def test_names_that_are_no_utf_8_are_read_and_can_be_printed(tmp_path, tokenizer):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    data = toys.write_data(folder, "it")
+    data["data_path"] = shutil.move(data["data_path"], folder / os.fsdecode(b"\xfe.json"))
+    opened = toys.encoded(str(data["data_path"]), data["image_folder"], tokenizer=tokenizer, cache_dir=tmp_path / "c")
+    "\n".join(opened.summary()).encode()
+    assert len(opened) == 2 and all(len(opened[i].input_ids) == opened.lengths[i] for i in range(2))

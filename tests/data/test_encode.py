@@ -9,6 +9,7 @@ import pytest
 from spelling import runs, spelled
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
+from llava_ds.data import encode
 from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, check_tokenizer, end_markers
 from llava_ds.data.sample import Message
 
@@ -213,3 +214,42 @@ def test_answers_end_at_the_templates_marker_and_at_the_tokenizers(tokenizer):
     taught = pickle.loads(pickle.dumps(tokenizer))
     taught.add_special_tokens({"extra_special_tokens": ["<|im_end|>"]})
     assert end_markers("chatml", taught) == [tokenizer.eos_token_id, taught.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_of_a_long_text_no_more_is_tokenized_than_the_limit_needs(tokenizer, monkeypatch):
+    """Its tokens would take hundreds of bytes a character; those that count are the same."""
+    talk = [Message("human", "Tell me."), Message("gpt", "Once upon a time, there was a cat. " * 100_000)]
+    monkeypatch.setattr(Encoder, "_tokenize_whole", _watched(lengths := [], Encoder._tokenize_whole))
+    encoder = Encoder(tokenizer, EncodingOptions("v1", 500))
+    encoder.words = None
+    lengths.clear()
+    [coded] = encoder.encode_batch([(talk, [])])
+    assert 500 < max(lengths) <= encode.FIRST_CHARS and coded.truncated and len(coded.input_ids) == 500
+    [short] = encoder.encode_batch([([talk[0], Message("gpt", talk[1].text[:20_000])], [])])
+    assert coded.input_ids.tolist() == short.input_ids.tolist() and coded.labels.tolist() == short.labels.tolist()
+
+
+def test_a_long_text_of_few_tokens_is_not_cut(tokenizer, monkeypatch):
+    monkeypatch.setattr(encode, "FIRST_CHARS", 100)
+    monkeypatch.setattr(encode, "FIRST_CHARS_PER_TOKEN", 1)
+    options = EncodingOptions("v1", 300)
+    talk = [Message("human", "Tell me."), Message("gpt", "the " * 350)]
+    [coded] = Encoder(tokenizer, options).encode_batch([(talk, [])])
+    monkeypatch.undo()
+    [whole] = Encoder(tokenizer, options).encode_batch([(talk, [])])
+    assert coded.input_ids.tolist() == whole.input_ids.tolist() and coded.truncated == whole.truncated
+    encoder = Encoder(tokenizer, options)
+    encoder.most_chars = 1_000
+    monkeypatch.setattr(encode, "FIRST_CHARS", 1_000)
+    monkeypatch.setattr(encode, "FIRST_CHARS_PER_TOKEN", 1)
+    monkeypatch.setattr(encode, "TOKENS_BEHIND", 10_000)
+    [refused] = encoder.encode_batch([(talk, [])])
+    assert "characters, and the first 1,000 of them, which are more than 300 tokens spell, are fewer" in str(refused)
+
+
+def _watched(lengths: list[int], tokenize):
+    def watched(self, texts):
+        lengths.extend(map(len, texts))
+        return tokenize(self, texts)
+
+    return watched

@@ -412,8 +412,8 @@ UNMARKED = {
         ("text", "mark", "mark as text", "\ufdd0image\ufdd1", 0),
     ],
 )
-def test_an_unmarked_image_is_shown_or_left_out_as_asked(tmp_path, how, name, unmarked, question, num_media):
-    source = opened(tmp_path, [UNMARKED[name]], on_unmarked_image=how)
+def test_an_unmarked_image_is_shown_or_left_out_as_asked(folder, how, name, unmarked, question, num_media):
+    source = opened(folder, [UNMARKED[name]], on_unmarked_image=how)
     [record] = source.read()
     sample = to_sample(record.text, source, 0)
     assert (sample.unmarked, len(sample.media)) == (unmarked, num_media)
@@ -426,3 +426,9 @@ def test_an_unmarked_image_that_is_refused_names_the_flag(tmp_path, how, name):
     [record] = source.read()
     with pytest.raises(DataError, match="make them equal, or see --on_unmarked_image"):
         to_sample(record.text, source, 0)
+
+
+def test_a_long_id_is_kept_by_its_hash(tmp_path):
+    ids = ["x" * 5_000_000 + end for end in "ab"]
+    samples = read(tmp_path, [{"id": name, "conversations": TEXT_ONLY} for name in ids])
+    assert len({sample.id for sample in samples}) == 2 and all(len(sample.id) <= 1000 for sample in samples)

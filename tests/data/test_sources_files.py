@@ -365,6 +365,8 @@ def test_a_saved_datasets_folder(tmp_path, opened):
 
     datasets.DatasetDict(train=saved, test=saved.select([1])).save_to_disk(tmp_path / "splits")
     assert opened(tmp_path / "splits").count() == 4
+    assert "; the split 'train', and not 'test'" in opened(tmp_path / "splits").describe()
+    assert "the split" not in opened(tmp_path / "splits" / "test").describe()
     assert opened(tmp_path / "splits" / "test").count() == 1
     datasets.DatasetDict(dev=saved, test=saved).save_to_disk(tmp_path / "untrained")
     with pytest.raises(ConfigError, match=r"holds the splits dev, test and no 'train': name one, like .*/dev"):
@@ -417,7 +419,7 @@ def test_data_uris_are_found_wherever_a_window_ends(tmp_path, monkeypatch, text,
 def test_a_spool_that_can_not_be_written_is_named(tmp_path, opened):
     pyarrow.parquet.write_table(table(), tmp_path / "a.parquet")
     (tmp_path / "cache").write_text("no folder")
-    with pytest.raises(ConfigError, match="can't be spooled to"):
+    with pytest.raises(ConfigError, match="pictures inside the data can't be written to"):
         list(opened(tmp_path / "a.parquet").read())
 
 

@@ -51,7 +51,9 @@ def test_the_terminal_is_not_steered_by_the_data(tokenizer):
 
 def test_the_page_needs_nothing_from_outside_and_escapes_the_data(tokenizer):
     sample = ShownSample("<b>a1</b>", "n", runs_of(*coded(tokenizer), tokenizer), (Image.new("RGB", (500, 20), "red"),))
-    text = page("data.json", ["1 <record>"], [sample], [{"file": "f", "line": 2, "id": "<i>", "reason": "<script>"}])
+    text = page(
+        "data.json", ["1 <record>"], [sample], [{"file": "f", "line": 2, "index": 3, "id": "<i>", "reason": "<script>"}]
+    )
     assert text.count("data:image/png;base64,") == 1 and not re.search(r"(src|href)=.?https?:", text)
     assert "<b>a1" not in text and "<script>" not in text and "1 &lt;record&gt;" in text and "f:2" in text
     assert re.search(r"<mark> ?It is a cat.&lt;/s&gt;</mark>", text)

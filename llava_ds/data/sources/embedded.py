@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from llava_ds.constants import ConfigError
 from llava_ds.data.cache import put_in_place, scratch_beside
+from llava_ds.data.files import told_as_unwritable
 from llava_ds.data.sources.options import Columns
 
 REFERENCE = "llava_ds_file"  # key of an object in a picture's place: a file, offset and num_bytes
@@ -71,7 +71,8 @@ class PictureStore:
 
     def add(self, data: bytes) -> dict[str, object]:
         """Keep the bytes and return what stands for them."""
-        self.file.write(data)
+        with told_as_unwritable(os.path.dirname(self.final_path), "the pictures inside the data"):
+            self.file.write(data)
         self.num_bytes += len(data)
         return reference(self.final_path, self.num_bytes - len(data), len(data))
 
@@ -97,14 +98,11 @@ def spooled(folder: str, rows: Callable[[PictureStore], Iterator[Row]]) -> Itera
     """
     final = Path(folder)
     if not _is_whole(final):
-        try:
-            with scratch_beside(final) as scratch:
-                _spool(scratch, final, rows)
-                if not put_in_place(scratch, final) and not _is_whole(final):
-                    for name in (PICTURES, RECORDS):  # part of it was deleted
-                        os.replace(scratch / name, final / name)
-        except OSError as error:
-            raise ConfigError(f"the pictures inside the data can't be spooled to {final}: {error}") from error
+        with told_as_unwritable(final, "the pictures inside the data"), scratch_beside(final) as scratch:
+            _spool(scratch, final, rows)
+            if not put_in_place(scratch, final) and not _is_whole(final):
+                for name in (PICTURES, RECORDS):  # part of it was deleted
+                    os.replace(scratch / name, final / name)
     with open(final / RECORDS, "rb") as records:
         for row in records:
             number, line, text = row.decode("utf-8", "surrogateescape").rstrip("\n").split(" ", 2)

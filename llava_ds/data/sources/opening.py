@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.files import told_as_unreadable
 from llava_ds.data.sources.detect import NUM_RECORDS, detect, folder_of, metadata_columns
 from llava_ds.data.sources.locate import locate
 from llava_ds.data.sources.options import Columns, SourceOptions, nearest, parse_columns
@@ -37,9 +38,10 @@ def open_sources(data_path: str, options: SourceOptions) -> list[Source]:
 
     Raises ConfigError or DataError with what is wrong, of a mixture with everything that is wrong.
     """
-    if data_path.endswith(MIXTURE_SUFFIXES):
-        return _open_mixture(data_path, options)
-    return [_open(data_path, options, Selection())]
+    with told_as_unreadable(data_path):
+        if data_path.endswith(MIXTURE_SUFFIXES):
+            return _open_mixture(data_path, options)
+        return [_open(data_path, options, Selection())]
 
 
 def _open(data_path: str, options: SourceOptions, selection: Selection) -> Source:

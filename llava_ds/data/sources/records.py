@@ -4,6 +4,7 @@ These functions run for every record, in worker processes: they raise DataError 
 ask the operating system about pictures and videos only.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from llava_ds.data.sources.pictures import (
 from llava_ds.data.sources.source import Source
 
 VIDEO_TOKEN = "<video>"
+MAX_ID = 1000  # characters of an id; what a longer one is kept by is its hash
 ROLES = {
     "human": "human",
     "user": "human",
@@ -232,4 +234,5 @@ def _id(record: dict, source: Source, index: int) -> str:
         return str(index)
     if isinstance(value, (int, float)):
         return str(value)
-    return checked_text(value, f"has {short(value)} for an id, expected a text or a number")
+    text = checked_text(value, f"has {short(value)} for an id, expected a text or a number")
+    return text if len(text) <= MAX_ID else f"{text[: MAX_ID - 17]}…{hashlib.sha256(text.encode()).hexdigest()[:16]}"

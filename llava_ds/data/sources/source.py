@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from llava_ds.data.files import told_as_unreadable
 from llava_ds.data.sources.embedded import PICTURES, PictureStore, Row, embed, rejected, spooled
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 from llava_ds.data.sources.locate import KINDS
 from llava_ds.data.sources.options import Columns, RawRecord
 from llava_ds.data.sources.selection import Selection
-from llava_ds.data.sources.tables import num_parquet_rows, open_saved, read_csv, read_parquet, read_saved
+from llava_ds.data.sources.tables import num_parquet_rows, open_saved, other_splits, read_csv, read_parquet, read_saved
 from llava_ds.data.sources.tars import read_shard
 
 FORMATS = {
@@ -81,6 +82,8 @@ class Source:
             line += f"; videos in {self.video_root}"
         if self.marks_added and self.on_unmarked_image == "prepend":
             line += "; pictures without a mark are shown at the start of the first question"
+        if others := other_splits(os.path.expanduser(self.path)) if self.kind == "datasets" else []:
+            line += f"; the split 'train', and not {', '.join(map(repr, others))}"
         selected = self.selection.describe()
         return line + (f"; taken: {selected}" if selected else "")
 
@@ -113,6 +116,10 @@ class Source:
 
     def _parse(self, store: PictureStore | None) -> Iterator[Row]:
         """Rows from the files; `store` takes the pictures inside tables."""
+        with told_as_unreadable(self.path):
+            yield from self._parsed(store)
+
+    def _parsed(self, store: PictureStore | None) -> Iterator[Row]:
         if self.kind == "parquet":
             yield from read_parquet(self.files, self.columns, store)
         elif self.kind == "datasets":

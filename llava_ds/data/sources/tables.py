@@ -3,6 +3,7 @@
 import csv
 import datetime
 import json
+import os
 from collections.abc import Iterator
 
 import datasets
@@ -11,6 +12,7 @@ import pyarrow.parquet
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.embedded import PictureStore, Row, embed, rejected
+from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.options import Columns
 
 BATCH_ROWS = 32  # of pictures of some 100 kB each: a few MB at a time
@@ -37,6 +39,8 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: PictureStore) 
                 for record in batch.to_pylist():
                     line += 1
                     yield number, line, _as_text(record, columns, store)
+        except ConfigError:  # of the store
+            raise
         except Exception as error:  # of damaged data whatever their values make Arrow and Python meet
             raise DataError(f"{path}: can't be read behind row {line}: {error}") from error
 
@@ -57,6 +61,15 @@ def open_saved(folder: str) -> datasets.Dataset:
     return opened
 
 
+def other_splits(folder: str) -> list[str]:
+    """The splits beside "train" of a folder that `save_to_disk` wrote; none of a single data set's."""
+    path = os.path.join(folder, "dataset_dict.json")
+    if not os.path.isfile(path):
+        return []
+    with open(path, encoding="utf-8") as file:
+        return [name for name in json.load(file)["splits"] if name != "train"]
+
+
 def read_saved(folder: str, columns: Columns, store: PictureStore) -> Iterator[Row]:
     """The rows of a saved `datasets` folder as records; pictures go to the store, undecoded."""
     saved = open_saved(folder)
@@ -68,6 +81,8 @@ def read_saved(folder: str, columns: Columns, store: PictureStore) -> Iterator[R
             for record in table.to_pylist():
                 line += 1
                 yield 0, line, _as_text(record, columns, store)
+    except ConfigError:
+        raise
     except Exception as error:  # as above
         raise DataError(f"{folder}: can't be read behind row {line}: {error}") from error
 
@@ -100,7 +115,12 @@ def _wanted(names: list[str], columns: Columns) -> list[str]:
 def _as_text(record: dict, columns: Columns, store: PictureStore) -> str:
     try:
         record = embed(record, columns, store.keep)
-        return json.dumps({key: value for key, value in record.items() if value is not None}, default=_plain)
+        text = json.dumps({key: value for key, value in record.items() if value is not None}, default=_plain)
+        return (
+            text
+            if len(text) <= MAX_RECORD_CHARS
+            else rejected(f"is longer than {MAX_RECORD_CHARS >> 20} million characters")
+        )
     except (RecursionError, ValueError, TypeError) as error:
         return rejected(f"can't be said in JSON: {error}")
 
