@@ -1,5 +1,6 @@
 """What is read of the device together is written as one number per step, and rates are of the steps read together."""
 
+import contextlib
 import dataclasses
 import fcntl
 import os
@@ -143,9 +144,13 @@ def on_a_terminal(columns: int, name: str, total: int, bad: list[str]) -> str:
         everything = [least[0], "lr 3.67e-07", least[1], "MFU 44.2%", "waiting for data 12.4%", "71.5 GB", *bad]
         for _ in range(2):
             update_bar(bar, (total - 1) // 2, everything, least)
-        terminal.flush()
-        shown = os.read(master, 1 << 16).decode()
+        bar.disable = True  # it has nowhere to write any more
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other side is closed
+        while part := os.read(master, 1 << 16):
+            shown += part
     os.close(master)
+    shown = shown.decode()
     return [line for line in re.split(r"[\r\n]+", shown) if line.strip()][-1]
 
 
