@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.side_files import read_bytes
 
 MAX_BYTES = 2**27  # of a JSON file; the largest tokenizer.json that is published has 35 MB
 MAX_TEMPLATE_BYTES = 2**20  # of a chat template; published ones have 20 kB
@@ -74,18 +75,19 @@ def read_json(file: Path, where: str) -> dict:
     Raises ConfigError that names the file.
     """
     try:
-        _check_size(file, MAX_BYTES)
-        text = file.read_bytes()
-        found = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
-        problem = _shape_problem(found) or _surrogate_problem(text)
+        real = own_file(file)
     except FileNotFoundError:
         raise ConfigError(f"{where} has no {file.name}: copy the folder again") from None
-    except RecursionError:
-        problem = f"it is nested deeper than {MAX_NESTING} levels"
     except DataError as error:
         raise ConfigError(f"{where}: {error}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: {file.name} can't be read ({error}): copy it again") from error
+    try:
+        text = read_bytes(real, MAX_BYTES)
+        found = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
+        problem = _shape_problem(found) or _surrogate_problem(text)
+    except RecursionError:
+        problem = f"it is nested deeper than {MAX_NESTING} levels"
+    except (OSError, ValueError) as error:  # DataError among them
+        problem = str(error)
     if problem:
         raise ConfigError(f"{where}: {file.name} can't be read ({problem}): copy it again")
     return found

@@ -66,7 +66,7 @@ def test_records_can_not_steer_the_terminal(inspect_data, tmp_path, toy_base, ca
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["id"] for row in rows] == [escape, "\\x1b[2J\\n\\x9b2J", "s2"]
     assert "\x1b" not in rows[2]["rejected"] and "left out:" in shown
-    assert f"  the first: {path}:1: record 1 (" in shown
+    assert f"  the first: {path}: record 1 (" in shown
 
 
 def test_the_page_shows_pictures_and_what_was_left_out(inspect_data, tmp_path, toy_base):

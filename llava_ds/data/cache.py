@@ -16,13 +16,22 @@ from pathlib import Path
 
 import datasets
 import pyarrow as pa
+from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
+from llava_ds.side_files import read_json
 
 DONE = "files.json"  # lists a generation's files in their order, and is written last
 STALE = "stale"  # lies beside it once a picture was found changed
 NUM_KEPT = 2  # generations: a run that started before the newest was written reads the one before
 SCRATCH_AGE_S = 24 * 3600  # a folder that nothing was written to for so long is left from a kill
+
+
+class _Listed(TypedDict):
+    """Of a generation, the bytes of its files and of those elsewhere that its rows point into."""
+
+    files: dict[str, int]
+    elsewhere: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -119,13 +128,13 @@ def _numbers(folder: Path) -> list[int]:
 def _open_rows(generation: Path) -> datasets.Dataset | None:
     """Its rows; None where its files, or those that its rows point into, are not there as they were written."""
     try:
-        listed = json.loads((generation / DONE).read_text(encoding="utf-8"))
+        listed = read_json(generation / DONE, _Listed)
         files = {str(generation / name): num_bytes for name, num_bytes in listed["files"].items()}
         # A stream that was cut between two of its parts reads like a shorter one: only its size tells.
         if any(os.stat(path).st_size != num_bytes for path, num_bytes in {**files, **listed["elsewhere"]}.items()):
             return None
         return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in files])
-    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException):
+    except (OSError, ValueError, pa.ArrowException):  # DataError among them
         return None
 
 

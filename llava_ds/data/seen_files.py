@@ -5,6 +5,7 @@ data set's fingerprint; the stamps tell, when rows are taken from the cache, whi
 """
 
 import hashlib
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from llava_ds.geometry import PictureOptions
 from llava_ds.side_files import why_not_regular
 
 FILE = "data_files.parquet"  # in a run's folder: which files it was trained on
-COLUMNS = [("files", pa.list_(pa.string())), ("stamps", pa.list_(pa.int64())), ("contents", pa.list_(pa.string()))]
+# Names of files are bytes: they need not be UTF-8.
+COLUMNS = [("files", pa.list_(pa.binary())), ("stamps", pa.list_(pa.int64())), ("contents", pa.list_(pa.string()))]
 THREADS = 8  # that ask for stamps and read blocks: on a network's disk each answer takes its time
 NUM_SAMPLED = 256  # files that are read again at every start, whatever their stamps
 MOST_NAMED = 5
@@ -55,7 +57,7 @@ def _digest(ref: FileRef) -> str:
 def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:
     """COLUMNS, a row for each list."""
     values = (
-        [[file.path for file in row] for row in seen],
+        [[os.fsencode(file.path) for file in row] for row in seen],
         [[number for file in row for number in file.stamp] for row in seen],
         [[file.contents for file in row] for row in seen],
     )
@@ -73,7 +75,7 @@ def changed_files(table: datasets.Dataset, options: PictureOptions, refs_of) -> 
     Only those are read whose stamps differ, and NUM_SAMPLED of the others. refs_of: from a row's column of media to its
     Media.
     """
-    paths = _flat(table, "files").to_pylist()
+    paths = _paths(table)
     if not paths:
         return []
     distinct = list(dict.fromkeys(paths))
@@ -128,10 +130,22 @@ def _flat(table: datasets.Dataset, name: str) -> pa.ChunkedArray:
     return pa.chunked_array([chunk.flatten() for chunk in column.chunks], column.type.value_type)
 
 
+def _paths(table: datasets.Dataset) -> list[str]:
+    return [os.fsdecode(path) for path in _flat(table, "files").to_pylist()]
+
+
+def _printable_paths(table: datasets.Dataset) -> list[str]:
+    return [os.fsencode(path).decode("utf-8", "backslashreplace") for path in _paths(table)]
+
+
 def write_data_files(output_dir: Path, table: datasets.Dataset) -> None:
     """Leave beside a run which files its data set was made from, so that a later start can name those that changed."""
     stamps = _flat(table, "stamps").to_numpy().reshape(-1, len(Stamp._fields))
-    columns = {"path": _flat(table, "files"), "num_bytes": stamps[:, 0], "mtime_ns": stamps[:, 1]}
+    columns = {
+        "path": pa.array(_printable_paths(table), pa.string()),
+        "num_bytes": stamps[:, 0],
+        "mtime_ns": stamps[:, 1],
+    }
     scratch = output_dir / f".{FILE}.tmp"
     pa.parquet.write_table(pa.table({**columns, "contents": _flat(table, "contents")}), scratch, compression="zstd")
     scratch.replace(output_dir / FILE)
@@ -147,7 +161,7 @@ def changes_since(table: datasets.Dataset, run_dir: Path) -> str:
         paths, contents = (before.column(name).to_pylist() for name in ("path", "contents"))
     except (OSError, pa.ArrowException, KeyError, ValueError):
         return ""
-    now, found = _flat(table, "files").to_pylist(), _flat(table, "contents").to_pylist()
+    now, found = _printable_paths(table), _flat(table, "contents").to_pylist()
     if len(now) != len(paths):
         known = set(paths)
         others = (("new", set(now) - known), ("gone", known.difference(now)))

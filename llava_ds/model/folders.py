@@ -50,7 +50,10 @@ HF = ("llava", "llava_next", "llava_onevision")  # with a text_config and a visi
 
 # Beginnings and names of the fields that are LLaVA's own.
 _LLAVA_FIELDS = ("mm_", "llava_ds_", "image_", "tune_mm_", "freeze_mm_", "unfreeze_mm_", "tokenizer_", "s2")
-_LLAVA_NAMES = {"use_mm_proj", "model_type", "architectures", "auto_map", "_name_or_path", "vision_tower_pretrained"}
+_LLAVA_NAMES = {
+    "use_mm_proj", "model_type", "architectures", "auto_map", "_name_or_path", "vision_tower_pretrained",
+    "split_special_tokens",
+}  # fmt: skip
 _OF_STAGE_1 = "it is what stage 1 leaves, which --pretrain_mm_mlp_adapter takes, beside the language model's"
 # What has to be equal for the weights of one tower to be another's.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")

@@ -186,9 +186,12 @@ def test_what_makes_no_schedule_is_refused(raw, flags, expected):
     assert any(line.startswith(expected) for line in lines), lines
 
 
-@pytest.mark.parametrize("steps", [-1, 2.5, float("nan")])
-def test_warmup_steps_that_are_none_are_refused(steps):
-    with pytest.raises(ValueError, match=r"--warmup_steps is .*: give a whole number, or their part of all steps"):
+@pytest.mark.parametrize(
+    ("steps", "remedy"),
+    [(-1, "0 or more"), (2.5, "a whole number, or their part of all steps"), (float("nan"), "0 or more")],
+)
+def test_warmup_steps_that_are_none_are_refused(steps, remedy):
+    with pytest.raises(ValueError, match=rf"--warmup_steps is .*: give {remedy}"):
         arguments(warmup_steps=steps)
 
 

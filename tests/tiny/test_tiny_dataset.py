@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from llava_ds.constants import DataError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.tiny import dataset
 from llava_ds.tiny.questions import ANSWERS, KINDS
 from llava_ds.tiny.scenes import is_heldout
@@ -74,7 +74,7 @@ def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(dataset, "_write_json", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match="disk full: make room there"):
         dataset.write_dataset(tmp_path / "scenes", seed=0, num_pretrain=2, num_finetune=2, num_heldout=6)
     assert [p.name for p in tmp_path.iterdir()] == [".scenes.lock"]
 
