@@ -280,6 +280,8 @@ def opened_files(folder: Path):
 
 
 OURS = {"report", "output", "answers.json"}  # files of a case that commands are asked to write
+# Of such a file, those beside it while it is written; and nameless ones, which try whether a folder can be written to.
+NOT_OUTSIDE = ("answers", ".answers", "#")
 
 
 def sign(checkpoint: Path) -> str:
@@ -320,7 +322,7 @@ def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, st
         opened.clear()  # the user names the file itself, and so means what a link of that name leads to
     if ran.exists():
         outcome = "code ran"
-    elif outside := {name for name in opened if name not in OURS and not name.startswith(("answers", ".answers"))}:
+    elif outside := {name for name in opened if name not in OURS and not name.startswith(NOT_OUTSIDE)}:
         outcome, said = "outside", f"{outside}: {said}"
     elif outcome == "refused" and (len(said) > 4000 or not said.strip()):
         outcome = "unclear"
