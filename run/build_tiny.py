@@ -25,9 +25,7 @@ Threads = Annotated[int, Bounds(1, 4096)]
 
 def main():
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--output", type=new_folder, default=str(WEIGHTS_PATH), help="folder that gets clip/ and llama/"
-    )
+    parser.add_argument("--output", type=new_folder, default=WEIGHTS_PATH, help="folder that gets clip/ and llama/")
     parser.add_argument("--seed", type=number(Seed), default=0, help="of scenes, texts and initial weights")
     parser.add_argument("--only", choices=("clip", "llama"), help="rebuild one of the two")
     parser.add_argument(
