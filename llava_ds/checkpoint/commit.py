@@ -106,6 +106,8 @@ def problem_with(checkpoint: Path) -> str | None:
 
 def read_manifest(checkpoint: Path) -> dict[str, Entry]:
     """The files of a checkpoint. Raises FileNotFoundError, and DataError when there is no sound manifest of it."""
+    if (checkpoint / MANIFEST).is_symlink():
+        raise DataError("it is a link")
     manifest = read_json(checkpoint / MANIFEST, Manifest)
     step, files = manifest["step"], manifest["files"]
     if manifest["sha256"] != _digest(step, files):

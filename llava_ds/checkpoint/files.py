@@ -118,6 +118,8 @@ def not_cached(path: Path) -> None:
 def damage(folder: Path, name: str, entry: Entry) -> str | None:
     """How a file differs from what was written of it; None when it does not. Reads all of it."""
     try:
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            return f"{name} is a link that leads out of the checkpoint"
         with open_regular(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
         if size != entry["bytes"]:
@@ -129,7 +131,7 @@ def damage(folder: Path, name: str, entry: Entry) -> str | None:
         return f"{name} can't be read ({error})"
     except OSError as error:
         return f"{name} can't be read ({error.strerror})"
-    except ValueError as error:  # a name that no file can have
+    except (RuntimeError, ValueError) as error:  # a link that leads to itself; a name that no file can have
         return f"{name[:200]!r} can't be read ({error})"
 
 

@@ -57,6 +57,20 @@ def test_every_kind_of_damage_is_named(tmp_path):
     assert commit.problem_with(path) == "it has no manifest.json, so its saving was not finished"
 
 
+def test_links_out_of_a_checkpoint_are_not_followed(tmp_path):
+    path = write_checkpoint(tmp_path, 1)
+    weights, manifest = path / "engine" / "weights.pt", path / commit.MANIFEST
+    weights.rename(tmp_path / "elsewhere.pt")
+    weights.symlink_to(tmp_path / "elsewhere.pt")  # of the same content, so that its hash fits
+    assert commit.problem_with(path) == "engine/weights.pt is a link that leads out of the checkpoint"
+    weights.unlink()
+    weights.symlink_to(weights)
+    assert commit.problem_with(path).startswith("'engine/weights.pt' can't be read (")
+    manifest.rename(tmp_path / "manifest.json")
+    manifest.symlink_to(tmp_path / "manifest.json")
+    assert commit.problem_with(path) == "its manifest.json can't be read (it is a link)"
+
+
 def test_no_flipped_bit_of_weights_goes_unseen(tmp_path):
     path = write_checkpoint(tmp_path, 1)
     for position in range(10):
