@@ -462,7 +462,8 @@ class TrainingArguments:
     max_run_time: str | None = HfArg(
         default=None,
         help="Save and leave, with exit code 75, before this much time has gone by since the start, like 3h50m, 90s or "
-        "5400 (seconds); absent: no limit. The same command goes on.",
+        "5400 (seconds); absent: no limit. The same command goes on, unless no run can be resumed from what is saved "
+        "(--save_only_model, --save_strategy no): exit code 79.",
     )
     resume: str = HfArg(
         default="auto",

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from llava_ds import __version__
-from llava_ds.command import begin
+from llava_ds.command import begin, leave_with
 from llava_ds.constants import ConfigError
-from llava_ds.output import exit_for_bad_input
+from llava_ds.processes import RUNNER_MODULE
 from llava_ds.shipped import RECIPES, RUN
 
 # Name: the file in run/, and what it does.
@@ -34,13 +34,16 @@ HELP = ("-h", "--help")
 
 def main() -> NoReturn:
     """Run the command that the command line names, as its script in run/."""
-    try:
-        launcher_flags, name, argv = split(sys.argv[1:])
-    except ConfigError as error:
-        exit_for_bad_input(error, "llava-ds")
+    begin("llava-ds", ends_without_reader=True)
+    leave_with(run_command, "llava-ds")
+
+
+def run_command() -> None:
+    """What main runs. The script says by itself how it ended; training becomes the launcher."""
+    launcher_flags, name, argv = split(sys.argv[1:])
     if name in (*HELP, "--version"):
         print(__version__ if name == "--version" else usage())
-        sys.exit(0)
+        return
     script = RUN / COMMANDS[name][0]
     sys.argv = [str(script), *argv]
     if name in LAUNCHED and not set(HELP) & set(argv) and is_to_be_launched(name, launcher_flags, os.environ):
@@ -48,7 +51,6 @@ def main() -> NoReturn:
             check_training_flags()
         launch(script, launcher_flags, argv)
     runpy.run_path(str(script), run_name="__main__")
-    sys.exit(0)
 
 
 def split(words: list[str]) -> tuple[list[str], str, list[str]]:
@@ -94,8 +96,9 @@ def launch(script: Path, launcher_flags: list[str], argv: list[str]) -> NoReturn
     environ = {**os.environ}
     if not torch.accelerator.is_available():
         environ.setdefault("DS_ACCELERATOR", "cpu")  # it would warn that it found no GPU
-    deepspeed = Path(sys.executable).with_name("deepspeed")
-    os.execve(deepspeed, [str(deepspeed), "--log_level", "error", *launcher_flags, str(script), *argv], environ)
+    # Not the script `deepspeed`: after pip install --user it does not lie beside the interpreter.
+    words = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "error", *launcher_flags, str(script), *argv]
+    os.execve(sys.executable, words, environ)
 
 
 def usage() -> str:

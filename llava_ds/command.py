@@ -18,7 +18,7 @@ from typing import NoReturn
 from llava_ds.bounds import in_short
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError
 from llava_ds.launchers import check_variables
-from llava_ds.output import exit_for_bad_input, exit_for_failure, keep_streams
+from llava_ds.output import check_output, exit_for_bad_input, exit_for_failure, keep_streams
 from llava_ds.processes import watch_launcher
 from llava_ds.whole_files import can_be_made, path_problem
 
@@ -109,11 +109,11 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
 def leave_with(main: Callable[[], int | None], program: str) -> NoReturn:
     """Run a command and end the process with its exit code: what main returns, and 0 for None.
 
-    2: the user's input can't be used, said in one message; 130: Ctrl-C, without a word; 1: a failure, with a traceback.
+    2: the user's input can't be used, or stdout not be written where it is all that the command is for, said in one
+    message; 130: Ctrl-C, without a word; 1: a failure, with a traceback.
     """
     try:
-        code = main() or 0
-        sys.stdout.flush()
+        code = _run(main)
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, program)
     except KeyboardInterrupt:
@@ -121,6 +121,18 @@ def leave_with(main: Callable[[], int | None], program: str) -> NoReturn:
     except Exception:
         exit_for_failure()
     sys.exit(code)
+
+
+def _run(main: Callable[[], int | None]) -> int:
+    """The exit code of a command that could also write what it prints."""
+    try:
+        code = main() or 0
+    except SystemExit as leaving:  # of --help, or of a command that was run by this one
+        if leaving.code not in (None, 0):
+            raise
+        code = 0
+    check_output()
+    return code
 
 
 def exit_for_interrupt() -> NoReturn:

@@ -12,6 +12,8 @@ PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open a picture with more, w
 EXIT_FAILURE = 1  # an error of the program's, which left a traceback
 EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 75  # asked to stop, and nothing is lost: the same command goes on (EX_TEMPFAIL of sysexits.h)
+# Asked to stop, and no run can be resumed from what was saved. Beyond sysexits.h: no program retries at it by itself.
+EXIT_NOT_RESUMABLE = 79
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as a shell says it
 EXIT_READER_GONE = 141  # as a shell says it of a program that SIGPIPE ended
 EXIT_RANK_LOST = 70  # a rank died or stood still, and the watchdog of another ended the run

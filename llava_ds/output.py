@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_READER_GONE
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_READER_GONE, ConfigError
 from llava_ds.redact import redact
 
 READER_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader; a terminal that was closed
@@ -18,12 +18,13 @@ class _LastingFile(io.FileIO):
     """A standard stream that no failing write reaches anybody from.
 
     When its reader is gone, what follows goes nowhere, from libraries and child processes too, and the program goes on;
-    or it ends where it next writes, as other programs do. What a full disk does not take is lost.
+    or it ends where it next writes, as other programs do. What a full disk does not take is lost; `failure` says so.
     """
 
     def __init__(self, descriptor: int, ends: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        self._ends = ends
+        self.ends = ends
+        self.failure: OSError | None = None  # the first, of a file that has a reader
 
     def write(self, data: bytes) -> int:
         try:
@@ -31,8 +32,10 @@ class _LastingFile(io.FileIO):
         except OSError as error:
             if error.errno in READER_GONE:
                 redirect_to_nowhere(self.fileno())
-                if self._ends:
+                if self.ends:
                     raise SystemExit(EXIT_READER_GONE) from None
+            else:
+                self.failure = self.failure or error
             return len(data)
 
 
@@ -49,6 +52,16 @@ def keep_streams(ends_without_reader: bool) -> None:
             redirect_to_nowhere(descriptor)
     sys.stdout = _lasting(sys.stdout, 1, ends_without_reader)
     sys.stderr = _lasting(sys.stderr, 2, False)
+
+
+def check_output() -> None:
+    """Flush stdout. Raises ConfigError where a program that is of use only for what it prints could not write all of it
+    (see keep_streams)."""
+    sys.stdout.flush()
+    file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if isinstance(file, _LastingFile) and file.ends and file.failure is not None:
+        said = f"{file.failure.strerror} ({errno.errorcode[file.failure.errno]})"
+        raise ConfigError(f"stdout could not be written, the output is cut off: {said}: make room, or write elsewhere")
 
 
 def redirect_to_nowhere(descriptor: int) -> None:
@@ -77,10 +90,16 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
+def rank_said() -> int:
+    """The rank that the environment names; 0 where that is no number, which command.begin refuses."""
+    said = os.environ.get("RANK", "0").strip()
+    return int(said) if said.isdecimal() else 0
+
+
 def print_first(*lines: str) -> None:
     """Print from rank 0 only; works before the process group exists. No line can steer the terminal,
     or holds a secret."""
-    if lines and int(os.environ.get("RANK", "0")) == 0:
+    if lines and rank_said() == 0:
         from tqdm import tqdm
 
         with tqdm.external_write_mode(file=sys.stdout):  # on a line of its own, where a bar is shown
@@ -100,7 +119,7 @@ def exit_for_bad_input(error: Exception, program: str) -> None:
 
     The other ranks usually found the same: they wait to be ended by the launcher, and speak up only if they are not.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank = rank_said()
     if rank != 0:
         # The first on another machine, whose launcher does not hear of rank 0, speaks for those beside it.
         time.sleep(5.0 if os.environ.get("LOCAL_RANK") == "0" else 8.0)

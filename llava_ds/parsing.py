@@ -23,7 +23,7 @@ from llava_ds.arguments import (
     trained_parts,
 )
 from llava_ds.bounds import in_short, out_of_bounds
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_STOPPED, ConfigError
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError
 from llava_ds.durations import seconds_of
 from llava_ds.flag_groups import GROUPS
 from llava_ds.shipped import DS_CONFIGS, RECIPES, found
@@ -184,7 +184,8 @@ def build_parser() -> HfArgumentParser:
         epilog="SIGTERM, SIGINT, SIGUSR1 and a closed terminal (SIGHUP, without nohup) save at the next step and "
         "leave; a second of the first two leaves at once. "
         f"Exit codes: 0 finished, {EXIT_BAD_INPUT} the input can't be used, {EXIT_STOPPED} stopped as asked: the same "
-        "command goes on (docs/checkpoints.md).",
+        f"command goes on, {EXIT_NOT_RESUMABLE} stopped as asked, and no run can be resumed from what it saved "
+        "(--save_only_model, --save_strategy no) (docs/checkpoints.md).",
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", help="YAML file of flags; the command line wins over it.")
@@ -253,9 +254,8 @@ def parse_arguments(
     if unknown:
         raise ConfigError(_unknown_flags(unknown, parser, own_flags))
 
-    given = {name.replace("-", "_") for name in recipe} | {name.removeprefix("no_") for name in written}
-    aliases = {"deepspeed": "deepspeed_config", "verbose_logging": "verbose"}
-    given = {aliases.get(name, name) for name in given}
+    field_of = {option.lstrip("-"): action.dest for action in parser._actions for option in action.option_strings}
+    given = {field_of[name] for name in {name.replace("-", "_") for name in recipe} | written}
     args = Arguments(model, data, training, frozenset(given))
     values = args.as_dict()
     args = args.replaced(**{name: os.path.expanduser(values[name]) for name in PATHS if values[name] is not None})
@@ -429,13 +429,14 @@ def training_problems(args: Arguments) -> list[str]:
             f"--{name} is {value or 0:g}: give a whole number of steps, or a part of all steps below 1",
         )
     check(
-        not training.eval_steps or part or held_out is not None or training.eval_strategy == "no",
+        not training.eval_steps or part or held_out is not None or training.eval_strategy is not None,
         f"--eval_steps {training.eval_steps or 0:g} measures the loss on held-out samples: give --eval_data_path or "
         "--eval_fraction, too",
     )
     check(
-        training.eval_strategy != "epoch" or part or held_out is not None,
-        "--eval_strategy epoch measures the loss on held-out samples: give --eval_data_path or --eval_fraction, too",
+        training.eval_strategy in (None, "no") or part or held_out is not None,
+        f"--eval_strategy {training.eval_strategy} measures the loss on held-out samples: give --eval_data_path or "
+        "--eval_fraction, too",
     )
     check(
         bool(training.sample_steps) or data.sample_data_path is None,
@@ -444,6 +445,11 @@ def training_problems(args: Arguments) -> list[str]:
     check(
         training.on_loss_spike != "rewind" or training.save_strategy != "no",
         "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps",
+    )
+    check(
+        not training.save_only_model or training.save_strategy != "no",
+        "--save_only_model True and --save_strategy no: the one says how checkpoints are saved, the other that none "
+        "is, give one of them",
     )
     for flag, is_set in (
         ("--on_loss_spike rewind", training.on_loss_spike == "rewind"),

@@ -182,8 +182,8 @@ def shown(value: object) -> str:
     """A default as it would be written on the command line."""
     if value in (None, "", []):
         return ""
-    if isinstance(value, Path) and value.is_absolute():  # one that lies in this repository
-        value = value.relative_to(RUN.parent.resolve())
+    if isinstance(value, (str, Path)) and Path(value).is_absolute():  # one that lies in this repository
+        value = Path(value).relative_to(RUN.parent.resolve())
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 

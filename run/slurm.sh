@@ -33,7 +33,8 @@ export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-${TMPDIR:-/tmp}/torch_exten
 code=0
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$PYTHON" -u run/train.py "$@" || code=$?
 
-# It was told to stop, and saved (docs/checkpoints.md). scancel ends this script before it comes here.
+# It was told to stop, and saved what it can be resumed from; 79 is the same without the latter (docs/checkpoints.md).
+# scancel ends this script before it comes here.
 if [ "$code" -eq 75 ]; then
     echo "saved: job $SLURM_JOB_ID goes back into the queue"
     scontrol requeue "$SLURM_JOB_ID"

@@ -83,7 +83,7 @@ DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 
 def main(argv: list[str]) -> int:
-    """Train, and return the exit code: 0, or EXIT_STOPPED where the run was asked to stop."""
+    """Train, and return the exit code: 0, or EXIT_STOPPED or EXIT_NOT_RESUMABLE where it was asked to stop."""
     with (
         OutputLock() as lock,
         Watchdog() as watchdog,  # it and the next tell the other ranks how this one ended
@@ -256,7 +256,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     progress.close()
     if state.stops:
         progress.trackers.close()
-        return stop.leave(state.step, what_is_saved(args.training), ranks)
+        return stop.leave(state.step, what_is_saved(args.training), can_be_resumed(args.training), ranks)
     stop.ends(can_be_resumed(args.training))
     if resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()

@@ -1,15 +1,18 @@
 """llava-ds: which command and how, and that an installation that is no checkout finds all of it."""
 
+import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 from launching import ROOT, environment
 
-from llava_ds.cli import COMMANDS, is_to_be_launched, split, usage
-from llava_ds.constants import EXIT_BAD_INPUT, ConfigError
+from llava_ds import processes
+from llava_ds.cli import COMMANDS, is_to_be_launched, launch, split, usage
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError
 from llava_ds.shipped import DS_CONFIGS, RECIPES, RUN, found
 
 
@@ -56,6 +59,61 @@ def test_what_is_shipped_is_found_by_name(tmp_path, monkeypatch):
         assert found(name, DS_CONFIGS, ".json") == name
     (tmp_path / "zero3.json").touch()
     assert found("zero3.json", DS_CONFIGS, ".json") == "zero3.json"  # the user's own comes first
+
+
+def test_the_launcher_is_found_where_no_script_lies_beside_the_interpreter(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    became = []
+    monkeypatch.setattr(os, "execve", lambda *given: became.append(given))
+    launch(RUN / "train.py", ["--num_gpus", "4"], ["--x", "1"])
+    [(program, words, environ)] = became
+    assert program == words[0] == str(python) and environ["PATH"] == os.environ["PATH"]
+    assert words[-5:] == ["--num_gpus", "4", str(RUN / "train.py"), "--x", "1"]
+    assert processes._is_runner(words)  # ranks know it by that
+    assert importlib.util.find_spec(words[words.index("-m") + 1]) is not None
+
+
+def llava_ds(*words: str, redirection: str = "", **variables: str) -> subprocess.Popen:
+    code = f"import sys; from llava_ds.cli import main; sys.argv = ['llava-ds', *{list(words)!r}]; main()"
+    return subprocess.Popen(
+        ["bash", "-c", f'exec "$@" {redirection}', "bash", sys.executable, "-c", code],
+        env={**environment(), **variables},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        (["foo"], {"RANK": "x"}, "RANK is 'x': expected a whole number from 0"),
+        (["foo"], {"RANK": "3", "WORLD_SIZE": "2"}, "RANK is 3, but WORLD_SIZE is 2"),
+        (["foo"], {}, "unknown command 'foo'"),
+    ],
+)
+def test_what_is_wrong_is_one_message(words, variables, message):
+    out, err = (process := llava_ds(*words, **variables)).communicate(timeout=60)
+    assert (process.returncode, out) == (EXIT_BAD_INPUT, "")
+    assert err.startswith(f"llava-ds: error: {message}") and "Traceback" not in err
+
+
+def test_help_that_cannot_be_written_is_no_success():
+    _, err = (process := llava_ds("--help", redirection=">/dev/full")).communicate(timeout=60)
+    assert process.returncode == EXIT_BAD_INPUT and "the output is cut off: No space left" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_while_it_looks_for_gpus(tmp_path):
+    (tmp_path / "torch.py").write_text("import time; print('ready', flush=True); time.sleep(60)")
+    process = llava_ds("evaluate", PYTHONPATH=str(tmp_path))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == EXIT_INTERRUPTED
 
 
 def test_an_installation_works_from_an_empty_folder(tmp_path):

@@ -107,6 +107,24 @@ def test_output_that_nobody_takes_ends_nothing(tmp_path, redirection):
     assert path.read_text() == "done"
 
 
+@pytest.mark.parametrize(
+    "prints", ["print('x')", "print('x', flush=True)", "print('x'); sys.exit(0)", "return print('x') or 1"]
+)
+def test_a_command_of_which_only_its_output_is_of_use_says_that_it_is_lost(prints):
+    body = f"""
+        def main():
+            {prints}
+        leave_with(main, "run/x.py")
+    """
+    command = ["bash", "-c", '"$@" >/dev/full', "bash", *script(body, ends=True)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_BAD_INPUT
+    assert done.stderr == (
+        "run/x.py: error: stdout could not be written, the output is cut off: No space left on device (ENOSPC): make "
+        "room, or write elsewhere\n"
+    )
+
+
 def test_bad_input_is_one_line_and_a_failure_has_its_traceback():
     def run(body: str) -> tuple[int, str]:
         done = subprocess.run(script(body), cwd=ROOT, capture_output=True, text=True, timeout=60)

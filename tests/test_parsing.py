@@ -228,6 +228,7 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("eval_fraction", 1, "give a value from 0 to below 1"),
         ("eval_steps", 5, "give --eval_data_path or --eval_fraction, too"),
         ("eval_strategy", "epoch", "give --eval_data_path or --eval_fraction, too"),
+        ("eval_strategy", "steps", "give --eval_data_path or --eval_fraction, too"),
         *(
             (name, 1.5, "give a whole number of steps, or a part of all steps below 1")
             for name in ("eval_steps", "sample_steps")
@@ -353,6 +354,17 @@ def test_missing_output_dir_and_config_are_named():
     missing = "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json, or give auto"
     assert message == missing
     assert refused("--deepspeed", ZERO2) == "--output_dir is missing: name the folder for what the run leaves"
+
+
+def test_checkpoints_of_the_model_alone_have_to_be_saved_at_some_time():
+    message = refused(*NEEDED, "--save_strategy", "no", "--save_only_model", "True")
+    assert message.startswith("--save_only_model True and --save_strategy no: ") and "\n" not in message
+
+
+def test_every_other_spelling_of_a_flag_is_given_as_the_field_it_sets():
+    words = ["--evaluation_strategy", "no", "--verbose_logging", "True", "--no_shuffle"]
+    args, _ = parse_arguments([*map(str, NEEDED), *words])
+    assert {"eval_strategy", "verbose", "shuffle"} <= args.given <= args.as_dict().keys()
 
 
 def test_all_problems_come_in_one_error():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from llava_ds.constants import EXIT_STOPPED
+from llava_ds.constants import EXIT_NOT_RESUMABLE, EXIT_STOPPED
 
 TEMPLATE = ROOT / "run" / "slurm.sh"
 
@@ -46,9 +46,10 @@ def test_bash_can_read_it_and_sbatch_finds_its_options():
     assert len(options) == text.count("#SBATCH") and {"nodes", "ntasks-per-node", "requeue", "signal"} <= set(options)
 
 
-def test_srun_gets_the_flags_and_its_exit_code_is_the_jobs(start, tmp_path):
-    process = start(f'for a in "$@"; do echo "$a" >> {tmp_path}/srun.txt; done; exit 3')
-    assert process.wait(timeout=20) == 3
+@pytest.mark.parametrize("code", [3, EXIT_NOT_RESUMABLE])  # what would only start from the beginning does not go on
+def test_srun_gets_the_flags_and_its_exit_code_is_the_jobs(start, tmp_path, code):
+    process = start(f'for a in "$@"; do echo "$a" >> {tmp_path}/srun.txt; done; exit {code}')
+    assert process.wait(timeout=20) == code
     called = (tmp_path / "srun.txt").read_text().splitlines()
     assert called[-5:] == ["some-python", "-u", "run/train.py", "--flag", "a b"]
     assert "--kill-on-bad-exit=1" in called and "--cpus-per-task=3" in called

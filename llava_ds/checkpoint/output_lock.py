@@ -102,7 +102,8 @@ class OutputLock:
         self._holder: Holder | None = None
         self._made: list[Path] = []  # folders, the innermost first
         self._released = threading.Event()
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # of the file, and of self._holder
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "OutputLock":
         return self
@@ -149,20 +150,23 @@ class OutputLock:
         except OSError as error:
             raise ConfigError(f"--output_dir can't be written to: {described(folder, error)}") from error
         self._remove_what_kills_left()
-        threading.Thread(target=self._renew, name="output-lock", daemon=True).start()
+        self._thread = threading.Thread(target=self._renew, name="output-lock", daemon=True)
+        self._thread.start()
 
     def release(self) -> None:
         """Let the next run in."""
         self._released.set()
-        if self._holder is None:
-            return
-        with self._writing, contextlib.suppress(OSError):
+        with self._writing, contextlib.suppress(OSError, ConfigError):  # the latter of what is no file any more
+            holder, self._holder = self._holder, None
+            if holder is None:
+                return
             found = _read(self._path)
-            if found is not None and found.token == self._holder.token:
+            if found is not None and found.token == holder.token:
                 self._path.unlink()
             for folder in self._made:
                 folder.rmdir()  # where nothing was written
-        self._holder = None
+        if self._thread is not None:
+            self._thread.join()
 
     def _acquire(self) -> Holder | None:
         """Become the holder. Returns the dead one that held it before, if any."""
@@ -250,38 +254,60 @@ class OutputLock:
 
     def _remove_what_kills_left(self) -> None:
         for path in self._path.parent.glob(f"{NAME}.*"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ConfigError):  # what is no file is not a kill's to leave
                 if (other := _read(path)) is not None and other.is_here and not other.first.is_alive:
                     path.unlink()
 
     def _rewrite(self, **changes: object) -> None:
+        """Change what the file says, unless it is this run's no more."""
         with self._writing:
+            if self._released.is_set():
+                return
             self._holder = dataclasses.replace(self._holder, **changes)
-            scratch = self._path.with_name(f"{NAME}.{self._holder.token}")
-            scratch.write_text(self._holder.encoded(), encoding="utf-8")
-            os.replace(scratch, self._path)
+            self._scratch.write_text(self._holder.encoded(), encoding="utf-8")
+            try:
+                if self._is_mine():  # the last look before the file is exchanged
+                    os.replace(self._scratch, self._path)
+            finally:
+                self._scratch.unlink(missing_ok=True)
+
+    @property
+    def _scratch(self) -> Path:
+        return self._path.with_name(f"{NAME}.{self._holder.token}")
+
+    def _is_mine(self) -> bool:
+        """Whether the file is there and this run's. If it is another run's, this process ends: both would write.
+
+        A run that stood still for longer than SILENT_S (a suspended machine, a network disk that hangs) loses it to a
+        start on another machine, and must look before it writes.
+        """
+        found = _read(self._path)
+        if found is None:  # removed by hand
+            return False
+        if found.token != self._holder.token:
+            say_now(
+                f"run/train.py: error: --output_dir {self._path.parent} was taken over by another run "
+                f"({found}), for this one was silent: it ends, so that it does not write there too"
+            )
+            with contextlib.suppress(OSError):
+                self._scratch.unlink(missing_ok=True)
+            os._exit(EXIT_BAD_INPUT)
+        return True
 
     def _renew(self) -> None:
         """The thread: says that this run lives, and that it is ending; ends it if another holds the lock."""
-        due = time.monotonic()
+        due, told = time.monotonic(), False
         while not self._released.wait(TICK_S):
-            with contextlib.suppress(OSError):  # of a disk whose saves fail too, and say so
-                if self._is_ending() and not self._holder.ending:
+            with contextlib.suppress(OSError, ConfigError):  # of a disk whose saves fail too, and say so
+                if self._is_ending() and not told:
                     self._rewrite(ending=True)
+                    told = True
                 if time.monotonic() < due:
                     continue
                 due = time.monotonic() + RENEWAL_S
                 with self._writing:
-                    found = _read(self._path)
-                    if self._released.is_set() or found is None:
-                        continue
-                    if found.token != self._holder.token:
-                        say_now(
-                            f"run/train.py: error: --output_dir {self._path.parent} was taken over by another run "
-                            f"({found}), for this one was silent: it ends, so that it does not write there too"
-                        )
-                        os._exit(EXIT_BAD_INPUT)
-                    os.utime(self._path)
+                    if not self._released.is_set() and self._is_mine():
+                        os.utime(self._path)
 
 
 def _create(own: Path, path: Path) -> bool:
@@ -339,6 +365,9 @@ def _age(own: Path, path: Path) -> float:
 
 
 def _is_held_by(path: Path, launcher: int) -> bool:
-    """Whether rank 0 of a launcher of this machine's holds it."""
-    holder = _read(path)
+    """Whether rank 0 of a launcher of this machine's holds it. Not yet, where it can't be read: rank 0 says why."""
+    try:
+        holder = _read(path)
+    except (OSError, ConfigError):
+        return False
     return holder is not None and holder.is_here and holder.launcher == launcher and holder.first.is_alive

@@ -20,7 +20,7 @@ from enum import Enum
 import numpy as np
 import torch
 
-from llava_ds.constants import EXIT_STOPPED
+from llava_ds.constants import EXIT_NOT_RESUMABLE, EXIT_STOPPED
 from llava_ds.distributed import Ranks, barrier, print_first
 from llava_ds.durations import seconds_of
 from llava_ds.processes import (
@@ -190,16 +190,18 @@ class Stopping:
             if self._asked:
                 self._leave_now(self._asked)
 
-    def leave(self, step: int, saved: str, ranks: Ranks) -> int:
+    def leave(self, step: int, saved: str, resumable: bool, ranks: Ranks) -> int:
         """Say what was saved, and return the exit code. All ranks call it together; no signal ends one of them now.
 
-        saved: whether that step was, and what the same command does next.
+        saved: whether that step was, and what the same command does next; resumable: whether that is to resume: a
+        batch system starts it again then.
         """
         print_first(f"{_spelled(self._reason)}: stopped after step {step:,}, which is {saved}")
         barrier(ranks)
         if self._one_code:
             time.sleep(WAIT_S if ranks.is_first else 0.0)
-        return EXIT_STOPPED if ranks.is_first or not self._one_code else 0
+        code = EXIT_STOPPED if resumable else EXIT_NOT_RESUMABLE
+        return code if ranks.is_first or not self._one_code else 0
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_s

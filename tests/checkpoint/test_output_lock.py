@@ -1,6 +1,7 @@
 """One run at a time holds an --output_dir; who is dead does not."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -16,13 +17,14 @@ from llava_ds.checkpoint.output_lock import NAME, Holder, OutputLock, Process
 from llava_ds.constants import ConfigError, DataError
 
 ELSEWHERE = Process("another", "another", 1, 0.0)
-# Takes the lock, says so, and holds it until its stdin ends.
+# Takes the lock, says so, and holds it until its stdin ends. A file `asked` beside the lock asks it to stop.
 HOLD = """
 import sys
 from pathlib import Path
 from llava_ds.checkpoint.output_lock import OutputLock
 from llava_ds.constants import ConfigError
 with OutputLock() as lock:
+    lock.tell_of((Path(sys.argv[1]) / "asked").exists)
     try:
         lock.take(Path(sys.argv[1]))
     except ConfigError as error:
@@ -185,6 +187,46 @@ def test_a_holder_that_was_silent_and_lost_it_ends(tmp_path):
     assert first.stdout.readline() == "holds\n"
     write(tmp_path, ELSEWHERE)
     assert first.wait(30) == 2
+
+
+def test_a_holder_that_lost_it_does_not_take_it_back_to_say_that_it_is_ending(tmp_path):
+    first = start(tmp_path)
+    assert first.stdout.readline() == "holds\n"
+    time.sleep(2 * output_lock.TICK_S)  # beyond its first renewal; the next is RENEWAL_S later
+    write(tmp_path, ELSEWHERE)
+    (tmp_path / "asked").touch()
+    assert first.wait(30) == 2
+    assert holder_of(tmp_path)["first"]["host"] == ELSEWHERE.host
+    assert sorted(os.listdir(tmp_path)) == ["asked", NAME]
+
+
+def test_what_was_about_to_be_written_when_it_was_released_is_not(tmp_path):
+    lock = OutputLock()
+    lock.take(tmp_path)
+    with lock._writing:
+        lock.tell_of(lambda: True)
+        time.sleep(2 * output_lock.TICK_S)  # the thread waits to write
+        lock._released.set()
+    lock.release()
+    assert not lock._thread.is_alive()
+    lock._rewrite(ending=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_other_ranks_wait_where_they_cannot_read_it(tmp_path, monkeypatch):
+    assert not output_lock._is_held_by(tmp_path / NAME, 1)
+    os.mkfifo(tmp_path / NAME)
+    assert not output_lock._is_held_by(tmp_path / NAME, 1)
+    for code in (errno.EACCES, errno.ESTALE):
+        monkeypatch.setattr(os, "open", lambda *_, code=code: (_ for _ in ()).throw(OSError(code, "no")))
+        assert not output_lock._is_held_by(tmp_path / NAME, 1)
+
+
+def test_what_is_no_file_beside_it_does_not_end_the_one_that_took_it(tmp_path):
+    os.mkfifo(tmp_path / f"{NAME}.x")
+    with OutputLock() as lock:
+        lock.take(tmp_path)
+    assert os.listdir(tmp_path) == [f"{NAME}.x"]
 
 
 @pytest.mark.parametrize("dead", ["holder", "holder and a start that was killed as it took over"])

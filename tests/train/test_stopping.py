@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from llava_ds.constants import EXIT_STOPPED, ConfigError
+from llava_ds.constants import EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError
 from llava_ds.distributed import Ranks
 from llava_ds.durations import seconds_of
 from llava_ds.processes import Above, LauncherWatch, hold, look_above, obey_only_parent
@@ -115,16 +115,17 @@ def test_a_signal_after_the_last_step_waits_only_for_what_is_saved_nowhere():
     assert in_child(lambda: run(False)) == SURVIVED
 
 
-def test_who_leaves_hears_no_more():
+@pytest.mark.parametrize(("resumable", "expected"), [(True, EXIT_STOPPED), (False, EXIT_NOT_RESUMABLE)])
+def test_who_leaves_hears_no_more(resumable, expected):
     def run() -> None:
         with Stopping() as stop:
             with stop.training(None, ALONE):
                 kill_self(signal.SIGTERM)
                 stop.agreed(0.1)
-            code = stop.leave(7, "saved; the same command goes on from there", ALONE)
+            code = stop.leave(7, "saved; the same command goes on from there", resumable, ALONE)
             kill_self(signal.SIGTERM)
         kill_self(signal.SIGTERM)
-        os._exit(SURVIVED if code == EXIT_STOPPED else 1)
+        os._exit(SURVIVED if code == expected else 1)
 
     assert in_child(run) == SURVIVED
 

@@ -18,6 +18,7 @@ from llava_ds.model.build import plan_model
 from llava_ds.model.flops import model_flops
 from llava_ds.model.folders import take_from_model
 from llava_ds.parsing import parse_arguments
+from llava_ds.processes import RUNNER_MODULE
 from llava_ds.tools.bench import workload
 from llava_ds.tools.bench.comparison import OURS, RECOMPUTED, SIDES, Run, read_ours, read_theirs, turns
 from llava_ds.tools.bench.workload import Shape
@@ -153,7 +154,7 @@ def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -
 
     Raises ConfigError with the end of its log where it fails.
     """
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "warning"]
+    launcher = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "warning"]
     launcher += ["--num_accelerators", str(num_ranks), "--master_port", str(free_port())]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
