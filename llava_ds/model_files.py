@@ -7,12 +7,15 @@ library_errors(). What transformers opens by itself is checked first, by check_f
 import contextlib
 import json
 import math
+import os
 import re
 import stat
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.file_contents import Stamp, stamp_of
 from llava_ds.side_files import read_bytes
 
 MAX_BYTES = 2**27  # of a JSON file; the largest tokenizer.json that is published has 35 MB
@@ -32,9 +35,18 @@ JSON_FILES = (
 )  # fmt: skip
 OTHER_FILES = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
 TEMPLATES_FOLDER = "additional_chat_templates"  # transformers opens what lies in it, too
+# Vocabularies of transformers' other tokenizers, whichever class a folder says that it has.
+_MORE_JSON = (
+    "tekken.json", "entity_vocab.json", "byte_maps.json", "vocab-src.json", "vocab-tgt.json", "target_vocab.json",
+    "normalizer.json", "emoji.json", "word_shape.json", "word_pronunciation.json",
+)  # fmt: skip
+_VOCABULARY = re.compile(r".*\.(model|spm|bpe|codes|tiktoken|tokenizer)|(tokenizer|tiktoken)\.model.*|dict\.txt")
 
 # Keys by which one file sends transformers to others.
-_NAMES_FILES = re.compile(r"configuration_files|fast_tokenizer_files|\w+_file|transformers_weights")
+_NAMES_JSON = ("configuration_files", "fast_tokenizer_files")
+_NAMES_FILES = re.compile(rf"{'|'.join(_NAMES_JSON)}|\w+_file|transformers_weights")
+# Of those in tokenizer_config.json, where transformers puts the folder's own file in the place of what they say.
+_NEVER_READ = ("tokenizer_file", "special_tokens_map_file", "added_tokens_file", "tokenizer_config_file")
 # Keys that choose kernels, which transformers would fetch as code where their value is a repository's name.
 _IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*|use_kernels|kernel_config")
 
@@ -75,11 +87,17 @@ def read_json(file: Path, where: str) -> dict:
     Raises ConfigError that names the file.
     """
     try:
-        real = own_file(file)
-    except FileNotFoundError:
-        raise ConfigError(f"{where} has no {file.name}: copy the folder again") from None
+        return _object(file)
     except DataError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _object(file: Path) -> dict:
+    """The same. Raises DataError with what is wrong."""
+    try:
+        real = own_file(file)
+    except FileNotFoundError:
+        raise DataError(f"there is no {file.name}: copy the folder again") from None
     try:
         text = read_bytes(real, MAX_BYTES)
         found = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
@@ -89,7 +107,7 @@ def read_json(file: Path, where: str) -> dict:
     except (OSError, ValueError) as error:  # DataError among them
         problem = str(error)
     if problem:
-        raise ConfigError(f"{where}: {file.name} can't be read ({problem}): copy it again")
+        raise DataError(f"{file.name} can't be read ({problem}): copy it again")
     return found
 
 
@@ -106,9 +124,10 @@ def read_json_if_there(file: Path, where: str) -> dict:
 def read_config(file: Path, where: str) -> dict:
     """A model's config.json, its sizes within bounds, without what would choose kernels. Raises ConfigError."""
     config = read_json(file, where)
-    _check_names(config, file, where)
-    if problem := size_problem(config):
-        raise ConfigError(f"{where}: {file.name} says {problem}")
+    try:
+        _check_says(config, file)
+    except DataError as error:
+        raise ConfigError(f"{where}: {error}") from error
     return _without_implementations(config)
 
 
@@ -130,27 +149,58 @@ def size_problem(config: dict, path: str = "") -> str | None:
 
 
 def check_folder(path: str | Path, where: str) -> None:
-    """Look at every file that transformers or tokenizers will open by themselves in a folder.
+    """Look at every file that transformers or tokenizers may open by themselves in a folder, whatever its name.
 
-    Raises ConfigError for one outside of the folder, that is no regular file, too large, too deep, no JSON object, or
-    that sends them to a file elsewhere.
+    A folder that was looked at is not read again until a file in it changes. Raises ConfigError for a file outside of
+    the folder, that is no regular file, too large, too deep, no JSON object, or that sends them to a file elsewhere.
     """
     folder = Path(path)
-    for name in JSON_FILES:
-        file = folder / name
-        if is_there(file):
-            content = read_config(file, where) if name == "config.json" else read_json(file, where)
-            _check_names(content, file, where)
-    others = [folder / name for name in OTHER_FILES]
-    more = folder / TEMPLATES_FOLDER
-    if more.is_dir():
-        if more.resolve().parent != folder.resolve():
-            raise ConfigError(f"{where}: {TEMPLATES_FOLDER} leads out of the folder: copy it there")
-        others += more.glob("*.jinja")
-    for file in others:
-        if is_there(file):
-            with library_errors(where, f"{file.name} can't be read"):
-                _check_size(file, MAX_TEMPLATE_BYTES if file.suffix == ".jinja" else MAX_BYTES)
+    if folder.is_dir():
+        with library_errors(where, "its files can't be read"):
+            _check_files(folder, _stamps(folder))
+
+
+def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
+    """Names and stamps of a folder's files, and of the templates one level below; every one lies inside it.
+
+    A link that leads nowhere counts only where its name is one of those that are read everywhere. Raises DataError.
+    """
+    files = list(folder.iterdir())
+    templates = folder / TEMPLATES_FOLDER
+    if templates.is_dir():
+        if templates.resolve().parent != folder.resolve():
+            raise DataError(f"{TEMPLATES_FOLDER} leads out of the folder: copy it there")
+        files += templates.glob("*.jinja")
+    stamps = []
+    for file in sorted(files):
+        name = str(file.relative_to(folder))
+        if file.exists() and not file.is_dir():
+            own_file(file)
+            stamps.append((name, stamp_of(file)))
+        elif file.is_dir() and name in (*JSON_FILES, *OTHER_FILES):
+            raise DataError(f"{file} is no regular file: copy the folder again")
+        elif not file.is_dir() and name in (*JSON_FILES, *OTHER_FILES):
+            raise DataError(f"{file} is a link that leads nowhere: copy the file there")
+    return tuple(stamps)
+
+
+@lru_cache(maxsize=64)
+def _check_files(folder: Path, stamps: tuple[tuple[str, Stamp], ...]) -> None:
+    """The part of check_folder that reads. stamps: of the files; others are others to the cache. Raises DataError."""
+    sizes = {name: stamp.num_bytes for name, stamp in stamps}
+    names = [name for name in (*JSON_FILES, *_MORE_JSON) if name in sizes]
+    for name in names:  # it grows
+        content = _object(folder / name)
+        _check_says(content, folder / name)
+        named = (value for key in _NAMES_JSON if isinstance(value := content.get(key), list))
+        names += [other for value in named for other in value if other in sizes and other not in names]
+    for name, size in sizes.items():
+        is_template = name.endswith(".jinja")
+        most = MAX_TEMPLATE_BYTES if is_template else MAX_BYTES
+        if (is_template or name in OTHER_FILES or _VOCABULARY.fullmatch(name)) and size > most:
+            raise DataError(
+                f"{folder / name} has {size:,} bytes, and {most:,} is more than any such file needs: copy it again"
+            )
 
 
 @contextlib.contextmanager
@@ -193,12 +243,6 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _check_size(file: Path, most: int) -> None:
-    size = own_file(file).stat().st_size
-    if size > most:
-        raise DataError(f"{file} has {size:,} bytes, and {most:,} is more than any such file needs: copy it again")
-
-
 def _refuse_constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("it says NaN, which is no number")
@@ -232,20 +276,28 @@ def _surrogate_problem(text: bytes) -> str | None:
     return None
 
 
-def _check_names(config: dict, file: Path, where: str) -> None:
-    """Refuse names of files that are none beside the one that names them."""
-    for key, value in config.items():
-        if _NAMES_FILES.fullmatch(key):
+def _check_says(content: dict, file: Path) -> None:
+    """Refuse names of files that are none beside the one that names them, and sizes in a config.json of any version."""
+    for key, value in content.items():
+        if _NAMES_FILES.fullmatch(key) and not (file.name == "tokenizer_config.json" and key in _NEVER_READ):
             for name in value if isinstance(value, list) else [value]:
-                # transformers looks into the folder first, and in tokenizer_config.json paths of the machine that
-                # wrote it are usual.
-                if name is None or (file.name == "tokenizer_config.json" and not key.endswith("_files")):
-                    continue
-                if not isinstance(name, str) or Path(name).name != name:
-                    raise ConfigError(
-                        f"{where}: {file.name} says {key} {shown(name)}, which is no file beside it: copy the folder "
-                        "again"
+                if name is not None and not _is_beside(name, key, file):
+                    raise DataError(
+                        f"{file.name} says {key} {shown(name)}, which is no file beside it: take it out, or copy the "
+                        "folder again"
                     )
+    if file.name.startswith("config.") and (problem := size_problem(content)):
+        raise DataError(f"{file.name} says {problem}")
+
+
+def _is_beside(name: object, key: str, file: Path) -> bool:
+    """Whether a name is one of the same folder. In tokenizer_config.json paths of the machine that wrote it are usual:
+    those to no file here lead nobody out."""
+    if not isinstance(name, str):
+        return False
+    if file.name == "tokenizer_config.json" and key not in _NAMES_JSON and "\0" not in name:
+        return Path(name).name == name or not os.path.isfile(name)
+    return Path(name).name == name
 
 
 def _without_implementations(config: dict) -> dict:

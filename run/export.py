@@ -12,6 +12,7 @@ if __name__ == "__main__":
     begin("run/export.py")
 
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -58,7 +59,12 @@ def main() -> None:
         "--vision_tower", help="where the vision tower lies now; to LLaVA's format, the name that its loader opens"
     )
     parser.add_argument("--version", help="conversation template of a model folder that does not say it")
-    parser.add_argument("--overwrite", action="store_true", help="write into a folder that holds files already")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="write into a folder that holds files already: a model there is replaced, whatever its form, and other "
+        "files stay",
+    )
     args = parser.parse_args()
 
     max_bytes, dtype, source = parse_size(args.max_shard_size), DTYPES.get(args.dtype), Path(args.source)
@@ -82,6 +88,7 @@ def main() -> None:
         print(*lines, sep="\n")
     _check(form, finished, is_lora_run=restored is not None and restored.run.model.lora_enable)
     output_dir = _empty_folder(args.output_dir or f"{str(source).rstrip('/')}-{form}", args.overwrite)
+    _check_is_not_read(output_dir, source, finished)
     with staged(output_dir) as stage:
         if form == "adapter":
             write_restored_adapter(finished, restored.trained, restored.entries, stage)
@@ -102,6 +109,14 @@ def _empty_folder(path: str, overwrite: bool) -> Path:
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise ConfigError(f"--output_dir {folder} is not empty: name another folder, or give --overwrite")
     return folder
+
+
+def _check_is_not_read(output_dir: Path, source: Path, finished: Finished) -> None:
+    """Refuse to replace a model that the new one is made from: it may be the only copy."""
+    sources = [getattr(finished.plan.sources, field.name) for field in dataclasses.fields(finished.plan.sources)]
+    paths = [source, *(Path(part.path) for part in sources if part is not None)]
+    if output_dir.resolve() in [(path.parent if path.is_file() else path).resolve() for path in paths]:
+        raise ConfigError(f"--output_dir {output_dir} holds a model that is read for this one: name another folder")
 
 
 def _check(form: str, finished: Finished, is_lora_run: bool) -> None:

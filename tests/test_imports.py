@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 LEVELS = [
     {"constants"},
     {"bounds", "durations", "flag_groups", "launchers", "processes", "redact", "shipped", "side_files"},
-    {"file_contents", "model_files", "whole_files"},
+    {"file_contents", "whole_files"},
+    {"model_files"},
     {"arguments", "output"},
     {"command"},
     {"parsing"},

@@ -9,12 +9,14 @@ import llavas
 import pytest
 import toys
 
+from llava_ds import model_files
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.infer.load import load_model
 from llava_ds.model.build import plan_model
 from llava_ds.model.folders import take_from_model
 from llava_ds.model.weight_files import WeightFiles
-from llava_ds.model_files import own_file, read_json, size_problem
+from llava_ds.model_files import check_folder, own_file, read_json, size_problem
+from llava_ds.side_files import read_bytes
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +216,75 @@ def test_other_files_that_a_file_names_are_not_opened(hf, tmp_path):
     changed(hf / "config.json", configuration_files=["../config.4.0.0.json"])
     with pytest.raises(ConfigError, match=r"config.json says configuration_files '\.\./config\.4\.0\.0\.json'"):
         opened_for_training(hf)
+
+
+@OPENERS
+@pytest.mark.parametrize("name", ["tokenizer.4.0.0.json", "config.4.0.0.json", "spiece.model", "tokenizer.model.v3"])
+def test_no_name_leads_out_of_a_folder(opens, name, hf, tmp_path):
+    """Whichever: transformers opens versions of files that others name, and vocabularies by the tokenizer's class."""
+    shutil.move(hf / "tokenizer.json", tmp_path / name)
+    (hf / name).symlink_to(tmp_path / name)
+    changed(hf / "tokenizer_config.json", fast_tokenizer_files=["tokenizer.4.0.0.json"])
+    changed(hf / "config.json", configuration_files=["config.4.0.0.json"])
+    with pytest.raises(ConfigError, match=rf"{name} leads to .*{name}, which is outside of its folder: copy the file"):
+        opens(hf)
+    (hf / name).unlink()
+    os.mkfifo(hf / name)
+    with pytest.raises(ConfigError, match=rf"{name} is no regular file: copy the folder again"):
+        opens(hf)
+
+
+def test_files_that_a_file_names_are_bounded_as_it_is(hf):
+    changed(hf / "tokenizer_config.json", fast_tokenizer_files=["tokenizer.4.0.0.json"])
+    (hf / "tokenizer.4.0.0.json").write_text('{"x": ' + "[" * 900 + "]" * 900 + "}")
+    with pytest.raises(ConfigError, match=r"^--flag: tokenizer.4.0.0.json can't be read \(it is nested deeper than 64"):
+        check_folder(hf, "--flag")
+    changed(hf / "tokenizer_config.json", fast_tokenizer_files=[])
+    changed(hf / "config.json", configuration_files=["config.4.0.0.json"])
+    (hf / "config.4.0.0.json").write_text('{"num_labels": 1000000000}')
+    with pytest.raises(ConfigError, match=r"^--flag: config.4.0.0.json says num_labels 1000000000: expected a whole"):
+        check_folder(hf, "--flag")
+
+
+@pytest.mark.parametrize(
+    "name", ["spiece.model", "tokenizer.model", "tekken.json", "additional_chat_templates/a.jinja"]
+)
+def test_a_vocabulary_or_template_without_end_is_refused(name, hf):
+    (hf / name).parent.mkdir(exist_ok=True)
+    with (hf / name).open("wb") as file:
+        file.truncate(2**28)  # a hole
+    with pytest.raises(ConfigError, match=rf"{name} (has 268,435,456 bytes|can't be read \(it is larger than 128 MB)"):
+        check_folder(hf, "--flag")
+
+
+def test_a_merges_file_elsewhere_is_not_read(hf, tmp_path):
+    """Of the names in tokenizer_config.json those that transformers does not look for in the folder itself."""
+    (tmp_path / "merges.txt").write_text("a b\n")
+    changed(hf / "tokenizer_config.json", merges_file=str(tmp_path / "merges.txt"))
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json says merges_file .*, which is no file beside it"):
+        check_folder(hf, "--flag")
+    changed(
+        hf / "tokenizer_config.json", merges_file="/where/it/was/written/merges.txt", tokenizer_file="/etc/hostname"
+    )
+    check_folder(hf, "--flag")
+
+
+def test_links_that_nobody_opens_may_lead_nowhere_and_to_folders(hf, tmp_path):
+    (hf / "tf_model.h5").symlink_to("../../blobs/0123")  # Hugging Face's cache, where not all files were wanted
+    (hf / "images").symlink_to(tmp_path)
+    check_folder(hf, "--flag")
+
+
+def test_a_folder_is_read_through_once_and_again_when_it_changes(hf, monkeypatch):
+    read = []
+    monkeypatch.setattr(model_files, "read_bytes", lambda file, size: read.append(file.name) or read_bytes(file, size))
+    for where in ("--model_name_or_path x", "--model_path x"):
+        check_folder(hf, where)
+    assert read.count("tokenizer.json") == 1
+    (hf / "tokenizer.json").write_text("[]")
+    for where in ("--a", "--b"):  # a refusal is one every time
+        with pytest.raises(ConfigError, match=rf"^{where}: tokenizer.json can't be read \(it is no JSON object\)"):
+            check_folder(hf, where)
 
 
 def test_a_tokenizer_that_fails_over_a_text_is_named(good, tmp_path):

@@ -10,8 +10,10 @@ import transformers
 from llava_ds import __version__
 from llava_ds.checkpoint import commit
 from llava_ds.constants import ConfigError
+from llava_ds.file_contents import Stamp, blocks_digest, stamp_of
 from llava_ds.infer.engines import EngineOptions
-from llava_ds.model_files import check_folder
+from llava_ds.model_files import check_folder, library_errors, own_file
+from llava_ds.side_files import MAX_JSON_BYTES, read_bytes
 
 # What decides about answers beside the weights.
 SETTINGS = (
@@ -25,7 +27,8 @@ WEIGHTS = ("*.safetensors", "*.bin")
 def identity_of(model_path: str, options: EngineOptions, **asked: object) -> dict[str, object]:
     """All that has to be the same for answers to count. asked: what is asked, and how.
 
-    Models count by what they are, not by where they lie. Raises ConfigError where one is not there.
+    Checkpoints count by what they are, other models also by where their files lie. Raises ConfigError where one is
+    not there.
     """
     engine = dataclasses.asdict(options)
     return {
@@ -41,20 +44,29 @@ def model_digest(path: str, flag: str = "--model_path") -> str:
     """A hash that changes with the model in a folder, or with a file of weights.
 
     Of a checkpoint's manifest, which has the hashes of its files; or of a folder's settings, and its weight files'
-    names, sizes and times of change (hashing 14 GB would take as long as many questions). Raises ConfigError where
-    there are neither.
+    names, stamps and some of their blocks (hashing 14 GB would take as long as many questions): a copy counts as
+    another model. Raises ConfigError where there are neither, or one is no regular file of its folder.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
         raise ConfigError(f"{flag} {path}: there is no such folder")
     manifest = folder / commit.MANIFEST
     if manifest.is_file():
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+        with library_errors(f"{flag} {path}", "its manifest can't be read"):
+            return hashlib.sha256(read_bytes(own_file(manifest), MAX_JSON_BYTES)).hexdigest()
     files = [folder] if folder.is_file() else [file for pattern in WEIGHTS for file in folder.glob(pattern)]
     if not files:
         raise ConfigError(f"{flag} {path} holds no model: give an exported folder, or a checkpoint-<step>")
     if folder.is_dir():
         check_folder(folder, f"{flag} {path}")
-    weights = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    settings = [(name, (folder / name).read_bytes()) for name in SETTINGS if (folder / name).is_file()]
+    with library_errors(f"{flag} {path}", "its files can't be read"):
+        weights = sorted((file.name, *_seen(file, named=file == folder)) for file in files)
+        settings = [(name, (folder / name).read_bytes()) for name in SETTINGS if (folder / name).is_file()]
     return hashlib.sha256(repr((settings, weights)).encode()).hexdigest()
+
+
+def _seen(file: Path, named: bool) -> tuple[Stamp, str]:
+    """What tells a file of weights from what it was. named: by the flag itself, which may be a link to anywhere."""
+    if not named:
+        own_file(file)
+    return stamp_of(file), blocks_digest(file, sampled=0)

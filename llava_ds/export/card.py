@@ -6,11 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from llava_ds.arguments import Arguments, trained_parts
+from llava_ds.constants import DataError
+from llava_ds.model_files import own_file
 from llava_ds.redact import redact
 from llava_ds.report.run_files import read_run
+from llava_ds.side_files import read_bytes
 from llava_ds.whole_files import write_whole
 
 CARD = "README.md"
+MAX_BYTES = 2**20  # of a card that scores are put into; ours have 5 kB
 # Flags that a reader of a model card asks for; paths are no such.
 SHOWN = (
     "version", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "image_aspect_ratio",
@@ -110,8 +114,8 @@ def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
     """
     path = folder / CARD
     try:
-        card = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        card = read_bytes(own_file(path), MAX_BYTES).decode("utf-8")
+    except (OSError, DataError, UnicodeDecodeError):
         return False
     if EVALUATIONS_END not in card:
         return False

@@ -7,14 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
+from llava_ds.export.llava import PROJECTOR_FILES
+from llava_ds.export.tokenizer import KEPT
+from llava_ds.model.lora import ADAPTER_FILES, NON_LORA
+from llava_ds.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
+
+# What anybody reads as a part of the model in a folder. Parts of two models side by side would be read as one.
+MODEL_FILES = (
+    "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
+    *ADAPTER_FILES, NON_LORA, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES, f"{KEPT}/*", f"{TEMPLATES_FOLDER}/*",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
 def staged(output_dir: Path) -> Iterator[Path]:
-    """Give a folder of output_dir's name to write to; its files replace those of output_dir when nothing was raised.
+    """Give a folder of output_dir's name to write to; its model replaces that of output_dir when nothing was raised.
 
-    Whatever is raised in between, Ctrl-C too, leaves output_dir as it was. config.json, without which nobody opens the
-    folder, is put in place last. Raises ConfigError where the folder can't be written to.
+    Whatever is raised in between, Ctrl-C too, leaves output_dir as it was. Then all files of the model that was there
+    go, and what is no part of a model stays. Nobody opens a folder with files of both: config.json goes first and
+    comes last. Raises ConfigError where the folder can't be written to.
     """
     was_there = output_dir.is_dir()
     try:
@@ -28,13 +39,31 @@ def staged(output_dir: Path) -> Iterator[Path]:
             stage = Path(scratch.name) / output_dir.resolve().name
             stage.mkdir()
             yield stage
-            files = [path for path in stage.rglob("*") if path.is_file()]
-            for file in sorted(files, key=lambda path: (path.name == "config.json", path)):
-                target = output_dir / file.relative_to(stage)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, target)
+            _replace(output_dir, stage)
     except BaseException:
         if not was_there:
             with contextlib.suppress(OSError):  # files are in place already: they are whole
                 output_dir.rmdir()
         raise
+
+
+def _replace(output_dir: Path, stage: Path) -> None:
+    """Put the stage's files into output_dir, in the place of the model there."""
+    new = sorted(
+        (file.relative_to(stage) for file in stage.rglob("*") if file.is_file()),
+        key=lambda name: (name.name == "config.json", name.name.endswith(".index.json"), name),
+    )
+    targets = [output_dir / name for name in new]
+    inner = [output_dir / name for name in (KEPT, TEMPLATES_FOLDER)]
+    links = {folder for folder in inner if folder.is_symlink()}  # what they lead to is not of this folder
+    old = links | {file for pattern in MODEL_FILES for file in output_dir.glob(pattern) if file.parent not in links}
+    if folders := sorted(file for file in old.union(targets) if file.is_dir() and not file.is_symlink()):
+        raise ConfigError(f"{folders[0]} is a folder, expected a file: remove it, or name another --output_dir")
+    for file in sorted(old, key=lambda file: (file.name != "config.json", file)):
+        file.unlink()
+    for folder in inner:
+        if folder.is_dir():  # empty ones would be read, too
+            folder.rmdir()
+    for name, target in zip(new, targets):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(stage / name, target)

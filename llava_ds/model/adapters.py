@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute
 import torch
 
 from llava_ds import formats
@@ -23,7 +25,9 @@ OTHER_KINDS = (
     "monteclora_config",
 )  # fmt: skip
 
-MAX_REPEATS = 3  # in a pattern of layer names: the time to match grows with the power of it
+MAX_REPEATS = 3  # in a pattern of layer names
+MAX_PATTERN_CHARS = 500
+MAX_MATCHED_CHARS = 10**8  # of all names, once for every pattern: a pattern for every layer of a 405B is half of it
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,26 @@ class Adapter:
     alphas: dict[str, float]  # by peft's patterns of layer names
     rank_stabilised: bool
 
-    def scale(self, layer: str, rank: int) -> float:
-        """What B A is multiplied by for a layer, by peft's name of it."""
-        matching = (value for key, value in self.alphas.items() if re.match(rf"(.*\.)?({key})$", layer))
-        alpha = next(matching, self.alpha)
+    def alphas_of(self, layers: list[str]) -> list[float]:
+        """The alpha of each layer, by peft's names of them: that of the first pattern which fits.
+
+        Source: peft's get_pattern_key. By RE2, whose time grows with names and patterns, not with a power of them.
+        Raises DataError for so many that it would be long all the same.
+        """
+        num_chars = sum(map(len, layers))
+        if num_chars * len(self.alphas) > MAX_MATCHED_CHARS:
+            raise DataError(
+                f"{self.path}: its alpha_pattern has {len(self.alphas):,} patterns for {len(layers):,} layers with "
+                f"{num_chars:,} characters, which is more than any adapter has: give layers of one alpha one pattern"
+            )
+        names, found = pa.array(layers, pa.string()), [self.alpha] * len(layers)
+        for pattern, alpha in reversed(self.alphas.items()):
+            for i in pa.compute.indices_nonzero(_fits(names, pattern)).to_pylist():
+                found[i] = alpha
+        return found
+
+    def scale(self, alpha: float, rank: int) -> float:
+        """What B A of this rank is multiplied by."""
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
@@ -60,7 +80,7 @@ def read_adapter(path: str | Path) -> Adapter:
         base = config.get("base_model_name_or_path")
         if not isinstance(base, (str, type(None))):
             raise ValueError(f"base_model_name_or_path is {shown(base)}, expected a name")
-    except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{where}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({said_by(error)})") from error
     if kind != "LORA":
         raise ConfigError(f"--model_name_or_path {path}: {ADAPTER_CONFIG} describes a {kind} adapter, expected LORA")
@@ -79,10 +99,18 @@ def read_adapter(path: str | Path) -> Adapter:
 
 
 def _pattern(text: str) -> str:
-    """A pattern of layer names. Raises ValueError for one that could take for ever: repeats of repeats, or many."""
-    if re.search(r"\)[*+?{]", text) or len(re.findall(r"[*+{]", text)) > MAX_REPEATS:
+    """A pattern of layer names. Raises ValueError for one that is none, or would match as a large machine."""
+    if len(text) > MAX_PATTERN_CHARS:
+        raise ValueError(f"alpha_pattern {shown(text)} is no name of layers: it has {len(text):,} characters")
+    if re.search(r"\)[*+?{]|\{[^}]*\d{3}", text) or len(re.findall(r"[*+{]", text)) > MAX_REPEATS:
         raise ValueError(f"alpha_pattern {shown(text)} has too many repeats, expected names of layers")
-    return re.compile(text).pattern
+    _fits(pa.array([""]), text)
+    return text
+
+
+def _fits(names: pa.Array, pattern: str) -> pa.Array:
+    """Which names a pattern of peft's fits, at a dot before them. Raises ValueError for what is no pattern."""
+    return pa.compute.match_substring_regex(names, rf"^(.*\.)?({pattern})$")
 
 
 class Merged:
@@ -96,10 +124,11 @@ class Merged:
         """rename: a name on disk in the base's folder to the part's."""
         self.path, self.shapes = base.path, dict(base.shapes)
         self._base, self._adapter = base, adapter
-        names = WeightFiles(adapter.file)
-        self._halves: dict[str, tuple[str, str, float]] = {}  # part's name -> names of A and B on disk, scale
+        on_disk = WeightFiles(adapter.file)
+        halves: dict[str, tuple[str, str]] = {}  # part's name -> names of A and B on disk
+        ranks: dict[str, tuple[str, int]] = {}  # part's name -> peft's name of the layer, rank
         replaced: dict[str, str] = {}  # name on disk -> part's name
-        for name, shape in names.shapes.items():
+        for name, shape in on_disk.shapes.items():
             layer, half, rest = re.fullmatch(r"(.*?)(?:\.lora_(\w+?)(?:\.default)?(\.weight))?", name).groups()
             if half is None:
                 part = rename(formats.plain_name(name))
@@ -109,11 +138,14 @@ class Merged:
                 part = rename(formats.plain_name(layer) + rest)
                 if part is not None:
                     other = name.replace(".lora_A.", ".lora_B.")
-                    self._check(part, shape, names.shapes.get(other), name)
-                    scale = adapter.scale(layer.removeprefix("base_model.model."), shape[0])
-                    self._halves[part] = (name, other, scale)
+                    self._check(part, shape, on_disk.shapes.get(other), name)
+                    halves[part] = (name, other)
+                    ranks[part] = (layer.removeprefix("base_model.model."), shape[0])
             elif half != "B":
                 raise DataError(f"{adapter.file} holds {name}, a kind of LoRA that can't be merged here: use peft")
+        alphas = adapter.alphas_of([layer for layer, _ in ranks.values()])
+        scales = [adapter.scale(alpha, rank) for alpha, (_, rank) in zip(alphas, ranks.values())]
+        self._halves = {part: (*names, scale) for (part, names), scale in zip(halves.items(), scales)}
         self._over = WeightFiles(adapter.file, replaced.get)
         self.notes = base.notes
         if self._halves:

@@ -1,6 +1,7 @@
 """Answers are kept as they come, found again after a break, never mixed, and the same on any number of ranks."""
 
 import json
+import os
 import runpy
 import shutil
 import sys
@@ -239,11 +240,27 @@ def test_an_output_has_a_name_that_answers_can_lie_beside(tmp_path):
 def test_another_models_weights_are_another_model(model, tmp_path):
     copy = shutil.copytree(model, tmp_path / "copy")
     before = model_digest(str(copy))
-    assert before == model_digest(str(copy)) == model_digest(str(model))  # copies keep their time of change
+    assert before == model_digest(str(copy))
     (copy / "evaluation.json").write_text("{}")
     assert model_digest(str(copy)) == before
-    (copy / "model.safetensors").touch()
+    weights = copy / "model.safetensors"
+    content, times = bytearray(weights.read_bytes()), weights.stat()
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert model_digest(str(copy)) != before
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("nowhere", "model.safetensors|its files can't be read"), ("../weights", "outside of its folder")],
+)
+def test_weights_that_are_no_file_of_their_folder_are_named(target, said, model, tmp_path):
+    copy = shutil.copytree(model, tmp_path / "copy")
+    (copy / "model.safetensors").rename(tmp_path / "weights")
+    (copy / "model.safetensors").symlink_to(target)
+    with pytest.raises(ConfigError, match=rf"^--model_path .*({said})"):
+        model_digest(str(copy))
 
 
 def test_intervals_are_those_of_a_proportion_and_of_the_seed():

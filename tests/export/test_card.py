@@ -1,6 +1,7 @@
 """The model card: the report's figures, scores once there are some, and code that was run."""
 
 import json
+import os
 import re
 import runpy
 import shlex
@@ -15,7 +16,7 @@ from PIL import Image
 
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.data.sample import Message
-from llava_ds.export.card import add_evaluation, write_card, write_conversion_card
+from llava_ds.export.card import EVALUATIONS_END, add_evaluation, write_card, write_conversion_card
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model
 from llava_ds.model.build import build_model, plan_model
@@ -92,6 +93,22 @@ def test_scores_are_put_in_once(folder, tmp_path):
     assert re.sub(r"<!-- evaluation: .*<!-- end of evaluation -->\n", "", card, flags=re.S) == before
     assert card.index("## Evaluation") < card.index("## Asking it")
     assert add_evaluation(tmp_path, "x -->\n<script>", scores(4.0)) and "<script>" not in path.read_text()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link", "large", "folder"])
+def test_a_card_that_is_no_file_of_the_folder_is_none(kind, tmp_path):
+    path, elsewhere = tmp_path / "model" / "README.md", tmp_path / "theirs.md"
+    path.parent.mkdir()
+    elsewhere.write_text(EVALUATIONS_END)
+    {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "link": lambda: path.symlink_to(elsewhere),
+        "large": lambda: path.write_text(EVALUATIONS_END + " " * 2**20),
+        "folder": path.mkdir,
+    }[kind]()
+    assert not add_evaluation(path.parent, "x", scores(1.0))
+    assert elsewhere.read_text() == EVALUATIONS_END and path.is_symlink() == (kind in ("device", "link"))
 
 
 def test_a_card_of_somebody_elses_is_left_alone(tmp_path):

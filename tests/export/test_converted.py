@@ -137,3 +137,9 @@ def test_what_is_no_whole_llava_is_refused(trained, tmp_path):
         convert(tmp_path / "hf", "--model_name_or_path", tower)
     with pytest.raises(ConfigError, match=r"--output_dir .* can't be written to: name another folder"):
         convert(tmp_path / "hf", "--output_dir", tmp_path / "hf" / "config.json" / "no")
+    files = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    (tmp_path / "link").symlink_to("hf")
+    for folder in (tmp_path / "hf", tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"--output_dir .* holds a model that is read for this one: name another"):
+            convert(tmp_path / "hf", "--output_dir", folder, "--overwrite")
+    assert files == sorted(path.name for path in (tmp_path / "hf").iterdir())

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import llavas
@@ -13,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.model.adapters import Adapter, read_adapter
 from llava_ds.model.build import plan_model
 from llava_ds.model.folders import take_from_model
 
@@ -173,6 +176,47 @@ def test_other_kinds_of_adapters_are_refused(changed, expected, base, tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     with pytest.raises(ConfigError, match=re.escape(expected)):
         opened({"model_name_or_path": str(tmp_path), "vision_tower": base["vision_tower"]})
+
+
+HOSTILE = (".*a.*a.*b", "a?" * 40 + "a" * 40 + "b", "(a|a)" * 40 + "b", "a{1,99}a{1,99}a{1,99}b")
+
+
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_a_pattern_of_layer_names_takes_time_in_proportion_to_them(pattern, tmp_path):
+    """Names and patterns may both be a stranger's. In a process of its own: re does not let go of one."""
+    code = f"""
+from pathlib import Path
+from llava_ds.model.adapters import Adapter
+adapter = Adapter(Path("a"), Path("a/b"), None, 8.0, {{{pattern!r}: 4.0, "x.q": 2.0, "q": 1.0}}, False)
+print(adapter.alphas_of(["a" * 100_000, "x.q", "y.q", "xq", "layers.0.v"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True)
+    assert json.loads(ended.stdout) == [8.0, 2.0, 1.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ({"(a*)*b": 4}, "alpha_pattern '(a*)*b' has too many repeats, expected names of layers"),
+        ({".{999}": 4}, "alpha_pattern '.{999}' has too many repeats"),
+        ({"a" * 600: 4}, "is no name of layers: it has 600 characters"),
+        ({"(": 4}, "missing ): "),
+    ],
+)
+def test_patterns_that_name_no_layers_are_refused(patterns, expected, base, tmp_path):
+    write_adapter(tmp_path, language_model(base))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "alpha_pattern": patterns}))
+    with pytest.raises(ConfigError, match=rf"can't be read as settings of LoRA \(.*{re.escape(expected)}"):
+        read_adapter(tmp_path)
+
+
+def test_more_patterns_than_any_adapter_has_are_refused():
+    adapter = Adapter(Path("a"), Path("a/b"), None, 8.0, {f"q{i}": 1.0 for i in range(1100)}, False)
+    with pytest.raises(
+        DataError, match=r"a: its alpha_pattern has 1,100 patterns for 2 layers with 100,000 characters"
+    ):
+        adapter.alphas_of(["a" * 50_000] * 2)
 
 
 def test_an_adapter_of_another_model_and_one_with_parts_missing_are_refused(base, tmp_path):
