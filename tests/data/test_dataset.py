@@ -513,6 +513,11 @@ def test_the_files_that_changed_are_named(opened, tmp_path):
     assert seen_files.changes_since(opened(on_bad_sample="list").table, tmp_path).endswith(
         f"1 image files were read, 2 before; gone: {path}"
     )
+    (tmp_path / f".{seen_files.FILE}.tmp").mkdir()  # what is in the way is said, and the list stays
+    listed = (tmp_path / seen_files.FILE).read_bytes()
+    with pytest.raises(IsADirectoryError):
+        seen_files.write_data_files(tmp_path, opened(on_bad_sample="list").table)
+    assert (tmp_path / seen_files.FILE).read_bytes() == listed
     for damage in (b"", b"PAR1" * 9):
         (tmp_path / seen_files.FILE).write_bytes(damage)
         assert seen_files.changes_since(first.table, tmp_path) == ""

@@ -1,6 +1,7 @@
 """The written data set: LLaVA's format, balanced answers, disjoint splits, same bytes from the same seed."""
 
 import collections
+import errno
 import json
 
 import numpy as np
@@ -71,7 +72,7 @@ def test_a_complete_data_set_is_left_alone_and_other_parameters_replace_it(tmp_p
 
 def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(dataset, "_write_json", fail)
     with pytest.raises(ConfigError, match="disk full: make room there"):
