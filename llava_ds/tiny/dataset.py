@@ -48,12 +48,12 @@ def _write_once(folder, made_from):
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in folder.parent.glob(f".{glob.escape(folder.name)}-*"):
+            shutil.rmtree(left)  # by a kill; nobody else builds here meanwhile
         if _read_json(folder / RECORD_FILE) == made_from:
             return
         if folder.exists() and any(folder.iterdir()) and not (folder / RECORD_FILE).is_file():
             raise DataError(f"{folder} holds something other than generated scenes: name a new or empty folder")
-        for left in folder.parent.glob(f".{glob.escape(folder.name)}-*"):
-            shutil.rmtree(left)  # by a kill; nobody else builds here meanwhile
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         building = scratch / "new"
         building.mkdir()  # unlike what mkdtemp makes, not private
