@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from typing_extensions import TypedDict
+
 from llava_ds.side_files import open_regular
 
 WHOLE_BYTES = 64 << 10  # up to which all of a file is compared; most pictures of data sets have less than twice that
@@ -18,13 +20,28 @@ class Stamp(NamedTuple):
     num_bytes: int
     mtime_ns: int
     ctime_ns: int
-    inode: int
+    inode: int  # of its 64 bits the lower 63, for tables have no unsigned numbers; some file systems use all
 
 
 def stamp_of(path: str | Path) -> Stamp:
     """The stamp of a file, links followed. Raises OSError."""
     stat = os.stat(path)
-    return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino & (2**63 - 1))
+
+
+class FileState(TypedDict):
+    """What tells a file from every other that takes its place, also where its size and time are restored."""
+
+    stamp: list[int]
+    blocks: str
+
+
+def state_of(path: str | Path) -> FileState:
+    """A file's stamp, and a hash of some of its blocks, for file systems that know no change times.
+
+    Raises OSError, and DataError for what is no regular file.
+    """
+    return {"stamp": list(stamp_of(path)), "blocks": blocks_digest(path, sampled=0)}
 
 
 def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, sampled: int = SAMPLED) -> str:

@@ -1,6 +1,7 @@
 """From a command line and a recipe to checked flags: every problem is found before anything is built."""
 
 import argparse
+import dataclasses
 import difflib
 import math
 import os
@@ -254,6 +255,9 @@ def parse_arguments(
     if unknown:
         raise ConfigError(_unknown_flags(unknown, parser, own_flags))
 
+    if "eval_fraction" in written and not (data.eval_fraction or data.eval_data_path or "eval_steps" in written):
+        training = dataclasses.replace(training, eval_steps=None)  # what a recipe measures on what is not held back
+        recipe.pop("eval_steps", None)
     field_of = {option.lstrip("-"): action.dest for action in parser._actions for option in action.option_strings}
     given = {field_of[name] for name in {name.replace("-", "_") for name in recipe} | written}
     args = Arguments(model, data, training, frozenset(given))
@@ -283,13 +287,18 @@ def parse_arguments(
 
 
 def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
-    """The tiny model's recipe of the stage that a command line asks for, unless the user brings a model or a recipe."""
+    """The tiny model's recipe of the stage that a command line asks for, unless the user brings a model or a recipe.
+
+    Of the user's own data no part is held back that no flag asks for.
+    """
     flags = {token[2:].split("=", 1)[0].replace("-", "_") for token in argv if token.startswith("--")}
     if flags & {"model_name_or_path", "recipe"}:
         return {}
     tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
     projector_only = build_parser().parse_known_args(tokens)[0].tune_mm_mlp_adapter
     defaults = read_recipe(recipes / f"tiny-{'pretrain' if projector_only else 'finetune'}.yaml")
+    if "data_path" in flags and not flags & {"eval_fraction", "eval_data_path"}:
+        flags |= {"eval_fraction", "eval_steps"}
     return {name: value for name, value in defaults.items() if name not in flags}
 
 

@@ -4,6 +4,7 @@ Without --model_name_or_path it trains the tiny model that ships with the packag
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from llava_ds.checkpoint.saving import ModelWriter, Saver, can_be_resumed, what_
 from llava_ds.checkpoint.sources import weight_hashes
 from llava_ds.data.dataset import open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
+from llava_ds.data.files import told_as_unwritable
 from llava_ds.data.held_out import divide
 from llava_ds.data.loader import Layout, sample_order, windows
 from llava_ds.data.seen_files import changes_since, write_data_files
@@ -182,9 +184,8 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
         return 0
     checkpoint.set_aside(output_dir, resume, ranks)
     mend_side_files(output_dir, checkpoint.OF_A_RUN, ranks)
-    if ranks.is_first:
-        write_run_record(output_dir, args, resolved, num_steps, dataset, held_out, ranks)
-        write_data_files(output_dir, dataset.table)
+    record = partial(write_run_record, output_dir, args, resolved, num_steps, dataset, held_out, ranks)
+    from_first(ranks, partial(_leave, output_dir, record, partial(write_data_files, output_dir, dataset.table)))
     if try_whole is not None:
         print_first(from_first(ranks, try_whole))
 
@@ -271,6 +272,13 @@ def _same_everywhere(args: Arguments, raw_config: dict) -> dict[str, object]:
     own = {*PATHS, "dataloader_num_workers", "preprocessing_num_workers"}
     flags = {f"--{name}": value for name, value in args.as_dict().items() if name not in own}
     return {**flags, "the DeepSpeed JSON": raw_config}
+
+
+def _leave(output_dir: Path, *writes: Callable[[], None]) -> None:
+    """Write what says what is run. Raises ConfigError where a file can't be written."""
+    with told_as_unwritable(output_dir, "what the run is", "--output_dir"):
+        for write in writes:
+            write()
 
 
 def train_and_leave_group(argv: list[str]) -> int:

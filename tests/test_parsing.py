@@ -13,7 +13,16 @@ from llava_ds.arguments import ModelArguments, trained_parts, trains_projector_o
 from llava_ds.bounds import bounds_of
 from llava_ds.constants import ConfigError
 from llava_ds.flag_groups import GROUPS
-from llava_ds.parsing import SECTIONS, WITHOUT_EFFECT, build_parser, is_installed, parse_arguments, read_recipe
+from llava_ds.parsing import (
+    SECTIONS,
+    WITHOUT_EFFECT,
+    build_parser,
+    is_installed,
+    parse_arguments,
+    read_recipe,
+    tiny_defaults,
+)
+from llava_ds.shipped import RECIPES
 
 ZERO2 = str(Path(__file__).parents[1] / "ds_configs" / "zero2.json")
 NEEDED = ["--deepspeed_config", ZERO2, "--output_dir", "out"]
@@ -411,6 +420,35 @@ def test_eval_samples_named_on_the_command_line_take_the_place_of_a_recipes_frac
     assert (named.eval_fraction, named.eval_data_path) == (0.0, str(path))
     both = refused(*NEEDED, "--eval_fraction", 0.1, "--eval_data_path", path)
     assert both == "--eval_fraction and --eval_data_path are both given: choose one"
+
+
+def parse_tiny(*argv: object):
+    argv = [*NEEDED, *map(str, argv)]
+    return parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))[0]
+
+
+def test_the_demos_split_is_not_that_of_ones_own_data(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text("[]")
+    demo = parse_tiny()
+    assert (demo.data.eval_fraction, demo.training.eval_steps) == (0.02, 0.1)
+    own = parse_tiny("--data-path", path)
+    assert (own.data.eval_fraction, own.training.eval_steps) == (0.0, None)
+    for flags in (("--eval_fraction", 0.5), ("--eval_data_path", path)):
+        own = parse_tiny("--data_path", path, *flags)
+        assert own.training.eval_steps == 0.1  # what is asked for is measured as often as in the demo
+    asked = parse_tiny("--data_path", path, "--eval_fraction", 0.5, "--eval_steps", 3)
+    assert (asked.data.eval_fraction, asked.training.eval_steps) == (0.5, 3)
+    with pytest.raises(ConfigError, match="--eval_steps 3 measures the loss on held-out samples"):
+        parse_tiny("--data_path", path, "--eval_steps", 3)
+
+
+def test_no_split_means_no_steps_to_measure_it_at(tmp_path):
+    path = recipe(tmp_path, "eval_fraction: 0.02\neval_steps: 0.1\n")
+    for args in (parse_tiny("--eval_fraction", 0), parse("--recipe", path, "--eval-fraction=0")):
+        assert (args.data.eval_fraction, args.training.eval_steps) == (0.0, None) and "eval_steps" not in args.given
+    with pytest.raises(ConfigError, match="--eval_steps 3 measures the loss on held-out samples"):
+        parse_tiny("--eval_fraction", 0, "--eval_steps", 3)
 
 
 def test_replaced_changes_a_flag_in_whichever_section():

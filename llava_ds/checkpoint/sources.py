@@ -8,13 +8,11 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from typing_extensions import TypedDict
-
 from llava_ds.arguments import Arguments
 from llava_ds.checkpoint.files import sha256
 from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.file_contents import blocks_digest, stamp_of
+from llava_ds.file_contents import FileState, state_of
 from llava_ds.model.weight_files import weight_files
 from llava_ds.side_files import move_aside, read_json, why_not_regular
 from llava_ds.whole_files import write_whole
@@ -25,11 +23,9 @@ HASHING_THREADS = 8
 Hashes = dict[str, dict[str, str]]  # SHA-256 by file name, by flag
 
 
-class _Known(TypedDict):
-    """Of a weight file: its Stamp when it was hashed, a hash of some of its blocks, and that of all of it."""
+class _Known(FileState):
+    """Of a weight file: its state when it was hashed, and a hash of all of it."""
 
-    stamp: list[int]
-    blocks: str
     sha256: str
 
 
@@ -47,7 +43,7 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
     note = output_dir / REMEMBERED
     known = _remembered(note)
     paths = {path: str(path.resolve()) for group in files.values() for path in group}
-    seen = {place: {"stamp": list(stamp_of(path)), "blocks": _blocks(path)} for path, place in paths.items()}
+    seen = {place: state_of(path) for path, place in paths.items()}
     new = [path for path, place in paths.items() if not seen[place].items() <= known.get(place, {}).items()]
     with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
         hashed = {paths[path]: digest for path, digest in zip(new, pool.map(sha256, new))}
@@ -70,10 +66,6 @@ def _remembered(note: Path) -> dict[str, _Known]:
         return read_json(note, dict[str, _Known])
     except (FileNotFoundError, DataError):
         return {}
-
-
-def _blocks(path: Path) -> str:
-    return blocks_digest(path, sampled=0)
 
 
 def _compare(checkpoint: Path, found: Hashes) -> None:

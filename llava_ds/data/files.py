@@ -1,6 +1,7 @@
 """Files and slices of files, such as the members of a tar, behind one face."""
 
 import contextlib
+import errno
 import io
 import os
 import stat
@@ -9,28 +10,50 @@ from collections.abc import Iterator
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef
 
+# What the machine lacks is no fault of the file or disk that just then was asked for more.
+LACKING = {
+    errno.EMFILE: "raise the limit (ulimit -n), or give fewer workers",
+    errno.ENFILE: "raise the limit (sysctl fs.file-max), or end other processes",
+    errno.ENOMEM: "free some, or give fewer workers",
+    errno.EAGAIN: "end other processes, raise the limit (ulimit -u), or give fewer workers",
+}
+# Of errors that name no file, those of writing.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
+
 
 @contextlib.contextmanager
-def told_as_unreadable(path: str) -> Iterator[None]:
+def told_as_unreadable(path: str | os.PathLike) -> Iterator[None]:
     """Raise DataError where the system can't read on, as on a disk that fails."""
     try:
         yield
     except OSError as error:
-        raise DataError(
-            f"{path} can't be read: {error.strerror or error}: copy it anew, or look at its disk"
-        ) from error
+        remedy = LACKING.get(error.errno, "copy it anew, or look at its disk")
+        raise DataError(f"{path} can't be read: {error.strerror or error}: {remedy}") from error
 
 
 @contextlib.contextmanager
-def told_as_unwritable(folder: str | os.PathLike, what: str) -> Iterator[None]:
-    """Raise ConfigError where the system can't write on below --cache_dir, as on a disk that is full."""
+def told_as_unwritable(folder: str | os.PathLike, what: str, flag: str = "--cache_dir") -> Iterator[None]:
+    """Raise ConfigError where the system can't write on below a folder that a flag names, as on a disk that is full, or
+    lacks memory or open files for it. An OSError of something else passes through."""
     try:
         yield
     except OSError as error:
+        said = error.strerror or error
+        if error.errno in LACKING:
+            raise ConfigError(f"{what} can't be made: {said}: {LACKING[error.errno]}") from error
+        if error.errno not in UNWRITABLE if error.filename is None else not _lies_in(folder, error.filename):
+            raise
         raise ConfigError(
-            f"{what} can't be written to {folder}: {error.strerror or error}: make room there, or name another "
-            "--cache_dir"
+            f"{what} can't be written to {folder}: {said}: make room there, or name another {flag}"
         ) from error
+
+
+def _lies_in(folder: str | os.PathLike, path: str | bytes | int) -> bool:
+    """Whether a path, as an OSError has it, is that of a folder, of something in it, or of one above it."""
+    if isinstance(path, int):  # a descriptor
+        return False
+    inner, outer = (os.path.abspath(os.fsdecode(each)) for each in (path, folder))
+    return os.path.commonpath([inner, outer]) in (inner, outer)
 
 
 class BoundedFile(io.RawIOBase):

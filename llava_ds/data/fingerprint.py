@@ -10,13 +10,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
-from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
 from llava_ds.data.files import told_as_unreadable, told_as_unwritable
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import shard_contents
-from llava_ds.file_contents import blocks_digest, stamp_of
+from llava_ds.file_contents import FileState, state_of
 from llava_ds.geometry import PictureOptions
 from llava_ds.side_files import read_json
 from llava_ds.whole_files import write_whole
@@ -57,13 +56,11 @@ def file_stamp(source: Source, path: str, cache_dir: Path) -> str:
     """What tells the files of a source apart as far as encoded rows depend on them: where the slices lie, for tars."""
     if source.kind != "webdataset":
         return file_digest(source, path, cache_dir)
-    stat = os.stat(path)
-    return f"{os.path.basename(path)} {[stat.st_size, stat.st_mtime_ns]}"
+    with told_as_unreadable(path):
+        return f"{os.path.basename(path)} {state_of(path)}"
 
 
-class _Note(TypedDict):
-    stamp: list[int]
-    blocks: str
+class _Note(FileState):
     sha256: str
 
 
@@ -71,7 +68,7 @@ def file_digest(source: Source, path: str, cache_dir: Path) -> str:
     """A hash of what a file of a source holds, remembered in cache_dir while its stamp and some blocks stay."""
     file = Path(path)
     with told_as_unreadable(path):
-        seen = {"stamp": list(stamp_of(file)), "blocks": blocks_digest(file, sampled=0)}
+        seen = state_of(file)
     note = cache_dir / "hashes" / f"{digest_of([str(file.resolve()), source.kind])}.json"
     try:
         known = read_json(note, _Note)

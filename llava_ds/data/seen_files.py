@@ -22,6 +22,7 @@ from llava_ds.data.sample import FileRef, Media
 from llava_ds.file_contents import Stamp, blocks_digest, stamp_of
 from llava_ds.geometry import PictureOptions
 from llava_ds.side_files import why_not_regular
+from llava_ds.whole_files import write_whole
 
 FILE = "data_files.parquet"  # in a run's folder: which files it was trained on
 # Names of files are bytes: they need not be UTF-8.
@@ -139,16 +140,18 @@ def _printable_paths(table: datasets.Dataset) -> list[str]:
 
 
 def write_data_files(output_dir: Path, table: datasets.Dataset) -> None:
-    """Leave beside a run which files its data set was made from, so that a later start can name those that changed."""
+    """Leave beside a run which files its data set was made from, so that a later start can name those that changed.
+
+    Raises OSError, with the old list as it was.
+    """
     stamps = _flat(table, "stamps").to_numpy().reshape(-1, len(Stamp._fields))
     columns = {
         "path": pa.array(_printable_paths(table), pa.string()),
         "num_bytes": stamps[:, 0],
         "mtime_ns": stamps[:, 1],
     }
-    scratch = output_dir / f".{FILE}.tmp"
-    pa.parquet.write_table(pa.table({**columns, "contents": _flat(table, "contents")}), scratch, compression="zstd")
-    scratch.replace(output_dir / FILE)
+    listed = pa.table({**columns, "contents": _flat(table, "contents")})
+    write_whole(output_dir / FILE, lambda path: pa.parquet.write_table(listed, path, compression="zstd"))
 
 
 def changes_since(table: datasets.Dataset, run_dir: Path) -> str:

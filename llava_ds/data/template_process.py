@@ -6,6 +6,7 @@ No check of its source finds all of that, so it is rendered where a limit of mem
 The process is started with the first rendering, one for each process that renders, and ends with it.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -20,21 +21,33 @@ from llava_ds.constants import ConfigError, DataError
 CPU_SECONDS = 10  # of one rendering, which takes a millisecond; however busy the machine is
 WAIT_SECONDS = 300  # for an answer, should the process stand still
 MEMORY = 2**29  # bytes on top of what it takes to start
+BUSY = "free memory and processors, or give fewer --preprocessing_num_workers"
 MAX_TEXT, MAX_GROWTH = 2**20, 64  # characters of a text: so many, and so many times those of the conversation
+# Not -m, which would look for modules in the current folder first.
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve({})"
 REMEDY = "give --version one of LLaVA's templates, or bring another tokenizer"
 
 
 class TemplateProcess:
-    """Renders for one process of ours. Raises ConfigError for a template that takes too much, which ends it."""
+    """Renders for one process of ours. Raises ConfigError for a template that takes too much, which ends it.
+
+    It is started once more where a signal ended it that is not for taking too much time: that is not the template's
+    fault.
+    """
 
     def __init__(self) -> None:
-        # Not -m, which would look for modules in the current folder first.
-        start = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve({})"
-        command = [sys.executable, "-I", "-c", start.format(__name__, CPU_SECONDS), json.dumps(sys.path)]
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
+        self._start()
         self._lock = threading.Lock()
+
+    def _start(self) -> None:
+        # A session of its own: a signal to the group of a run, as stops it, is not for this. It ends with its stdin.
+        self._child = subprocess.Popen(
+            [sys.executable, "-I", "-c", START.format(__name__, CPU_SECONDS), json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def render(self, **asked: object) -> tuple[str, list[tuple[int, int]]]:
         """What transformers' render_jinja_template gives for one conversation. Raises DataError where it refuses."""
@@ -44,27 +57,37 @@ class TemplateProcess:
             raise DataError(f"the tokenizer's chat template refuses the conversation: {reply['refused']}")
         if "too_much" in reply:
             raise ConfigError(f"the tokenizer's chat template can't be used: {reply['too_much']}: {REMEDY}")
+        if "killed" in reply:
+            raise ConfigError(f"the process that renders the tokenizer's chat template {reply['killed']}")
         return reply["text"], [tuple(span) for span in reply["spans"]]
 
     @property
     def ended(self) -> bool:
         return self._child.poll() is not None
 
-    def _ask(self, request: bytes) -> dict:
-        try:
+    def _ask(self, request: bytes, again: bool = True) -> dict:
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(request)
             self._child.stdin.flush()
             if not select.select([self._child.stdout], [], [], WAIT_SECONDS)[0]:
                 self._child.kill()
+                self._child.wait()
+                return {"killed": f"gave no answer for {WAIT_SECONDS} seconds: {BUSY}"}
             line = self._child.stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        if line:
+        if line.endswith(b"\n"):
             return json.loads(line)
         code = self._child.wait()
-        took = code in (-signal.SIGXCPU, -signal.SIGKILL)
-        why = f"it takes longer than {CPU_SECONDS} seconds" if took else f"its process ended with exit code {code}"
-        return {"too_much": why}
+        if code == -signal.SIGXCPU:
+            return {"too_much": f"it takes longer than {CPU_SECONDS} seconds"}
+        if code >= 0:
+            return {"too_much": f"its process ended with exit code {code}"}
+        if again:
+            self._start()
+            return self._ask(request, again=False)
+        if code == -signal.SIGKILL:
+            return {"killed": f"was killed twice (SIGKILL), as Linux does where there is no memory left: {BUSY}"}
+        return {"killed": f"was ended twice by {signal.Signals(-code).name}: {REMEDY}"}
 
 
 _of_process: dict[int, TemplateProcess] = {}
@@ -85,7 +108,6 @@ def render(**asked: object) -> tuple[str, list[tuple[int, int]]]:
 
 def serve(cpu_seconds: int) -> None:
     """The process itself: one JSON request a line from stdin, one reply a line to stdout, until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with who asks
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no reply
     from transformers.utils.chat_template_utils import render_jinja_template

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.distributed import Ranks, barrier, from_first, gather, print_first
 from llava_ds.infer.generate import Answer
+from llava_ds.side_files import read_json
 from llava_ds.whole_files import write_whole
 
 IDENTITY = "identity.json"
@@ -190,9 +191,9 @@ def _rows(file: Path, is_ours: Callable[[dict], bool]) -> list[dict]:
     return rows
 
 
-def _json(file: Path) -> object:
+def _json(file: Path) -> dict | None:
     """What a file of ours holds; None where it is not there or not ours."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(file, dict)
+    except (FileNotFoundError, DataError):
         return None

@@ -10,7 +10,7 @@ import transformers
 from llava_ds import __version__
 from llava_ds.checkpoint import commit
 from llava_ds.constants import ConfigError
-from llava_ds.file_contents import Stamp, blocks_digest, stamp_of
+from llava_ds.file_contents import blocks_digest, stamp_of
 from llava_ds.infer.engines import EngineOptions
 from llava_ds.model_files import check_folder, library_errors, own_file
 from llava_ds.side_files import MAX_JSON_BYTES, read_bytes
@@ -44,8 +44,8 @@ def model_digest(path: str, flag: str = "--model_path") -> str:
     """A hash that changes with the model in a folder, or with a file of weights.
 
     Of a checkpoint's manifest, which has the hashes of its files; or of a folder's settings, and its weight files'
-    names, stamps and some of their blocks (hashing 14 GB would take as long as many questions): a copy counts as
-    another model. Raises ConfigError where there are neither, or one is no regular file of its folder.
+    names, sizes, times of change and some of their blocks (hashing 14 GB would take as long as many questions). Raises
+    ConfigError where there are neither, or one is no regular file of its folder.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -65,8 +65,10 @@ def model_digest(path: str, flag: str = "--model_path") -> str:
     return hashlib.sha256(repr((settings, weights)).encode()).hexdigest()
 
 
-def _seen(file: Path, named: bool) -> tuple[Stamp, str]:
-    """What tells a file of weights from what it was. named: by the flag itself, which may be a link to anywhere."""
+def _seen(file: Path, named: bool) -> tuple[int, int, str]:
+    """Size, time of change and a hash of some blocks, all of which a copy keeps. named: by the flag itself, which may
+    be a link to anywhere."""
     if not named:
         own_file(file)
-    return stamp_of(file), blocks_digest(file, sampled=0)
+    stamp = stamp_of(file)
+    return stamp.num_bytes, stamp.mtime_ns, blocks_digest(file, sampled=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import Ranks, barrier, print_first
+from llava_ds.distributed import Ranks, from_first, print_first
 from llava_ds.report.metrics import replace_rows
 from llava_ds.side_files import move_aside, read_rows, why_not_regular
 
@@ -47,25 +47,27 @@ ROWS = {
     "loss_spikes.jsonl": _Spike,
     "skipped.jsonl": _Skipped,
 }
-OTHERS = ("run.json", "ds_config.json", "trainer_state.json")  # which every start writes anew
+OTHERS = ("run.json", "ds_config.json", "trainer_state.json", "data_files.parquet")  # which every start writes anew
 
 
 def mend_side_files(output_dir: Path, names: Iterable[str], ranks: Ranks) -> None:
     """Move what is no file aside, and of a .jsonl with damaged lines write the sound ones anew. All ranks call it.
 
-    names: of the files that a run writes, patterns among them. Raises ConfigError where that can't be done.
+    names: of the files that a run writes, patterns among them. Raises ConfigError on every rank where that
+    can't be done.
     """
-    if ranks.is_first and output_dir.is_dir():
-        wanted = (*names, *OTHERS)
-        for path in sorted(output_dir.iterdir()):
-            if any(fnmatch.fnmatchcase(path.name, name) for name in wanted):
-                try:
-                    _mend(path)
-                except OSError as error:
-                    raise ConfigError(
-                        f"{path} is damaged and can't be moved aside ({error.strerror}): move it yourself"
-                    ) from error
-    barrier(ranks)
+    from_first(ranks, lambda: _mend_all(output_dir, (*names, *OTHERS)))
+
+
+def _mend_all(output_dir: Path, wanted: tuple[str, ...]) -> None:
+    for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
+        if any(fnmatch.fnmatchcase(path.name, name) for name in wanted):
+            try:
+                _mend(path)
+            except OSError as error:
+                raise ConfigError(
+                    f"{path} is damaged and can't be moved aside ({error.strerror}): move it yourself"
+                ) from error
 
 
 def _mend(path: Path) -> None:

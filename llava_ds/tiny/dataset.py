@@ -1,10 +1,10 @@
 """Writes generated scenes to disk as LLaVA JSON and PNG files, atomically."""
 
 import fcntl
+import glob
 import json
 import math
 import multiprocessing
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 
 from llava_ds.constants import DataError
 from llava_ds.data.files import told_as_unwritable
+from llava_ds.side_files import read_json
 from llava_ds.tiny.questions import CAPTION_REQUESTS, KINDS, Balance, all_questions, caption, conversation
 from llava_ds.tiny.scenes import draw_scene, sample_scene
 
@@ -47,21 +48,24 @@ def _write_once(folder, made_from):
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in folder.parent.glob(f".{glob.escape(folder.name)}-*"):
+            shutil.rmtree(left)  # by a kill; nobody else builds here meanwhile
         if _read_json(folder / RECORD_FILE) == made_from:
             return
         if folder.exists() and any(folder.iterdir()) and not (folder / RECORD_FILE).is_file():
             raise DataError(f"{folder} holds something other than generated scenes: name a new or empty folder")
-        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        building = scratch / "new"
+        building.mkdir()  # unlike what mkdtemp makes, not private
         try:
             counts = {name: made_from[name] for name in ("num_pretrain", "num_finetune", "num_heldout")}
             _write_splits(building, made_from["seed"], **counts)
             _write_json(building / RECORD_FILE, made_from)
-            os.chmod(building, 0o755)  # mkdtemp's folders are private
             if folder.exists():
-                shutil.rmtree(folder)
+                folder.rename(scratch / "old")  # deleted where it stands, a kill would leave a part of it
             building.rename(folder)
         finally:
-            shutil.rmtree(building, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write_splits(folder, seed, num_pretrain, num_finetune, num_heldout):
@@ -142,7 +146,11 @@ def _save_picture(scene, path):
 
 
 def _read_json(path):
-    return json.loads(path.read_text()) if path.is_file() else None
+    """What a JSON file holds; None where it is not there or damaged."""
+    try:
+        return read_json(path, dict)
+    except (FileNotFoundError, DataError):
+        return None
 
 
 def _write_json(path, content):

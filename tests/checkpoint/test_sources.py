@@ -10,6 +10,7 @@ import llavas
 import pytest
 import toys
 
+from llava_ds import file_contents
 from llava_ds.checkpoint import sources
 from llava_ds.checkpoint.identity import RunIdentity
 from llava_ds.constants import ConfigError
@@ -83,7 +84,7 @@ def test_weights_changed_with_their_time_restored_are_seen(tmp_path, checkpoint)
 def test_blocks_are_compared_where_a_file_system_knows_no_times(tmp_path, monkeypatch):
     base = toys.write_base(tmp_path / "base")
     args, out = llavas.arguments(base), tmp_path / "out"
-    monkeypatch.setattr(sources, "stamp_of", lambda path: (path.stat().st_size, 0, 0, 0))
+    monkeypatch.setattr(file_contents, "stamp_of", lambda path: (path.stat().st_size, 0, 0, 0))
     before = sources.weight_hashes(args, out, None)
     flip_last_byte(Path(base["vision_tower"]) / "model.safetensors")
     assert sources.weight_hashes(args, out, None) != before

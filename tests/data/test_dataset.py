@@ -9,13 +9,17 @@ import shutil
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 import toys
 from PIL import Image
 from transformers import AutoTokenizer
 
+from llava_ds import file_contents
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
 from llava_ds.data import preflight as preflight_module
@@ -485,6 +489,20 @@ def test_a_sample_of_files_is_read_again_whatever_their_stamps(opened, tmp_path,
     assert opened().fingerprint != first.fingerprint
 
 
+def test_inodes_of_64_bits_fit_the_table(opened, monkeypatch, no_work):
+    """File systems that hash what they take inodes from give numbers beyond int64."""
+
+    def hashed(path):
+        found = os.stat(path)
+        names = ("st_size", "st_mtime_ns", "st_ctime_ns")
+        return SimpleNamespace(**{name: getattr(found, name) for name in names}, st_ino=2**64 - 1 - found.st_ino)
+
+    monkeypatch.setattr(file_contents, "os", SimpleNamespace(**{**vars(os), "stat": hashed}))
+    first = opened()
+    no_work()
+    assert opened().fingerprint == first.fingerprint
+
+
 def test_the_files_that_changed_are_named(opened, tmp_path):
     first, path = opened(), picture_in(tmp_path)
     seen_files.write_data_files(tmp_path, first.table)
@@ -495,9 +513,48 @@ def test_the_files_that_changed_are_named(opened, tmp_path):
     assert seen_files.changes_since(opened(on_bad_sample="list").table, tmp_path).endswith(
         f"1 image files were read, 2 before; gone: {path}"
     )
+    (tmp_path / f".{seen_files.FILE}.tmp").mkdir()  # what is in the way is said, and the list stays
+    listed = (tmp_path / seen_files.FILE).read_bytes()
+    with pytest.raises(IsADirectoryError):
+        seen_files.write_data_files(tmp_path, opened(on_bad_sample="list").table)
+    assert (tmp_path / seen_files.FILE).read_bytes() == listed
     for damage in (b"", b"PAR1" * 9):
         (tmp_path / seen_files.FILE).write_bytes(damage)
         assert seen_files.changes_since(first.table, tmp_path) == ""
+
+
+def packed_record(path: Path, answer: str, shade: int) -> bytes:
+    """A parquet table or a tar of one record with its picture inside; of one size for answers of one length."""
+    image = io.BytesIO()
+    Image.new("RGB", (24, 24), (shade, 0, 0)).save(image, "BMP")
+    record = talk("<image>\nWhat is it?", answer, id="a")
+    if path.suffix == ".parquet":
+        row = {**record, "image": {"bytes": image.getvalue()}}
+        pa.parquet.write_table(pa.Table.from_pylist([row]), path, compression="none", use_dictionary=False)
+        return path.read_bytes()
+    with tarfile.open(path, "w") as tar:
+        for name, content in (("a.json", json.dumps(record).encode()), ("a.bmp", image.getvalue())):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(("suffix", "shade"), [(".parquet", 250), (".tar", 250), (".tar", 10)])
+def test_records_exchanged_with_their_files_time_restored_are_read_again(tmp_path, tokenizer, suffix, shade):
+    """Those inside a table or a tar, and the pictures beside them."""
+    path, found = tmp_path / f"data{suffix}", []
+    second, first = packed_record(path, "two", shade), packed_record(path, "yes", 10)
+    for content in (first, second):
+        before = path.stat()
+        assert len(content) == before.st_size
+        path.write_bytes(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        data = toys.encoded(data_path=str(path), image_folder=None, tokenizer=tokenizer, cache_dir=tmp_path / "c")
+        sample = data[0]
+        found.append((tokenizer.decode(sample.labels[sample.labels >= 0]), int(sample.media[0][0][0, 0].max())))
+    assert [("yes" in text, "two" in text) for text, _ in found] == [(True, False), (False, True)]
+    assert [seen for _, seen in found] == [10, shade]
 
 
 def test_pixels_inside_a_tar_belong_to_the_data(tmp_path, tokenizer):

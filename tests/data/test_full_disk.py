@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import resource
 import signal
 
@@ -14,6 +15,8 @@ import toys
 from PIL import Image
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.data import dataset as dataset_module
+from llava_ds.data.files import told_as_unreadable
 from llava_ds.data.sources import source as source_module
 from llava_ds.tiny.dataset import write_dataset
 
@@ -83,6 +86,48 @@ def test_scenes_on_a_full_disk_are_one_message_and_made_anew(tmp_path):
         assert outcome.startswith("ConfigError: the generated scenes can't be written to"), outcome
         assert not (tmp_path / "scenes").exists()
     assert in_child(made, None) == "made"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        ("EMFILE", "can't be made: Too many open files: raise the limit (ulimit -n)"),
+        ("ENFILE", "can't be made: Too many open files in system: raise the limit"),
+        ("ENOMEM", "can't be made: Cannot allocate memory: free some"),
+        ("EAGAIN", "can't be made: Resource temporarily unavailable: end other processes"),
+        ("ENOSPC", "can't be written to"),
+        ("EACCES", "can't be written to"),
+    ],
+)
+def test_what_the_machine_lacks_is_not_called_a_full_cache(tmp_path, tokenizer, monkeypatch, number, said):
+    data = toys.write_data(tmp_path / "data", "it")
+
+    def failing(*_, **__):
+        code = getattr(errno, number)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(dataset_module, "write_rows", failing)
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        toys.encoded(**data, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
+    assert ("--cache_dir" in str(caught.value)) == (number in ("ENOSPC", "EACCES"))
+
+
+def test_an_error_of_none_of_the_users_files_is_no_full_cache(tmp_path, tokenizer, monkeypatch):
+    data = toys.write_data(tmp_path / "data", "it")
+
+    def failing(*_, **__):
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))  # of a worker that ended
+
+    monkeypatch.setattr(dataset_module, "write_rows", failing)
+    with pytest.raises(ConnectionResetError):
+        toys.encoded(**data, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
+
+
+def test_too_many_open_files_are_not_blamed_on_the_file(tmp_path):
+    said = "a can't be read: Too many open files: raise the limit"
+    with pytest.raises(DataError, match=said) as caught, told_as_unreadable(tmp_path / "a"):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    assert "look at its disk" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["json", "jsonl"])

@@ -1,7 +1,12 @@
 """A chat template of a stranger's: bounded in memory, time and length, whatever it is made of."""
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +49,51 @@ def test_after_one_that_took_too_much_the_next_is_rendered(tokenizer, monkeypatc
         render_own_prompt(TALK, tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0]['content'] }}")
     assert render_own_prompt(TALK, tokenizer) == "What is it?"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_a_signal_ended_is_started_again(tokenizer, monkeypatch, number):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0]['content'] }}")
+    render_own_prompt(TALK, tokenizer)
+    child = template_process._of_process[os.getpid()]._child
+    child.send_signal(signal.SIGSTOP)  # so that it is asked before it ends
+    threading.Timer(0.5, lambda: (child.send_signal(number), child.send_signal(signal.SIGCONT))).start()
+    assert render_own_prompt(TALK, tokenizer) == "What is it?"
+
+
+def test_no_signal_to_the_group_of_a_run_reaches_it(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0]['content'] }}")
+    render_own_prompt(TALK, tokenizer)
+    assert os.getpgid(template_process._of_process[os.getpid()]._child.pid) != os.getpgid(0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", r"was killed twice \(SIGKILL\).*no memory left"),
+        ("os.kill(os.getpid(), 15)", r"was ended twice by SIGTERM"),
+        ("time.sleep(60)", "gave no answer for 1 seconds"),
+        ("os._exit(3)", "ended with exit code 3"),
+    ],
+)
+def test_how_it_ended_is_said(monkeypatch, ends, said):
+    if "sleep" in ends:
+        monkeypatch.setattr(template_process, "WAIT_SECONDS", 1)
+    monkeypatch.setattr(template_process, "START", f"import os, sys, time; sys.stdin.readline(); {ends}")
+    with pytest.raises(ConfigError, match=said) as caught:
+        template_process.TemplateProcess().render(conversations=[])
+    assert "longer than" not in str(caught.value)
+
+
+def test_it_ends_with_the_process_that_asks(tmp_path):
+    source = "import os, sys; from llava_ds.data.template_process import TemplateProcess; "
+    source += "print(TemplateProcess()._child.pid, flush=True); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    child = Path(f"/proc/{int(done.stdout)}/stat")
+    deadline = time.monotonic() + 60
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert time.monotonic() < deadline
 
 
 def test_a_forked_process_asks_one_of_its_own(tokenizer, monkeypatch):

@@ -100,6 +100,17 @@ def test_more_clear_messages_and_exit_code_2(more_outcomes, name):
     check_message(more_outcomes[name], name)
 
 
+@pytest.mark.full
+def test_what_rank_0_alone_writes_ends_all_ranks_where_it_fails(tmp_path):
+    flags = {**toys.write_base(tmp_path / "base"), **toys.write_data(tmp_path / "data", "iitt")}
+    out = tmp_path / "out"
+    (out / ".data_files.parquet.tmp").mkdir(parents=True)  # what is written comes under this name first
+    flags |= {"deepspeed_config": ds_config(2), "output_dir": out, "cache_dir": tmp_path / "cache"}
+    done = launch(2, TRAIN, *command_line({**flags, "model_max_length": 512}), timeout_s=120)
+    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    assert f"can't be written to {out}: Is a directory" in done.stderr and "another --output_dir" in done.stderr
+
+
 def check_message(done: subprocess.CompletedProcess, name: str) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

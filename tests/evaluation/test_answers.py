@@ -229,6 +229,18 @@ def test_a_finished_evaluation_is_not_asked_again_and_another_is_moved_aside(tmp
     assert (tmp_path / "scores.partial.previous-2").is_dir()
 
 
+@pytest.mark.parametrize("damage", ["", "[1]", "[" * 100_000, "\udcff"])
+def test_damaged_scores_and_identities_are_moved_aside(tmp_path, damage):
+    content = damage.encode("utf-8", "surrogateescape")
+    for path in (tmp_path / "scores.json", tmp_path / "scores.partial" / "identity.json"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    open_store(str(tmp_path / "scores.json"), {"of": 1}, [], RANKS)
+    assert (tmp_path / "scores.json.previous-1").read_bytes() == content
+    assert (tmp_path / "scores.partial.previous-1" / "identity.json").read_bytes() == content
+    assert json.loads((tmp_path / "scores.partial" / "identity.json").read_text()) == {"of": 1}
+
+
 def test_an_output_has_a_name_that_answers_can_lie_beside(tmp_path):
     with pytest.raises(ConfigError, match=r"ends in \.json"):
         open_store(str(tmp_path / "scores"), {}, [], RANKS)
@@ -240,7 +252,7 @@ def test_an_output_has_a_name_that_answers_can_lie_beside(tmp_path):
 def test_another_models_weights_are_another_model(model, tmp_path):
     copy = shutil.copytree(model, tmp_path / "copy")
     before = model_digest(str(copy))
-    assert before == model_digest(str(copy))
+    assert before == model_digest(str(copy)) == model_digest(str(model))  # copies keep their time of change
     (copy / "evaluation.json").write_text("{}")
     assert model_digest(str(copy)) == before
     weights = copy / "model.safetensors"

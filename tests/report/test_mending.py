@@ -36,11 +36,12 @@ def test_sound_rows_go_on_and_the_damaged_file_is_kept(tmp_path, capsys, damage)
 
 def test_what_is_no_file_gives_way(tmp_path, capsys):
     (tmp_path / "run.json").mkdir()
+    (tmp_path / "data_files.parquet").mkdir()
     os.mkfifo(tmp_path / "metrics.jsonl")
     (tmp_path / "evaluation-a.json").symlink_to("/dev/zero")
     (tmp_path / "mine").mkdir()  # nobody's name
     mend_side_files(tmp_path, NAMES, RANKS)
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 4
     left = sorted(path.name.partition(".damaged-")[0] for path in tmp_path.iterdir())
-    assert left == ["evaluation-a.json", "metrics.jsonl", "mine", "run.json"]
+    assert left == ["data_files.parquet", "evaluation-a.json", "metrics.jsonl", "mine", "run.json"]
     assert not any((tmp_path / name).exists() for name in ("run.json", "metrics.jsonl", "evaluation-a.json"))

@@ -1,7 +1,9 @@
 """The written data set: LLaVA's format, balanced answers, disjoint splits, same bytes from the same seed."""
 
 import collections
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
@@ -71,12 +73,44 @@ def test_a_complete_data_set_is_left_alone_and_other_parameters_replace_it(tmp_p
 
 def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(dataset, "_write_json", fail)
     with pytest.raises(ConfigError, match="disk full: make room there"):
         dataset.write_dataset(tmp_path / "scenes", seed=0, num_pretrain=2, num_finetune=2, num_heldout=6)
     assert [p.name for p in tmp_path.iterdir()] == [".scenes.lock"]
+
+
+@pytest.mark.parametrize("damage", ["", '{"seed": ', "[1]", "\udcff"])
+def test_a_damaged_note_counts_as_none(tmp_path, damage):
+    small = {"num_pretrain": 2, "num_finetune": 2, "num_heldout": 6}
+    dataset.write_dataset(tmp_path / "scenes", **small)
+    whole = (tmp_path / "scenes" / dataset.RECORD_FILE).read_text()
+    (tmp_path / "scenes" / dataset.RECORD_FILE).write_bytes(damage.encode("utf-8", "surrogateescape"))
+    (tmp_path / "scenes" / "finetune.json").unlink()
+    dataset.write_dataset(tmp_path / "scenes", **small)
+    assert (tmp_path / "scenes" / dataset.RECORD_FILE).read_text() == whole
+    assert len(json.loads((tmp_path / "scenes" / "finetune.json").read_text())) == 2
+
+
+def test_a_kill_while_an_older_set_is_replaced_leaves_nothing_in_the_way(tmp_path, monkeypatch):
+    small = {"num_pretrain": 2, "num_finetune": 2, "num_heldout": 6}
+    dataset.write_dataset(tmp_path / "scenes", seed=0, **small)
+    genuine = os.unlink
+
+    def killed(path, *more, **options):
+        genuine(path, *more, **options)
+        if str(path).endswith(dataset.RECORD_FILE):
+            os._exit(9)  # in the middle of deleting the older set
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(os, "unlink", killed)
+        dataset.write_dataset(tmp_path / "scenes", seed=1, **small)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 9 << 8
+    dataset.write_dataset(tmp_path / "scenes", seed=1, **small)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".scenes.lock", "scenes"]
 
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):

@@ -17,6 +17,7 @@ from llava_ds.data.sources.paths import short
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
 from llava_ds.data.sources.tables import open_saved, parquet_columns
+from llava_ds.file_contents import state_of
 
 SPOOL_VERSION = 1  # raise it when the same files would be spooled in another way
 MIXTURE_SUFFIXES = (".yaml", ".yml")
@@ -88,13 +89,12 @@ def _keys(text: str) -> list[str]:
 
 
 def _spool_name(source: Source) -> str:
-    """A name that changes with the files, as far as can be told without reading them, and with the columns."""
+    """A name that changes with the files, as far as can be told without reading all of them, and with the columns."""
     if source.kind not in (*SPOOLED_KINDS, "json", "jsonl"):
         return "none"
     digest = hashlib.sha256(repr((SPOOL_VERSION, source.kind, source.columns)).encode())
     for path in source.files:
-        stat = os.stat(path)
-        digest.update(repr((os.path.realpath(path), stat.st_size, stat.st_mtime_ns)).encode())
+        digest.update(repr((os.path.realpath(path), state_of(path))).encode())
     return digest.hexdigest()[:20]
 
 
