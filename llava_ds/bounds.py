@@ -27,7 +27,7 @@ class Bounds:
         return over and (value < self.most if self.below else value <= self.most)
 
     def expected(self, value: float) -> str:
-        """What to give instead of a value outside: "1 or more"."""
+        """Return what to give instead of a value outside: "1 or more"."""
         if 1 < self.most < value < math.inf:
             return f"{self.most:,} or less"
         if self.most > 1:

@@ -72,7 +72,7 @@ def split(words: list[str]) -> tuple[list[str], str, list[str]]:
 
 
 def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str, str]) -> bool:
-    """Whether deepspeed has to start the ranks: training always, evaluation on several GPUs."""
+    """True if deepspeed has to start the ranks: training always, evaluation on several GPUs."""
     if "RANK" in environ or any(environ.get(variable, "1") != "1" for variable in RANK_COUNTS):
         return False  # it is a rank already
     if name == "train" or launcher_flags:

@@ -1,4 +1,4 @@
-"""What every command has around its main(): its flags' errors, Ctrl-C, a reader that leaves, and exit codes.
+"""The frame around every command's main(): errors in flags, Ctrl-C, a reader that leaves, and exit codes.
 
 A script of run/ calls begin() above the imports that take seconds, and leave_with() at its end.
 """

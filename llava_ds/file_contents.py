@@ -1,4 +1,4 @@
-"""Whether a file is still the one that was looked at, told without reading all of it."""
+"""Telling whether a file is still the one that was looked at, without reading all of it."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ SAMPLED = 256  # one of so many larger files is compared whole all the same
 
 
 class Stamp(NamedTuple):
-    """What a file system says of a file. Writing to it changes one of these, whatever is restored afterwards."""
+    """A file system's record of a file. Writing to it changes one of these, whatever is restored afterwards."""
 
     num_bytes: int
     mtime_ns: int

@@ -68,12 +68,12 @@ class PictureOptions:
 
     @property
     def has_overview(self) -> bool:
-        """Whether an anyres picture's overview stands before its tiles."""
+        """True if an anyres image's overview stands before its tiles."""
         return "nobase" not in self.merge_type
 
     @property
     def pools_tiles(self) -> bool:
-        """Whether of each 2 x 2 features of an anyres picture's tiles the largest is taken."""
+        """True if of each 2 x 2 features of an anyres image's tiles the largest is taken."""
         return "maxpool2x2" in self.merge_type
 
     @property

@@ -112,7 +112,7 @@ def _object(file: Path) -> dict:
 
 
 def is_there(file: Path) -> bool:
-    """Whether a folder has a file of this name, or a link of it that leads nowhere."""
+    """True if a folder has a file of this name, or a link of it that leads nowhere."""
     return file.exists() or file.is_symlink()
 
 
@@ -225,7 +225,7 @@ def library_errors(where: str, what: str = "it can't be opened") -> Iterator[Non
 
 
 def said_by(error: BaseException) -> str:
-    """What a library says of a folder, in few lines; without its advice to run the folder's own code."""
+    """Shorten what a library says of a folder to a few lines, without its advice to run the folder's own code."""
     text = str(error).strip()
     if "trust_remote_code" in text or "custom code" in text:
         return OWN_CODE

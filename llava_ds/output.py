@@ -1,4 +1,4 @@
-"""What a program says: once for all ranks, without secrets, and whether or not anybody reads it."""
+"""A program's output: once for all ranks, without secrets, and also when nobody reads it any more."""
 
 import contextlib
 import errno

@@ -114,13 +114,13 @@ def _ended_launcher(environ: Mapping[str, str], parents: list[psutil.Process], w
 
 
 def _is_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun or mpirun started this process among others."""
+    """True if srun or mpirun started this process among others."""
     sizes = {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
     return any(rank in environ and environ.get(size, "1") != "1" for rank, size in sizes.items())
 
 
 def _is_adopted(process: psutil.Process) -> bool:
-    """Whether a process has another parent than the one that started it.
+    """True if a process has another parent than the one that started it.
 
     Who is started by a shell, ssh or a container's first process leads a group, or is in its parent's session.
     """

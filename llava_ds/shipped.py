@@ -1,4 +1,4 @@
-"""What lies beside the package: the scripts of run/, their recipes, and ds_configs/."""
+"""Files beside the package: the scripts of run/, their recipes, and ds_configs/."""
 
 import os
 from pathlib import Path

@@ -67,7 +67,7 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: str | Path, expected: object, max_bytes: int = MAX_JSON_BYTES):
-    """What a JSON file holds, compared with a type (a TypedDict, dict[str, int], …) in pydantic's strict mode.
+    """Read a JSON file and compare it with a type (a TypedDict, dict[str, int], …) in pydantic's strict mode.
 
     Raises FileNotFoundError, and DataError with the reason alone: the caller says which file, and what to do.
     """
@@ -78,7 +78,7 @@ def read_json(path: str | Path, expected: object, max_bytes: int = MAX_JSON_BYTE
 
 
 def mismatch(value: object, expected: object) -> str | None:
-    """Where a value is first not of a type, and what was expected there; None where it is of it."""
+    """Say where a value is first not of a type, and what was expected there; None where it is of it."""
     try:
         _adapter(expected).validate_python(value, strict=True)
     except ValidationError as error:

@@ -74,7 +74,7 @@ def path_problem(text: str) -> str | None:
 
 
 def can_be_made(folder: str) -> bool:
-    """Whether the folder, or the nearest one above it that exists, is a folder that may be written to: a nameless file
+    """True if the folder, or the nearest one above it that exists, is a folder that may be written to: a nameless file
     is made in it, for the rights say nothing of /proc or of a disk that is read-only."""
     if path_problem(folder) is not None:
         return False

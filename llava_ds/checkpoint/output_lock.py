@@ -49,7 +49,7 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether it can be seen from this one."""
+        """True for a process of this machine's process namespace."""
         return (self.namespace or self.host) == (process_namespace() or socket.gethostname())
 
     @property
@@ -64,7 +64,7 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """What the file says.
+    """The content of run.lock.
 
     ranks: all processes of the run, as soon as they have met; launcher: of rank 0, by which the others know it;
     ending: whether it was asked to stop.
@@ -330,7 +330,7 @@ def _create(own: Path, path: Path) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """What a lock says; None where there is none. What can't be read is held by nobody knows whom."""
+    """Read a lock; None where there is none. One that can't be read has a holder without a name."""
     try:
         # Opening is what makes NFS ask its server; a pipe of that name would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -350,7 +350,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _renewed(path: Path) -> float:
-    """When a lock was last renewed, by the file system's clock; 0 where there is none."""
+    """Time at which a lock was last renewed, by the file system's clock; 0 where there is none."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime

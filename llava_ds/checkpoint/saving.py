@@ -32,12 +32,12 @@ class ModelWriter:
 
 
 def can_be_resumed(training: TrainingArguments) -> bool:
-    """Whether the same command goes on from what a run saves."""
+    """True if the same command resumes from what a run saves."""
     return training.save_strategy != "no" and not training.save_only_model
 
 
 def what_is_saved(training: TrainingArguments) -> str:
-    """Whether the step at which a run stops is saved, and what the same command does next, in a clause."""
+    """Say in a clause if the step at which a run stops is saved, and what the same command does next."""
     if training.save_strategy == "no":
         return "not saved, for --save_strategy is no"
     if training.save_only_model:

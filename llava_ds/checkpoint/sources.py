@@ -61,7 +61,7 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
 
 
 def _remembered(note: Path) -> dict[str, _Known]:
-    """What an earlier start hashed; nothing where that is not there, cut short by a kill or no file."""
+    """Hashes that an earlier start left; none where the note is missing, cut short by a kill or no file."""
     try:
         return read_json(note, dict[str, _Known])
     except (FileNotFoundError, DataError):

@@ -60,7 +60,7 @@ class Trainer(TypedDict):
 
 
 def read_trainer(checkpoint: Path) -> dict:
-    """What trainer.json holds. Raises DataError where it is missing or not what a run writes."""
+    """Read trainer.json. Raises DataError where it is missing or not what a run writes."""
     try:
         return read_json(checkpoint / TRAINER, Trainer)
     except FileNotFoundError as error:
@@ -70,7 +70,7 @@ def read_trainer(checkpoint: Path) -> dict:
 
 
 def is_training_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of run/train.py with the engine's part, not of the model alone."""
+    """True for a checkpoint of run/train.py with the engine's part, not of the model alone."""
     if not ((folder / TRAINER).is_file() or (folder / commit.MANIFEST).is_file()):
         return False
     try:

@@ -125,7 +125,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
 
     def lengths_for(self, how: str) -> list[int]:
-        """What an order of the sampler goes by: all but "bucket" take the numbers of LLaVA's data set."""
+        """Lengths that an order of the sampler goes by: all but "bucket" take the numbers of LLaVA's data set."""
         words = self._column("words")
         if how in ("modality", "modality_auto"):
             return words.tolist()  # negative where there is no picture
@@ -325,7 +325,7 @@ def open_encoded(
 
 
 def _is_outdated(rows: CachedRows, checker: Checker) -> bool:
-    """Whether the records have to be checked anew: a picture was exchanged, or one that was missing is there."""
+    """True if the records have to be checked anew: an image was replaced, or one that was missing is there."""
     if rows.is_stale or can_now_be_used(rows.table, checker):
         return True
     changed = changed_files(rows.table, checker.pictures, media_of_text)

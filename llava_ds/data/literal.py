@@ -62,5 +62,5 @@ class SpecialTokens:
         return self._in_messages.sub(lambda found: self._guards[found[0]], message)
 
     def named(self, text: str) -> str:
-        """What a template made of guarded messages, for the backend: its own tokens by their names, theirs as text."""
+        """Turn a template's text of guarded messages into text for the backend: its own tokens by their names, theirs as text."""
         return self._in_texts.sub(lambda found: self._names.get(found[0]) or self._contents[found[0]], text)

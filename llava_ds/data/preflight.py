@@ -251,7 +251,7 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
 
 
 def media_of_text(text: str) -> list[Media]:
-    """What media_to_text wrote, without the sizes."""
+    """Read what media_to_text wrote, without the sizes."""
     return [sized.media for sized in media_from_text(text)]
 
 

@@ -155,7 +155,7 @@ def write_data_files(output_dir: Path, table: datasets.Dataset) -> None:
 
 
 def changes_since(table: datasets.Dataset, run_dir: Path) -> str:
-    """How the files differ from those of an earlier run in a folder, in a clause; "" where it left no list of them."""
+    """Say in a clause how the files differ from those of an earlier run in a folder; "" where it left no list."""
     path = run_dir / FILE
     if not path.is_file() or why_not_regular(path) is not None:
         return ""

@@ -76,7 +76,7 @@ def read_ds_config(path: str | Path) -> dict:
 
 
 def _parsed(text: str) -> object:
-    """What a text says as JSON with comments, or else as Hjson. Raises what json raises, which says more."""
+    """Parse a text as JSON with comments, or else as Hjson. Raises what json raises, which says more."""
     try:
         return json.loads(COMMENT.sub(_blanked, text), object_pairs_hook=_each_key_once)
     except json.JSONDecodeError:
@@ -95,7 +95,7 @@ def _parsed(text: str) -> object:
 
 
 def _swallows(config: object, text: str) -> bool:
-    """Whether a text without quotes holds JSON's signs: a comma or a quote was forgotten before the line's end, up to
+    """True if a text without quotes holds JSON's signs: a comma or a quote was forgotten before the line's end, up to
     which Hjson reads on."""
     if isinstance(config, (dict, list)):
         return any(_swallows(value, text) for value in (config.values() if isinstance(config, dict) else config))

@@ -55,7 +55,7 @@ def llava(given: Given) -> list[Question]:
 
 @dataclass(frozen=True)
 class _Scoring:
-    """What a record says beside its conversation. kinds: of its turns, "" where one has none."""
+    """The fields of a record beside its conversation. kinds: of its turns, "" where one has none."""
 
     references: list[str] | None = None
     kinds: tuple[str, ...] = ()

@@ -89,7 +89,7 @@ def write_model(engine, finished: Finished, form: str, max_shard_bytes: int, ran
 
 
 def _refusal(error: Exception) -> OSError | None:
-    """What a disk refused, in Python's words; None for any other error."""
+    """The disk's refusal, in Python's words; None for any other error."""
     code = re.search(r"\(os error (\d+)\)", str(error))  # as safetensors says it
     cause = OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
     return cause if isinstance(cause, OSError) and cause.errno in REMEDIES else None

@@ -73,7 +73,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
 
 
 def _holds_projector(trained: list[Entry], run: Arguments) -> bool:
-    """Whether all that stage 1's file would bring was trained, the newline with the projector; not rows of new tokens,
+    """True if all that stage 1's file would bring was trained, the newline with the projector; not rows of new tokens,
     which belong to the language model."""
     adds_tokens = run.model.mm_use_im_start_end or run.model.mm_use_im_patch_token
     return not adds_tokens and any(entry.name.startswith("projector.") for entry in trained)

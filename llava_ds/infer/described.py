@@ -50,7 +50,7 @@ class Described:
     notes: tuple[str, ...] = ()
 
     def precision(self, asked: torch.dtype | None) -> torch.dtype:
-        """What is asked for, what the configuration says, or the first weight. Raises ConfigError for what is none."""
+        """The precision asked for, the configuration's, or the first weight's. Raises ConfigError for what is none."""
         said = self.config.dtype
         if isinstance(said, str):
             said = getattr(torch, said, said)

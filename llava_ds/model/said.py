@@ -144,7 +144,7 @@ def taken(args: Arguments, said: dict[str, object], path: str, brings_projector:
 
 
 def _wrong_kind(name: str, value: object) -> str | None:
-    """What is expected of a flag's value, where this is of another kind."""
+    """Say what is expected of a flag's value, where this one is of another kind."""
     try:
         TypeAdapter(_hints()[name]).validate_python(value, strict=True)
     except ValidationError as error:

@@ -187,7 +187,7 @@ def _compressed(file: Path) -> str | None:
 
 
 def _is_plain(name: object, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what weights are: a pickle may say that one number stands for a terabyte of them."""
+    """True for a tensor such as weights are: a pickle may say that one number stands for a terabyte of them."""
     if not isinstance(name, str) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         return False
     return not tensor.is_quantized and tensor.nbytes <= tensor.untyped_storage().nbytes()

@@ -42,7 +42,7 @@ def short(value: float) -> str:
 
 
 def is_far_apart(values: Sequence[float]) -> bool:
-    """Whether values are easier to read on a logarithmic scale; those that are not finite don't count."""
+    """True if values are easier to read on a logarithmic scale; those that are not finite don't count."""
     finite = [value for value in values if math.isfinite(value)]
     return bool(finite) and min(finite) > 0 and max(finite) / min(finite) >= LOG_FROM
 

@@ -1,4 +1,4 @@
-"""What the columns of a table of scores mean: the conditions under which questions were asked again."""
+"""Meanings of the columns of a table of scores: the conditions under which questions were asked again."""
 
 from llava_ds.report.markup import sentence
 

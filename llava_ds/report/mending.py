@@ -1,4 +1,4 @@
-"""What an earlier start left in --output_dir, made fit for this one: what is damaged is kept beside, and said."""
+"""Mend what an earlier start left in --output_dir: damaged files are kept beside, and named."""
 
 import fnmatch
 from collections.abc import Iterable

@@ -15,7 +15,7 @@ HOW = "python run/evaluate.py --model_path {folder} --compare_without_image --ou
 
 @dataclass(frozen=True)
 class Scores:
-    """What an evaluation comes to. columns: by condition (with image, without), the first of which is the one that
+    """The scores of an evaluation. columns: by condition (with image, without), the first of which is the one that
     counts, by kind of question, [sum, questions]; intervals: by condition, the 95 % interval of the overall score."""
 
     metric: str
@@ -88,7 +88,7 @@ def _read_scores(content: dict) -> Scores | None:
 
 
 def _is_score(pair: object) -> bool:
-    """Whether it is [sum, questions], of at least one question."""
+    """True for [sum, questions], of at least one question."""
     if not isinstance(pair, list) or len(pair) != 2 or not all(map(is_number, pair)):
         return False
     return isinstance(pair[1], int) and pair[1] > 0 and math.isfinite(pair[0])

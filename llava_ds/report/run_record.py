@@ -97,7 +97,7 @@ def length_histogram(lengths: list[int]) -> dict[str, list[int]]:
 
 
 class RunRecord(TypedDict):
-    """What is read of run.json again. folder: which relative paths in it are from."""
+    """The part of run.json that later commands read. folder: which relative paths in it are from."""
 
     arguments: dict[str, Any]
     num_steps: int
@@ -143,7 +143,7 @@ def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
 
 
 def _lies_now(value: str, started: Path, then: Path, now: Path) -> Path:
-    """Where a path of a run leads: that was started in one folder, and whose own was then and is now elsewhere."""
+    """Resolve a path of a run that was started in one folder, and whose own was then and is now elsewhere."""
     path = Path(os.path.normpath(started / value))
     candidates = [path]
     for old, new in zip((then, *then.parents), (now, *now.parents)):

@@ -32,7 +32,7 @@ def sampled_answers(rows: list[dict], output_dir: Path) -> str:
 
 
 def _cost(rows: list[dict]) -> str:
-    """What answering took, where the rows say it."""
+    """Seconds that answering took, where the rows have them."""
     seconds = {row["step"]: row["seconds"] for row in rows if is_number(row.get("seconds"))}
     if not seconds:
         return ""

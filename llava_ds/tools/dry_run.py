@@ -1,4 +1,4 @@
-"""What a run would start with: its first optimizer step, the memory that it needs, and whether it can start."""
+"""The dry run's report: the first optimizer step, the memory that it needs, and whether it can start."""
 
 import statistics
 from pathlib import Path

@@ -161,7 +161,7 @@ class Stopping:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank was asked to stop, or knows that all will."""
+        """True if this rank was asked to stop, or knows that all will."""
         return bool(self._asked or self._reason)
 
     def agreed(self, step_time_s: float, ahead_s: float = 0.0) -> bool:
@@ -276,7 +276,7 @@ def _prepare_children() -> None:
 
 
 def _is_ignored_hangup(number: int) -> bool:
-    """Whether this is SIGHUP and nohup has asked to pass it over: that run is to outlive its terminal."""
+    """True for SIGHUP where nohup has asked to pass it over: that run is to outlive its terminal."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
