@@ -62,5 +62,5 @@ class SpecialTokens:
         return self._in_messages.sub(lambda found: self._guards[found[0]], message)
 
     def named(self, text: str) -> str:
-        """Turn a template's text of guarded messages into text for the backend: its own tokens by their names, theirs as text."""
+        """Put names in the place of a template's own tokens, and text in that of guarded messages, for the backend."""
         return self._in_texts.sub(lambda found: self._names.get(found[0]) or self._contents[found[0]], text)

@@ -50,7 +50,7 @@ class TemplateProcess:
         )
 
     def render(self, **asked: object) -> tuple[str, list[tuple[int, int]]]:
-        """Return what transformers' render_jinja_template gives for one conversation. Raises DataError where it refuses."""
+        """Render one conversation by transformers' render_jinja_template. Raises DataError where it refuses."""
         with self._lock:
             reply = self._ask(json.dumps(asked).encode() + b"\n")
         if "refused" in reply:
