@@ -17,8 +17,11 @@ LACKING = {
     errno.ENOMEM: "free some, or give fewer workers",
     errno.EAGAIN: "end other processes, raise the limit (ulimit -u), or give fewer workers",
 }
-# Of errors that name no file, those of writing.
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
+# Of errors that name no file, as pyarrow's do not, those of writing.
+UNWRITABLE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE,
+    errno.EISDIR, errno.ENOTDIR, errno.ENOENT,
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -49,7 +52,7 @@ def told_as_unwritable(folder: str | os.PathLike, what: str, flag: str = "--cach
 
 
 def _lies_in(folder: str | os.PathLike, path: str | bytes | int) -> bool:
-    """Whether a path, as an OSError has it, is that of a folder, of something in it, or of one above it."""
+    """True if a path, as an OSError has it, is that of a folder, of something in it, or of one above it."""
     if isinstance(path, int):  # a descriptor
         return False
     inner, outer = (os.path.abspath(os.fsdecode(each)) for each in (path, folder))
