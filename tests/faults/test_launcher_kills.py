@@ -181,7 +181,7 @@ def test_of_two_starts_at_once_one_trains_and_one_is_refused(given, whole, tmp_p
         folder, flags = tmp_path / f"pair-{number}", flags_of(given, tmp_path / f"pair-{number}")
         port = str(free_port())  # both the same, as a command that is given twice
         command = [*DEEPSPEED, "--num_accelerators", "2", "--master_port", port, str(TRAIN)]
-        offset_s = 0.0 if number == 0 else chance.choice((chance.uniform(0, 2), chance.uniform(0, 20)))
+        offset_s = 0.0 if number == 0 else chance.choice((chance.uniform(0, 2), chance.uniform(0, 6)))
         with Started(2, flags, command) as one:
             time.sleep(offset_s)
             log = one.log.rename(folder.with_suffix(".first.log"))
