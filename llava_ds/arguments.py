@@ -277,7 +277,9 @@ class TrainingArguments:
         "the run fits, by run/estimate.py (./auto names a file).",
     )
     output_dir: str | None = HfArg(default=None, help="Folder for everything that the run leaves.")
-    num_train_epochs: Annotated[float, Bounds(most=10**6)] = HfArg(default=1.0, help="Passes over the data (above 0).")
+    num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = HfArg(
+        default=1.0, help="Passes over the data (above 0)."
+    )
     max_steps: Whole = HfArg(default=-1, help="Optimizer steps; above 0 it wins over --num_train_epochs.")
     per_device_train_batch_size: Count = HfArg(default=8, help="Samples per rank and micro-batch (at least 1).")
     gradient_accumulation_steps: Count = HfArg(default=1, help="Micro-batches per optimizer step (at least 1).")

@@ -30,6 +30,8 @@ class Bounds:
         """Return what to give instead of a value outside: "1 or more"."""
         if 1 < self.most < value < math.inf:
             return f"{self.most:,} or less"
+        if self.least == -math.inf:
+            return "a finite number"
         if self.most > 1:
             return f"a value above {self.least:g}" if self.above else f"{self.least:,.10g} or more"
         first = f"above {self.least:g}" if self.above else f"from {self.least:g}"

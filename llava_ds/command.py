@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._get_value(action, text)
         except argparse.ArgumentError as error:
-            self._problems.append(_in_a_line(str(error)))
+            self._problems.append(in_a_line(str(error)))
             return None
 
     def error(self, message: str) -> NoReturn:
@@ -52,10 +52,10 @@ class Parser(argparse.ArgumentParser):
         if found := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
             known = [option for action in self._actions for option in action.option_strings]
             raise ConfigError(_unknown(found[1].split(" ")[0], known))
-        raise ConfigError(_in_a_line(message))
+        raise ConfigError(in_a_line(message))
 
 
-def _in_a_line(message: str) -> str:
+def in_a_line(message: str) -> str:
     """argparse's "argument --limit: is 0: ..." as "--limit is 0: ...", and its own words behind a colon."""
     pattern = r"^argument ([^\s:/]+)[^\s:]*:( (?:invalid|expected|ignored|not allowed) )?"
     return re.sub(pattern, lambda found: f"{found[1]}:{found[2]}" if found[2] else found[1], message)
@@ -90,6 +90,8 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
     the process now; ends_without_reader: see keep_streams.
     """
     keep_streams(ends_without_reader)
+    if os.environ.get("HOME") == "":
+        del os.environ["HOME"]  # ~ is then the user's own home folder, as the system knows it, instead of /
     _hear_interrupts()
     try:
         check_variables(os.environ)

@@ -1,4 +1,4 @@
-"""Telling whether a file is still the one that was looked at, without reading all of it."""
+"""Telling whether a file is still the one that was looked at, without reading all of a large one."""
 
 import hashlib
 import os
@@ -9,9 +9,9 @@ from typing_extensions import TypedDict
 
 from llava_ds.side_files import open_regular
 
-WHOLE_BYTES = 64 << 10  # up to which all of a file is compared; most pictures of data sets have less than twice that
+WHOLE_BYTES = 64 << 10  # up to which all of a file is compared, where nothing else is said
 BLOCK_BYTES, NUM_BLOCKS = 4 << 10, 16  # that are compared of a larger one
-SAMPLED = 256  # one of so many larger files is compared whole all the same
+READ_BYTES = 1 << 20  # at a time
 
 
 class Stamp(NamedTuple):
@@ -41,12 +41,12 @@ def state_of(path: str | Path) -> FileState:
 
     Raises OSError, and DataError for what is no regular file.
     """
-    return {"stamp": list(stamp_of(path)), "blocks": blocks_digest(path, sampled=0)}
+    return {"stamp": list(stamp_of(path)), "blocks": blocks_digest(path)}
 
 
-def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, sampled: int = SAMPLED) -> str:
-    """A hash of what a file, or a slice of one, holds: all of it up to WHOLE_BYTES, else size and NUM_BLOCKS blocks
-    from its first byte to its last; and all of one in `sampled` larger ones (0: of none), drawn by their blocks.
+def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_bytes: int = WHOLE_BYTES) -> str:
+    """A hash of what a file, or a slice of one, holds: all of it up to whole_bytes, else size and NUM_BLOCKS blocks
+    from its first byte to its last.
 
     32 hexadecimal digits. Raises OSError, and DataError for what is no regular file.
     """
@@ -55,13 +55,11 @@ def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, sample
         if num_bytes < 0:
             num_bytes = os.fstat(handle).st_size - offset
         digest = hashlib.sha256(num_bytes.to_bytes(8, "big"))
-        if num_bytes <= WHOLE_BYTES:
-            digest.update(os.pread(handle, num_bytes, offset))
+        if num_bytes <= whole_bytes:
+            for start in range(0, num_bytes, READ_BYTES):
+                digest.update(os.pread(handle, min(READ_BYTES, num_bytes - start), offset + start))
             return digest.hexdigest()[:32]
         last = num_bytes - BLOCK_BYTES
         for i in range(NUM_BLOCKS):
             digest.update(os.pread(handle, BLOCK_BYTES, offset + last * i // (NUM_BLOCKS - 1)))
-        if sampled and int.from_bytes(digest.digest()[-4:], "big") % sampled == 0:
-            for start in range(0, num_bytes, 1 << 20):
-                digest.update(os.pread(handle, min(1 << 20, num_bytes - start), offset + start))
         return digest.hexdigest()[:32]

@@ -24,6 +24,7 @@ from llava_ds.arguments import (
     trained_parts,
 )
 from llava_ds.bounds import in_short, out_of_bounds
+from llava_ds.command import in_a_line
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError
 from llava_ds.durations import seconds_of
 from llava_ds.flag_groups import GROUPS
@@ -89,6 +90,7 @@ MAX_RECIPE_BYTES = 1_000_000
 NOT_IN_RECIPES = ("recipe", "help", "h", "local_rank")
 FEW_CHOICES = 5  # that stand beside a flag in --help
 NO_FILE = "there is no such file"
+KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neither True nor False"}
 FLAT = "a YAML mapping of flag names to single values"
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
 PATHS = (
@@ -124,7 +126,16 @@ GROUPINGS = {
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> None:
-        raise ConfigError(message)
+        raise ConfigError(in_a_line(message))
+
+    def _get_value(self, action: argparse.Action, text: str) -> object:
+        """Raises ConfigError for what argparse would call an "invalid int value"."""
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError:
+            if action.type not in KINDS:
+                raise
+            raise ConfigError(f"--{action.dest} {in_short(text)} is {KINDS[action.type]}") from None
 
     def format_help(self) -> str:
         """The flags by purpose, each spelled once: all are known with hyphens too, and true ones as --no_<name>."""
@@ -199,6 +210,8 @@ def build_parser() -> HfArgumentParser:
 
 def read_recipe(path: str | Path) -> dict[str, object]:
     """The flags of a YAML recipe. Raises ConfigError when it is not a flat mapping of scalars."""
+    if problem := path_problem(str(path)):
+        raise ConfigError(f"--recipe {problem}")
     file = Path(os.path.expanduser(found(str(path), RECIPES, ".yaml")))
     if not os.path.isfile(file):  # opening a FIFO would wait for somebody to write
         raise ConfigError(
@@ -240,7 +253,7 @@ def parse_arguments(
     """
     parser = build_parser()
     recipe_path = _recipe_of(argv)
-    recipe = read_recipe(recipe_path) if recipe_path else {}
+    recipe = {} if recipe_path is None else read_recipe(recipe_path)
     written = {token[2:].split("=", 1)[0].replace("-", "_") for token in argv if token.startswith("--")}
     if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= written:
         # The command line fixes the samples of a step by these two: a recipe's total must not contradict it.
@@ -413,10 +426,6 @@ def training_problems(args: Arguments) -> list[str]:
     check(
         not math.isfinite(steps) or steps < 1 or steps == int(steps),
         f"--warmup_steps is {steps}: give a whole number, or their part of all steps from 0 to below 1",
-    )
-    check(
-        training.max_steps > 0 or 0 < training.num_train_epochs < math.inf,
-        f"--num_train_epochs is {training.num_train_epochs}: give a value above 0, or --max_steps",
     )
     for name in (training.report_to or "").split(","):
         check(

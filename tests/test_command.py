@@ -1,6 +1,7 @@
 """What surrounds every command, seen from outside: exit codes, Ctrl-C, and readers that leave."""
 
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -60,6 +61,18 @@ def test_ctrl_c_ends_a_command_and_its_workers_without_a_word():
         leave_with(main, "run/x.py")
     """
     assert interrupted(script(body)) == (EXIT_INTERRUPTED, "", "")
+
+
+def test_an_empty_home_is_none():
+    """~ would be the root of all files."""
+    body = """
+        def main():
+            print(os.path.expanduser("~"))
+        leave_with(main, "run/x.py")
+    """
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    with start(script(body), env={**os.environ, "HOME": ""}) as process:
+        assert process.communicate(timeout=60) == (f"{home}\n", "")
 
 
 def test_ctrl_c_while_libraries_are_imported():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llava_ds.arguments import ModelArguments, trained_parts, trains_projector_only
-from llava_ds.bounds import bounds_of
+from llava_ds.bounds import Bounds, bounds_of
 from llava_ds.constants import ConfigError
 from llava_ds.flag_groups import GROUPS
 from llava_ds.parsing import (
@@ -256,6 +256,7 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("warmup_ratio", 1.5, "give a value from 0 to 1"),
         ("num_train_epochs", 0, "give a value above 0"),
         ("num_train_epochs", "inf", "give a value above 0"),
+        ("num_train_epochs", "nan", "give a value above 0"),
         *((name, "missing", "there is no such file") for name in (
             "deepspeed_config", "data_path", "pretrain_mm_mlp_adapter",
         )),
@@ -272,10 +273,12 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("image_aspect_ratio", "anyres_max_0", "give square, pad, original, anyres or anyres_max_N"),
         ("image_grid_pinpoints", "[(24,48)]", "needs --image_aspect_ratio anyres, which is square"),
         ("on_bad_sample", "guess", "invalid choice: 'guess'"),
-        ("bf16", "perhaps", "--bf16"),
         ("tokens_per_micro_batch", "many", "give one, auto or none"),
         ("gradient_checkpointing", "some", "give off, all or auto"),
-        ("save_steps", "many", "--save_steps"),
+        ("save_steps", "many", "--save_steps many is not a whole number"),
+        ("learning_rate", "much", "--learning_rate much is not a number"),
+        ("bf16", "perhaps", "--bf16 perhaps is neither True nor False"),
+        ("recipe", "", "--recipe is empty: name a path"),
     ],
 )  # fmt: skip
 def test_bad_value_is_refused_by_name(flag, value, expected):
@@ -283,10 +286,17 @@ def test_bad_value_is_refused_by_name(flag, value, expected):
     assert f"--{flag}" in message and str(value) in message and expected in message
 
 
+def test_a_flag_out_of_bounds_is_said_once():
+    said = refused(*NEEDED, "--num_train_epochs", "nan").splitlines()
+    assert said == ["--num_train_epochs is nan: give a value above 0"]
+    assert Bounds().expected(float("nan")) == "a finite number"
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
         (["--bf16", "True", "--fp16", "True"], "--bf16 and --fp16 are both set: choose one"),
+        (["--num_train_epochs", "-5", "--max_steps", "3"], "--num_train_epochs is -5.0: give a value above 0"),
         (["--model_name_or_path", "lmsys/vicuna-7b"], "no such folder; if it is a name on the hub, download it"),
         (["--vision_tower", "."], "--vision_tower goes with --model_name_or_path"),
         (["--model_name_or_path", ".", "--vision_tower", "."], "--data_path is missing"),

@@ -43,7 +43,7 @@ from llava_ds.data.templates import resolve_template
 from llava_ds.data.writing import can_now_be_used, write_rows
 from llava_ds.distributed import Ranks, first_rank_first, gather, print_first, printable
 
-ENCODING_VERSION = 3  # raise it when the same records would give other rows
+ENCODING_VERSION = 4  # raise it when the same records would give other rows
 
 LLAVA_TOKENS_PER_PICTURE = 128  # what LLaVA's data set adds to the words of a sample with pictures
 

@@ -27,6 +27,8 @@ from llava_ds.whole_files import write_whole
 FILE = "data_files.parquet"  # in a run's folder: which files it was trained on
 # Names of files are bytes: they need not be UTF-8.
 COLUMNS = [("files", pa.list_(pa.binary())), ("stamps", pa.list_(pa.int64())), ("contents", pa.list_(pa.string()))]
+# Up to which all of a file is hashed, which takes less than decoding it once does; larger ones are videos.
+WHOLE_BYTES = 32 << 20
 THREADS = 8  # that ask for stamps and read blocks: on a network's disk each answer takes its time
 NUM_SAMPLED = 256  # files that are read again at every start, whatever their stamps
 MOST_NAMED = 5
@@ -52,7 +54,7 @@ def seen_files(media: Media, options: PictureOptions, stamps: list[Stamp]) -> li
 
 
 def _digest(ref: FileRef) -> str:
-    return blocks_digest(ref.path, ref.offset, ref.num_bytes)
+    return blocks_digest(ref.path, ref.offset, ref.num_bytes, WHOLE_BYTES)
 
 
 def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:
@@ -151,7 +153,12 @@ def write_data_files(output_dir: Path, table: datasets.Dataset) -> None:
         "mtime_ns": stamps[:, 1],
     }
     listed = pa.table({**columns, "contents": _flat(table, "contents")})
-    write_whole(output_dir / FILE, lambda path: pa.parquet.write_table(listed, path, compression="zstd"))
+
+    def write(path: Path) -> None:
+        with open(path, "wb") as file:  # what pyarrow raises where it opens one itself names no file
+            pa.parquet.write_table(listed, file, compression="zstd")
+
+    write_whole(output_dir / FILE, write)
 
 
 def changes_since(table: datasets.Dataset, run_dir: Path) -> str:

@@ -22,6 +22,7 @@ from llava_ds.ds_config.optimizer import offloads, resolve_optimizer
 from llava_ds.ds_config.precision import resolve_precision, torch_dtype
 from llava_ds.ds_config.scheduler import resolve_scheduler
 from llava_ds.ds_config.zero import resolve_zero
+from llava_ds.side_files import MAX_JSON_BYTES, read_bytes
 
 DEEPEST = 20  # objects and lists within each other
 COMMENT = re.compile(
@@ -64,11 +65,14 @@ def read_ds_config(path: str | Path) -> dict:
     """Return the JSON object in a file. Comments, a comma behind the last value and whatever else Hjson allows may
     stand in it, as DeepSpeed 0.19 reads it (runtime/config.py). Raises ConfigError otherwise."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        config = _parsed(text)
+        config = _parsed(read_bytes(path, MAX_JSON_BYTES).decode("utf-8-sig"))
     except ConfigError as error:
         raise ConfigError(f"--deepspeed_config {path}: {error}") from error
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, a number of 5,000 digits
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: no file, JSON or UTF-8, a number of 5,000 digits
         raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"--deepspeed_config {path} holds a {type(config).__name__}: expected a JSON object")

@@ -71,4 +71,4 @@ def _seen(file: Path, named: bool) -> tuple[int, int, str]:
     if not named:
         own_file(file)
     stamp = stamp_of(file)
-    return stamp.num_bytes, stamp.mtime_ns, blocks_digest(file, sampled=0)
+    return stamp.num_bytes, stamp.mtime_ns, blocks_digest(file)

@@ -47,11 +47,19 @@ class RowLog:
 
 
 class MetricsLog(RowLog):
-    """metrics.jsonl. Steps behind the one a run resumes from are dropped, for they will come again."""
+    """metrics.jsonl. Steps behind the one a run resumes from are dropped, for they will come again; those before it
+    that are not there are said."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.touch()
-        super().__init__(path, [row for row in read_metrics(path) if row["step"] <= resume_step])
+        kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
+        super().__init__(path, kept)
+        if lacking := sorted(set(range(1, resume_step + 1)) - {row["step"] for row in kept}):
+            print(
+                f"WARNING: {path} lacks {len(lacking):,} of the {resume_step:,} steps up to the checkpoint "
+                f"({lacking[0]} to {lacking[-1]}): it was cut or lost; the run goes on, its curves and sums lack them",
+                flush=True,
+            )
 
 
 def rows_of(path: Path) -> list[dict]:

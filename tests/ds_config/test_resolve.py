@@ -1,6 +1,7 @@
 """The DeepSpeed JSON as a contract: filled by Hugging Face's formulas, or refused with every reason at once."""
 
 import json
+import os
 import random
 from types import SimpleNamespace
 
@@ -264,6 +265,11 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path):
         read_ds_config(path)
     with pytest.raises(ConfigError, match="can't be read as JSON"):
         read_ds_config(tmp_path / "missing.json")
+    for name, problem in (("pipe", "a named pipe"), ("zeros", "a device")):  # neither waits nor fills the memory
+        other = tmp_path / name
+        os.mkfifo(other) if name == "pipe" else other.symlink_to("/dev/zero")
+        with pytest.raises(ConfigError, match=f"{name} can't be read as JSON: it is {problem}, expected a file"):
+            read_ds_config(other)
 
 
 def test_any_combination_resolves_without_auto_or_is_refused():

@@ -31,6 +31,20 @@ def test_rows_come_back_as_written(tmp_path):
     assert len(path.read_text().splitlines()) == 3
 
 
+def test_steps_that_a_cut_log_has_lost_are_said(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path, 0).write([row(step) for step in range(1, 7)])
+    MetricsLog(path, 4)
+    assert capsys.readouterr().out == ""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2 + 5])
+    log = MetricsLog(path, 4)
+    assert f"WARNING: {path} lacks 2 of the 4 steps up to the checkpoint (3 to 4)" in capsys.readouterr().out
+    log.write([row(5)])
+    MetricsLog(path, 5)
+    assert "lacks 2 of the 5 steps up to the checkpoint (3 to 4)" in capsys.readouterr().out
+
+
 def test_a_resumed_run_drops_the_rows_that_come_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     MetricsLog(path, 0).write([row(step) for step in range(1, 8)])
