@@ -11,6 +11,7 @@ from typing import NoReturn
 from llava_ds import __version__
 from llava_ds.command import begin, leave_with
 from llava_ds.constants import ConfigError
+from llava_ds.launchers import free_port
 from llava_ds.processes import RUNNER_MODULE
 from llava_ds.shipped import RECIPES, RUN
 
@@ -30,6 +31,9 @@ COMMANDS = {
 LAUNCHED = ("train", "evaluate")  # those that take one process per GPU
 RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # as srun and mpirun tell them
 HELP = ("-h", "--help")
+# Flags of deepspeed's launcher that choose among this machine's GPUs, as long as no hostfile names others.
+OF_ONE_MACHINE = {"--num_gpus", "--num_accelerators", "--include", "-i", "--exclude", "-e"}
+HOSTFILE = Path("/job/hostfile")  # that deepspeed looks for
 
 
 def main() -> NoReturn:
@@ -97,8 +101,15 @@ def launch(script: Path, launcher_flags: list[str], argv: list[str]) -> NoReturn
     if not torch.accelerator.is_available():
         environ.setdefault("DS_ACCELERATOR", "cpu")  # it would warn that it found no GPU
     # Not the script `deepspeed`: after pip install --user it does not lie beside the interpreter.
-    words = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "error", *launcher_flags, str(script), *argv]
+    words = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "error", *port_flags(launcher_flags)]
+    words += [*launcher_flags, str(script), *argv]
     os.execve(sys.executable, words, environ)
+
+
+def port_flags(launcher_flags: list[str]) -> list[str]:
+    """A free port, so that runs on one machine can stand beside each other; none where the user has to choose one."""
+    flags = {word.split("=", 1)[0] for word in launcher_flags if word.startswith("-")}
+    return ["--master_port", str(free_port())] if flags <= OF_ONE_MACHINE and not HOSTFILE.exists() else []
 
 
 def usage() -> str:

@@ -147,6 +147,12 @@ def _did_not_meet(error: Exception) -> str:
     """What to say when the ranks did not come together."""
     env = os.environ
     reason = str(error).strip().splitlines()[0]
+    if any(sign in str(error).lower() for sign in ("eaddrinuse", "address already in use")):
+        return (
+            f"port {env['MASTER_PORT']} on {socket.gethostname()} is taken, by another run or by ranks of an earlier "
+            "one that still live: give another one, by --master_port for deepspeed, --master-port for torchrun, "
+            f"MASTER_PORT for srun and mpirun ({reason})"
+        )
     return (
         f"rank {env['RANK']} of {env['WORLD_SIZE']}, on {socket.gethostname()}, did not meet the others at "
         f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} ({reason}): start all machines within DEEPSPEED_TIMEOUT minutes "

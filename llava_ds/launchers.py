@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Mapping
 
+from llava_ds.bounds import in_short
 from llava_ds.constants import ConfigError
 
 TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -15,6 +16,14 @@ RANK_NUMBERS = {
 }  # fmt: skip
 LARGEST = {"MASTER_PORT": 65535}
 DEFAULT_PORT = 29500  # deepspeed's and torchrun's
+# What srun and Open MPI's mpirun call them.
+SRUN = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+OPEN_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
 _NODES = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # one entry of Slurm's lists: gpu[01-03,07]
 
 
@@ -33,9 +42,9 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | No
                 f"{', '.join(TORCH_VARIABLES)}, or set these too"
             )
         return {}, None
-    if _number(environ, "SLURM_STEP_NUM_TASKS") > 1:
+    if (names := _names(environ)) is SRUN:
         found = _from_srun(environ)
-    elif _number(environ, "OMPI_COMM_WORLD_SIZE") > 1:
+    elif names is OPEN_MPI:
         found = _from_open_mpi(environ)
     elif _number(environ, "PMI_SIZE") > 1:
         raise ConfigError(
@@ -51,25 +60,28 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | No
 def check_variables(environ: Mapping[str, str]) -> None:
     """Raise ConfigError, with a line for each, where variables that say who a rank is can't be true.
 
-    All that are set have to be well-formed, for libraries read them too; RANK is what makes a process a rank.
+    All that are set have to be well-formed, for libraries read them too; RANK, or the like of another launcher, is what
+    makes a process a rank.
     """
-    problems, numbers = [], {}
+    problems, numbers, names = [], {}, _names(environ)
+    spelled = {name: name if name in environ else names.get(name, name) for name in RANK_NUMBERS}
     for name, least in RANK_NUMBERS.items():
-        if name not in environ:
+        text = environ.get(spelled[name])
+        if text is None:
             continue
-        text = environ[name].strip()
-        if text.isdecimal() and text.isascii() and least <= int(text) <= LARGEST.get(name, 2**31 - 1):
-            numbers[name] = int(text)
+        number = _parsed(text.strip())
+        if number is not None and least <= number <= LARGEST.get(name, 2**31 - 1):
+            numbers[name] = number
         else:
             limit = f" to {LARGEST[name]}" if name in LARGEST else ""
-            problems.append(f"{name} is {environ[name]!r}: expected a whole number from {least}{limit}")
+            problems.append(f"{spelled[name]} is {in_short(text)!r}: expected a whole number from {least}{limit}")
     of = {"RANK": ("WORLD_SIZE",), "LOCAL_RANK": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")}
-    for name, sizes in of.items() if "RANK" in environ else ():
+    for name, sizes in of.items() if "RANK" in environ or names else ():
         size = next((size for size in sizes if size in numbers), None)
         if name in numbers and size is not None and numbers[name] >= numbers[size]:
             problems.append(
-                f"{name} is {numbers[name]}, but {size} is {numbers[size]}: ranks count from 0 to {numbers[size] - 1}, "
-                "and would wait for ever for one that is not among them"
+                f"{spelled[name]} is {numbers[name]}, but {spelled[size]} is {numbers[size]}: ranks count from 0 to "
+                f"{numbers[size] - 1}, and would wait for ever for one that is not among them"
             )
     if "RANK" in environ and not environ.get("MASTER_ADDR", "unset").strip():
         problems.append("MASTER_ADDR is empty: expected the name or address of rank 0's machine")
@@ -77,46 +89,54 @@ def check_variables(environ: Mapping[str, str]) -> None:
         raise ConfigError("\n".join([*problems, "unset what no launcher has set, or start with deepspeed or torchrun"]))
 
 
+def _names(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """What the launcher of this process calls the variables, where it does not set RANK itself. Empty for none."""
+    if "RANK" not in environ:
+        for names in (SRUN, OPEN_MPI):
+            if _number(environ, names["WORLD_SIZE"]) > 1:
+                return names
+    return {}
+
+
 def _from_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of one task of a job step. Source: srun(1), "Output environment variables"."""
-    missing = [name for name in ("SLURM_PROCID", "SLURM_LOCALID") if name not in environ]
-    if missing:
-        raise ConfigError(f"SLURM_STEP_NUM_TASKS is set, but {' and '.join(missing)} not: start the script with srun")
+    found = _renamed(environ, SRUN, "srun")
     # Task 0 runs on the first node of the step, unless srun was given a distribution of the user's own.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes is None and "MASTER_ADDR" not in environ:
         raise ConfigError(
             "neither SLURM_STEP_NODELIST nor MASTER_ADDR is set: export MASTER_ADDR, the first node's name"
         )
-    per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    node = _number(environ, "SLURM_NODEID", least=0)
+    here = tasks_on(_number(environ, "SLURM_NODEID", least=0), environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     # Jobs that share a node get ports of their own, below those that Linux gives to outgoing connections.
     number = 31 * _number(environ, "SLURM_JOB_ID", least=0) + _number(environ, "SLURM_STEP_ID", least=0)
     return {
-        "RANK": environ["SLURM_PROCID"],
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_WORLD_SIZE": str(per_node[min(node, len(per_node) - 1)]),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or expand_nodelist(nodes)[0],
+        **found,
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_node(nodes),
         "MASTER_PORT": str(12000 + number % 20000),
     }
 
 
 def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of a process that mpirun started."""
-    names = {
-        "RANK": "OMPI_COMM_WORLD_RANK",
-        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    }
-    found = {name: environ[theirs] for name, theirs in names.items()}
+    found = _renamed(environ, OPEN_MPI, "mpirun")
     if "MASTER_ADDR" not in environ and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
         raise ConfigError(
             "mpirun started ranks on several machines, but MASTER_ADDR is not set, and Open MPI does not say where "
             "rank 0 is: give mpirun -x MASTER_ADDR=<name or address of the first machine>"
         )
     return {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}
+
+
+def _renamed(environ: Mapping[str, str], names: Mapping[str, str], launcher: str) -> dict[str, str]:
+    """A launcher's variables by torch's names. Raises ConfigError where one is missing."""
+    missing = [theirs for theirs in names.values() if theirs not in environ]
+    if missing:
+        raise ConfigError(
+            f"{names['WORLD_SIZE']} is set, but {' and '.join(missing)} not: start the script with {launcher}"
+        )
+    return {name: environ[theirs] for name, theirs in names.items()}
 
 
 def _note_of_one(environ: Mapping[str, str]) -> str | None:
@@ -130,35 +150,24 @@ def _note_of_one(environ: Mapping[str, str]) -> str | None:
     )
 
 
-def expand_nodelist(text: str) -> list[str]:
-    """The names in a list as Slurm writes it: gpu[01-03,07],login1 is gpu01, gpu02, gpu03, gpu07, login1."""
+def first_node(text: str) -> str:
+    """The first name in a list as Slurm writes it: gpu03 of gpu[03-04,07],login1."""
     if not re.fullmatch(f"{_NODES}(?:,{_NODES})*", text):
-        raise ConfigError(f"the node list {text!r} can't be read: export MASTER_ADDR, the first node's name")
-    names = []
-    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        expanded = [""]
-        for literal, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", entry):
-            endings = [literal] if literal else [n for part in ranges.split(",") for n in _numbers_in(part)]
-            expanded = [start + ending for start in expanded for ending in endings]
-        names += expanded
-    return names
+        raise ConfigError(f"the node list {in_short(text)!r} can't be read: export MASTER_ADDR, the first node's name")
+    entry = re.match(_NODES, text)[0]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry)
 
 
-def _numbers_in(part: str) -> list[str]:
-    """The numbers of 08-11, as wide as the first is written."""
-    first, _, last = part.partition("-")
-    return [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
-
-
-def expand_counts(text: str) -> list[int]:
-    """Tasks per node, as Slurm writes them: 4(x2),3 is 4, 4, 3."""
-    counts = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}: expected numbers like 4(x2),3")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+def tasks_on(node: int, text: str) -> int:
+    """The number of tasks on a node of the step, of them all as Slurm writes them: 4(x2),3 is 4, 4, 3."""
+    parts = [re.fullmatch(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,8})\))?", part, re.ASCII) for part in text.split(",")]
+    if None in parts:
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {in_short(text)!r}: expected numbers like 4(x2),3")
+    for part in parts:
+        node -= int(part[2] or 1)
+        if node < 0:
+            break
+    return int(part[1])
 
 
 def free_port() -> int:
@@ -183,6 +192,11 @@ def is_loopback_name(host: str) -> bool:
 def _number(environ: Mapping[str, str], name: str, least: int = 1) -> int:
     """A variable's whole number, or the least that it can be where it is not set."""
     text = environ.get(name, str(least))
-    if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}: expected a whole number")
-    return int(text)
+    if (number := _parsed(text)) is None:
+        raise ConfigError(f"{name} is {in_short(text)!r}: expected a whole number")
+    return number
+
+
+def _parsed(text: str) -> int | None:
+    """A whole number, of no more digits than any of these variables has."""
+    return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None

@@ -10,7 +10,7 @@ import sys
 import pytest
 from launching import ROOT, environment
 
-from llava_ds import processes
+from llava_ds import cli, processes
 from llava_ds.cli import COMMANDS, is_to_be_launched, launch, split, usage
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError
 from llava_ds.shipped import DS_CONFIGS, RECIPES, RUN, found
@@ -73,6 +73,16 @@ def test_the_launcher_is_found_where_no_script_lies_beside_the_interpreter(tmp_p
     assert words[-5:] == ["--num_gpus", "4", str(RUN / "train.py"), "--x", "1"]
     assert processes._is_runner(words)  # ranks know it by that
     assert importlib.util.find_spec(words[words.index("-m") + 1]) is not None
+
+
+def test_a_run_on_one_machine_gets_a_port_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "HOSTFILE", tmp_path / "hostfile")
+    ports = [cli.port_flags(flags) for flags in ([], ["--num_gpus", "4"], ["--include=localhost:0"])]
+    assert all(flag == "--master_port" and 0 < int(port) < 65536 and port != "29500" for flag, port in ports)
+    for flags in (["--master_port", "5000"], ["--master_port=5000"], ["--hostfile", "hosts"], ["-H", "hosts"]):
+        assert cli.port_flags(flags) == []
+    (tmp_path / "hostfile").touch()
+    assert cli.port_flags([]) == []
 
 
 def llava_ds(*words: str, redirection: str = "", **variables: str) -> subprocess.Popen:

@@ -81,6 +81,21 @@ def test_gloo_takes_the_interface_that_leads_to_rank_0_where_the_name_misleads(m
         distributed._choose_gloo_interface("127.0.0.1")
 
 
+def test_a_taken_port_is_what_the_message_begins_with(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(torch.distributed.DistNetworkError) as error:
+            torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    said = distributed._did_not_meet(error.value)
+    assert said.startswith(f"port {port} on {socket.gethostname()} is taken") and "--master_port" in said
+    assert "start all machines within" in distributed._did_not_meet(RuntimeError("timed out"))
+
+
 class Turns:
     """Four ranks as threads, on two machines; their gather is a barrier with a list."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from llava_ds.constants import ConfigError
-from llava_ds.launchers import expand_counts, expand_nodelist, is_loopback_name, rank_variables
+from llava_ds.launchers import check_variables, first_node, is_loopback_name, rank_variables, tasks_on
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -84,6 +84,10 @@ def test_a_process_that_nothing_announces_is_alone(environ, noted):
         ({"PMI_SIZE": "4"}, "PMI_SIZE is 4, but RANK is not set"),
         (MPI, "mpirun -x MASTER_ADDR="),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID and SLURM_LOCALID not: start the script with srun"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "LOCAL_RANK and OMPI.*_LOCAL_SIZE not: .* mpirun"),
+        ({**TASK, "SLURM_STEP_NODELIST": "a[0-2", "SLURM_PROCID": "0"}, "export MASTER_ADDR"),
+        ({**TASK, "SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"}, "expected numbers like"),
+        ({**TASK, "SLURM_STEP_TASKS_PER_NODE": "0"}, "expected numbers like"),
         ({**TASK, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x': expected a whole number"),
         ({**TASK, "SLURM_STEP_NODELIST": "gpu[1-"}, r"the node list 'gpu\[1-' can't be read: export MASTER_ADDR"),
         ({**TASK, "SLURM_STEP_NODELIST": ""}, "neither SLURM_STEP_NODELIST nor MASTER_ADDR"),
@@ -95,27 +99,60 @@ def test_a_launcher_that_says_too_little_is_refused(environ, message):
         rank_variables(environ)
 
 
+STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "127.0.0.1"}
+TWO_OF_MPI = {**dict.fromkeys(MPI, "2"), "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("environ", "line"),
     [
-        ("gpu1", ["gpu1"]),
-        ("gpu[01-03,07],login1", ["gpu01", "gpu02", "gpu03", "gpu07", "login1"]),
-        ("r[1-2]n[9-10]-ib", ["r1n9-ib", "r1n10-ib", "r2n9-ib", "r2n10-ib"]),
-        ("a,b-2.cluster,c[098-101]", ["a", "b-2.cluster", "c098", "c099", "c100", "c101"]),
+        ({**STEP, "SLURM_PROCID": "5"}, "SLURM_PROCID is 5, but SLURM_STEP_NUM_TASKS is 2: ranks count from 0 to 1"),
+        ({**STEP, "SLURM_PROCID": "x", "SLURM_LOCALID": "y"}, "SLURM_PROCID is 'x': expected a whole number from 0"),
+        ({**STEP, "SLURM_LOCALID": "7"}, "SLURM_LOCALID is 7, but SLURM_STEP_NUM_TASKS is 2"),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "9" * 5000}, "SLURM_STEP_NUM_TASKS is '999"),
+        ({**STEP, "WORLD_SIZE": "1"}, "SLURM_PROCID is 1, but WORLD_SIZE is 1"),  # left over, and it would win
+        ({**TWO_OF_MPI, "OMPI_COMM_WORLD_RANK": "7"}, "OMPI_COMM_WORLD_RANK is 7, but OMPI_COMM_WORLD_SIZE is 2"),
+        ({**TWO_OF_MPI, "OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK is 'x': expected a whole number from 0"),
+        ({**TWO_OF_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK is 2, but OMPI_COMM_WORLD_LOC"),
+        ({"RANK": "9" * 5000}, "RANK is '999"),
     ],
 )
-def test_node_lists(text, names):
-    assert expand_nodelist(text) == names
+def test_what_srun_and_mpirun_cannot_have_said_is_refused(environ, line):
+    with pytest.raises(ConfigError, match=f"^{line}") as error:
+        check_variables(environ)
+    assert len(str(error.value)) < 500
+
+
+def test_what_they_can_have_said_is_not():
+    for environ in (TASK, MPI, STEP, TWO_OF_MPI, {**TASK, **TWO_OF_MPI, **TORCH, "WORLD_SIZE": "4"}):
+        check_variables(environ)
+    check_variables({"SLURM_NTASKS": "16", "SLURM_PROCID": "x"})  # without srun it is no task
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu[01-03,07],login1", "gpu01"),
+        ("r[1-2]n[9-10]-ib", "r1n9-ib"),
+        ("a,b-2.cluster,c[098-101]", "a"),
+        ("a[0-999999999999]", "a0"),
+        ("a[5-2]", "a5"),
+    ],
+)
+def test_node_lists(text, name):
+    assert first_node(text) == name
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a[", "a]", "a[x-2]", "a[1-2", "a b", "a[]"])
 def test_node_lists_that_are_none(text):
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        expand_nodelist(text)
+        first_node(text)
 
 
 def test_tasks_per_node():
-    assert expand_counts("4(x2),3") == [4, 4, 3] and expand_counts("8") == [8]
+    assert [tasks_on(node, "4(x2),3") for node in range(4)] == [4, 4, 3, 3] and tasks_on(0, "8") == 8
+    assert tasks_on(10**8, "2(x999999999),1") == 2
 
 
 def test_a_name_that_leads_nowhere_else():

@@ -15,8 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+from pydantic import Field, TypeAdapter, ValidationError
 
 from llava_ds.checkpoint.files import described
 from llava_ds.constants import EXIT_BAD_INPUT, ConfigError, DataError
@@ -32,15 +34,20 @@ LINGERING_S = 90.0  # that ranks of a dead run are waited for, whose watchdogs e
 SAME_START_S = 5.0  # by which the start of one process may differ between two looks: clocks are set
 MOST_BYTES = 1 << 20
 
+# What a field of run.lock may hold: others may have written it, and its token becomes part of a file's name.
+Token = Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
+Pid = Annotated[int, Field(ge=1, lt=1 << 31)]
+Text = Annotated[str, Field(max_length=256)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Process:
     """A process and what tells it from a later one of its number."""
 
-    host: str
-    namespace: str  # see process_namespace
-    pid: int
-    started: float
+    host: Text
+    namespace: Text  # see process_namespace
+    pid: Pid
+    started: Annotated[float, Field(allow_inf_nan=False)]
 
     @classmethod
     def current(cls) -> "Process":
@@ -70,9 +77,9 @@ class Holder:
     ending: whether it was asked to stop.
     """
 
-    token: str
+    token: Token
     first: Process | None
-    since: str = ""
+    since: Text = ""
     ranks: tuple[Process, ...] = ()
     launcher: int | None = None
     ending: bool = False
@@ -88,6 +95,9 @@ class Holder:
         if self.first is None:
             return "a process that does not say its name"
         return f"process {self.first.pid} on {self.first.host}, started {self.since}"
+
+
+_HOLDER = TypeAdapter(Holder)
 
 
 class OutputLock:
@@ -330,11 +340,16 @@ def _create(own: Path, path: Path) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """Read a lock; None where there is none. One that can't be read has a holder without a name."""
+    """Read a lock; None where there is none. One that can't be read has a holder without a name.
+
+    Raises OSError, and ConfigError where something stands there that no run has put there.
+    """
     try:
         # Opening is what makes NFS ask its server; a pipe of that name would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
+        if path.is_symlink():  # no lock could be created there either
+            raise ConfigError(f"{path} is a link that leads nowhere: remove it") from None
         return None
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -342,10 +357,8 @@ def _read(path: Path) -> Holder | None:
             raise ConfigError(f"{path} is no file of a run's: move it away")
         text = file.read(MOST_BYTES)
     try:
-        said = json.loads(text)
-        first, ranks = Process(**said.pop("first")), tuple(Process(**each) for each in said.pop("ranks"))
-        return Holder(**said, first=first, ranks=ranks)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return _HOLDER.validate_json(text, strict=True)
+    except ValidationError:
         return Holder(f"unreadable-{status.st_ino}", None)
 
 

@@ -153,12 +153,60 @@ def test_another_machine_holds_it_while_it_renews_it(tmp_path, monkeypatch):
         lock.take(tmp_path)  # silent from now on
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"first": {}, "ranks": 3}'])
-def test_what_cannot_be_read_holds_until_it_is_old(tmp_path, content):
+UNREADABLE = [b"", b"{}", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"first": {}, "ranks": 3}']
+WRONG_TYPES = [
+    ("first.pid", "x"),
+    ("first.pid", -1),
+    ("first.pid", 10**30),
+    ("first.started", "x"),
+    ("first.host", 3),
+    ("ranks.0.pid", "x"),
+    ("ranks", 3),
+    ("token", "../../zz"),
+    ("token", "a\0b"),
+    ("token", "a" * 4000),
+    ("token", 1),
+    ("since", "x" * 5000),
+    ("ending", "no"),
+]
+
+
+def with_wrong_type(first: Process, place: str, value: object) -> bytes:
+    whole = target = json.loads(Holder("0", first, "long ago", (first,)).encoded())
+    *above, last = place.split(".")
+    for part in above:
+        target = target[int(part) if part.isdigit() else part]
+    target[last] = value
+    return json.dumps(whole).encode()
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("content", [*UNREADABLE, *WRONG_TYPES], ids=range(len(UNREADABLE + WRONG_TYPES)))
+def test_what_cannot_be_read_holds_until_it_is_old(tmp_path, content, where):
+    if isinstance(content, tuple):
+        content = with_wrong_type(ended() if where == "here" else ELSEWHERE, *content)
     (tmp_path / NAME).write_bytes(content)
+    assert output_lock._read(tmp_path / NAME).first is None
     os.utime(tmp_path / NAME, (0, time.time() - 2 * output_lock.SILENT_S))
     with OutputLock() as lock:
         lock.take(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_it_writes_it_reads(tmp_path):
+    written = Holder("0f", Process.current(), "now", (ended(), ELSEWHERE), 7, True)
+    (tmp_path / NAME).write_text(written.encoded())
+    assert output_lock._read(tmp_path / NAME) == written
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path):
+    (tmp_path / NAME).symlink_to("gone")
+    child = start(tmp_path)
+    try:
+        said, _ = child.communicate(timeout=20)
+    finally:
+        child.kill()
+    assert (child.returncode, said) == (2, f"refused {tmp_path / NAME} is a link that leads nowhere: remove it\n")
 
 
 def test_what_is_no_file_and_a_folder_that_cannot_be_written_to_are_named(tmp_path):
