@@ -6,7 +6,7 @@ import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from llava_ds import __version__
 from llava_ds.command import begin, leave_with
@@ -14,6 +14,9 @@ from llava_ds.constants import ConfigError
 from llava_ds.launchers import free_port
 from llava_ds.processes import RUNNER_MODULE
 from llava_ds.shipped import RECIPES, RUN
+
+if TYPE_CHECKING:
+    from llava_ds.arguments import Arguments
 
 # Name: the file in run/, and what it does.
 COMMANDS = {
@@ -88,9 +91,17 @@ def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str
 
 def check_training_flags() -> None:
     """End here where they can't be used: the launcher would take seconds, and speak before the message."""
+    begin("run/train.py", reads=read_training_flags)
+
+
+def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:
+    """Parse run/train.py's flags, the tiny model's where no other is named: see parse_arguments.
+
+    The import takes most of a second, in which Ctrl-C has to be heard: begin() stands before it.
+    """
     from llava_ds.parsing import parse_arguments, tiny_defaults
 
-    begin("run/train.py", reads=lambda argv: parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES)))
+    return parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
 
 
 def launch(script: Path, launcher_flags: list[str], argv: list[str]) -> NoReturn:

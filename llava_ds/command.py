@@ -92,7 +92,8 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
     keep_streams(ends_without_reader)
     if os.environ.get("HOME") == "":
         del os.environ["HOME"]  # ~ is then the user's own home folder, as the system knows it, instead of /
-    _hear_interrupts()
+    # Nothing is half-written yet, and an exception may be lost: transformers' lazy modules make an ImportError of it.
+    _hear_interrupts(exit_for_interrupt)
     try:
         check_variables(os.environ)
     except ConfigError as error:  # said by every rank, for RANK itself may be no number
@@ -115,6 +116,7 @@ def leave_with(main: Callable[[], int | None], program: str) -> NoReturn:
     message; 130: Ctrl-C, without a word; 1: a failure, with a traceback.
     """
     try:
+        _hear_interrupts(_raise_interrupt)
         code = _run(main)
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, program)
@@ -152,8 +154,8 @@ def exit_for_interrupt() -> NoReturn:
     os._exit(EXIT_INTERRUPTED)  # without a flush: what was being written when Ctrl-C came might appear twice
 
 
-def _hear_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt in this process alone, once; a second one ends it at once.
+def _hear_interrupts(interrupt: Callable[[], NoReturn]) -> None:
+    """Let Ctrl-C call `interrupt` in this process alone, once; a second one ends it at once.
 
     Forked workers pass it over: the terminal sends it to all, and this process ends them.
     """
@@ -168,12 +170,16 @@ def _hear_interrupts() -> None:
         times += 1
         if times > 1:
             os._exit(EXIT_INTERRUPTED)
-        raise KeyboardInterrupt
+        interrupt()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
-        if issubclass(kind, KeyboardInterrupt):  # while libraries were imported
+        if issubclass(kind, KeyboardInterrupt):  # while leave_with said why the command ended
             exit_for_interrupt()
         sys.__excepthook__(kind, error, trace)
 
     signal.signal(signal.SIGINT, interrupted)
     sys.excepthook = uncaught
+
+
+def _raise_interrupt() -> NoReturn:
+    raise KeyboardInterrupt

@@ -491,7 +491,7 @@ def training_problems(args: Arguments) -> list[str]:
     )
     check(
         training.deepspeed_config is not None,
-        "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json, or give auto",
+        "--deepspeed_config is missing: give zero3 or another of ds_configs/, the path of a DeepSpeed JSON, or auto",
     )
     for name in ("deepspeed_config", "pretrain_mm_mlp_adapter"):
         value = args.as_dict()[name]

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from llava_ds.cli import read_training_flags
 from llava_ds.command import begin, leave_with
-from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS, parse_arguments, tiny_defaults
 
 if __name__ == "__main__":
-    recipes = Path(__file__).parent / "recipes"
-    begin("run/train.py", reads=lambda argv: parse_arguments(argv, defaults=tiny_defaults(argv, recipes)))
+    begin("run/train.py", reads=read_training_flags)
 
 import deepspeed
 import torch
@@ -60,6 +59,7 @@ from llava_ds.model.folders import take_from_model
 from llava_ds.model.language import length_note
 from llava_ds.model.liger import check_liger, use_liger
 from llava_ds.model.recompute import mark_layers
+from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS
 from llava_ds.report.mending import mend_side_files
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.start import start_progress
@@ -80,7 +80,6 @@ from llava_ds.train.stopping import Stopping
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 from llava_ds.train.watchdog import Watchdog
 
-RECIPES = Path(__file__).parent / "recipes"
 DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 
@@ -97,7 +96,7 @@ def main(argv: list[str]) -> int:
 
 def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -> int:
     """The whole of it, from flags to the finished model."""
-    args, notes = parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
+    args, notes = read_training_flags(argv)
     quiet_libraries(args.training.verbose)
     args, more_notes = take_from_model(args)
     max_shard_bytes = parse_size(args.training.max_shard_size)

@@ -79,6 +79,38 @@ def test_ctrl_c_while_libraries_are_imported():
     assert interrupted(script('print("ready", flush=True); time.sleep(60)')) == (EXIT_INTERRUPTED, "", "")
 
 
+def test_ctrl_c_is_not_lost_in_an_import_that_makes_another_error_of_it():
+    """As transformers' lazily loaded modules do."""
+    body = """
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        except BaseException as error:
+            raise ModuleNotFoundError("could not import") from error
+    """
+    assert interrupted(script(body)) == (EXIT_INTERRUPTED, "", "")
+
+
+def test_no_command_imports_a_large_library_before_it_hears_ctrl_c():
+    code = """
+        import runpy, sys
+        from pathlib import Path
+        import llava_ds.command
+        class Begun(Exception): pass
+        def begin(*_, **__): raise Begun
+        llava_ds.command.begin = begin
+        for script in sorted(Path("run").glob("*.py")):
+            if "leave_with(" in script.read_text():
+                try: runpy.run_path(str(script), run_name="__main__")
+                except Begun: print(script)
+        print(sorted({"numpy", "torch", "transformers", "yaml", "PIL", "deepspeed"} & set(sys.modules)))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    *begun, loaded = done.stdout.splitlines()
+    assert loaded == "[]" and "run/train.py" in begun and len(begun) > 5, done.stderr
+
+
 def test_ctrl_c_leaves_no_half_written_file(tmp_path):
     body = f"""
         from pathlib import Path

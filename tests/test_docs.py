@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
+from llava_ds.checkpoint import output_lock, sources
+from llava_ds.checkpoint.state import OF_A_RUN
 from llava_ds.constants import ConfigError
 from llava_ds.launchers import free_port
 from llava_ds.parsing import ELSEWHERE, WITHOUT_EFFECT, parse_arguments
+from llava_ds.report.mending import OTHERS as WRITTEN_ANEW
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs" / "README.md"]
 SCRIPTS = [ROOT / "Makefile", ROOT / "run" / "slurm.sh", ROOT / "run" / "hostfile.example"]
@@ -174,6 +177,12 @@ def messages() -> list[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     return texts
+
+
+def test_the_readme_names_every_file_that_a_run_leaves():
+    table = (ROOT / "README.md").read_text().split("## What a run leaves")[1].split("\n\n`python")[0]
+    names = {*OF_A_RUN, *WRITTEN_ANEW, sources.REMEMBERED, output_lock.NAME} - {"evaluation*.jsonl"}  # beside the .json
+    assert sorted(name for name in names if f"`{name}`" not in table) == []
 
 
 def test_quoted_messages_are_those_that_the_code_has():

@@ -370,8 +370,10 @@ def test_tokens_of_a_micro_batch_are_a_number_auto_or_none():
 
 def test_missing_output_dir_and_config_are_named():
     message = refused("--output_dir", "out")
-    missing = "--deepspeed_config is missing: name a DeepSpeed JSON, for example ds_configs/zero3.json, or give auto"
-    assert message == missing
+    assert message == (
+        "--deepspeed_config is missing: give zero3 or another of ds_configs/, the path of a DeepSpeed JSON, or auto"
+    )
+    assert parse_arguments(["--output_dir", "out", "--deepspeed_config", "zero3"])[0].training.deepspeed_config
     assert refused("--deepspeed", ZERO2) == "--output_dir is missing: name the folder for what the run leaves"
 
 

@@ -6,14 +6,13 @@ import warnings
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from llava_ds import formats
 from llava_ds.arguments import ModelArguments
-from llava_ds.checkpoint.files import write_file
+from llava_ds.checkpoint.files import write_file, write_tensors
 from llava_ds.checkpoint.gather import gathered
 from llava_ds.checkpoint.llava_config import llava_config
 from llava_ds.distributed import Ranks
@@ -81,7 +80,7 @@ def write_adapter(
     paths = [output_dir / name for name in names]
     paths[0].write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     tensors = {lora.to_peft(name.removeprefix(formats.LANGUAGE_MODEL)): tensor for name, tensor in adapters.items()}
-    save_file(tensors, paths[1], metadata={"format": "pt"})
+    write_tensors(paths[1], tensors)
     others = {lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}
     write_file(paths[2], lambda file: torch.save(others, file))
     fields = llava_config(plan, args, pictures)

@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+
 from llava_ds.constants import DataError
 from llava_ds.side_files import open_regular
 
@@ -80,6 +83,14 @@ def write_file(path: Path, write: Callable[[HashedFile], object]) -> Entry:
             file.close()
         raise
     return file.close()
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file with the rights that any new file gets: safetensors lets only its owner read it."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def flush(path: Path) -> None:

@@ -51,7 +51,7 @@ tokenizer, model, image_processor, context_len = load_pretrained_model({quoted},
 ASK_HERE = """
 In llava_ds:
 
-    python run/chat.py --model_path {folder} --image image.png --question "What is in the image?"
+    llava-ds chat --model_path {folder} --image image.png --question "What is in the image?"
 """
 
 
@@ -172,12 +172,14 @@ def _cell(text: str) -> str:
 
 
 def _asking(output_dir: Path, form: str, name: str) -> str:
+    """Code and a command; a relative name is looked up on the hub where no folder has it."""
+    where = f"Run this in the folder that holds `{name}`, with an image as `image.png` beside it.\n\n"
     in_shell = "'" + name.replace("'", "'\\''") + "'"
     here, quoted = ASK_HERE.format(folder=in_shell), json.dumps(name, ensure_ascii=False)
     if form == "llava":
         called = quoted if "llava" in name.lower() else json.dumps(f"llava-{name}", ensure_ascii=False)
-        return ASK_LLAVA.format(quoted=quoted, called=called) + here
+        return where + ASK_LLAVA.format(quoted=quoted, called=called) + here
     if form == "adapter":
-        return here.lstrip()
+        return where + here.lstrip()
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))
-    return ASK_HF.format(cls=config["architectures"][0], quoted=quoted) + here
+    return where + ASK_HF.format(cls=config["architectures"][0], quoted=quoted) + here

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from llava_ds import formats
 from llava_ds.arguments import trains_new_rows
-from llava_ds.checkpoint.files import write_file
+from llava_ds.checkpoint.files import write_file, write_tensors
 from llava_ds.checkpoint.llava_config import llava_config
 from llava_ds.export.entries import Entry, completed, read_entries, renamed
 from llava_ds.export.finished import Finished
@@ -57,7 +56,7 @@ def write_projector(finished: Finished, entries: list[Entry], output_dir: Path) 
     tensors = {formats.projector_to_llava(entry.name, kind): entry.read() for entry in entries}
     paths = [output_dir / name for name in PROJECTOR_FILES]
     write_file(paths[0], lambda file: torch.save(tensors, file))
-    save_file(tensors, paths[1], metadata={"format": "pt"})
+    write_tensors(paths[1], tensors)
     config = llava_config(finished.plan, finished.args, finished.pictures, max_length=finished.max_length)
     paths[2].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return paths

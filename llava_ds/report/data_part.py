@@ -43,7 +43,7 @@ def _rejected(run: RunFiles) -> str:
     if "skipped.jsonl" in run.problems:
         return sentence(run.problems["skipped.jsonl"], "warn")
     if not run.skipped:
-        return sentence("Every record was trained on.", "note")
+        return sentence("No record was rejected.", "note")
     reasons = reasons_in_short([str(row.get("reason")) for row in run.skipped])
     rows = [
         (

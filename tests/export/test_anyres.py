@@ -131,6 +131,7 @@ def test_a_folder_of_others_is_read_by_its_class_and_processor(anyres, tmp_path)
 def test_the_newline_goes_with_the_projector_and_comes_back(anyres, tmp_path, capsys):
     model, plan, args, pictures, _, _ = anyres
     paths = export_live_projector(finished(model, plan, args, pictures), model, tmp_path, RANKS)
+    assert len({path.stat().st_mode for path in paths}) == 1  # all readable to whom the umask lets read
     written = torch.load(paths[0])
     assert torch.equal(written["model.image_newline"], model.newline.embedding) and len(written) == 5
     args = dataclasses.replace(args, pretrain_mm_mlp_adapter=str(paths[0]))

@@ -11,16 +11,17 @@ import pytest
 import torch
 import toys
 from exporting import RANKS, export
-from launching import ROOT
 from PIL import Image
 
 from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.cli import COMMANDS, split
 from llava_ds.data.sample import Message
 from llava_ds.export.card import EVALUATIONS_END, add_evaluation, write_card, write_conversion_card
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model
 from llava_ds.model.build import build_model, plan_model
 from llava_ds.report.page import write_report
+from llava_ds.shipped import RUN
 
 RECORD = {"num_steps": 40, "versions": {"torch": "2"}}
 
@@ -66,6 +67,7 @@ def test_its_loss_is_that_of_the_report(folder):
 
 def test_the_code_in_it_asks_the_model(folder, monkeypatch, capsys):
     card = (folder / "README.md").read_text()
+    assert "in the folder that holds `my model`" in card
     monkeypatch.chdir(folder.parent)
     Image.new("RGB", (24, 24), "red").save("image.png")
     prompt = Prompt((Message("human", "<image>\nWhat is in the image?"),), ("image.png",))
@@ -73,9 +75,10 @@ def test_the_code_in_it_asks_the_model(folder, monkeypatch, capsys):
     [code] = re.findall(r"^```python\n(.*?)^```", card, re.S | re.M)
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip() == expected.strip() != ""
-    command = shlex.split(re.search(r"^ +python (run/chat.py .*)$", card, re.M)[1])
-    monkeypatch.setattr(sys, "argv", [*command, "--max_new_tokens", "64"])
-    runpy.run_path(str(ROOT / command[0]))["main"]()
+    program, *words = shlex.split(re.search(r"^ +(llava-ds .*)$", card, re.M)[1])
+    _, name, flags = split(words)
+    monkeypatch.setattr(sys, "argv", [program, *flags, "--max_new_tokens", "64"])
+    runpy.run_path(str(RUN / COMMANDS[name][0]))["main"]()
     readable = expected.rsplit("\ufffd", 1)[-1]  # what is no character may be streamed as another
     assert readable and readable in capsys.readouterr().out
 

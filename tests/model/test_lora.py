@@ -162,6 +162,7 @@ def logits_of(model: nn.Module, batch) -> torch.Tensor:
 def written(model: nn.Module, plan, args: ModelArguments, folder: Path) -> Path:
     folder.mkdir(parents=True)
     export_adapter(model, plan, args, toys.picture_options(), folder, RANKS)
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # all readable to whom the umask lets read
     return folder
 
 

@@ -136,6 +136,17 @@ def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
     assert elements.text.count(EVIL) >= 8  # as text, wherever it came from
 
 
+def test_what_is_held_out_is_not_said_to_be_trained_on(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "skipped.jsonl").write_text("")
+    record = json.loads((folder / "run.json").read_text())
+    record["data"]["held_out"] = ["4 samples of --data_path; they are not trained on"]
+    (folder / "run.json").write_text(json.dumps(record))
+    text = Elements(write_report(folder).read_text()).text
+    assert "they are not trained on" in text and "No record was rejected." in text
+    assert "Every record was trained on" not in text
+
+
 def places(page: str, *parts: str) -> list[int]:
     """Where each of them stands first in the page's body."""
     body = page[page.index("<body>") :]
