@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 # From left to right; what stands on one level does not import each other.
 LEVELS = [
     {"constants"},
-    {"bounds", "durations", "flag_groups", "launchers", "processes", "redact", "shipped", "side_files"},
-    {"file_contents", "whole_files"},
+    {"bounds", "durations", "flag_groups", "processes", "redact", "shipped", "side_files"},
+    {"file_contents", "launchers", "whole_files"},
     {"model_files"},
     {"arguments", "output"},
     {"command"},
