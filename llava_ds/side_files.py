@@ -20,7 +20,7 @@ MAX_JSON_BYTES = 16 << 20  # a manifest of 4,096 ranks has 3 MB; read, nested li
 MAX_LINE_BYTES = 16 << 20
 MAX_ROWS_BYTES = 2 << 30  # of a JSONL file: more than a million steps
 
-_KINDS = {
+KINDS = {  # of what is no regular file
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -35,7 +35,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
-        raise DataError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, expected a file")
+        raise DataError(f"it is {KINDS.get(stat.S_IFMT(mode), 'no file')}, expected a file")
     return file
 
 

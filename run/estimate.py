@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 from functools import partial
-from pathlib import Path
 
 from llava_ds.arguments import Arguments, trains_projector_only
 from llava_ds.bounds import Count, Part, Positive, number
@@ -24,13 +23,13 @@ from llava_ds.constants import ConfigError
 from llava_ds.distributed import quiet_libraries
 from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.parsing import CHOOSE_DS_CONFIG, parse_arguments
+from llava_ds.shipped import DS_CONFIGS
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 from llava_ds.tools.choice import choose_ds_config
 from llava_ds.tools.fitting import GB, Run, advice, as_json, description, table
 from llava_ds.tools.planned import Data, planned_run
 from llava_ds.tools.shapes import NAMED, ModelShape, shape_named, shape_of_folders
 
-DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 MOST_GPUS = 100_000
 SUPERVISED = 0.25  # of the tokens; LLaVA-1.5's instruction data have about a sixth
 

@@ -63,6 +63,7 @@ from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS
 from llava_ds.report.mending import mend_side_files
 from llava_ds.report.run_record import write_run_record
 from llava_ds.report.start import start_progress
+from llava_ds.shipped import DS_CONFIGS
 from llava_ds.tiny import default as tiny
 from llava_ds.tools import dry_run
 from llava_ds.tools.choice import choose_for_ranks
@@ -79,8 +80,6 @@ from llava_ds.train.schedule import total_steps, with_steps_of_epochs
 from llava_ds.train.stopping import Stopping
 from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
 from llava_ds.train.watchdog import Watchdog
-
-DS_CONFIGS = Path(__file__).parents[1] / "ds_configs"
 
 
 def main(argv: list[str]) -> int:

@@ -9,19 +9,12 @@ import urllib.parse
 from pathlib import Path
 
 from llava_ds.constants import DataError, FileProblem
+from llava_ds.side_files import KINDS
 
 MAX_PATH_BYTES = 4096  # Linux's own limit; a longer name is not worth asking the system, nor keeping
 
 _REPR = reprlib.Repr()
 _REPR.maxstring, _REPR.maxother, _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 120, 120, 3, 4, 4
-
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def short(value: object) -> str:
@@ -66,7 +59,7 @@ def find_file(name: str, root: str | None, what: str = "picture", flag: str = "-
     if path is None:
         raise FileProblem(f"names the {what} {short(name)}, which lies outside the {folder_name} {root}")
     if not stat.S_ISREG(mode):
-        found = _KINDS.get(stat.S_IFMT(mode), "no file")
+        found = KINDS.get(stat.S_IFMT(mode), "no file")
         raise FileProblem(f"names the {what} {short(name)}, but there is no file {short(path)}: it is {found}")
     return path
 
