@@ -94,11 +94,11 @@ doctor: install
 # How fast it is beside transformers' Trainer: about an hour on two idle cores; make bench ARGS=--quick only tries it.
 # On a large GPU: make bench ARGS="--preset gpu-7b"
 bench: install
-	$(BIN)/python run/bench.py $(ARGS)
+	$(BIN)/python run/dev/bench.py $(ARGS)
 
 # docs/flags.md, from the code that reads the flags.
 docs: install
-	$(BIN)/python run/flags.py > docs/flags.md.new
+	$(BIN)/python run/dev/flags.py > docs/flags.md.new
 	mv docs/flags.md.new docs/flags.md
 
 # Two processes of one thread each: more would wait for each other on two cores.

@@ -15,7 +15,7 @@ setup(
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
-    # Where it is installed, run/ and ds_configs/ lie within the package (llava_ds/shipped.py).
+    # Where it is installed, run/ and ds_configs/ lie within the package (llava_ds/config/shipped.py).
     packages=[*find_packages(include=["llava_ds", "llava_ds.*"]), "llava_ds.run", "llava_ds.ds_configs"],
     package_dir={"llava_ds.run": "run", "llava_ds.ds_configs": "ds_configs"},
     package_data={
@@ -23,7 +23,7 @@ setup(
         "llava_ds.run": ["recipes/*.yaml", "slurm.sh", "hostfile.example"],
         "llava_ds.ds_configs": ["*.json", "README.md"],
     },
-    entry_points={"console_scripts": ["llava-ds = llava_ds.cli:main"]},
+    entry_points={"console_scripts": ["llava-ds = llava_ds.runtime.cli:main"]},
     install_requires=[
         "torch>=2.10",
         "deepspeed>=0.19.8,<0.20",  # a few of its private names are used, each with the reason beside it

@@ -33,3 +33,12 @@ class FileProblem(DataError):
 
 class FileChanged(DataError):
     """A file is not the one that its record was checked with: the data have to be checked anew."""
+
+
+def in_short(value: object) -> str:
+    """A value as a message shows it, for what was written may be very long."""
+    try:
+        text = str(value)
+    except ValueError:  # Python spells no whole number with more than 4,300 digits
+        return "a number with thousands of digits"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"

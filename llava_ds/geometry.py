@@ -11,9 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from llava_ds.arguments import DataArguments, ModelArguments
-from llava_ds.bounds import in_short
-from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError
+from llava_ds.config.arguments import DataArguments, ModelArguments
+from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, in_short
 
 Size = tuple[int, int]  # width, height
 

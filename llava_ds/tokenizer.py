@@ -14,9 +14,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.convert_slow_tokenizer import import_protobuf
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, ConfigError
-from llava_ds.model_files import check_folder, library_errors, read_config, read_json_if_there, shown
+from llava_ds.files.model_files import check_folder, library_errors, read_config, read_json_if_there, shown
 
 SPACE = "▁"  # what sentencepiece writes for a space
 

@@ -6,7 +6,7 @@ With --web it is a page on this machine instead. On several GPUs: deepspeed run/
 
 import sys
 
-from llava_ds.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
     begin("run/chat.py", ends_without_reader=True)
@@ -18,12 +18,12 @@ import math
 import os
 from typing import Annotated
 
-from llava_ds.bounds import MOST, Bounds, number
+from llava_ds.config.bounds import MOST, Bounds, number
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks, init_ranks, quiet_libraries
 from llava_ds.infer.chat import Session, checked_media, converse, follow, followed, tell, terminal_reader
 from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
 from llava_ds.infer.generate import Sampling
+from llava_ds.runtime.ranks import Ranks, init_ranks, quiet_libraries
 
 Port = Annotated[int, Bounds(1, 65535)]
 

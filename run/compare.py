@@ -6,7 +6,7 @@ runs that have ended, were killed, or are still running.
 
 import sys
 
-from llava_ds.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
     begin("run/compare.py")
@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
-from llava_ds.redact import redact
-from llava_ds.report.comparison import comparison_page, in_terminal
-from llava_ds.report.run_files import is_run, read_run
-from llava_ds.whole_files import write_output
+from llava_ds.files.atomic import write_output
+from llava_ds.runtime.redact import redact
+from llava_ds.tracking.compare_runs import comparison_page, in_terminal
+from llava_ds.tracking.run_files import is_run, read_run
 
 
 def main(argv: list[str]) -> None:

@@ -10,7 +10,7 @@ Exit code: 0 training can start, 1 it can't, 2 the flags can't be used.
 
 import sys
 
-from llava_ds.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
     begin("run/doctor.py", ends_without_reader=True)
@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
-from llava_ds.tools.asked import PROBLEM, WARNING, Asked
-from llava_ds.tools.doctor import CHECKS, as_lines, examine
+from llava_ds.doctor.checks import CHECKS, as_lines, examine
+from llava_ds.doctor.requirements import PROBLEM, WARNING, Asked
 
 LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks have a limit of their own
 

@@ -6,7 +6,7 @@ are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows
 
 import sys
 
-from llava_ds.command import Parser, begin, leave_with
+from llava_ds.runtime.command import Parser, begin, leave_with
 
 if __name__ == "__main__":
     begin("run/estimate.py", ends_without_reader=True)
@@ -17,18 +17,18 @@ import contextlib
 import json
 from functools import partial
 
-from llava_ds.arguments import Arguments, trains_projector_only
-from llava_ds.bounds import Count, Part, Positive, number
+from llava_ds.config.arguments import Arguments, trains_projector_only
+from llava_ds.config.bounds import Count, Part, Positive, number
+from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
+from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import quiet_libraries
-from llava_ds.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
-from llava_ds.parsing import CHOOSE_DS_CONFIG, parse_arguments
-from llava_ds.shipped import DS_CONFIGS
+from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
+from llava_ds.planning.choose import choose_ds_config
+from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
+from llava_ds.planning.inputs import Data, planned_run
+from llava_ds.planning.shapes import NAMED, ModelShape, shape_named, shape_of_folders
+from llava_ds.runtime.ranks import quiet_libraries
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
-from llava_ds.tools.choice import choose_ds_config
-from llava_ds.tools.fitting import GB, Run, advice, as_json, description, table
-from llava_ds.tools.planned import Data, planned_run
-from llava_ds.tools.shapes import NAMED, ModelShape, shape_named, shape_of_folders
 
 MOST_GPUS = 100_000
 SUPERVISED = 0.25  # of the tokens; LLaVA-1.5's instruction data have about a sixth

@@ -5,7 +5,7 @@ files are on this disk; docs/evaluation.md says which files. Every local device:
 The same command goes on where a broken one stopped, if it has an --output.
 """
 
-from llava_ds.command import Parser, begin, given_path, leave_with, new_folder
+from llava_ds.runtime.command import Parser, begin, given_path, leave_with, new_folder
 
 if __name__ == "__main__":
     begin("run/evaluate.py")
@@ -17,17 +17,8 @@ from pathlib import Path
 
 import torch
 
-from llava_ds.bounds import Count, NotNegative, Seed, number
+from llava_ds.config.bounds import Count, NotNegative, Seed, number
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import (
-    Ranks,
-    check_same,
-    first_rank_first,
-    gather,
-    init_ranks,
-    print_first,
-    quiet_libraries,
-)
 from llava_ds.evaluation.answers import (
     BLANK_IMAGE,
     MAIN_COLUMN,
@@ -39,12 +30,12 @@ from llava_ds.evaluation.answers import (
     write_answers,
     write_scores,
 )
+from llava_ds.evaluation.answers_identity import identity_of
 from llava_ds.evaluation.asking import ask, plan_batches
-from llava_ds.evaluation.files import Given
-from llava_ds.evaluation.identity import identity_of
+from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.llava_questions import TURNS
 from llava_ds.evaluation.question import Question, digest, with_blank_image, without_image
-from llava_ds.evaluation.report import as_json, interval_lines, legend, table
+from llava_ds.evaluation.score_table import as_json, interval_lines, legend, table
 from llava_ds.evaluation.scores import METRICS, Scored
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
 from llava_ds.evaluation.verdicts import answer_rows
@@ -52,10 +43,19 @@ from llava_ds.export.card import add_evaluation
 from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
 from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import LoadedModel
-from llava_ds.launchers import rank_variables
-from llava_ds.report.mistakes import mistake_lines
-from llava_ds.report.page import leave_report
+from llava_ds.runtime.launchers import rank_variables
+from llava_ds.runtime.ranks import (
+    Ranks,
+    check_same,
+    first_rank_first,
+    gather,
+    init_ranks,
+    print_first,
+    quiet_libraries,
+)
 from llava_ds.tiny.default import heldout_data
+from llava_ds.tracking.mistakes import mistake_lines
+from llava_ds.tracking.page import leave_report
 
 
 def main() -> None:

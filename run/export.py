@@ -6,7 +6,7 @@ their GPUs are needed. run.json beside it says what was trained; the base models
 over one, which is merged into it.
 """
 
-from llava_ds.command import Parser, begin, given_path, leave_with, new_folder
+from llava_ds.runtime.command import Parser, begin, given_path, leave_with, new_folder
 
 if __name__ == "__main__":
     begin("run/export.py")
@@ -20,16 +20,16 @@ import torch
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import quiet_libraries
 from llava_ds.export.card import write_card, write_conversion_card
-from llava_ds.export.converted import open_folder
-from llava_ds.export.finished import Finished, hf_kind
-from llava_ds.export.llava import projector_entries, write_projector
-from llava_ds.export.lora import write_restored_adapter
-from llava_ds.export.restored import restore
-from llava_ds.export.shards import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.export.from_checkpoint import restore
+from llava_ds.export.from_folder import open_folder
+from llava_ds.export.llava_folder import projector_entries, write_projector
+from llava_ds.export.lora_merge import write_restored_adapter
+from llava_ds.export.plan import Finished, hf_kind
+from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.export.staged import staged
 from llava_ds.export.write import WRITERS
+from llava_ds.runtime.ranks import quiet_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -6,7 +6,7 @@ does, and shows the first samples with the supervised part marked. Only the mode
 
 import sys
 
-from llava_ds.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
     begin(
@@ -23,24 +23,24 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.arguments import Arguments
-from llava_ds.bounds import NotNegative, number
+from llava_ds.config.arguments import Arguments
+from llava_ds.config.bounds import NotNegative, number
+from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.preflight import media_from_text
-from llava_ds.distributed import print_first, progress_bar, quiet_libraries
-from llava_ds.model.adapters import is_adapter
-from llava_ds.model.folders import read_parts, take_from_model
+from llava_ds.files.atomic import write_output
 from llava_ds.model.language import length_note, length_problem
+from llava_ds.model.open.adapters import is_adapter
+from llava_ds.model.open.folder import read_parts, take_from_model
 from llava_ds.model.vision import TowerPlan, read_tower
-from llava_ds.parsing import parse_arguments
-from llava_ds.report.data_page import in_terminal, page, supervised_text
+from llava_ds.planning.sample_text import shown_sample
+from llava_ds.runtime.ranks import print_first, progress_bar, quiet_libraries
 from llava_ds.tiny import CLIP_PATH
 from llava_ds.tiny import default as tiny
 from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
-from llava_ds.tools.samples import shown_sample
-from llava_ds.whole_files import write_output
+from llava_ds.tracking.data_page import in_terminal, page, supervised_text
 
 
 def main(argv: list[str]) -> None:

@@ -6,7 +6,7 @@ itself; again is worth it after run/evaluate.py, whose scores it then shows.
 
 import sys
 
-from llava_ds.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
     begin("run/report.py")
@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
-from llava_ds.report.page import write_report
-from llava_ds.report.run_files import is_run
+from llava_ds.tracking.page import write_report
+from llava_ds.tracking.run_files import is_run
 
 
 def main(argv: list[str]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from llava_ds.cli import read_training_flags
-from llava_ds.command import begin, leave_with
+from llava_ds.runtime.cli import read_training_flags
+from llava_ds.runtime.command import begin, leave_with
 
 if __name__ == "__main__":
     begin("run/train.py", reads=read_training_flags)
@@ -18,19 +18,50 @@ import deepspeed
 import torch
 from deepspeed.runtime.utils import set_random_seed
 
-from llava_ds.arguments import Arguments, trains_projector_only
-from llava_ds.checkpoint import state as checkpoint
-from llava_ds.checkpoint.output_lock import OutputLock
-from llava_ds.checkpoint.saving import ModelWriter, Saver, can_be_resumed, what_is_saved
-from llava_ds.checkpoint.sources import weight_hashes
+from llava_ds.checkpoint import resume as checkpoint
+from llava_ds.checkpoint.base_weights import weight_hashes
+from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, what_is_saved
+from llava_ds.config.arguments import Arguments, trains_projector_only
+from llava_ds.config.parsing import CHOOSE_DS_CONFIG, PATHS
+from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.data.dataset import open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
-from llava_ds.data.files import told_as_unwritable
-from llava_ds.data.held_out import divide
+from llava_ds.data.file_slices import told_as_unwritable
 from llava_ds.data.loader import Layout, sample_order, windows
 from llava_ds.data.seen_files import changes_since, write_data_files
+from llava_ds.data.splits import divide
 from llava_ds.data.templates import resolve_template
-from llava_ds.distributed import (
+from llava_ds.engine.activation_budget import choose_layers
+from llava_ds.engine.activation_checkpointing import mark_layers
+from llava_ds.engine.check import check_engine
+from llava_ds.engine.compile import compile_layers
+from llava_ds.engine.construct import build_model
+from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.moments import num_moments
+from llava_ds.engine.ds_config.optimizer import kernels_of
+from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
+from llava_ds.engine.native_ops import compiling_notes
+from llava_ds.engine.param_groups import choose_trainable, describe, parameter_groups
+from llava_ds.engine.schedule import total_steps, with_steps_of_epochs
+from llava_ds.engine.start import start_engine
+from llava_ds.engine.warm_up import heaviest_micro_batch, missing_states, rehearse
+from llava_ds.export.finish import leave_result, write_model
+from llava_ds.export.plan import Finished, export_format
+from llava_ds.export.safetensors_shards import parse_size
+from llava_ds.export.trial import try_export
+from llava_ds.export.write import planned_entries
+from llava_ds.model.attention import attention_report
+from llava_ds.model.flops import model_flops
+from llava_ds.model.language import length_note
+from llava_ds.model.liger import check_liger, use_liger
+from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.plan import plan_model
+from llava_ds.planning import dry_run
+from llava_ds.planning.choose import choose_for_ranks
+from llava_ds.planning.shapes import shape_of
+from llava_ds.planning.this_run import plan_lines, planned_here, tokens_per_micro_batch
+from llava_ds.runtime.output_lock import OutputLock
+from llava_ds.runtime.ranks import (
     check_same,
     check_shared_folder,
     first_rank_first,
@@ -40,46 +71,16 @@ from llava_ds.distributed import (
     quiet_libraries,
     together,
 )
-from llava_ds.ds_config.compilation import deep_compiles
-from llava_ds.ds_config.engine import check_engine
-from llava_ds.ds_config.moments import num_moments
-from llava_ds.ds_config.native import compiling_notes
-from llava_ds.ds_config.optimizer import kernels_of
-from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
-from llava_ds.export.finished import Finished, export_format
-from llava_ds.export.leave import leave_result, write_model
-from llava_ds.export.shards import parse_size
-from llava_ds.export.trial import try_export
-from llava_ds.export.write import planned_entries
-from llava_ds.model.attention import attention_report
-from llava_ds.model.build import build_model, plan_model
-from llava_ds.model.compiled import compile_layers
-from llava_ds.model.flops import model_flops
-from llava_ds.model.folders import take_from_model
-from llava_ds.model.language import length_note
-from llava_ds.model.liger import check_liger, use_liger
-from llava_ds.model.recompute import mark_layers
-from llava_ds.parsing import CHOOSE_DS_CONFIG, PATHS
-from llava_ds.report.mending import mend_side_files
-from llava_ds.report.run_record import write_run_record
-from llava_ds.report.start import start_progress
-from llava_ds.shipped import DS_CONFIGS
+from llava_ds.runtime.stopping import Stopping
+from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tiny import default as tiny
-from llava_ds.tools import dry_run
-from llava_ds.tools.choice import choose_for_ranks
-from llava_ds.tools.here import plan_lines, planned_here, tokens_per_micro_batch
-from llava_ds.tools.shapes import shape_of
-from llava_ds.train.boundary import Boundary
-from llava_ds.train.held_out import Evaluation
-from llava_ds.train.kept import choose_layers
+from llava_ds.tracking.mending import mend_side_files
+from llava_ds.tracking.run_record import write_run_record
+from llava_ds.train.evals import Evaluation
+from llava_ds.train.hooks import Boundary
 from llava_ds.train.loop import TrainState, train
-from llava_ds.train.optimizer import start_engine
-from llava_ds.train.out_of_memory import MemoryWatch
-from llava_ds.train.rehearsal import heaviest_micro_batch, missing_states, rehearse
-from llava_ds.train.schedule import total_steps, with_steps_of_epochs
-from llava_ds.train.stopping import Stopping
-from llava_ds.train.trainable import choose_trainable, describe, parameter_groups
-from llava_ds.train.watchdog import Watchdog
+from llava_ds.train.out_of_memory import MemoryWatch, samples_of_step
+from llava_ds.train.start_progress import start_progress
 
 
 def main(argv: list[str]) -> int:
@@ -206,7 +207,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
         print_first(checkpoint.restore(engine, resume, ranks, args.training.seed))
     state = TrainState(resume.step)
     moments, budget = num_moments(resolved.config), args.training.activation_memory_gb
-    watchdog.knows(dataset, layout, order)
+    watchdog.knows(partial(samples_of_step, dataset, layout, order))
     watch = MemoryWatch(engine, resolved, dataset, layout, order, state, ranks)
     heaviest, chooses_layers = None, args.training.gradient_checkpointing == "auto"
     if state.step < num_steps and (ranks.device.type == "cuda" or chooses_layers):

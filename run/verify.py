@@ -6,7 +6,7 @@ it was written. Exit code 0: all are whole; 1: at least one is not; 2: there is 
 
 import sys
 
-from llava_ds.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, given_path, leave_with
 
 if __name__ == "__main__":
     begin("run/verify.py", ends_without_reader=True)
@@ -18,7 +18,7 @@ from pathlib import Path
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem, read_trainer
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import print_first
+from llava_ds.runtime.ranks import print_first
 
 
 def main(argv: list[str]) -> int:

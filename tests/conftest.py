@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parent
 sys.path[:0] = [
-    str(Path(__file__).parent),
-    str(Path(__file__).parent / "data"),
-]  # toys and launching, shared by tests in every folder
+    str(TESTS / "helpers"),
+    str(TESTS.parent / "run" / "dev"),
+    str(TESTS / "data"),
+]  # for tests in every folder
 # Toys are so small that a second thread only waits; set before torch is imported, and inherited by what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from llava_ds.checkpoint import output_lock, sources
-from llava_ds.checkpoint.state import OF_A_RUN
+from llava_ds.checkpoint import base_weights as sources
+from llava_ds.checkpoint.resume import OF_A_RUN
+from llava_ds.config.parsing import ELSEWHERE, WITHOUT_EFFECT, parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.launchers import free_port
-from llava_ds.parsing import ELSEWHERE, WITHOUT_EFFECT, parse_arguments
-from llava_ds.report.mending import OTHERS as WRITTEN_ANEW
+from llava_ds.runtime import output_lock
+from llava_ds.runtime.launchers import free_port
+from llava_ds.tracking.mending import OTHERS as WRITTEN_ANEW
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs" / "README.md"]
 SCRIPTS = [ROOT / "Makefile", ROOT / "run" / "slurm.sh", ROOT / "run" / "hostfile.example"]

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from launching import ROOT
 
-from llava_ds.parsing import build_parser
+from llava_ds.config.parsing import build_parser
 
 OWN = ["MODEL=/models/vicuna/", "VISION_TOWER=/models/clip", "DATA=/data/a b.json", "IMAGES=/data/images"]
 

@@ -20,10 +20,10 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from llava_ds.checkpoint.files import Entry, damage, described, flush, flush_and_hash, sha256, write_file
 from llava_ds.constants import DataError
-from llava_ds.distributed import Ranks, gather
-from llava_ds.side_files import read_json
+from llava_ds.files.hashed import Entry, damage, described, flush, flush_and_hash, sha256, write_file
+from llava_ds.files.side_files import read_json
+from llava_ds.runtime.ranks import Ranks, gather
 
 MANIFEST = "manifest.json"
 HASHING_THREADS = 8

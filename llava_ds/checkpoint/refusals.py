@@ -4,9 +4,9 @@ import difflib
 from collections.abc import Collection
 from pathlib import Path
 
-from llava_ds.checkpoint.layout import has_layout
 from llava_ds.constants import ConfigError
-from llava_ds.ds_config.optimizer import SHARDED, optimizer_name
+from llava_ds.engine.ds_config.optimizer import SHARDED, optimizer_name
+from llava_ds.engine.shards import has_layout
 
 
 def permitted(allowed: str | None, known: Collection[str], free: Collection[str]) -> set[str]:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from llava_ds.checkpoint.engine_files import model_states, optimizer_states
-from llava_ds.checkpoint.layout import (
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.engine.checkpoint_files import model_states, optimizer_states
+from llava_ds.engine.shards import (
     REPLICATED,
     UNFUSED,
     ZERO_3,
@@ -26,7 +27,6 @@ from llava_ds.checkpoint.layout import (
     saved_masters,
     saved_optimizer,
 )
-from llava_ds.constants import ConfigError, DataError
 
 # Optimizers whose states of a weight do not say all about it, or follow from more than this weight's own gradients.
 WHOLE = {

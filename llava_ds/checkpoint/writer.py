@@ -11,8 +11,8 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from llava_ds.checkpoint.files import Entry, damage, described, not_cached, write_file
-from llava_ds.checkpoint.identity import ENGINE
+from llava_ds.checkpoint.run_identity import ENGINE
+from llava_ds.files.hashed import Entry, damage, described, not_cached, write_file
 
 
 class CheckpointWriter(TorchCheckpointEngine):

@@ -9,7 +9,7 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data import template_process
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, Segment, prepare
-from llava_ds.model_files import MAX_TEMPLATE_BYTES, shown
+from llava_ds.files.model_files import MAX_TEMPLATE_BYTES, shown
 
 ROLES = {"human": "user", "gpt": "assistant"}
 

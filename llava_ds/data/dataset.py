@@ -17,14 +17,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
-from llava_ds.arguments import Arguments
+from llava_ds.config.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, add_generation, note_stale, open_newest
-from llava_ds.data.collator import LoadedSample
+from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
-from llava_ds.data.files import told_as_unwritable
+from llava_ds.data.file_slices import told_as_unwritable
 from llava_ds.data.fingerprint import digest_of, file_digest, file_stamp, options_that_matter, tokenizer_parts
-from llava_ds.data.images import load_media
+from llava_ds.data.images.decode import load_media
 from llava_ds.data.preflight import (
     Checker,
     layout_of,
@@ -38,10 +38,10 @@ from llava_ds.data.sample import IMAGE_LEFT_OUT, TOLD_UNMARKED
 from llava_ds.data.seen_files import changed_files, contents_digest
 from llava_ds.data.source_names import short_names
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
-from llava_ds.data.sources.reading import shown
+from llava_ds.data.sources.read_all import shown
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.writing import can_now_be_used, write_rows
-from llava_ds.distributed import Ranks, first_rank_first, gather, print_first, printable
+from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, print_first, printable
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
 

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import (
     IGNORE_INDEX,
     IMAGE_TOKEN,
@@ -21,8 +21,8 @@ from llava_ds.data.chat_template import render_own, render_own_prompt
 from llava_ds.data.literal import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
-from llava_ds.data.words import WholeRow, WordRow, words_of
-from llava_ds.model_files import library_errors
+from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
+from llava_ds.files.model_files import library_errors
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
 
 # Characters of a conversation that are tokenized first, at least and for each token that it may have; more of them

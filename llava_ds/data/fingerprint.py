@@ -12,13 +12,13 @@ import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import DataError
-from llava_ds.data.files import told_as_unreadable, told_as_unwritable
+from llava_ds.data.file_slices import told_as_unreadable, told_as_unwritable
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import shard_contents
-from llava_ds.file_contents import FileState, state_of
+from llava_ds.files.atomic import write_whole
+from llava_ds.files.contents import FileState, state_of
+from llava_ds.files.side_files import read_json
 from llava_ds.geometry import PictureOptions
-from llava_ds.side_files import read_json
-from llava_ds.whole_files import write_whole
 
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
 

@@ -12,16 +12,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llava_ds.arguments import Arguments, TrainingArguments, steps_go_across_epochs
 from llava_ds.batch import Batch
-from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.config.arguments import Arguments, TrainingArguments, steps_go_across_epochs
+from llava_ds.config.parsing import GROUPINGS
+from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
-from llava_ds.data.sampler import SampleOrder
-from llava_ds.distributed import Ranks
+from llava_ds.data.sample_order import SampleOrder
 from llava_ds.geometry import PictureOptions
-from llava_ds.parsing import GROUPINGS
-from llava_ds.processes import obey_only_parent
+from llava_ds.runtime.processes import obey_only_parent
+from llava_ds.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import pyarrow.compute
 from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data.encode import Encoded, Encoder
-from llava_ds.data.images import probe
+from llava_ds.data.images.decode import probe
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
-from llava_ds.distributed import printable
+from llava_ds.runtime.ranks import printable
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 

@@ -1,6 +1,6 @@
 """The files of pictures and videos that a data set's rows were made from: whether they still hold the same.
 
-The preflight notes of each its stamp and a hash of what it holds (llava_ds.file_contents). The hashes are part of a
+The preflight notes of each its stamp and a hash of what it holds (llava_ds.files.contents). The hashes are part of a
 data set's fingerprint; the stamps tell, when rows are taken from the cache, which files have to be read again.
 """
 
@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from llava_ds.constants import DataError
-from llava_ds.data.images import taken
+from llava_ds.data.images.decode import taken
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.file_contents import Stamp, blocks_digest, stamp_of
+from llava_ds.files.atomic import write_whole
+from llava_ds.files.contents import Stamp, blocks_digest, stamp_of
+from llava_ds.files.side_files import why_not_regular
 from llava_ds.geometry import PictureOptions
-from llava_ds.side_files import why_not_regular
-from llava_ds.whole_files import write_whole
 
 FILE = "data_files.parquet"  # in a run's folder: which files it was trained on
 # Names of files are bytes: they need not be UTF-8.

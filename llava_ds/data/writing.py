@@ -13,7 +13,7 @@ from llava_ds.constants import DataError
 from llava_ds.data.preflight import RECORDS, ROWS, Checker
 from llava_ds.data.sources import Source
 from llava_ds.data.sources.embedded import PICTURES
-from llava_ds.distributed import progress_bar
+from llava_ds.runtime.ranks import progress_bar
 
 RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # that are read before they are written, whichever is less
 RECORDS_PER_CALL = 256  # that a worker process checks at a time

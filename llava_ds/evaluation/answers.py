@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TextIO
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import Ranks, barrier, from_first, gather, print_first
+from llava_ds.files.atomic import write_whole
+from llava_ds.files.side_files import read_json
 from llava_ds.infer.generate import Answer
-from llava_ds.side_files import read_json
-from llava_ds.whole_files import write_whole
+from llava_ds.runtime.ranks import Ranks, barrier, from_first, gather, print_first
 
 IDENTITY = "identity.json"
 MAIN_COLUMN = "with picture"  # its answers lie in OUTPUT.jsonl

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Container
 
-from llava_ds.distributed import Ranks, gather, progress_bar
 from llava_ds.evaluation.question import Question
 from llava_ds.infer.generate import Answer, greedy_answers, make_encoder, prompt_ids
 from llava_ds.infer.load import LoadedModel
+from llava_ds.runtime.ranks import Ranks, gather, progress_bar
 
 
 def plan_batches(loaded: LoadedModel, questions: list[Question], batch_size: int, ranks: Ranks) -> list[list[int]]:

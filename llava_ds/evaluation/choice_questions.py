@@ -12,8 +12,7 @@ from pathlib import Path
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.sources.paths import short
-from llava_ds.evaluation.choice import LETTERS
-from llava_ds.evaluation.files import (
+from llava_ds.evaluation.benchmark_files import (
     Given,
     Pictures,
     annotations_of,
@@ -24,9 +23,10 @@ from llava_ds.evaluation.files import (
     questions_from,
     read_json,
 )
+from llava_ds.evaluation.option_letters import LETTERS
 from llava_ds.evaluation.question import Question, about
+from llava_ds.files.atomic import write_whole
 from llava_ds.infer.generate import Prompt
-from llava_ds.whole_files import write_whole
 
 LETTER_ONLY = "\nAnswer with the option's letter from the given choices directly."  # LLaVA-1.5's, for both
 ROUND = 1_000_000  # MMBench's later rounds have the question's index and this many times their number

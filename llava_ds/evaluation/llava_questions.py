@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sample import Media, Message, Sample
 from llava_ds.data.sources import RawRecord, SourceOptions, open_sources, shown, to_sample
-from llava_ds.data.sources.pictures import field_of
+from llava_ds.data.sources.fields import field_of
 from llava_ds.data.sources.source import Source
-from llava_ds.evaluation.files import (
+from llava_ds.evaluation.benchmark_files import (
     Given,
     Pictures,
     check_first,

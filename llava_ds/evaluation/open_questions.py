@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.evaluation.files import (
+from llava_ds.evaluation.benchmark_files import (
     Given,
     Pictures,
     annotations_of,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from llava_ds.constants import DataError
+from llava_ds.evaluation.caption_words import caption_words
 from llava_ds.evaluation.captions import cider, rouge_l
-from llava_ds.evaluation.choice import LETTERS, matched_letter, named_letter, says_yes
 from llava_ds.evaluation.normalise import evalai_answer, plain_answer, vqa_answer, vqa_punctuation
+from llava_ds.evaluation.option_letters import LETTERS, matched_letter, named_letter, says_yes
 from llava_ds.evaluation.question import Question
-from llava_ds.evaluation.words import caption_words
 
 LEAST_REFERENCES = 4  # for VQA accuracy: with fewer no answer could count in full
 

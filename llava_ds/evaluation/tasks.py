@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.choice_questions import mmbench, scienceqa
-from llava_ds.evaluation.files import Given
 from llava_ds.evaluation.llava_questions import captions, llava
 from llava_ds.evaluation.open_questions import gqa, pope, textvqa, vqav2
 from llava_ds.evaluation.question import Question

@@ -5,13 +5,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from llava_ds.arguments import Arguments, trained_parts
+from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.constants import DataError
-from llava_ds.model_files import own_file
-from llava_ds.redact import redact
-from llava_ds.report.run_files import read_run
-from llava_ds.side_files import read_bytes
-from llava_ds.whole_files import write_whole
+from llava_ds.files.atomic import write_whole
+from llava_ds.files.model_files import own_file
+from llava_ds.files.side_files import read_bytes
+from llava_ds.runtime.redact import redact
+from llava_ds.tracking.run_files import read_run
 
 CARD = "README.md"
 MAX_BYTES = 2**20  # of a card that scores are put into; ours have 5 kB

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from llava_ds.checkpoint.engine_files import read_states
 from llava_ds.constants import DataError
-from llava_ds.export.entries import Entry
+from llava_ds.engine.checkpoint_files import read_states
+from llava_ds.export.tensors import Entry
 
 
 def engine_entries(folder: Path) -> tuple[list[Entry], torch.dtype]:

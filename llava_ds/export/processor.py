@@ -17,7 +17,7 @@ from transformers import (
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.chat_template import chat_template
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.finished import Finished
+from llava_ds.export.plan import Finished
 from llava_ds.geometry import PictureOptions
 
 VIDEO_TOKEN = "<video>"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
-from llava_ds.export.llava import PROJECTOR_FILES
-from llava_ds.export.tokenizer import KEPT
+from llava_ds.export.llava_folder import PROJECTOR_FILES
+from llava_ds.export.tokenizer_files import KEPT
+from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 from llava_ds.model.lora import ADAPTER_FILES, NON_LORA
-from llava_ds.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 
 # What anybody reads as a part of the model in a folder. Parts of two models side by side would be read as one.
 MODEL_FILES = (

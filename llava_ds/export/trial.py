@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
-from llava_ds.export.entries import Entry
-from llava_ds.export.finished import Finished
-from llava_ds.export.hf import hf_entries, write_hf
-from llava_ds.export.llava import llava_entries, write_llava
-from llava_ds.export.shards import num_bytes
+from llava_ds.export.llava_folder import llava_entries, write_llava
+from llava_ds.export.plan import Finished
+from llava_ds.export.safetensors_shards import num_bytes
+from llava_ds.export.tensors import Entry
+from llava_ds.export.transformers_folder import hf_entries, write_hf
+from llava_ds.files.model_files import said_by
 from llava_ds.model.hf import HF_CLASSES
 from llava_ds.model.language import read_any_config
-from llava_ds.model_files import said_by
 from llava_ds.tokenizer import read_tokenizer
 
 REMEDY = "or give --export_format llava, which LLaVA's own code opens"

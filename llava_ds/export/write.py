@@ -6,14 +6,14 @@ import torch
 from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
-from llava_ds.distributed import Ranks
-from llava_ds.export.entries import Counted, Entry, live_entries, take_part
-from llava_ds.export.finished import Finished
-from llava_ds.export.hf import hf_entries, write_hf
-from llava_ds.export.llava import llava_entries, projector_entries, write_llava, write_projector
+from llava_ds.export.llava_folder import llava_entries, projector_entries, write_llava, write_projector
+from llava_ds.export.plan import Finished
+from llava_ds.export.tensors import Counted, Entry, live_entries, take_part
+from llava_ds.export.transformers_folder import hf_entries, write_hf
 from llava_ds.model.assemble import assemble
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.weights import freed_memory_returns
+from llava_ds.model.open.weights import freed_memory_returns
+from llava_ds.runtime.ranks import Ranks
 
 WRITERS = {"hf": write_hf, "llava": write_llava}
 ENTRIES = {"hf": hf_entries, "llava": llava_entries}

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.images import load_media, probe
+from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.distributed import Ranks, printable
 from llava_ds.geometry import media_layout
 from llava_ds.infer.generate import Prompt, Reply, Sampling, stream
 from llava_ds.infer.load import LoadedModel
+from llava_ds.runtime.ranks import Ranks, printable
 
 HISTORY_FILE = "~/.cache/llava_ds/chat_history"  # questions typed in a terminal, for the arrow keys
 HISTORY_LINES = 1000

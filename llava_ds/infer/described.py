@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from llava_ds import formats
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.model.folders import FLAG
+from llava_ds.files.model_files import check_folder, is_there, read_config, shown
 from llava_ds.model.hf import HF_CLASSES, HFModel
 from llava_ds.model.language import config_of
 from llava_ds.model.lora import ADAPTER_CONFIG
-from llava_ds.model.weight_files import WeightFiles, Weights
-from llava_ds.model_files import check_folder, is_there, read_config, shown
+from llava_ds.model.open import names as formats
+from llava_ds.model.open.folder import FLAG
+from llava_ds.model.open.weight_files import WeightFiles, Weights
 from llava_ds.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
-    from llava_ds.export.entries import Entry
-    from llava_ds.export.finished import Finished
+    from llava_ds.export.plan import Finished
+    from llava_ds.export.tensors import Entry
 
 # Where the models that a checkpoint, an adapter or a folder in LLaVA's format does not bring lie now.
 MOVED_FLAGS = {
@@ -108,7 +108,9 @@ def _is_transformers(folder: Path) -> bool:
 
 
 def _of_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[Finished, list[Entry], tuple[str, ...]]":
-    from llava_ds.export.restored import restore  # with DeepSpeed, which takes seconds, and a folder does without
+    from llava_ds.export.from_checkpoint import (
+        restore,  # with DeepSpeed, which takes seconds, and a folder does without
+    )
 
     restored = restore(path, moved, None)
     return restored.finished, restored.entries, ()
@@ -117,7 +119,7 @@ def _of_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[Finished, list[E
 def _of_folder(
     path: Path, moved: dict[str, str], version: str | None
 ) -> "tuple[Finished, list[Entry], tuple[str, ...]]":
-    from llava_ds.export.converted import open_folder  # with DeepSpeed, too
+    from llava_ds.export.from_folder import open_folder  # with DeepSpeed, too
 
     if wrong := [f"--{name}" for name in OF_CHECKPOINTS if name in moved]:
         raise ConfigError(f"{', '.join(wrong)} goes with a checkpoint, and {path} is none: leave it out")
@@ -134,9 +136,9 @@ def _as_exported(
     path: Path, finished: "Finished", entries: "list[Entry]", notes: tuple[str, ...]
 ) -> Iterator[Described]:
     """A model as the folder that its export would be, whose files of weights are holes."""
-    from llava_ds.export.finished import hf_container
-    from llava_ds.export.hf import hf_entries, write_hf
-    from llava_ds.export.shards import DEFAULT_SHARD_SIZE, parse_size
+    from llava_ds.export.plan import hf_container
+    from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
+    from llava_ds.export.transformers_folder import hf_entries, write_hf
 
     kind, why = hf_container(finished.plan, finished.args, finished.pictures)
     if kind is None:

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from llava_ds.command import given_path
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks, together
 from llava_ds.infer.described import MOVED_FLAGS, Described, described
 from llava_ds.infer.load import LoadedModel, constructed, load_model, loaded, refuse_unfit
 from llava_ds.model.hf import HFModel
+from llava_ds.runtime.command import given_path
+from llava_ds.runtime.ranks import Ranks, together
 
 if TYPE_CHECKING:
     import argparse
@@ -179,8 +179,8 @@ def _zero_inference(opened: Described, options: EngineOptions, ranks: Ranks) -> 
     """
     import deepspeed
 
-    from llava_ds.model.build import construction
-    from llava_ds.model.weights import freed_memory_returns, load_weights
+    from llava_ds.engine.construct import construction
+    from llava_ds.model.open.weights import freed_memory_returns, load_weights
 
     dtype = opened.precision(DTYPES.get(options.dtype))
     _check_precision(dtype, ranks, str(opened.path))

@@ -17,14 +17,14 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
-from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
-from llava_ds.data.images import load_media, probe
+from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.distributed import Ranks, progress_bar, together
 from llava_ds.geometry import MediaLayout, PictureOptions, Size, media_layout
 from llava_ds.infer.load import LoadedModel
 from llava_ds.model.hf import merged_embeds
+from llava_ds.runtime.ranks import Ranks, progress_bar, together
 
 T = TypeVar("T")
 

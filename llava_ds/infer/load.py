@@ -13,15 +13,15 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
 from llava_ds.data.templates import resolve_template
-from llava_ds.distributed import Ranks
+from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import PictureOptions
 from llava_ds.infer.described import Described, described
 from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
-from llava_ds.model.said import pairs
+from llava_ds.model.open.checkpoint_defaults import pairs
+from llava_ds.model.open.weight_files import WeightFiles
+from llava_ds.model.open.weights import check_fit, load_weights, refuse_endless
 from llava_ds.model.vision import read_processor
-from llava_ds.model.weight_files import WeightFiles
-from llava_ds.model.weights import check_fit, load_weights, refuse_endless
-from llava_ds.model_files import library_errors, read_json_if_there, shown
+from llava_ds.runtime.ranks import Ranks
 
 # What is taken of a generation_config.json, and its kind.
 _IDS = NonNegativeInt | list[NonNegativeInt]

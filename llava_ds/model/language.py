@@ -7,7 +7,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llava_ds.constants import ConfigError
-from llava_ds.model_files import OWN_CODE, check_folder, library_errors, read_config, shown
+from llava_ds.files.model_files import OWN_CODE, check_folder, library_errors, read_config, shown
 
 # What families call the width of their MLPs.
 MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.model_files import own_file, read_json
+from llava_ds.files.model_files import own_file, read_json
 
 ADAPTER = "default"  # peft's name for the only adapter there is
 ADAPTER_CONFIG, NON_LORA = "adapter_config.json", "non_lora_trainables.bin"

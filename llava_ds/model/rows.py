@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from llava_ds import formats
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import DataError
-from llava_ds.model.sources import Source, Sources
-from llava_ds.model.weight_files import Weights
+from llava_ds.model.open import names as formats
+from llava_ds.model.open.weight_files import Weights
+from llava_ds.model.open.weight_sources import Source, Sources
 
 NUM_MARKS = 2  # <im_start> and <im_end>
 

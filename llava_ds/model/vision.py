@@ -19,11 +19,11 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from llava_ds.arguments import Arguments, ModelArguments
+from llava_ds.config.arguments import Arguments, ModelArguments
 from llava_ds.constants import ConfigError
+from llava_ds.files.model_files import is_there, library_errors, read_config, read_json, shown
 from llava_ds.geometry import PictureOptions, picture_options
 from llava_ds.model.projector import pooled_patch_size
-from llava_ds.model_files import is_there, library_errors, read_config, read_json, shown
 
 # By model_type of a vision model's own configuration.
 TOWERS = {

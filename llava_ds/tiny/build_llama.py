@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llava_ds.tiny.build_tokenizer import MAX_LENGTH_TOKENS, save_tokenizer, train_tokenizer
 from llava_ds.tiny.muon import Muon, warm_up_then_cosine
 from llava_ds.tiny.questions import KINDS, all_questions, caption
 from llava_ds.tiny.scenes import sample_scene
@@ -26,7 +27,6 @@ from llava_ds.tiny.texts import (
     plain_document,
     quiz_document,
 )
-from llava_ds.tiny.tokenizer import MAX_LENGTH_TOKENS, save_tokenizer, train_tokenizer
 from llava_ds.tiny.weights_io import save_half
 
 WORDS_PER_POSITION = 4

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from llava_ds.arguments import Arguments, trains_projector_only
+from llava_ds.config.arguments import Arguments, trains_projector_only
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
-from llava_ds.tiny.dataset import write_dataset
+from llava_ds.tiny.scene_files import write_dataset
 
 
 def fill_in(args: Arguments) -> Arguments:

@@ -8,8 +8,8 @@ import torch
 
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.loader import Window
-from llava_ds.distributed import Ranks, all_sum
-from llava_ds.train.guard import skipped_steps
+from llava_ds.engine.non_finite import skipped_steps
+from llava_ds.runtime.ranks import Ranks, all_sum
 from llava_ds.train.loss import loss_scales
 
 

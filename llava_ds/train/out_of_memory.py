@@ -5,17 +5,17 @@ from contextlib import contextmanager
 
 import torch
 
-from llava_ds.arguments import TrainingArguments
 from llava_ds.batch import Batch
+from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, sample_ids
 from llava_ds.data.loader import Layout
-from llava_ds.data.sampler import SampleOrder
-from llava_ds.distributed import Ranks
-from llava_ds.ds_config.resolve import ResolvedConfig
-from llava_ds.ds_config.zero import offload_device
+from llava_ds.data.sample_order import SampleOrder
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.engine.ds_config.zero import offload_device
+from llava_ds.engine.warm_up import Heaviest
+from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.loop import TrainState
-from llava_ds.train.rehearsal import Heaviest
 
 GB = 10**9
 MOST_NAMED = 8  # samples
@@ -93,6 +93,12 @@ def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
     ids = sample_ids(dataset, samples[:MOST_NAMED])
     more = f" and {len(samples) - MOST_NAMED:,} more" if len(samples) > MOST_NAMED else ""
     return f"{len(samples):,} samples ({', '.join(ids)}{more})"
+
+
+def samples_of_step(dataset: EncodedDataset, layout: Layout, order: SampleOrder, step: int, rank: int) -> str:
+    """Name the samples of one rank in an optimizer step."""
+    _, plan = next(layout.steps(order, dataset.lengths, step - 1))
+    return name_samples(dataset, [sample for micro_batch in plan[rank] for sample in micro_batch])
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 
 from llava_ds.constants import DataError
-from llava_ds.distributed import Ranks, gather
+from llava_ds.runtime.ranks import Ranks, gather
 
 MOST_NAMED = 4  # parameters
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

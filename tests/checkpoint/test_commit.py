@@ -9,8 +9,10 @@ from random import Random
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit, files, state
-from llava_ds.distributed import Ranks
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint import resume as state
+from llava_ds.files import hashed as files
+from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 

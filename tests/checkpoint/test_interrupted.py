@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit, files
-from llava_ds.distributed import Ranks
+from llava_ds.checkpoint import commit
+from llava_ds.files import hashed as files
+from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 # Calls that leave Python for the system and change something there.

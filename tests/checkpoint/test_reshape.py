@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from llava_ds.checkpoint import reshape
-from llava_ds.checkpoint.layout import Layout, Piece
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.engine.shards import Layout, Piece
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (3,), "b.weight": (7, 2), "scale": (1,), "c.weight": (2, 2, 2)}
 GROUPS = (("a.weight", "b.weight", "c.weight"), ("a.bias", "scale"))

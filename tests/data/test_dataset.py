@@ -19,7 +19,6 @@ import toys
 from PIL import Image
 from transformers import AutoTokenizer
 
-from llava_ds import file_contents
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
 from llava_ds.data import preflight as preflight_module
@@ -28,8 +27,9 @@ from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
 from llava_ds.data.preflight import Checker, reasons_in_short
 from llava_ds.data.sources import read_samples
-from llava_ds.distributed import Ranks
-from llava_ds.tiny.tokenizer import save_tokenizer, train_tokenizer
+from llava_ds.files import contents as file_contents
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 
 P = (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
 KINDS = "titti"

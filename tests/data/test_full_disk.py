@@ -16,9 +16,9 @@ from PIL import Image
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data import dataset as dataset_module
-from llava_ds.data.files import told_as_unreadable
+from llava_ds.data.file_slices import told_as_unreadable
 from llava_ds.data.sources import source as source_module
-from llava_ds.tiny.dataset import write_dataset
+from llava_ds.tiny.scene_files import write_dataset
 
 
 def in_child(function, limit: int | None) -> str:

@@ -25,7 +25,7 @@ import toys
 from PIL import Image
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.collator import collate
+from llava_ds.data.collate import collate
 from llava_ds.data.dataset import BrokenSample, PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources, parse_columns
 

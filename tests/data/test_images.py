@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from llava_ds.constants import DataError
-from llava_ds.data import images as images_module
-from llava_ds.data import resize as resize_module
-from llava_ds.data.images import load_image, load_media, probe, to_rgb
+from llava_ds.data.images import decode as images_module
+from llava_ds.data.images import resize as resize_module
+from llava_ds.data.images.decode import load_image, load_media, probe, to_rgb
+from llava_ds.data.images.square import to_pixels
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.data.squares import to_pixels
 from llava_ds.geometry import PictureOptions, Size, media_layout, parse_pinpoints
 
 SIZE = 24

@@ -12,7 +12,7 @@ from llava_ds.data import loader
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import Counts, Layout, Window, windows
 from llava_ds.data.packing import plan_by_tokens
-from llava_ds.data.sampler import SampleOrder
+from llava_ds.data.sample_order import SampleOrder
 
 CPU = torch.device("cpu")
 KINDS = "itititiiittti"

@@ -4,9 +4,9 @@ import itertools
 import random
 
 import pytest
+from benchmark.length_mix import FINETUNE, length_mix
 
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
-from llava_ds.tools.length_mix import FINETUNE, length_mix
 
 
 def check_places_all_once(plan: list[list[list[int]]], samples: list[int], world_size: int) -> None:

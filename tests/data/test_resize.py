@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from llava_ds.data import resize as resize_module
-from llava_ds.data.resize import padded, resized
+from llava_ds.data.images import resize as resize_module
+from llava_ds.data.images.resize import padded, resized
 
 COLOUR = (122, 116, 104)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.images import load_media, probe
+from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import PictureOptions, media_layout
 

@@ -11,7 +11,7 @@ import pytest
 import toys
 from launching import TRAIN, command_line, ds_config, launch
 
-from llava_ds.parsing import parse_arguments
+from llava_ds.config.parsing import parse_arguments
 
 EVERY_DAY = ["not_llava"]
 

@@ -7,13 +7,13 @@ import pytest
 import toys
 from launching import ROOT, command_line, ds_config, launch
 
-from llava_ds.ds_config.resolve import read_ds_config, resolve_ds_config
-from llava_ds.parsing import parse_arguments
-from llava_ds.tools.fitting import Run
-from llava_ds.tools.planned import Data, planned_run
-from llava_ds.tools.shapes import shape_of_folders
+from llava_ds.config.parsing import parse_arguments
+from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
+from llava_ds.planning.fit import Run
+from llava_ds.planning.inputs import Data, planned_run
+from llava_ds.planning.shapes import shape_of_folders
 
-MEASURE = ROOT / "tests" / "workers" / "measure_memory.py"
+MEASURE = ROOT / "run" / "dev" / "measure" / "memory.py"
 LLAMA = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4}
 CLIP = {"hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
 # A vocabulary that outweighs the layers, tied, and widths that no number of ranks divides.

@@ -8,7 +8,7 @@ import pytest
 import toys
 from launching import ROOT, command_line, ds_config, launch, toy_run
 
-from llava_ds.report.metrics import read_metrics
+from llava_ds.files.jsonl import read_metrics
 
 pytestmark = pytest.mark.full
 

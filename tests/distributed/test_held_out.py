@@ -11,9 +11,9 @@ from checkpoints import differences
 from launching import ds_config, run_many, tight_config, toy_run
 
 from llava_ds.data.sample import Message
+from llava_ds.files.jsonl import read_metrics
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model
-from llava_ds.report.metrics import read_metrics
 
 pytestmark = pytest.mark.full
 

@@ -16,7 +16,7 @@ import pytest
 import toys
 from launching import DEEPSPEED, ROOT, TRAIN, command_line, ds_config, environment, launch, losses
 
-from llava_ds.launchers import free_port
+from llava_ds.runtime.launchers import free_port
 
 STEPS = 6
 

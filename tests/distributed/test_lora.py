@@ -12,13 +12,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from llava_ds.arguments import ModelArguments
 from llava_ds.checkpoint.commit import newest_whole
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks
+from llava_ds.engine.construct import build_model
 from llava_ds.model import lora
-from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.plan import plan_model
 from llava_ds.model.quantize import BLOCK
+from llava_ds.runtime.ranks import Ranks
 
 STEPS, SAVED = 8, 4
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 16, "lora_dropout": 0.0}
@@ -313,7 +314,7 @@ def test_a_run_goes_on_from_an_adapter(matrix):
 
 def test_the_recipe_of_7b_is_complete_and_its_json_fits():
     """What make does with the other recipes: the flags alone, without a model."""
-    from llava_ds.parsing import parse_arguments
+    from llava_ds.config.parsing import parse_arguments
 
     recipe = ROOT / "run" / "recipes" / "llava-v1.5-7b-lora.yaml"
     args, notes = parse_arguments(["--recipe", str(recipe), "--deepspeed_config", ds_config(3), "--output_dir", "out"])

@@ -9,7 +9,7 @@ import toys
 from launching import ROOT, command_line, ds_config, launch, run_many, toy_run
 from safetensors.torch import load_file
 
-from llava_ds.report.metrics import read_metrics
+from llava_ds.files.jsonl import read_metrics
 
 pytestmark = pytest.mark.full
 

@@ -9,13 +9,14 @@ import toys
 from launching import ds_config, losses, run_many, toy_run
 from safetensors.torch import load_file
 
-from llava_ds.arguments import ModelArguments
-from llava_ds.data.collator import collate
-from llava_ds.data.sampler import SampleOrder
-from llava_ds.distributed import Ranks
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.data.collate import collate
+from llava_ds.data.sample_order import SampleOrder
+from llava_ds.engine.construct import build_model
+from llava_ds.files.jsonl import read_metrics
 from llava_ds.geometry import PictureOptions
-from llava_ds.model.build import build_model, plan_model
-from llava_ds.report.metrics import read_metrics
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.ranks import Ranks
 
 STEPS = 20
 BATCH = 4

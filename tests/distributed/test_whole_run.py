@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_ds.checkpoint.commit import newest_whole
-from llava_ds.checkpoint.identity import ENGINE
+from llava_ds.checkpoint.run_identity import ENGINE
 from llava_ds.checkpoint.trainer_file import checkpoint_problem
 from llava_ds.data.encode import Encoder, EncodingOptions
-from llava_ds.data.images import load_image
+from llava_ds.data.images.decode import load_image
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import render_prompt
 from llava_ds.export.deepspeed_files import engine_entries
-from llava_ds.export.restored import restore
+from llava_ds.export.from_checkpoint import restore
 
 STEPS, SAVED = 6, 3
 RESUMED = ("stage1", "stage2", "stage2_auto")  # at ZeRO 2, 3 and 2

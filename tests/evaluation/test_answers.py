@@ -16,16 +16,16 @@ import toys
 from exporting import RANKS, export
 from launching import ROOT
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks
+from llava_ds.engine.construct import build_model
 from llava_ds.evaluation import asking
 from llava_ds.evaluation.answers import Part, answered, open_store, write_answers, write_scores
+from llava_ds.evaluation.answers_identity import model_digest
 from llava_ds.evaluation.asking import ask, plan_batches
+from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.bootstrap import estimates
-from llava_ds.evaluation.files import Given
-from llava_ds.evaluation.identity import model_digest
-from llava_ds.evaluation.report import as_json, table
+from llava_ds.evaluation.score_table import as_json, table
 from llava_ds.evaluation.scores import Scored, exact_match, shown_reference, yes_no
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.evaluation.verdicts import answer_rows
@@ -33,7 +33,8 @@ from llava_ds.export.card import write_conversion_card
 from llava_ds.geometry import PictureOptions
 from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import load_model
-from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.ranks import Ranks
 
 MAIN = "with picture"
 

@@ -16,9 +16,10 @@ import toys
 from exporting import RANKS, export
 from launching import ROOT, environment
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.engine.construct import build_model
 from llava_ds.geometry import PictureOptions
-from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.plan import plan_model
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
 NUM_QUESTIONS = 60

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.evaluation.files import Given
+from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.question import digest, without_image
 from llava_ds.evaluation.tasks import TASKS, read_questions
 
@@ -147,7 +147,7 @@ def test_gqa(tmp_path):
 
 
 def test_mmbench(tmp_path):
-    from llava_ds.data.images import probe
+    from llava_ds.data.images.decode import probe
     from llava_ds.geometry import PictureOptions
 
     def encoded(width: int) -> str:

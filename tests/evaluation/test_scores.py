@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from llava_ds.constants import DataError
-from llava_ds.evaluation.choice import matched_letter, named_letter, says_yes
+from llava_ds.evaluation.caption_words import caption_words
 from llava_ds.evaluation.normalise import evalai_answer, vqa_answer
+from llava_ds.evaluation.option_letters import matched_letter, named_letter, says_yes
 from llava_ds.evaluation.question import Question
 from llava_ds.evaluation.scores import METRICS, reference_for
-from llava_ds.evaluation.words import caption_words
 from llava_ds.infer.generate import Prompt
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -10,18 +10,19 @@ from exporting import RANKS, export, finished
 from PIL import Image
 from transformers import AutoProcessor, LlavaNextForConditionalGeneration
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IGNORE_INDEX
-from llava_ds.data.collator import LoadedSample, collate
-from llava_ds.data.images import load_image, load_media, probe
+from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.images.decode import load_image, load_media, probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.templates import Message, render_prompt
+from llava_ds.engine.construct import build_model
 from llava_ds.export.check import compare_reloaded
 from llava_ds.export.write import export_live_projector
 from llava_ds.geometry import PictureOptions, media_layout
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model
-from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.plan import plan_model
 
 STAGE_0 = {"zero_optimization": {"stage": 0}}
 SIZES = [(60, 20), (20, 60), (45, 46), (24, 24), (90, 30), (5, 200), (33, 61)]

@@ -13,15 +13,16 @@ import toys
 from exporting import RANKS, export
 from PIL import Image
 
-from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.cli import COMMANDS, split
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.config.shipped import RUN
 from llava_ds.data.sample import Message
+from llava_ds.engine.construct import build_model
 from llava_ds.export.card import EVALUATIONS_END, add_evaluation, write_card, write_conversion_card
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model
-from llava_ds.model.build import build_model, plan_model
-from llava_ds.report.page import write_report
-from llava_ds.shipped import RUN
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.cli import COMMANDS, split
+from llava_ds.tracking.page import write_report
 
 RECORD = {"num_steps": 40, "versions": {"torch": "2"}}
 

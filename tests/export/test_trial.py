@@ -7,14 +7,14 @@ import pytest
 import torch
 import toys
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.export.entries import Entry
-from llava_ds.export.finished import Finished
+from llava_ds.export.plan import Finished
+from llava_ds.export.tensors import Entry
 from llava_ds.export.trial import try_export
 from llava_ds.export.write import planned_entries
 from llava_ds.geometry import PictureOptions
-from llava_ds.model.build import plan_model
+from llava_ds.model.plan import plan_model
 
 SHARD = 10**9
 

@@ -146,7 +146,7 @@ def test_a_disk_that_turns_read_only_ends_the_run_with_one_message(tmp_path, giv
 def launch_in_background(*arguments: str) -> subprocess.Popen:
     from launching import DEEPSPEED, environment
 
-    from llava_ds.launchers import free_port
+    from llava_ds.runtime.launchers import free_port
 
     command = [*DEEPSPEED, "--num_accelerators", "2", "--master_port", str(free_port()), str(TRAIN), *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit, files
-from llava_ds.distributed import Ranks
+from llava_ds.checkpoint import commit
+from llava_ds.files import hashed as files
+from llava_ds.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.faults
 

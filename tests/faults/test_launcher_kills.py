@@ -21,9 +21,9 @@ from launching import DEEPSPEED, TRAIN, ds_config, toy_run
 from safetensors.torch import load_file
 from signalled import Started
 
-from llava_ds.checkpoint.output_lock import NAME
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_RANK_LOST, EXIT_STOPPED
-from llava_ds.launchers import free_port
+from llava_ds.runtime.launchers import free_port
+from llava_ds.runtime.output_lock import NAME
 
 pytestmark = pytest.mark.faults
 

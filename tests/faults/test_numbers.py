@@ -10,7 +10,7 @@ import toys
 from checkpoints import contents, differences
 from launching import ROOT, command_line, ds_config, launch, toy_run
 
-from llava_ds.report.metrics import read_metrics
+from llava_ds.files.jsonl import read_metrics
 
 pytestmark = pytest.mark.faults
 

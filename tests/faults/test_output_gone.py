@@ -6,7 +6,7 @@ import pytest
 import toys
 from launching import DEEPSPEED, TRAIN, command_line, ds_config, environment, losses, toy_run
 
-from llava_ds.launchers import free_port
+from llava_ds.runtime.launchers import free_port
 
 pytestmark = pytest.mark.faults
 

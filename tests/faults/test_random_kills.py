@@ -24,7 +24,7 @@ from launching import DEEPSPEED, ROOT, TRAIN, command_line, ds_config, environme
 from safetensors.torch import load_file
 
 from llava_ds.checkpoint import commit
-from llava_ds.launchers import free_port
+from llava_ds.runtime.launchers import free_port
 
 pytestmark = pytest.mark.faults
 

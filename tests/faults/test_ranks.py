@@ -15,7 +15,7 @@ import toys
 from launching import DEEPSPEED, ROOT, command_line, ds_config, environment, toy_run
 
 from llava_ds.constants import EXIT_RANK_LOST
-from llava_ds.launchers import free_port
+from llava_ds.runtime.launchers import free_port
 
 pytestmark = pytest.mark.faults
 

@@ -13,7 +13,7 @@ from signalled import SIGNALS, Started
 
 from llava_ds.checkpoint.commit import newest_whole, step_of
 from llava_ds.constants import EXIT_STOPPED
-from llava_ds.launchers import free_port
+from llava_ds.runtime.launchers import free_port
 
 pytestmark = pytest.mark.faults
 

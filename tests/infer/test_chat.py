@@ -14,16 +14,17 @@ from exporting import RANKS, export
 from launching import ROOT
 from PIL import Image
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.sources import read_samples
+from llava_ds.engine.construct import build_model
 from llava_ds.geometry import PictureOptions
 from llava_ds.infer.chat import Conversation, Session, ask, checked_media, converse
 from llava_ds.infer.generate import Prompt, Sampling, _Pieces, answer, make_encoder, prompt_ids, stream
 from llava_ds.infer.load import load_model
 from llava_ds.infer.web import conversation_of
-from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.plan import plan_model
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,16 @@ from browser import Browser, missing
 from exporting import RANKS, export
 from launching import ROOT, environment
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
+from llava_ds.engine.construct import build_model
 from llava_ds.geometry import PictureOptions
 from llava_ds.infer.chat import Conversation, checked_media
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model
 from llava_ds.infer.web import gradio
-from llava_ds.launchers import free_port
-from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.launchers import free_port
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
 

@@ -10,17 +10,18 @@ import torch
 import toys
 from exporting import RANKS, export
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.collator import LoadedSample, collate
-from llava_ds.evaluation.files import Given
+from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.engine.construct import build_model
+from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import PictureOptions, media_layout
 from llava_ds.infer.described import described
 from llava_ds.infer.generate import answer
 from llava_ds.infer.load import load_model
-from llava_ds.model.build import build_model, plan_model
 from llava_ds.model.hf import merged_embeds
+from llava_ds.model.plan import plan_model
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import toys
 from exporting import RANKS, export
 from launching import ROOT, ds_config, launch, run_many, toy_run
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks
-from llava_ds.ds_config.native import extensions_folder
-from llava_ds.evaluation.files import Given
+from llava_ds.engine.construct import build_model
+from llava_ds.engine.native_ops import extensions_folder
+from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import PictureOptions
 from llava_ds.infer import engines
@@ -22,8 +22,9 @@ from llava_ds.infer.described import described
 from llava_ds.infer.engines import CAN_BE_CUT, NO_KERNELS, EngineOptions, load_for_inference, zero_config
 from llava_ds.infer.generate import Prompt, Sampling, answer, greedy_answers, stream
 from llava_ds.infer.load import filled, load_model
-from llava_ds.model.build import build_model, plan_model
 from llava_ds.model.hf import TOLERANCE
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.ranks import Ranks
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
 WORKER = ROOT / "tests" / "workers" / "engines.py"

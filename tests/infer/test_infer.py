@@ -16,17 +16,17 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
-from llava_ds.arguments import ModelArguments
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import Encoder, EncodingOptions
-from llava_ds.data.images import load_image
+from llava_ds.data.images.decode import load_image
+from llava_ds.data.images.square import to_pixels
 from llava_ds.data.sample import Message
 from llava_ds.data.sources import read_samples
-from llava_ds.data.squares import to_pixels
 from llava_ds.data.templates import render_prompt
-from llava_ds.distributed import printable
-from llava_ds.evaluation.files import Given
+from llava_ds.engine.construct import build_model
+from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.llava_questions import llava
 from llava_ds.evaluation.question import Question, with_blank_image, without_image
 from llava_ds.export.check import compare_reloaded
@@ -42,7 +42,8 @@ from llava_ds.infer.generate import (
     prompt_ids,
 )
 from llava_ds.infer.load import load_model
-from llava_ds.model.build import build_model, plan_model
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.ranks import printable
 
 
 def square(plan) -> PictureOptions:

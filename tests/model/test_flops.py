@@ -6,15 +6,15 @@ import toys
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, CLIPVisionConfig, Siglip2VisionConfig
 
-from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import media_layout
 from llava_ds.model.assemble import assemble
 from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.lora import add_lora
 from llava_ds.model.vision import plan_tower
-from llava_ds.tools.shapes import CLIP_L_336, NAMED
-from llava_ds.train.trainable import choose_trainable
+from llava_ds.planning.shapes import CLIP_L_336, NAMED
 
 TERA = 1e12
 LENGTH, TARGETS = 20, 5

@@ -33,17 +33,18 @@ from launching import ROOT, TRAIN, ds_config, launch, toy_run
 from launching import command_line as words_of
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import ENGINE
+from llava_ds.checkpoint.run_identity import ENGINE
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data import template_process
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.finished import Finished, export_format
+from llava_ds.engine.construct import build_model
+from llava_ds.export.plan import Finished, export_format
 from llava_ds.export.trial import try_export
 from llava_ds.export.write import planned_entries
 from llava_ds.infer import engines, web  # noqa: F401  imported once, before the processes are forked
-from llava_ds.model.build import build_model, plan_model
-from llava_ds.model.folders import take_from_model
+from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.plan import plan_model
 
 COUNT = int(os.environ.get("LLAVA_DS_HOSTILE_FOLDERS", "300"))
 SEED = int(os.environ.get("LLAVA_DS_HOSTILE_SEED", "0"))

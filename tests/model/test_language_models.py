@@ -30,9 +30,8 @@ from transformers import (
 )
 
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks, _use_gloo_without_compiling
-from llava_ds.formats import language_model_from_disk
-from llava_ds.model import attention, build
+from llava_ds.engine import construct as build
+from llava_ds.model import attention
 from llava_ds.model.hf import attention_options
 from llava_ds.model.language import (
     embedding_name,
@@ -44,9 +43,11 @@ from llava_ds.model.language import (
     names_in_hf,
     trunk_name,
 )
+from llava_ds.model.open.names import language_model_from_disk
+from llava_ds.model.open.weight_files import WeightFiles
+from llava_ds.model.open.weights import load_weights
 from llava_ds.model.probe import examine, refuse_unfit_language_model
-from llava_ds.model.weight_files import WeightFiles
-from llava_ds.model.weights import load_weights
+from llava_ds.runtime.ranks import Ranks, _use_gloo_without_compiling
 
 LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows
 

@@ -7,15 +7,15 @@ import torch
 import toys
 from transformers import AutoModelForCausalLM
 
-from llava_ds.arguments import ModelArguments
 from llava_ds.batch import Batch
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.engine.activation_checkpointing import recompute_layers
+from llava_ds.engine.compile import compile_layers
 from llava_ds.model import attention
-from llava_ds.model.compiled import compile_layers
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.lora import add_lora
 from llava_ds.model.probe import examine
 from llava_ds.model.projector import build_projector
-from llava_ds.model.recompute import recompute_layers
 
 LENGTHS = (20, 1, 45, 33, 9)  # on both sides of the toys' windows
 SHORT = ("llama", "qwen2", "qwen2_5", "qwen3", "mistral")

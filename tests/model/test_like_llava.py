@@ -10,12 +10,13 @@ import torch
 import toys
 from safetensors.torch import load_file
 
-from llava_ds.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.data.collator import collate
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.data.collate import collate
 from llava_ds.data.encode import EncodingOptions
-from llava_ds.distributed import Ranks
-from llava_ds.model.build import build_model, plan_model
-from llava_ds.train.trainable import choose_trainable
+from llava_ds.engine.construct import build_model
+from llava_ds.engine.param_groups import choose_trainable
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.ranks import Ranks
 
 CASES = json.loads((like_llava.GOLDENS / "forward.json").read_text())
 TENSORS = load_file(like_llava.GOLDENS / "forward.safetensors")

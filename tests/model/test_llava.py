@@ -8,16 +8,17 @@ import toys
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from llava_ds import formats
-from llava_ds.arguments import ModelArguments
 from llava_ds.batch import Batch
-from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import EncodedDataset
-from llava_ds.distributed import Ranks
+from llava_ds.engine.construct import build_model
 from llava_ds.geometry import MediaLayout, PictureOptions, media_layout
-from llava_ds.model.build import ModelPlan, build_model, plan_model
 from llava_ds.model.llava import LlavaModel, merged
+from llava_ds.model.open import names as formats
+from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.model.projector import Newline
+from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 SAMPLES = "itiittii"

@@ -20,16 +20,17 @@ from transformers import (
     LlamaConfig,
 )
 
-from llava_ds.arguments import ModelArguments
-from llava_ds.checkpoint.adapter import compare_reloaded_adapter, export_adapter
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.collator import collate
-from llava_ds.distributed import Ranks
-from llava_ds.export.entries import Entry, read_entries
-from llava_ds.export.lora import merged_entries
+from llava_ds.data.collate import collate
+from llava_ds.engine.construct import build_model
+from llava_ds.engine.param_groups import describe
+from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
+from llava_ds.export.lora_merge import merged_entries
+from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.model import lora, quantize
-from llava_ds.model.build import ModelPlan, build_model, part_weights, plan_model
-from llava_ds.train.trainable import describe
+from llava_ds.model.plan import ModelPlan, part_weights, plan_model
+from llava_ds.runtime.ranks import Ranks
 
 peft = pytest.importorskip("peft")
 

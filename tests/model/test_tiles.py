@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from llava_ds.batch import Batch
-from llava_ds.data.collator import LoadedSample, collate
+from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.geometry import PictureOptions, Size, best_pinpoint, media_layout
 from llava_ds.model.llava import merged
 from llava_ds.model.projector import Newline

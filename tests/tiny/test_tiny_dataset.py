@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.tiny import dataset
+from llava_ds.tiny import scene_files as dataset
 from llava_ds.tiny.questions import ANSWERS, KINDS
 from llava_ds.tiny.scenes import is_heldout
 

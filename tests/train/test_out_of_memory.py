@@ -7,8 +7,8 @@ import torch
 from ds_json import arguments
 
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import Ranks
-from llava_ds.ds_config.resolve import ResolvedConfig
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.loop import TrainState
 from llava_ds.train.out_of_memory import MemoryWatch
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llava_ds.constants import DataError
-from llava_ds.distributed import Ranks
+from llava_ds.runtime.ranks import Ranks
 from llava_ds.train import replicas
 from llava_ds.train.replicas import check_replicas, replica_sums
 

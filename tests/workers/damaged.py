@@ -30,18 +30,18 @@ from pathlib import Path
 import torch
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.identity import RunIdentity, saved_identity
-from llava_ds.checkpoint.sources import weight_hashes
-from llava_ds.checkpoint.state import OF_A_RUN, find_resume_point
+from llava_ds.checkpoint.base_weights import weight_hashes
+from llava_ds.checkpoint.resume import OF_A_RUN, find_resume_point
+from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.distributed import Ranks
-from llava_ds.export.restored import restore
+from llava_ds.export.from_checkpoint import restore
+from llava_ds.files.jsonl import MetricsLog
 from llava_ds.infer.described import described
-from llava_ds.report.mending import mend_side_files
-from llava_ds.report.metrics import MetricsLog
-from llava_ds.report.page import write_report
-from llava_ds.report.run_record import read_run_record
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.tracking.mending import mend_side_files
+from llava_ds.tracking.page import write_report
+from llava_ds.tracking.run_record import read_run_record
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 LIMIT_S = 90.0  # for all that is asked in a trial

@@ -14,12 +14,12 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import init_ranks, quiet_libraries
-from llava_ds.evaluation.files import Given
+from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.infer.engines import EngineOptions, load_for_inference
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import LoadedModel
+from llava_ds.runtime.ranks import init_ranks, quiet_libraries
 
 
 class Scores(LogitsProcessor):

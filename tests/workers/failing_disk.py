@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from run_many import load_train
 
-from llava_ds.checkpoint import commit, files
+from llava_ds.checkpoint import commit
 from llava_ds.constants import DataError
+from llava_ds.files import hashed as files
 
 
 class Disk:

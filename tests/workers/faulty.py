@@ -58,10 +58,10 @@ def main() -> None:
     act = functools.partial(fault, how, Path(note))
     if os.environ["RANK"] == rank and when == "before":
         act()
-    from llava_ds.checkpoint import saving
-    from llava_ds.model import build
+    from llava_ds.checkpoint import saver as saving
+    from llava_ds.engine import construct as build
     from llava_ds.model.llava import LlavaModel
-    from llava_ds.train import watchdog
+    from llava_ds.runtime import watchdog
 
     # As long as a beat takes, as with real models: what is last heard of a rank is then its last step.
     LlavaModel.forward = before_nth(LlavaModel.forward, 1, functools.partial(time.sleep, STEP_S))

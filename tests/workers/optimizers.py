@@ -15,15 +15,15 @@ from deepspeed.accelerator import get_accelerator
 from run_many import load_train
 from torch import nn
 
+from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.distributed import all_sum, init_ranks, quiet_libraries
-from llava_ds.ds_config.engine import check_engine
-from llava_ds.ds_config.resolve import resolve_ds_config
-from llava_ds.parsing import parse_arguments
-from llava_ds.train.guard import skipped_steps
+from llava_ds.engine.check import check_engine
+from llava_ds.engine.ds_config.resolve import resolve_ds_config
+from llava_ds.engine.non_finite import skipped_steps
+from llava_ds.engine.param_groups import parameter_groups
+from llava_ds.engine.start import start_engine
+from llava_ds.runtime.ranks import all_sum, init_ranks, quiet_libraries
 from llava_ds.train.loop import TrainState, train
-from llava_ds.train.optimizer import start_engine
-from llava_ds.train.trainable import parameter_groups
 
 STEPS = 4
 WIDTH = 8

@@ -16,17 +16,17 @@ from deepspeed.accelerator import get_accelerator
 from optimizers import WIDTH, Small
 from torch import nn
 
-from llava_ds.checkpoint.gather import gathered
-from llava_ds.checkpoint.identity import ENGINE
-from llava_ds.checkpoint.layout import layout_file, layout_text
 from llava_ds.checkpoint.random_states import random_states
-from llava_ds.checkpoint.state import ResumePoint, restore
-from llava_ds.distributed import Ranks, all_sum, init_ranks, quiet_libraries
-from llava_ds.ds_config.resolve import resolve_ds_config
-from llava_ds.parsing import parse_arguments
+from llava_ds.checkpoint.resume import ResumePoint, restore
+from llava_ds.checkpoint.run_identity import ENGINE
+from llava_ds.config.parsing import parse_arguments
+from llava_ds.engine.ds_config.resolve import resolve_ds_config
+from llava_ds.engine.gather import gathered
+from llava_ds.engine.param_groups import parameter_groups
+from llava_ds.engine.shards import layout_file, layout_text
+from llava_ds.engine.start import start_engine
+from llava_ds.runtime.ranks import Ranks, all_sum, init_ranks, quiet_libraries
 from llava_ds.train.loop import TrainState, train
-from llava_ds.train.optimizer import start_engine
-from llava_ds.train.trainable import parameter_groups
 
 STEPS, SAVED, MICRO_BATCHES = 6, 3, 4
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from run_many import load_train
 
-from llava_ds.train.boundary import Boundary
+from llava_ds.train.hooks import Boundary
 
 EVERY = 100  # steps, half-way between two saves
 

@@ -18,7 +18,7 @@ import torch
 from run_many import load_train
 
 from llava_ds.checkpoint.commit import newest_whole, step_of
-from llava_ds.report.metrics import read_metrics
+from llava_ds.files.jsonl import read_metrics
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llava_ds.data.cache import put_in_place, scratch_beside
-from llava_ds.data.files import told_as_unwritable
+from llava_ds.data.file_slices import told_as_unwritable
 from llava_ds.data.sources.options import Columns
 
 REFERENCE = "llava_ds_file"  # key of an object in a picture's place: a file, offset and num_bytes

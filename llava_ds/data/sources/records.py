@@ -13,8 +13,7 @@ from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.literal import LITERAL_IMAGE
 from llava_ds.data.sample import IMAGE_LEFT_OUT, IMAGE_PREPENDED, MARK_AS_TEXT, Message, Sample
 from llava_ds.data.sources.embedded import REJECTED
-from llava_ds.data.sources.paths import short
-from llava_ds.data.sources.pictures import (
+from llava_ds.data.sources.fields import (
     MAX_FILES_PER_RECORD,
     checked_text,
     either,
@@ -25,6 +24,7 @@ from llava_ds.data.sources.pictures import (
     to_media,
     videos,
 )
+from llava_ds.data.sources.paths import short
 from llava_ds.data.sources.source import Source
 
 VIDEO_TOKEN = "<video>"

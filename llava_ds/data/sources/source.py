@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from llava_ds.data.files import told_as_unreadable
+from llava_ds.data.file_slices import told_as_unreadable
 from llava_ds.data.sources.embedded import PICTURES, PictureStore, Row, embed, rejected, spooled
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 from llava_ds.data.sources.locate import KINDS

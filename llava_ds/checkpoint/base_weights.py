@@ -1,0 +1,91 @@
+"""Whether the models that a run began with still hold the same weights.
+
+Frozen parameters are in no checkpoint: a resumed run reads them where the run began with them.
+"""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llava_ds.checkpoint.trainer_file import read_trainer
+from llava_ds.config.arguments import Arguments
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.files.atomic import write_whole
+from llava_ds.files.contents import FileState, state_of
+from llava_ds.files.hashed import sha256
+from llava_ds.files.side_files import move_aside, read_json, why_not_regular
+from llava_ds.model.open.weight_files import weight_files
+
+REMEMBERED = "weight_hashes.json"  # in a run's folder
+HASHING_THREADS = 8
+
+Hashes = dict[str, dict[str, str]]  # SHA-256 by file name, by flag
+
+
+class _Known(FileState):
+    """Of a weight file: its state when it was hashed, and a hash of all of it."""
+
+    sha256: str
+
+
+def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) -> Hashes:
+    """The SHA-256 of every weight file in the folders that the flags name. For rank 0: it reads all of them.
+
+    Files whose place and stamp are as they were, and some of whose blocks are, are not read again; output_dir remembers
+    them, but for a dry run. Raises ConfigError when the checkpoint to go on from (None: a fresh start) is of a run that
+    began with others. {} where nothing is compared now or later.
+    """
+    if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
+        return {}
+    folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base", "vision_tower")}
+    files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
+    note = output_dir / REMEMBERED
+    known = _remembered(note)
+    paths = {path: str(path.resolve()) for group in files.values() for path in group}
+    seen = {place: state_of(path) for path, place in paths.items()}
+    new = [path for path, place in paths.items() if not seen[place].items() <= known.get(place, {}).items()]
+    with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
+        hashed = {paths[path]: digest for path, digest in zip(new, pool.map(sha256, new))}
+    digests = {place: hashed.get(place) or known[place]["sha256"] for place in seen}
+    if hashed and not args.training.dry_run:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if (problem := why_not_regular(note)) is not None:
+            print(f"WARNING: {note} can't be used ({problem}): it is now {move_aside(note).name}", flush=True)
+        content = {place: {**seen[place], "sha256": digest} for place, digest in digests.items()}
+        write_whole(note, json.dumps(content, indent=1))
+    found = {name: {path.name: digests[paths[path]] for path in group} for name, group in files.items()}
+    if checkpoint is not None:
+        _compare(checkpoint, found)
+    return found
+
+
+def _remembered(note: Path) -> dict[str, _Known]:
+    """Hashes that an earlier start left; none where the note is missing, cut short by a kill or no file."""
+    try:
+        return read_json(note, dict[str, _Known])
+    except (FileNotFoundError, DataError):
+        return {}
+
+
+def _compare(checkpoint: Path, found: Hashes) -> None:
+    saved: Hashes = read_trainer(checkpoint).get("weights", {})
+    lines = [
+        f"  --{name}: {file} {'is gone' if file not in found.get(name, {}) else 'has changed'}"
+        for name, files in saved.items()
+        for file, digest in files.items()
+        if found.get(name, {}).get(file) != digest
+    ]
+    if lines:
+        raise ConfigError(
+            f"{checkpoint} is of a run that began with other weights, and those that do not train are read from there "
+            "again:\n" + "\n".join(lines) + "\nbring the old files back (or train anew: --resume never)"
+        )
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder that are read as weights; of an adapter's or a projector's folder, all that may be."""
+    try:
+        return weight_files(folder)
+    except DataError:
+        return sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))

@@ -1,0 +1,187 @@
+"""Which run a checkpoint is of: all that has to be the same for another start to go on with it."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.trainer_file import read_trainer
+from llava_ds.config.arguments import Arguments, flag_default
+from llava_ds.constants import DataError
+from llava_ds.engine.ds_config.optimizer import optimizer_name
+from llava_ds.engine.ds_config.zero import offload_device
+from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
+
+ENGINE = "engine"  # the tag under which DeepSpeed writes its part
+
+# Flags that say where a run lies or how it is watched: another value gives the same model.
+FREE_FLAGS = {
+    "output_dir", "resume", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "cache_dir",
+    "async_save", "save_only_model", "eval_strategy",
+    "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "model_base",
+    "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
+    "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",
+    "max_shard_size", "max_run_time", "max_skipped_steps", "report_to", "run_name", "verbose",
+    "check_divergence_steps", "allow_changed_flags", "loss_spike_sigma", "loss_spike_window",
+    "eval_steps", "eval_data_path", "sample_steps", "sample_data_path", "num_sample_questions", "sample_max_new_tokens",
+    "watchdog_start_s", "watchdog_step_s", "watchdog_save_s",
+    # Which layers run again in backward changes no result: what runs out of memory goes on with other values.
+    "gradient_checkpointing", "gradient_checkpointing_every_n_layers", "activation_memory_gb",
+}  # fmt: skip
+
+# What says when a run goes back, where it does (--on_loss_spike rewind).
+REWIND_FLAGS = {"loss_spike_sigma", "loss_spike_window", "logging_steps", "save_steps"}
+
+# Flags that say on which rank and in which micro-batch a sample of the step is computed, and nothing else.
+LAYOUT_FLAGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_micro_batch")
+
+# Orders of LLaVA-NeXT's sampler, and the flag of the layout that the samples of their steps depend on all the same.
+ORDERED_BY_LAYOUT = {
+    "group_by_length": "per_device_train_batch_size",
+    "group_by_modality_length_auto": "per_device_train_batch_size",
+    "group_by_varlen": "gradient_accumulation_steps",
+}
+
+SETTINGS = ("config.json", "adapter_config.json")  # of a model's folder, which has at least one
+
+# Sections of the DeepSpeed JSON that change what is trained; the others change how fast, or where things lie.
+DECIDING_SECTIONS = (
+    "optimizer", "scheduler", "bf16", "fp16", "torch_autocast", "data_types", "communication_data_type",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RunIdentity:
+    """All that has to be the same for a resumed run to end in the same model."""
+
+    flags: dict[str, object]
+    data: str  # fingerprint of the encoded samples
+    world_size: int
+    zero_stage: int
+    deepspeed: dict[str, object]  # what the DeepSpeed JSON says beside the flags, and decides about the result
+    optimizer_on_nvme: bool = False
+
+    @classmethod
+    def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
+        free = FREE_FLAGS - REWIND_FLAGS if args.training.on_loss_spike == "rewind" else FREE_FLAGS
+        flags = {name: value for name, value in args.as_dict().items() if name not in free}
+        # What lies behind a path counts, not the path.
+        projector = args.model.pretrain_mm_mlp_adapter
+        flags["pretrain_mm_mlp_adapter"] = projector and commit.sha256(Path(projector))
+        for name in ("model_name_or_path", "model_base", "vision_tower"):
+            folder = getattr(args.model, name)
+            flags[name] = folder and folder_digest(Path(folder))
+        if args.model.lora_weight_path is not None:
+            flags["lora_weight_path"] = adapter_digest(Path(args.model.lora_weight_path))
+        zero_stage = ds_config["zero_optimization"].get("stage", 0)
+        deciding = {key: ds_config.get(key) for key in DECIDING_SECTIONS}
+        on_nvme = offload_device(ds_config, "offload_optimizer") == "nvme"
+        return cls(flags, data, world_size, zero_stage, deciding, on_nvme)
+
+    def differences(self, saved: dict) -> dict[str, str]:
+        """What a saved identity (as read from JSON) has so differently that the run would end in another model: a line
+        for each, by the name that --allow_changed_flags knows it by."""
+        # An earlier version had not every flag: its runs did what the default does.
+        lines = {
+            name: f"--{name} is {value}, was {before}"
+            for name, value in self.flags.items()
+            if (before := saved["flags"].get(name, flag_default(name))) != value
+            and (name not in LAYOUT_FLAGS or name in self._ordering_flags)
+        }
+        if saved["data"] != self.data:
+            lines["data"] = "the data set (or its encoding) is another one"
+        for key, line in self._section_changes(saved).items():
+            if key != "optimizer" or _meant(vars(self)) != _meant(saved):
+                lines[key] = f"{lines[key]}; {line}" if key in lines else line
+        if self._layout_decides:
+            lines |= self._layout_changes(saved)
+        return lines
+
+    def reshaped(self, saved: dict) -> list[str]:
+        """A line for everything that a saved identity has differently and that changes no more than the rounding."""
+        changes = {} if self._layout_decides else self._layout_changes(saved)
+        lines = [line for name, line in changes.items() if name not in self._ordering_flags]
+        if saved["zero_stage"] != self.zero_stage:
+            lines.append(f"zero_stage is {self.zero_stage}, was {saved['zero_stage']}")
+        if _meant(vars(self)) == _meant(saved):
+            lines += [line for key, line in self._section_changes(saved).items() if key == "optimizer"]
+        return lines
+
+    def _section_changes(self, saved: dict) -> dict[str, str]:
+        return {
+            key: f"{key} in the DeepSpeed JSON is {json.dumps(value)}, was {json.dumps(before)}"
+            for key, value in self.deepspeed.items()
+            if (before := saved.get("deepspeed", {}).get(key)) != value
+        }
+
+    @property
+    def _layout_decides(self) -> bool:
+        """Whether the loss, or which samples a step takes, depends on ranks and micro-batches."""
+        return self.flags["loss_reduction"] == "micro_batch" or bool(self.flags["steps_across_epochs"])
+
+    @property
+    def _ordering_flags(self) -> set[str]:
+        """Flags of the layout by which the order takes other samples for a step."""
+        return {flag for order, flag in ORDERED_BY_LAYOUT.items() if self.flags[order]}
+
+    def _layout_changes(self, saved: dict) -> dict[str, str]:
+        lines = {
+            name: f"--{name} is {self.flags[name]}, was {saved['flags'].get(name)}"
+            for name in LAYOUT_FLAGS
+            if saved["flags"].get(name) != self.flags[name]
+        }
+        if saved["world_size"] != self.world_size:
+            lines["world_size"] = f"world_size is {self.world_size}, was {saved['world_size']}"
+        return lines
+
+
+def _meant(identity: dict) -> dict | None:
+    """The optimizer block of an identity; None where it is AdamW with the flags' numbers, whichever code computes it:
+    DeepSpeed's for states in CPU memory, or torch's."""
+    block, flags = identity.get("deepspeed", {}).get("optimizer"), identity["flags"]
+    if block is None or optimizer_name(block) not in ("Adam", "AdamW"):
+        return block
+    params = dict(block.get("params", {}))
+    by_flags = {
+        "lr": flags.get("learning_rate"),
+        "weight_decay": flags.get("weight_decay"),
+        "betas": [flags.get("adam_beta1"), flags.get("adam_beta2")],
+        "eps": flags.get("adam_epsilon"),
+    }
+    decoupled = params.pop("adam_w_mode", True)
+    params.pop("torch_adam", None)
+    return None if decoupled and {**params, "betas": _as_list(params.get("betas"))} == by_flags else block
+
+
+def _as_list(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def folder_digest(folder: Path) -> str:
+    """A hash of a model folder's settings and of its weight files' names and sizes (not of gigabytes of weights)."""
+    weights = [path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)]
+    listed = sorted((path.name, path.stat().st_size) for path in weights)
+    settings = [file.read_bytes() for name in SETTINGS if (file := folder / name).is_file()]
+    return hashlib.sha256(repr((*settings, listed)).encode()).hexdigest()
+
+
+def adapter_digest(folder: Path) -> str:
+    """A hash of an adapter folder: its settings, its weights, and the projector beside them."""
+    files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / NON_LORA]
+    listed = [(file.name, commit.sha256(file)) for file in files if file is not None and file.is_file()]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()
+
+
+def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:
+    """The identity of the run that a resume would go on with, as its newest checkpoint has it; {} for a fresh start.
+
+    Not of what was verified: for values that a run chose for itself and has to keep.
+    """
+    paths = {"auto": commit.checkpoints(output_dir), "never": []}.get(resume, [Path(resume)])
+    for path in paths:
+        try:
+            return read_trainer(path)["identity"]
+        except DataError:
+            continue  # a damaged one, which is refused, and said so, where it is looked for
+    return {}

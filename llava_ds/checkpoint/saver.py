@@ -1,0 +1,219 @@
+"""When checkpoints are saved and become ones, and what a run does when a save fails."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.random_states import random_states
+from llava_ds.checkpoint.resume import rewind
+from llava_ds.checkpoint.run_identity import ENGINE, RunIdentity
+from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem
+from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
+from llava_ds.config.arguments import TrainingArguments
+from llava_ds.engine.shards import layout_file, layout_text
+from llava_ds.files.hashed import described
+from llava_ds.runtime.ranks import Ranks, from_first, print_first
+
+MAX_FAILED_SAVES = 3  # in a row, until the run ends
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelWriter:
+    """Writes the model alone (--save_only_model). form: "hf", "llava", "adapter" or "projector"; write: into a folder,
+    called by all ranks together; raises OSError on rank 0 alone, when the others are done, too."""
+
+    form: str
+    write: Callable[[Path], None]
+
+
+def can_be_resumed(training: TrainingArguments) -> bool:
+    """True if the same command resumes from what a run saves."""
+    return training.save_strategy != "no" and not training.save_only_model
+
+
+def what_is_saved(training: TrainingArguments) -> str:
+    """Say in a clause if the step at which a run stops is saved, and what the same command does next."""
+    if training.save_strategy == "no":
+        return "not saved, for --save_strategy is no"
+    if training.save_only_model:
+        return "saved, the model alone (--save_only_model): no run can be resumed from it"
+    return "saved; the same command goes on from there"
+
+
+@dataclasses.dataclass
+class _Save:
+    """One that is under way. keeps_all: whether older ones stay; waited_s: what training has waited for it so far."""
+
+    step: int
+    scratch: Path
+    writer: CheckpointWriter
+    keeps_all: bool
+    waited_s: float
+
+
+class Saver:
+    """Saves a run's checkpoints, at once or in the background, one at a time. All ranks call its methods together."""
+
+    def __init__(
+        self,
+        engine,
+        output_dir: Path,
+        identity: RunIdentity,
+        weights: dict[str, dict[str, str]],
+        training: TrainingArguments,
+        resumed: Path | None,
+        ranks: Ranks,
+        model_writer: ModelWriter | None = None,
+    ) -> None:
+        """weights: what sources.weight_hashes gave; resumed: the checkpoint that the run goes on from; model_writer:
+        for checkpoints of the model alone."""
+        self.model_writer = model_writer
+        self.engine, self.output_dir, self.ranks = engine, output_dir, ranks
+        self.trainer = {"identity": dataclasses.asdict(identity), "weights": weights}
+        self.limit, self.background = training.save_total_limit, training.async_save
+        self.last_good = resumed
+        self.num_failed, self.failure = 0, ""  # in a row, and what the last one was
+        self._save: _Save | None = None
+        self._asked: tuple[torch.distributed.Work, torch.Tensor] | None = None
+
+    def after_step(self, step: int, saves: bool, last: bool = False, keeps_all: bool = False) -> str | None:
+        """Save this step's checkpoint if it is to be saved, and look after one that is being written.
+
+        last: nothing comes after this step, so that all has to be on the disk when this returns; keeps_all: whether
+        this checkpoint takes no older one's place. Returns why the run has to end, the same on every rank; None while
+        it goes on.
+        """
+        if self._save is not None and (saves or last or self._all_have_written()):
+            self._settle()
+        if saves and self.model_writer is not None:
+            self._save_model(step, keeps_all)
+        elif saves:
+            self._begin(step, keeps_all)
+            if self._save is not None and (last or not self.background):
+                self._settle()
+        if self.num_failed and (last or self.num_failed >= MAX_FAILED_SAVES):
+            return self._problem(last)
+        return None
+
+    def rewind(self) -> Path | None:
+        """Bring the engine back to the last good checkpoint (see state.rewind) and return it; None while there is none.
+
+        One that is being written becomes it first. One that is damaged, or gone, gives way to the newest whole one.
+        """
+        if self._save is not None:
+            self._settle()
+        if self.last_good is None:
+            return None
+        path, lines = from_first(self.ranks, self._whole)
+        print_first(*lines)
+        if path is not None:
+            rewind(self.engine, path, self.ranks)
+        self.last_good = path
+        return path
+
+    def _whole(self) -> tuple[Path | None, list[str]]:
+        problem = checkpoint_problem(self.last_good)
+        if problem is None:
+            return self.last_good, []
+        path, lines = commit.newest_whole(self.output_dir, checkpoint_problem)
+        return path, [f"{self.last_good} is not used: {problem}", *lines]
+
+    def _begin(self, step: int, keeps_all: bool) -> None:
+        """Write a checkpoint's files, or copy what they are to hold. RNG and engine are this moment's in both cases."""
+        started = time.perf_counter()
+        try:
+            scratch = commit.begin(self.output_dir, step, self.ranks)
+        except commit.SaveFailed as error:
+            return self._failed(step, str(error))
+        writer = CheckpointWriter(self.engine._config, scratch, self.background, reads_back=self.limit is not None)
+        save_engine(self.engine, writer)
+        writer.save_text(layout_text(self.engine), layout_file(scratch, self.ranks.rank))
+        writer.save(random_states(self.ranks.device), scratch / f"random-{self.ranks.rank}.pt")
+        if self.ranks.is_first:
+            writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
+            # For the zero_to_fp32.py that DeepSpeed copies beside it. It can't lie: it is there whole with the rest.
+            writer.save_text(ENGINE, scratch / "latest")
+        writer.start()
+        self._save = _Save(step, scratch, writer, keeps_all, time.perf_counter() - started)
+
+    def _save_model(self, step: int, keeps_all: bool) -> None:
+        """Save the model alone, as a folder that opens by itself, with the manifest of any checkpoint."""
+        started, problem = time.perf_counter(), None
+        try:
+            scratch = commit.begin(self.output_dir, step, self.ranks)
+        except commit.SaveFailed as error:
+            return self._failed(step, str(error))
+        try:
+            self.model_writer.write(scratch)
+            if self.ranks.is_first:
+                trainer = {"step": step, **self.trainer, "model_only": self.model_writer.form}
+                (scratch / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+        except OSError as error:
+            place = Path(error.filename or scratch)
+            problem = described(place.relative_to(scratch) if place.is_relative_to(scratch) else place, error)
+        try:
+            path = commit.commit(scratch, {}, problem, self.ranks)
+        except commit.SaveFailed as error:
+            return self._failed(step, str(error))
+        self._is_saved(path, keeps_all)
+        print_first(f"{path.name} is saved, the model alone: training waited {time.perf_counter() - started:.2f} s")
+
+    def _is_saved(self, path: Path, keeps_all: bool) -> None:
+        if self.ranks.is_first and not keeps_all:
+            commit.keep_newest(self.output_dir, self.limit)
+        self.last_good, self.num_failed = path, 0
+
+    def _all_have_written(self) -> bool:
+        """Whether every rank's writer is done, the same answer on all. None of them waits for a writer here.
+
+        What is asked at one step is answered at the next, when it has long arrived.
+        """
+        if self.ranks.world_size == 1:
+            return self._save.writer.is_done
+        if self._answer():
+            return True
+        flag = torch.tensor([int(self._save.writer.is_done)])
+        group, smallest = self.ranks.patient_group, torch.distributed.ReduceOp.MIN
+        self._asked = (torch.distributed.all_reduce(flag, smallest, group, async_op=True), flag)
+        return False
+
+    def _answer(self) -> bool:
+        """What the ranks said to the last question; no if none was asked."""
+        if self._asked is None:
+            return False
+        work, flag = self._asked
+        self._asked = None
+        work.wait()
+        return bool(flag)
+
+    def _settle(self) -> None:
+        """Make what was written a checkpoint, once all ranks have written it."""
+        save, self._save = self._save, None
+        self._answer()
+        started = time.perf_counter()
+        save.writer.finish()
+        try:
+            path = commit.commit(save.scratch, save.writer.written, save.writer.problem, self.ranks)
+        except commit.SaveFailed as error:
+            return self._failed(save.step, str(error))
+        self._is_saved(path, save.keeps_all)
+        waited_s = save.waited_s + time.perf_counter() - started
+        behind = f", written in {save.writer.took_s:.2f} s beside it" if self.background else ""
+        print_first(f"{path.name} is saved: training waited {waited_s:.2f} s{behind}")
+
+    def _failed(self, step: int, why: str) -> None:
+        self.num_failed += 1
+        self.failure = f"checkpoint-{step} could not be saved to {self.output_dir}: {why}"
+        print_first(f"WARNING: {self.failure}. {self._good()}")
+
+    def _problem(self, last: bool) -> str:
+        times = "" if last else f"{self.num_failed} saves in a row failed. "
+        return f"{times}{self.failure}. {self._good()}: mend it and start again to go on from there"
+
+    def _good(self) -> str:
+        return "There is no checkpoint yet" if self.last_good is None else f"The last good one is {self.last_good}"

@@ -1,0 +1,1 @@
+"""The flags of a run: their fields, bounds, parsing and checks."""

@@ -1,0 +1,1 @@
+"""Images and videos on their way to tiles."""

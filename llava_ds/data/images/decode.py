@@ -1,0 +1,251 @@
+# n tiles of one picture or video, S side of the tower's square
+"""Pictures from disk to uint8 squares. Normalisation happens on the device, in the tower."""
+
+import contextlib
+import functools
+import io
+import os
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from llava_ds import geometry
+from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
+from llava_ds.data.file_slices import opened_file
+from llava_ds.data.images import video
+from llava_ds.data.images.resize import bands
+from llava_ds.data.images.square import cut, to_pixels, too_narrow
+from llava_ds.data.sample import FileRef, Media
+from llava_ds.geometry import MediaLayout, PictureOptions, Size
+
+# Raster formats whose decoders run no program and open no other file. Not ICO: it hides pictures of other sizes.
+FORMATS = (
+    "JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "PCX", "TGA",
+)  # fmt: skip
+
+_PADDED_TIMES = 8  # how many times the bound of pixels a padded picture may have, some seconds of work
+_HEADER_BYTES = 8 << 20  # that may stand before the pixels: profiles, thumbnails, other metadata
+_BYTES_PER_PIXEL = 16  # of four floats; what is compressed has fewer
+_ORIENTATION = 0x0112  # the EXIF tag
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def probe(media: Media, options: PictureOptions) -> tuple[Size, ...]:
+    """The upright (width, height) of a picture, or of every frame that is taken of a video, from headers only.
+
+    Nothing is decoded. Raises DataError for what can't be a picture, or is too large as it is or once resized, and
+    ConfigError for a video file without the extra that decodes it.
+    """
+    if media.kind == "video":
+        return video.probe(media.refs[0], options)
+    sizes = []
+    for ref in taken(media, options):
+        with _opened(ref, options.max_pixels) as (_, _, size):
+            sizes.append(size)
+        _check_resized(ref, size, _aspect_ratio(media, options), options)
+    return tuple(sizes)
+
+
+def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, options: PictureOptions) -> torch.Tensor:
+    """(n, 3, S, S) uint8: the tiles of a picture or the frames of a video, whose sizes probe gave.
+
+    Raises DataError for a broken file, and FileChanged for one of another size than it was probed with where the
+    layout depends on it.
+    Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
+    """
+    size, mean, bound, fast = options.size, options.mean, options.max_pixels, options.fast_decoding
+    if media.kind == "video":
+        frames = video.frames(media.refs[0], sizes, options)
+        ratio = _aspect_ratio(media, options)
+        return torch.stack([to_pixels(frame, size, ratio, mean, bound, fast) for frame in frames])
+    tiles = []
+    aspect_ratio = _aspect_ratio(media, options)
+    tiled = media.kind == "image" and layout.num_tiles > 1
+    for ref, expected in zip(taken(media, options), sizes, strict=True):
+        pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
+        picture = _load(ref, bound, expected if tiled else None)
+        if tiled:
+            tiles += cut(picture, expected, pinpoint, size, fast)
+        else:
+            _check_resized(ref, picture.size, aspect_ratio, options)  # it may have changed since it was probed
+            tiles.append(to_pixels(picture, size, aspect_ratio, mean, bound, fast))
+    return torch.stack(tiles)
+
+
+def load_pictures(media: Media, sizes: tuple[Size, ...], options: PictureOptions) -> Iterator[Image.Image]:
+    """The RGB picture, or the frames that are taken of a video, upright and as large as they are."""
+    if media.kind == "video":
+        yield from video.frames(media.refs[0], sizes, options)
+    else:
+        yield from (_load(ref, options.max_pixels) for ref in taken(media, options))
+
+
+def load_image(source: str | os.PathLike | FileRef, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """An RGB picture, turned as its EXIF data says, its transparent parts white.
+
+    The size is read from the header and checked before anything is decoded. Raises DataError with the path.
+    """
+    return _load(source if isinstance(source, FileRef) else FileRef(str(source)), max_pixels)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The picture as a person would see it on white, in RGB."""
+    if image.mode == "F":
+        image = Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).round().astype(np.uint8))
+    elif image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        if image.mode != "I" or values.max(initial=0) > 255:
+            # 16 bits to 8; Pillow's own conversion would cut everything above 255 off.
+            image = Image.fromarray(_sixteen_to_eight()[values.clip(0, 65535)])
+        else:
+            image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return image if image.mode == "RGB" else image.convert("RGB")  # which would make a copy
+    whole = Image.new("RGB", image.size)
+    for top, bottom in bands(*image.size):
+        part = image.crop((0, top, image.width, bottom)).convert("RGBA")
+        ground = Image.new("RGBA", part.size, "white")
+        whole.paste(Image.alpha_composite(ground, part).convert("RGB"), (0, top))
+    return whole
+
+
+@contextlib.contextmanager
+def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, Size]]:
+    """An open picture of which only the header was read, its EXIF orientation, and its size once upright.
+
+    Whatever goes wrong with the picture, here or in the block, becomes a DataError with its path.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # max_pixels is the bound here; what is broken raises
+            with (
+                opened_file(ref, _HEADER_BYTES) as file,
+                _open_header(file, max_pixels) as image,
+            ):
+                width, height = image.size
+                if width * height > max_pixels:
+                    raise DataError(
+                        f"{ref.path} has {width} x {height} pixels, more than the bound of {max_pixels}: "
+                        "scale it down or leave it out (training has --max_image_pixels to raise the bound)"
+                    )
+                _check_tiff_tiles(ref, image, max_pixels)
+                turn = _orientation(image)
+                file.raw.max_bytes = _HEADER_BYTES + _BYTES_PER_PIXEL * width * height
+                yield image, turn, (height, width) if turn >= 5 else (width, height)
+    except DataError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{ref.path}: {error} Scale it down or leave it out") from error
+    except UnidentifiedImageError as error:
+        known = ", ".join(_known_formats())
+        raise DataError(
+            f"{ref.path} can't be read as a picture (its header is none of {known}): replace it or leave it out"
+        ) from error
+    except Exception as error:  # Pillow's decoders raise almost any type on broken files
+        raise DataError(
+            f"{ref.path} can't be read as a picture ({type(error).__name__}: {_first_line(error)}): "
+            "replace it or leave it out"
+        ) from error
+
+
+def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
+    """An open picture. Headers can claim parts of any length, or be searched byte by byte to a huge file's end."""
+    start = file.peek(16)
+    if start.startswith(b"RIFF") or start[4:8] == b"ftyp":
+        file.raw.max_bytes = max(_HEADER_BYTES, max_pixels)  # WebP and AVIF are read as a whole
+    elif start.startswith((b"GIF", b"P")):
+        file.raw.max_bytes = _HEADER_BYTES // 16  # read byte by byte
+    return Image.open(file, formats=_known_formats())
+
+
+def _load(ref: FileRef, max_pixels: int, expected: Size | None = None) -> Image.Image:
+    """The picture in RGB and upright."""
+    with _opened(ref, max_pixels) as (image, turn, size):
+        if expected is not None and size != expected:
+            raise FileChanged(
+                f"{ref.path} has {size[0]} x {size[1]} pixels, but had {expected[0]} x {expected[1]} when the data "
+                "was checked: it was changed since; start again to check it anew"
+            )
+        stored = image.size
+        image.load()
+        if image.size != stored:
+            raise DataError(f"{ref.path} is of another size than its header says: replace it or leave it out")
+        picture = to_rgb(image)
+        return picture.transpose(_TURNS[turn]) if turn in _TURNS else picture
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation that the header tells, 1 to 8, before and after decoding the same.
+
+    A PNG may carry EXIF data behind its pixels, which is left alone, for reading it means decoding; and Pillow turns
+    a TIFF itself. Damaged EXIF data turn nothing, as in any viewer.
+    """
+    if image.format == "TIFF":
+        return 1
+    try:
+        turn = Image.Image.getexif(image).get(_ORIENTATION, 1)  # not the PNG plugin's, which decodes to look further
+    except Exception:  # its parser raises almost any type on broken data
+        return 1
+    return turn if turn in _TURNS else 1
+
+
+def _check_tiff_tiles(ref: FileRef, image: Image.Image, max_pixels: int) -> None:
+    """A tiny TIFF may be made of huge tiles, which its decoder would make room for."""
+    if image.format == "TIFF":
+        tile = image.tag_v2.get(322, 0), image.tag_v2.get(323, 0)
+        if tile[0] * tile[1] > max_pixels:
+            raise DataError(f"{ref.path} is stored in tiles of {tile[0]} x {tile[1]} pixels: save it in smaller ones")
+
+
+def taken(media: Media, options: PictureOptions) -> list[FileRef]:
+    """The files that are shown: all of them, or no more frames than --frames_upbound."""
+    if media.kind != "frames":
+        return list(media.refs)
+    return [media.refs[i] for i in geometry.even_frames(len(media.refs), options.frames_upbound)]
+
+
+def _aspect_ratio(media: Media, options: PictureOptions) -> str:
+    """How a picture becomes one square. Frames go to the tower's processor as they are, as in LLaVA-NeXT."""
+    if media.kind == "image" and (options.is_anyres or options.aspect_ratio == "pad"):
+        return "pad"
+    return "stretch" if options.stretch else "square"
+
+
+def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: PictureOptions) -> None:
+    """Refuse a picture so narrow that some step on its way to the tower would have many more pixels than the bound."""
+    if aspect_ratio == "pad":
+        padded = max(size) * size[1]  # narrowed a band at a time: takes time, but no room
+        if padded > _PADDED_TIMES * options.max_pixels or max(size) * options.size > options.max_pixels:
+            raise DataError(f"{ref.path}: a picture of {size[0]} x {size[1]} is too narrow to be padded: leave it out")
+        return
+    stretched = options.size, size[1]  # half-way, see _resized
+    resized = stretched if aspect_ratio == "stretch" else geometry.resized_size(*size, options.size)
+    if resized[0] * resized[1] > options.max_pixels:
+        raise DataError(f"{ref.path}: {too_narrow(size, resized)}")
+
+
+@functools.cache
+def _sixteen_to_eight() -> np.ndarray:
+    return ((np.arange(65536) + 128) // 257).astype(np.uint8)
+
+
+@functools.cache
+def _known_formats() -> tuple[str, ...]:
+    """FORMATS without those that this Pillow was built without."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

@@ -1,0 +1,96 @@
+"""Frames of video files, decoded with PyAV, which comes with the extra "video"."""
+
+import contextlib
+from collections.abc import Iterator
+
+from PIL import Image
+
+from llava_ds import geometry
+from llava_ds.constants import ConfigError, DataError, FileChanged
+from llava_ds.data.file_slices import opened_file
+from llava_ds.data.sample import FileRef
+from llava_ds.geometry import PictureOptions, Size
+
+# Containers that hold their own frames. Playlists are not among them, for they name other files and addresses.
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,mpeg,mpegts,m4v,ogg"
+_QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
+
+
+def probe(ref: FileRef, options: PictureOptions) -> tuple[Size, ...]:
+    """(width, height) for every frame that is taken, from the container, without decoding.
+
+    Raises DataError for what is no video, and ConfigError when PyAV is missing.
+    """
+    with _opened(ref) as (_, stream):
+        size = _bounded(ref, stream.codec_context.width, stream.codec_context.height, options.max_pixels)
+        return (size,) * len(_indices(ref, options))
+
+
+def frames(ref: FileRef, sizes: tuple[Size, ...], options: PictureOptions) -> Iterator[Image.Image]:
+    """The taken frames in RGB and upright, one at a time. Raises DataError when they are not those that were probed."""
+    wanted = _indices(ref, options)
+    if len(wanted) != len(sizes):
+        raise FileChanged(
+            f"{ref.path} has {len(wanted)} frames to take, but had {len(sizes)} when the data was checked: it was "
+            "changed since; start again to check it anew"
+        )
+    left = iter(wanted)
+    due = next(left, None)
+    with _opened(ref) as (container, stream):
+        for number, frame in enumerate(container.decode(stream)):
+            if number == due:
+                _bounded(ref, frame.width, frame.height, options.max_pixels)
+                picture = frame.to_image()
+                turn = _QUARTER_TURNS.get(round(frame.rotation) % 360)
+                picture = picture if turn is None else picture.transpose(turn)
+                while number == due:  # --force_sample may take a frame more than once
+                    yield picture
+                    due = next(left, None)
+            if due is None:
+                return
+    raise DataError(f"{ref.path} ends before its frame {due}, which its header promises: replace it or leave it out")
+
+
+def _indices(ref: FileRef, options: PictureOptions) -> list[int]:
+    """Which frames are taken. Where the header does not count them, the packets are, still without decoding."""
+    with _opened(ref) as (container, stream):
+        count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        rate = float(stream.average_rate or stream.base_rate or 0)
+    if count < 1:
+        raise DataError(f"{ref.path} is a video without frames: replace it or leave it out")
+    return geometry.video_frames(count, rate, options)
+
+
+def _bounded(ref: FileRef, width: int, height: int, max_pixels: int) -> Size:
+    if not 0 < width * height <= max_pixels:
+        raise DataError(
+            f"{ref.path} has frames of {width} x {height} pixels, expected 1 to {max_pixels}: scale it down or leave "
+            "it out (--max_image_pixels raises the bound)"
+        )
+    return width, height
+
+
+@contextlib.contextmanager
+def _opened(ref: FileRef) -> Iterator[tuple]:
+    """(container, its first video stream)."""
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigError(
+            f"{ref.path} is a video file, which needs PyAV: install the extra llava_ds[video], or give videos as lists "
+            "of pictures"
+        ) from error
+    try:
+        only = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}
+        with opened_file(ref) as file, av.open(file, options=only, metadata_errors="ignore") as container:
+            if not container.streams.video:
+                raise DataError(f"{ref.path} holds no video: replace it or leave it out")
+            stream = container.streams.video[0]
+            stream.codec_context.thread_count = 1  # the loader's processes are the parallel part
+            yield container, stream
+    except DataError:
+        raise
+    except Exception as error:  # PyAV has an error type per cause, and libraries beneath it raise others
+        raise DataError(
+            f"{ref.path} can't be read as a video ({type(error).__name__}: {error}): replace it or leave it out"
+        ) from error

@@ -1,0 +1,167 @@
+"""--data_path to sources: one, or the entries of a YAML mixture."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import yaml
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.file_slices import told_as_unreadable
+from llava_ds.data.sources.detect import NUM_RECORDS, detect, folder_of, metadata_columns
+from llava_ds.data.sources.locate import locate
+from llava_ds.data.sources.options import Columns, SourceOptions, nearest, parse_columns
+from llava_ds.data.sources.paths import short
+from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
+from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
+from llava_ds.data.sources.tables import open_saved, parquet_columns
+from llava_ds.files.contents import state_of
+
+SPOOL_VERSION = 1  # raise it when the same files would be spooled in another way
+MIXTURE_SUFFIXES = (".yaml", ".yml")
+ENTRY_KEYS = (
+    "path",
+    "json_path",
+    "image_folder",
+    "video_folder",
+    "weight",
+    "sampling_strategy",
+    "seed",
+    "format",
+    "columns",
+)
+
+
+def open_sources(data_path: str, options: SourceOptions) -> list[Source]:
+    """The sources that --data_path names. Reads their first records only.
+
+    Raises ConfigError or DataError with what is wrong, of a mixture with everything that is wrong.
+    """
+    with told_as_unreadable(data_path):
+        if data_path.endswith(MIXTURE_SUFFIXES):
+            return _open_mixture(data_path, options)
+        return [_open(data_path, options, Selection())]
+
+
+def _open(data_path: str, options: SourceOptions, selection: Selection) -> Source:
+    kind, files = locate(data_path)
+    columns = Columns.of(options.columns)
+    image_root, video_root = folder_of(options.image_folder), folder_of(options.video_folder or options.image_folder)
+    if kind == "imagefolder":
+        image_root = video_root = folder_of(os.path.dirname(files[0]) or ".")
+    cache = Path(options.cache_dir).expanduser().absolute() / "pictures"
+    source = Source(data_path, kind, "llava", image_root, video_root, files, str(cache), columns)
+    source = dataclasses.replace(source, on_unmarked_image=options.on_unmarked_image)
+    keys = _table_columns(source)
+    if kind == "imagefolder":
+        if not keys:
+            keys = list({key: None for record in source.first(NUM_RECORDS) for key in _keys(record.text)})
+        source = dataclasses.replace(source, columns=metadata_columns(columns, keys, options))
+    first = source.first(NUM_RECORDS)
+    if not first:
+        raise DataError(f"{data_path} holds no records")
+    found = detect([record.text for record in first], keys, source.columns, options, data_path)
+    return dataclasses.replace(
+        source,
+        format=found.format,
+        seen=found.seen,
+        marks_added=found.marks_added,
+        selection=selection,
+        spool=str(cache / _spool_name(source)),
+    )
+
+
+def _table_columns(source: Source) -> list[str]:
+    """All columns of a table, whether they count or not, so that a message can show them."""
+    if source.kind == "datasets":
+        return open_saved(os.path.dirname(source.files[0])).column_names
+    return parquet_columns(source.files[0]) if source.files[0].endswith(".parquet") else []
+
+
+def _keys(text: str) -> list[str]:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    return list(record) if isinstance(record, dict) else []
+
+
+def _spool_name(source: Source) -> str:
+    """A name that changes with the files, as far as can be told without reading all of them, and with the columns."""
+    if source.kind not in (*SPOOLED_KINDS, "json", "jsonl"):
+        return "none"
+    digest = hashlib.sha256(repr((SPOOL_VERSION, source.kind, source.columns)).encode())
+    for path in source.files:
+        digest.update(repr((os.path.realpath(path), state_of(path))).encode())
+    return digest.hexdigest()[:20]
+
+
+def _open_mixture(path: str, options: SourceOptions) -> list[Source]:
+    sources, problems = [], []
+    for i, entry in enumerate(_entries(path)):
+        try:
+            sources.append(_open_entry(entry, Path(path).expanduser().parent, options))
+        except (ConfigError, DataError) as error:
+            problems.append(f"{path}, entry {i}: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return sources
+
+
+def _entries(path: str) -> list[object]:
+    if os.path.exists(os.path.expanduser(path)) and not os.path.isfile(os.path.expanduser(path)):
+        raise ConfigError(f"{path} is no regular file: expected a YAML mixture")
+    try:
+        mixture = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} can't be read as a YAML mixture: {error}") from error
+    if isinstance(mixture, dict):
+        for key in mixture:
+            if key != "datasets":
+                raise ConfigError(f"{path}: unknown key {key!r}: {nearest(key, ('datasets',))}")
+        mixture = mixture.get("datasets")
+    if not isinstance(mixture, list) or not mixture:
+        raise ConfigError(f"{path} is no mixture: expected 'datasets:' with a list of {{path, sampling_strategy, …}}")
+    return mixture
+
+
+def _open_entry(entry: object, folder: Path, options: SourceOptions) -> Source:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"is {short(entry)}, expected keys and values like path: data.json")
+    unknown = [f"unknown key {key!r}: {nearest(key, ENTRY_KEYS)}" for key in entry if key not in ENTRY_KEYS]
+    if unknown:
+        raise ConfigError("; ".join(unknown))
+    for key in ("path", "json_path", "image_folder", "video_folder", "format"):
+        if not isinstance(entry.get(key, ""), str):
+            raise ConfigError(f"{key} is {short(entry[key])}, expected a text")
+    if ("path" in entry) == ("json_path" in entry):
+        raise ConfigError("names both path and json_path" if "path" in entry else "has no path")
+    data_path = str(folder / os.path.expanduser(entry.get("path") or entry.get("json_path") or ""))
+    if data_path.endswith(MIXTURE_SUFFIXES):
+        raise ConfigError(f"{data_path} is a mixture itself: list its entries here")
+    known = ("auto", *FORMATS)
+    if entry.get("format", "auto") not in known:
+        raise ConfigError(f"unknown format {entry['format']!r}: {nearest(entry['format'], known)}")
+    changed: dict[str, object] = {}
+    for key in ("image_folder", "video_folder"):
+        if key in entry:
+            changed[key] = str(folder / os.path.expanduser(entry[key]))
+            if not os.path.isdir(changed[key]):
+                raise ConfigError(f"{key} {changed[key]}: there is no such folder")
+    if "image_folder" in entry and "video_folder" not in entry and options.video_folder is None:
+        changed["video_folder"] = None  # videos lie where the entry's pictures do
+    if "format" in entry:
+        changed["data_format"] = entry["format"]
+    if "columns" in entry:
+        columns = entry["columns"]
+        if isinstance(columns, dict):
+            columns = ",".join(f"{field}={column}" for field, column in columns.items())
+        if not isinstance(columns, str):
+            raise ConfigError(f"columns is {short(columns)}, expected field=column pairs")
+        changed["columns"] = parse_columns(columns)
+    selection = parse_selection(
+        entry.get("sampling_strategy", "all"), entry.get("weight", 1), entry.get("seed", DEFAULT_SEED)
+    )
+    return _open(data_path, dataclasses.replace(options, **changed), selection)

@@ -1,0 +1,147 @@
+"""Whether ranks reach each other: every collective that training uses, checked and timed.
+
+On one machine run/doctor.py does it. Over several, start this as a training would be started:
+    deepspeed --hostfile hosts --module llava_ds.doctor.collectives
+    srun python -m llava_ds.doctor.collectives
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from llava_ds.doctor.requirements import OK, PROBLEM, Asked, Finding
+from llava_ds.runtime.launchers import free_port
+
+TIMEOUT_S = 180.0  # starting two Pythons on a slow disk takes most of it
+MARK = "collectives: "
+REMEDIES = {
+    "gloo": "set GLOO_SOCKET_IFNAME=lo to see whether it is the network; the machine's name has to resolve to an "
+    "address of its own",
+    "nccl": "NCCL_DEBUG=INFO shows how far it comes; NCCL_P2P_DISABLE=1 tells whether it is the GPUs' direct path, and "
+    "in a container --ipc=host and --ulimit memlock=-1 are needed",
+}
+
+
+def check_collective(asked: Asked) -> list[Finding]:
+    """Two CPU ranks, and one rank on every GPU, through the deepspeed launcher."""
+    import torch
+
+    num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
+    findings = [] if num_gpus > 1 else [try_collective("gloo", 2)]
+    return findings + ([try_collective("nccl", num_gpus)] if num_gpus else [])
+
+
+def try_collective(backend: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -> Finding:
+    """Start ranks, which all end within the time given, and say what they found."""
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--log_level", "error"]
+    if backend == "gloo":
+        command += ["--num_accelerators", str(num_ranks)]
+    command += ["--master_port", str(free_port()), "--module", "llava_ds.doctor.collectives"]
+    started = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in started}
+    package = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])
+    environment["DEEPSPEED_TIMEOUT"] = "2"
+    environment["OMP_NUM_THREADS"] = "1"
+    if backend == "gloo":
+        environment["DS_ACCELERATOR"] = "cpu"
+    what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''} over {backend}"
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # launcher and ranks: a session of their own
+        process.communicate()
+        return Finding(PROBLEM, f"{what} did not end within {timeout_s:.0f} s", REMEDIES[backend])
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    said = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
+    if process.returncode == 0 and said:
+        return Finding(OK, said[-1])
+    errors = [line for line in lines if "rror" in line] or lines or ["nothing was said"]
+    return Finding(PROBLEM, f"{what} failed (exit code {process.returncode}): {errors[0]}", REMEDIES[backend])
+
+
+def main() -> None:
+    import torch
+
+    from llava_ds.runtime.ranks import gather, init_ranks, print_first
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # names new in torch 2.13
+    ranks = init_ranks()
+    num_machines = len(set(gather(socket.gethostname(), ranks)))
+    backend = torch.distributed.get_backend()
+    size = 2 ** (26 if backend == "nccl" else 22)  # bytes: some of training's buckets
+    where = f"{ranks.world_size} rank{'s' if ranks.world_size > 1 else ''} on {num_machines} machine"
+    times = measure(ranks.rank, ranks.world_size, ranks.device, size)
+    shown = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in times.items())
+    print_first(f"{MARK}{where}{'s' if num_machines > 1 else ''} over {backend}, {size >> 20} MiB: {shown}")
+    torch.distributed.destroy_process_group()
+
+
+def measure(rank: int, world_size: int, device, num_bytes: int) -> dict[str, float]:
+    """Seconds of each collective, the best of three. Raises RuntimeError where one gives wrong numbers."""
+    import torch
+    import torch.distributed as dist
+
+    part = torch.arange(num_bytes // 4 // world_size, dtype=torch.float32, device=device) % 1000  # exact in any order
+    whole = torch.cat([part + each for each in range(world_size)])  # what rank r holds is part + r
+    total = world_size * (world_size - 1) / 2  # of all ranks' numbers
+
+    def all_reduce():
+        out = part + rank
+        dist.all_reduce(out)
+        return out, part * world_size + total
+
+    def all_gather():
+        out = torch.empty_like(whole)
+        dist.all_gather_into_tensor(out, part + rank)
+        return out, whole
+
+    def reduce_scatter():
+        out = torch.empty_like(part)
+        dist.reduce_scatter_tensor(out, whole * 1)
+        return out, (part + rank) * world_size
+
+    def broadcast():
+        out = part + rank
+        dist.broadcast(out, src=0)
+        return out, part
+
+    collectives: dict[str, Callable] = {
+        "all_reduce": all_reduce,
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "broadcast": broadcast,
+    }
+    times = {}
+    for name, collective in collectives.items():
+        best = float("inf")
+        for _ in range(3):
+            dist.barrier()
+            started = time.perf_counter()
+            out, expected = collective()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - started)
+        if not torch.equal(out, expected):
+            raise RuntimeError(f"{name} gave rank {rank} wrong numbers")
+        times[name] = best
+    return times
+
+
+if __name__ == "__main__":
+    from llava_ds.constants import ConfigError
+    from llava_ds.runtime.ranks import exit_for_bad_input
+
+    try:
+        main()
+    except ConfigError as error:
+        exit_for_bad_input(error, "llava_ds.doctor.collectives")

@@ -1,0 +1,147 @@
+"""What a check has to say, and what a run will ask of the machine as far as flags and the DeepSpeed JSON tell."""
+
+import math
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from llava_ds.constants import ConfigError
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+
+HIDDEN_SIZE = 4096  # of a 7B, for the JSON's sizes that depend on the model: what is wrong does not
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a check found: ok; a warning, with which training starts; a problem, with which it can't."""
+
+    level: str
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Where the run would write, and the DeepSpeed JSON (None: none was named).
+
+    What follows from the JSON opens torch and DeepSpeed: only checks that need imports may ask for it.
+    """
+
+    output_dir: Path
+    cache_dir: Path
+    ds_config: Path | None = None
+
+    @property
+    def device_type(self) -> str:
+        """What ranks would train on."""
+        import torch
+
+        return "cuda" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
+
+    @property
+    def config(self) -> dict | None:
+        """The JSON as training would fill it in here; None without one, or where training would refuse it."""
+        return self._resolved[0]
+
+    @property
+    def config_problems(self) -> list[Finding]:
+        """What training would refuse in the JSON."""
+        return self._resolved[1]
+
+    @cached_property
+    def ops(self) -> dict[str, str]:
+        """The compiled operators of DeepSpeed that training would load, and what in the JSON asks for them."""
+        config = self.config
+        if config is None:
+            return {}
+        from llava_ds.engine.ds_config.optimizer import kernels_of
+
+        return kernels_of(config)
+
+    @cached_property
+    def nvme_paths(self) -> dict[str, str]:
+        """The folders that are offloaded to, and the JSON's keys that name them."""
+        config = self.config
+        if config is None:
+            return {}
+        from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
+
+        return {
+            str(config["zero_optimization"][part]["nvme_path"]): f"zero_optimization.{part}.nvme_path"
+            for part in OFFLOADED
+            if offload_device(config, part) == "nvme"
+        }
+
+    @cached_property
+    def _resolved(self) -> tuple[dict | None, list[Finding]]:
+        if self.ds_config is None:
+            return None, []
+        from llava_ds.config.parsing import parse_arguments
+        from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
+
+        try:
+            raw = read_ds_config(self.ds_config)
+        except ConfigError as error:
+            return None, [Finding(PROBLEM, str(error), "correct the file; those in ds_configs/ are whole")]
+        args, _ = parse_arguments(["--output_dir", str(self.output_dir)], to_train=False)
+        try:
+            resolved = resolve_ds_config(
+                raw,
+                args,
+                world_size=_meant_ranks(raw),
+                hidden_size=HIDDEN_SIZE,
+                device_type=self.device_type,
+                here=True,
+            )
+        except ConfigError as error:
+            return None, [_refused(line) for line in str(error).splitlines()]
+        return resolved.config, []
+
+
+def _meant_ranks(raw: dict) -> int:
+    """A number of ranks that the JSON can train on, as far as it says: how many there will be is not known here."""
+
+    def count(value: object) -> int:
+        return value if type(value) is int and value > 0 else 1
+
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    zero = raw.get("zero_optimization")
+    ranks = count(zero.get("zero_hpz_partition_size")) if isinstance(zero, dict) else 1
+    if all(type(raw.get(key)) is int for key in keys):
+        total, micro, accumulation = (count(raw[key]) for key in keys)
+        share, rest = divmod(total, micro * accumulation)
+        ranks = math.lcm(ranks, share) if share and not rest else ranks
+    return ranks
+
+
+def _refused(line: str) -> Finding:
+    """A line of a ConfigError: what was found, and behind its last colon (no JSON key's) what to do."""
+    found, remedy = re.fullmatch(r'(?:(.*[^"]): )?(.*)', line).groups()
+    return Finding(PROBLEM, found, remedy) if found else Finding(PROBLEM, line, "correct the JSON")
+
+
+def output_of(*command: str, timeout_s: float = 20.0) -> str | None:
+    """What a command prints; None where it is not there, fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    path = path.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def can_be_written(path: Path) -> bool:
+    """Whether the folder may be written to, or made."""
+    nearest = nearest_folder(path)
+    return nearest.is_dir() and os.access(nearest, os.W_OK)

@@ -1,0 +1,120 @@
+"""Construction of a model: inside zero.Init under ZeRO-3, its weights streamed in tensor by tensor."""
+
+import contextlib
+from collections.abc import Iterator
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero import partition_parameters
+from transformers.initialization import no_init_weights
+
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.model import lora, quantize
+from llava_ds.model.assemble import assemble, layer_classes
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.open.weight_files import WeightFiles
+from llava_ds.model.open.weight_sources import left_out
+from llava_ds.model.open.weights import freed_memory_returns, load_weights
+from llava_ds.model.plan import ModelPlan, open_part, part_weights
+from llava_ds.runtime.ranks import Ranks, print_first
+
+
+def build_model(
+    plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, seed: int, ranks: Ranks
+) -> LlavaModel:
+    """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start,
+    but LoRA's, which become one in deepspeed.initialize."""
+    with freed_memory_returns():
+        model = _construct(plan, args, ds_config, dtype, ranks)
+        for name, part in model.named_children():
+            _fill(name, part, plan, args, seed, ranks)
+        if args.lora_enable:
+            lora.add_lora(model.language_model, args, seed)
+        if args.lora_weight_path is not None:
+            llm, file = model.language_model, lora.adapter_file(args.lora_weight_path)
+            trained = {name: p for name, p in llm.named_parameters() if p.requires_grad}
+            load_weights(trained, WeightFiles(file, lora.names_from_peft(llm)), ranks, "--lora_weight_path")
+    if ranks.is_first:
+        print_first(*left_out(plan.sources))
+    return model
+
+
+def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, ranks: Ranks) -> LlavaModel:
+    """The model before its weights."""
+    zero3 = ds_config["zero_optimization"].get("stage") == 3
+    mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
+    # Weights that will be packed are never touched as they are born: on the CPU they then take no memory.
+    birthplace = ranks.device if args.bits == 16 else torch.device("cpu")
+    with construction(ds_config, dtype, birthplace, zero3):
+        model = assemble(plan.text_config, plan.tower, args, mean, std)
+    if plan.whole_last_layer is None:
+        model.shorten_last_layer()
+    assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
+    unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
+    assert not unpartitioned, f"built outside zero.Init: {unpartitioned[:3]}"
+    if zero3:
+        # One gather per layer instead of one per matrix: fewer hooks and collectives, the same arithmetic.
+        deepspeed.utils.set_z3_leaf_modules(model, layer_classes(model))
+
+    if args.bits < 16:
+        names = lora.linear_names(model.language_model)
+        quantize.quantize_layers(model.language_model, names, args, dtype)
+        quantize.move_the_rest(model, ranks.device)
+    return model
+
+
+def _fill(name: str, part: torch.nn.Module, plan: ModelPlan, args: ModelArguments, seed: int, ranks: Ranks) -> None:
+    """Load a part's weights, or draw what nobody brings, and say which."""
+    opened = open_part(name, plan)
+    if opened is None:
+        print_first(plan.why_fresh(name))
+        load_weights(part, part_weights(name, plan, args, seed), ranks, "--pretrain_mm_mlp_adapter")
+    else:
+        load_weights(part, opened.weights, ranks, opened.what)
+        print_first(*opened.report())
+
+
+@contextlib.contextmanager
+def construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool) -> Iterator[None]:
+    """Where modules are born: in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3.
+
+    Rotary tables are computed in float32 whatever the dtype, wherever their modules ask for it.
+    """
+    before = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_init_weights())
+        if zero3:
+            stack.enter_context(_dtypes_as_asked())
+            # Not dtype=: on CPU, DeepSpeed 0.19.8 takes bfloat16 whatever is given there; from the config it is right.
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
+        else:
+            stack.enter_context(torch.device(device))
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _dtypes_as_asked() -> Iterator[None]:
+    """Let zero.Init choose where tensors are made and not of which dtype; to be entered before it.
+
+    DeepSpeed 0.19.8 rounds every floating-point tensor that a module makes, with the factors of Phi-3's rotary angles
+    among them. transformers' own remedy (prevent_arange_dtype_change) knows torch.arange only.
+    """
+
+    def constructor(function, target_fp_dtype, target_device):
+        def made(*args, **kwargs):
+            if kwargs.get("device") is None and target_device is not None:
+                kwargs["device"] = target_device
+            return function(*args, **kwargs)
+
+        return made
+
+    before = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+    partition_parameters.zero_wrapper_for_fp_tensor_constructor = constructor
+    try:
+        yield
+    finally:
+        partition_parameters.zero_wrapper_for_fp_tensor_constructor = before

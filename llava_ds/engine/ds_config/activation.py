@@ -1,0 +1,44 @@
+"""activation_checkpointing of the JSON, and the flags that ask for recomputation."""
+
+from llava_ds.engine.ds_config.draft import Draft
+
+SECTION = "activation_checkpointing"
+SWITCHES = ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing")
+
+
+def resolve_activation_checkpointing(draft: Draft) -> None:
+    """Take a section that asks for something over into --gradient_checkpointing; refuse what contradicts it.
+
+    A section with all switches off and no number asks for nothing, as templates have it.
+    """
+    args = draft.args
+    number = draft.get(f"{SECTION}.number_checkpoints")
+    if draft.get(f"{SECTION}.contiguous_memory_optimization"):
+        for needed in ("partition_activations", "number_checkpoints"):
+            if not draft.get(f"{SECTION}.{needed}"):
+                draft.refuse(
+                    f"{SECTION}.contiguous_memory_optimization is true in the DeepSpeed JSON without {needed}: write "
+                    f"{needed} too, for DeepSpeed makes one buffer for that many partitioned inputs of layers"
+                )
+    if (asked := asks_for(draft.config)) is None:
+        if "gradient_checkpointing_every_n_layers" in args.given and args.training.gradient_checkpointing != "all":
+            every = args.training.gradient_checkpointing_every_n_layers
+            draft.refuse(f"--gradient_checkpointing_every_n_layers {every} needs --gradient_checkpointing all")
+        return
+    flag = args.training.gradient_checkpointing
+    if "gradient_checkpointing" in args.given and flag != "all":
+        remedy = "give all, or remove the section" if flag == "auto" else "remove one of them"
+        draft.refuse(f"{SECTION}.{asked} is set in the DeepSpeed JSON but --gradient_checkpointing is {flag}: {remedy}")
+    if number is not None and "gradient_checkpointing_every_n_layers" in args.given:
+        every = args.training.gradient_checkpointing_every_n_layers
+        draft.refuse(
+            f"{SECTION}.number_checkpoints is {number} in the DeepSpeed JSON but "
+            f"--gradient_checkpointing_every_n_layers is {every}: remove one of them, both say which layers run again"
+        )
+    draft.args = args.replaced(gradient_checkpointing="all")
+
+
+def asks_for(config: dict) -> str | None:
+    """The first key by which the section asks for recomputation; None where it does not."""
+    section = config.get(SECTION, {})
+    return next((key for key in (*SWITCHES, "number_checkpoints") if section.get(key)), None)

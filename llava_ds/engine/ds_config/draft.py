@@ -1,0 +1,125 @@
+"""A DeepSpeed JSON while it is being filled in: its values, the flags, why each value, and what is wrong."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+
+from llava_ds.config.arguments import Arguments
+
+AUTO = "auto"
+LONGEST_VALUE = 80  # characters of a value in a message
+
+
+@dataclass
+class Draft:
+    """What the parts of resolve_ds_config fill in one after the other.
+
+    config: the JSON's values, ours to change; args: the flags, into which values of the JSON are taken over that no
+    flag contradicts. Keys are dotted paths. A value that is filled has a reason; problems are collected, not raised.
+    """
+
+    config: dict
+    args: Arguments
+    world_size: int
+    hidden_size: int
+    device_type: str
+    here: bool  # whether it will be trained on this machine, which then has to have what that needs
+    reasons: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    ruled: set[str] = field(default_factory=set)  # keys for whose "auto" there is a rule, followed or not
+    wrong: set[str] = field(default_factory=set)  # keys whose value was refused for its kind
+
+    def get(self, key: str) -> object:
+        """The value at a dotted key; None where there is none."""
+        return value_at(self.config, key)
+
+    def fill(self, key: str, value: object, why: str) -> None:
+        """Write a value that the JSON leaves open."""
+        *path, last = key.split(".")
+        place = self.config
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+        self.reasons[key] = why
+        self.ruled.add(key)
+
+    def refuse(self, problem: str) -> None:
+        """Note a problem: where, what was found, what to do."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def is_open(self, key: str) -> bool:
+        """Whether the JSON leaves the value to the flags: it says auto, or nothing."""
+        return self.get(key) in (None, AUTO)
+
+    def agree(self, key: str, *flags: str) -> object:
+        """One value for a JSON key and the flags it stands for: the flags' where the JSON leaves it open, else the
+        JSON's, which the flags then take. Several flags stand for a list.
+
+        Refuses a value that is no number from 0 (no boolean, where the flag is one), and one that another value of a
+        flag that was given contradicts.
+        """
+        self.ruled.add(key)
+        values = [self.args.as_dict()[flag] for flag in flags]
+        wanted = values[0] if len(flags) == 1 else values
+        named = " ".join(f"--{flag}" for flag in flags)
+        if self.is_open(key):
+            self.fill(key, wanted, named)
+            return wanted
+        written = self.get(key)
+        if isinstance(wanted, bool):
+            fits, kind = isinstance(written, bool), "true or false"
+        elif len(flags) > 1:
+            fits = isinstance(written, list) and len(written) == len(flags) and all(map(is_number, written))
+            kind = f"a list of {len(flags)} numbers from 0"
+        else:
+            fits, kind = is_number(written), "a number from 0"
+        if not fits:
+            self.refuse(f'{key} is {as_json(written)} in the DeepSpeed JSON: write {kind}, or "auto"')
+            return wanted
+        if written != wanted and set(flags) & self.args.given:
+            self.refuse(
+                f"{key} is {as_json(written)} in the DeepSpeed JSON but {named} is {wanted}: "
+                'make them equal, or write "auto"'
+            )
+            return written
+        self.args = self.args.replaced(**dict(zip(flags, written if len(flags) > 1 else [written])))
+        return written
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number from 0 that a float holds, and no boolean."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+
+
+def value_at(config: dict, key: str) -> object:
+    """The value at a dotted key of nested dicts; None where there is none."""
+    value: object = config
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def as_json(value: object) -> str:
+    """A value as the user writes it, or its beginning."""
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
+
+
+def open_keys(config: dict, prefix: str = "") -> list[str]:
+    """The dotted keys that still say auto."""
+    found = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found += open_keys(value, f"{prefix}{key}.")
+        elif value == AUTO or (isinstance(value, list) and _holds_auto(value)):
+            found.append(prefix + key)
+    return found
+
+
+def _holds_auto(value: object) -> bool:
+    if isinstance(value, (list, dict)):
+        return any(map(_holds_auto, value.values() if isinstance(value, dict) else value))
+    return value == AUTO

@@ -1,0 +1,352 @@
+"""The optimizer block of the JSON: which optimizer, with which values, and what it needs to run here."""
+
+import difflib
+import inspect
+import os
+
+import torch
+
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number
+from llava_ds.engine.ds_config.precision import DTYPES
+from llava_ds.engine.ds_config.scheduler import RATE_KEYS, dry_run_problem
+from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
+from llava_ds.engine.native_ops import compiler, missing_tools
+
+# DeepSpeed's own names: it takes these in any case, and all others as classes of torch.optim in their exact case.
+DEEPSPEED = {
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "adagrad": "Adagrad",
+    "lamb": "Lamb",
+    "lion": "Lion",
+    "muon": "Muon",
+}
+TORCH = ("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+# Names that DeepSpeed, an earlier DeepSpeed or torch knows, and why none of them can train a model here.
+IMPOSSIBLE = {
+    "LBFGS": "it calls the loss again within a step, which DeepSpeed's engine does not do",
+    "SparseAdam": "it takes sparse gradients only",
+    "Optimizer": "it is torch's base class",
+    **{name: "DeepSpeed 0.19 has removed its 1-bit optimizers" for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")},
+    **{
+        name: "it wants a model with the base shapes of the mup package, which this trainer does not build"
+        for name in ("MuAdam", "MuAdamW", "MuSGD")
+    },
+}
+# What updates depend on beside each weight's own gradient: ZeRO's flat shards give them something else.
+SHARDED = {
+    "Lamb": "a layer's norm",
+    "Adafactor": "a matrix's rows and columns",
+}
+# The operator that DeepSpeed compiles for each, on the device and for states in CPU memory. Muon's other half is an
+# Adam; without offload it brings one that needs no kernel.
+KERNELS = {
+    "Adam": ("fused_adam", "cpu_adam"),
+    "AdamW": ("fused_adam", "cpu_adam"),
+    "Muon": (None, "cpu_adam"),
+    "Adagrad": (None, "cpu_adagrad"),
+    "Lion": ("fused_lion", "cpu_lion"),
+    "Lamb": ("fused_lamb", None),
+}
+WITH_ADAM = ("Adam", "AdamW", "Muon")
+# Tested by DeepSpeed under ZeRO; all others want zero_allow_untested_optimizer.
+ZERO_TESTED = {"Adam", "AdamW", "Adagrad", "Lion", "Muon"}
+# DeepSpeed reads these itself, before the class sees the rest.
+ADAM_EXTRAS = {"torch_adam": False, "adam_w_mode": True, "fp32_optimizer_states": True}
+MUON_PARAMS = {
+    **{"lr": 2e-2, "muon_lr": 2e-2, "adam_lr": 3e-4, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"},
+    **{"betas": (0.9, 0.95), "eps": 1e-10},
+}
+NS_METHODS = ("gram", "standard")
+GRAPHS = ("capturable", "differentiable")
+BELOW_ONE = ("momentum", "rho", "alpha", "initial_accumulator_value")
+
+
+def resolve_optimizer(draft: Draft) -> None:
+    """Fill the optimizer block from the flags, and refuse what can't train.
+
+    Without a block nothing is filled, and the run builds torch's AdamW by flags; under optimizer offload DeepSpeed's
+    CPU Adam is meant then, unless zero_force_ds_cpu_optimizer is false.
+    """
+    if "optimizer" not in draft.config:
+        if not offloads(draft) or draft.get("zero_force_ds_cpu_optimizer") is False:
+            return
+        draft.fill("optimizer.type", "AdamW", "under offload DeepSpeed's CPU Adam is fastest")
+    block = draft.config["optimizer"]
+    if not isinstance(block.get("type"), str):
+        return  # refused with the keys
+    params = block.setdefault("params", {})
+    name = _known_type(draft, block["type"])
+    if name is None:
+        return
+    _set_torch_adam(draft, name, params)
+    known = known_params(name, torch_adam=params.get("torch_adam") is True, offload=offloads(draft))
+    _check_params(draft, name, params, known)
+    _fill_params(draft, params, known)
+    _check_stage(draft, name)
+    _check_tools(draft, name, params)
+    if name in TORCH or name == "Adagrad" or params.get("torch_adam") is True:
+        _try_torch_class(draft, name, params)
+
+
+def offloads(draft: Draft) -> bool:
+    """Whether the optimizer's states lie in CPU memory or on NVMe."""
+    return offload_device(draft.config, "offload_optimizer") != "none"
+
+
+def optimizer_name(block: dict) -> str:
+    """The type in the spelling of DEEPSPEED or torch.optim."""
+    return DEEPSPEED.get(block["type"].lower(), block["type"])
+
+
+def known_params(name: str, *, torch_adam: bool, offload: bool) -> dict[str, object]:
+    """What the class that DeepSpeed takes for a type can be given, and its defaults."""
+    if name == "Muon":
+        return MUON_PARAMS | ADAM_EXTRAS
+    of_class = inspect.signature(_class_of(name, torch_adam, offload).__init__).parameters
+    params = {key: p.default for key, p in of_class.items() if key not in ("self", "params", "model_params")}
+    if name in ("Adam", "AdamW"):
+        # DeepSpeed's classes have a mode for AdamW, which it sets itself.
+        params = {key: default for key, default in params.items() if key not in ("adam_w_mode", "adamw_mode")}
+        params |= ADAM_EXTRAS
+    params.pop("max_grad_norm", None)
+    return params
+
+
+def _class_of(name: str, torch_adam: bool, offload: bool) -> type:
+    import deepspeed.ops as ops
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+    adam = ops.adam.DeepSpeedCPUAdam if offload else ops.adam.FusedAdam
+    own = {
+        "Adam": adam,
+        "AdamW": adam,
+        "Adagrad": DeepSpeedCPUAdagrad if offload else torch.optim.Adagrad,
+        "Lamb": FusedLamb,
+        "Lion": DeepSpeedCPULion if offload else FusedLion,
+    }
+    by_torch = name not in own or (torch_adam and name in ("Adam", "AdamW"))
+    return getattr(torch.optim, name) if by_torch else own[name]
+
+
+def _known_type(draft: Draft, written: str) -> str | None:
+    """The type as optimizer_name gives it; None for one that can't be had, which is refused."""
+    name = DEEPSPEED.get(written.lower(), written)
+    if name in DEEPSPEED.values() or name in TORCH:
+        return name
+    impossible = {key.lower(): key for key in IMPOSSIBLE}
+    if written.lower() in impossible:
+        key = impossible[written.lower()]
+        draft.refuse(f"optimizer.type {key} in the DeepSpeed JSON can't train here, for {IMPOSSIBLE[key]}: use AdamW")
+        return None
+    every = {known.lower(): known for known in (*DEEPSPEED.values(), *TORCH)}
+    nearest = [every[key] for key in difflib.get_close_matches(written.lower().rpartition(".")[2], every, n=2)]
+    hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"give one of {', '.join(sorted(every.values()))}"
+    draft.refuse(f"optimizer.type {as_json(written)} in the DeepSpeed JSON is unknown: {hint}")
+    return None
+
+
+def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
+    """Let torch compute Adam where DeepSpeed would have to compile it and can't, or would gain nothing: on CPU."""
+    if name not in ("Adam", "AdamW", "Muon") or "torch_adam" in params or offloads(draft):
+        return
+    own = set(params) - set(known_params(name, torch_adam=True, offload=False))
+    missing = missing_tools(draft.device_type, "fused_adam") if draft.here else []
+    if own or (draft.device_type != "cpu" and not missing):
+        return
+    why = "DeepSpeed would compile an Adam for the CPU" if draft.device_type == "cpu" else f"there is no {missing[0]}"
+    draft.fill("optimizer.params.torch_adam", True, f"{why}; torch's is the same maths")
+
+
+def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object]) -> None:
+    for key, value in params.items():
+        where = f"optimizer.params.{key}"
+        if key == "max_grad_norm":
+            draft.refuse(
+                f"{where} in the DeepSpeed JSON is not supported by DeepSpeed: write gradient_clipping instead"
+            )
+        elif key == "per_head_muon":
+            draft.refuse(
+                f"{where} in the DeepSpeed JSON has no effect on a model of tower, projector and LLM: remove it"
+            )
+        elif key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"it takes {', '.join(sorted(known))}"
+            draft.refuse(f"{where} in the DeepSpeed JSON is unknown to {name}: {hint}")
+        elif value != AUTO and key not in FROM_FLAGS and (wanted := _wanted(key, known[key], value)):
+            draft.refuse(f"{where} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")
+    if name == "AdamW" and params.get("adam_w_mode") is False:
+        draft.refuse("optimizer.params.adam_w_mode is false with type AdamW, which DeepSpeed ignores: write type Adam")
+    if params.get("amsgrad") is True and "bias_correction" in known:
+        draft.refuse('optimizer.params.amsgrad is true, which DeepSpeed\'s own Adam lacks: add "torch_adam": true')
+
+
+def _wanted(key: str, default: object, value: object) -> str | None:
+    """What should stand there instead of the value; None where it may stand."""
+    if key in GRAPHS:
+        return None if value is False else "false, or leave it out: nothing here captures or differentiates a step"
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if key in ("foreach", "fused"):
+        return None if isinstance(value, bool) else "true or false"
+    if key == "ns_method":
+        return None if value in NS_METHODS else " or ".join(NS_METHODS)
+    if key in BELOW_ONE:
+        return None if is_number(value) and value < 1 else "a number from 0 to below 1"
+    if isinstance(default, (int, float)) and default >= 0:
+        return None if is_number(value) else "a number from 0"
+    return None  # torch's class is asked about the rest
+
+
+# JSON key -> flags
+FROM_FLAGS = {
+    "lr": ("learning_rate",),
+    "weight_decay": ("weight_decay",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_epsilon",),
+}
+
+
+def _fill_params(draft: Draft, params: dict, known: dict[str, object]) -> None:
+    """Rates and decay from the flags, for what is absent would be DeepSpeed's or torch's default; Adam's numbers for
+    optimizers of its kind, and wherever the JSON says auto."""
+    two_rates = not _one_rate(draft)
+    for key, flags in FROM_FLAGS.items():
+        if key not in known or not (key in ("lr", "weight_decay") or "betas" in known or key in params):
+            continue
+        if key == "eps" and not isinstance(known[key], float):
+            continue  # Adafactor's is a pair of another meaning
+        if key == "lr" and two_rates:
+            continue
+        value = draft.agree(f"optimizer.params.{key}", *flags)
+        if key == "betas" and any(is_number(beta) and beta >= 1 for beta in value):
+            draft.refuse(f"optimizer.params.betas is {as_json(value)} in the DeepSpeed JSON: give numbers below 1")
+    if "weight_decay" not in known and draft.args.training.weight_decay > 0:
+        draft.refuse(
+            f"--weight_decay is {draft.args.training.weight_decay}, but {draft.get('optimizer.type')} knows no decay: "
+            "give 0, or another optimizer"
+        )
+
+
+def _one_rate(draft: Draft) -> bool:
+    """Take the schedule's rate for the optimizer's where only that is written; refuse two that differ.
+
+    Returns whether there is one.
+    """
+    key = RATE_KEYS.get(str(draft.get("scheduler.type")))
+    rate, peak = draft.get("optimizer.params.lr"), key and draft.get(f"scheduler.params.{key}")
+    if not is_number(peak):
+        return True
+    if is_number(rate) and rate != peak:
+        draft.refuse(
+            f"optimizer.params.lr is {as_json(rate)} in the DeepSpeed JSON but scheduler.params.{key} is "
+            f'{as_json(peak)}, which would overwrite it: make them equal, or write "auto" for one'
+        )
+        return False
+    draft.agree(f"scheduler.params.{key}", "learning_rate")
+    return True
+
+
+def _check_stage(draft: Draft, name: str) -> None:
+    stage = draft.get("zero_optimization.stage") or 0
+    if stage and name not in ZERO_TESTED and draft.get("zero_allow_untested_optimizer") is not True:
+        draft.refuse(
+            f"optimizer.type {name} is not among those that DeepSpeed has tested under ZeRO-{stage}: write "
+            '"zero_allow_untested_optimizer": true to use it all the same'
+        )
+    if stage and name in SHARDED:
+        draft.reasons["optimizer.type"] = (
+            f"sees shards instead of {SHARDED[name]} under ZeRO-{stage}: its updates depend on the number of ranks"
+        )
+    if name == "Muon" and stage:
+        _check_sharded_muon(draft, stage)
+    if name == "Lamb" and draft.get("fp16.loss_scale") not in (None, 0):
+        draft.refuse(
+            f"fp16.loss_scale is {as_json(draft.get('fp16.loss_scale'))}, but DeepSpeed's Lamb wants a dynamic loss "
+            "scale: write 0"
+        )
+
+
+def _check_sharded_muon(draft: Draft, stage: int) -> None:
+    """DeepSpeed 0.19.8 turns gradients into Muon's updates while it reduces them, before what else is done to them."""
+    if stage == 3 and draft.get("zero_optimization.reduce_scatter") is not False:
+        draft.refuse(
+            'Muon needs whole gradients at ZeRO-3: write "reduce_scatter": false into zero_optimization, or use stage 2'
+        )
+    late = draft.get("bf16.enabled") is True and draft.get("data_types.grad_accum_dtype") in DTYPES["fp32"]
+    if draft.get("gradient_clipping") and not (late and stage == 1):
+        draft.refuse(
+            f"gradient_clipping is {as_json(draft.get('gradient_clipping'))}, but under ZeRO-{stage} DeepSpeed clips "
+            "Muon's updates instead of gradients: give --max_grad_norm 0 or use stage 0"
+        )
+    if draft.get("torch_autocast.enabled") is True and draft.get("torch_autocast.dtype") in DTYPES["fp16"]:
+        draft.refuse(
+            f"torch_autocast in float16 under ZeRO-{stage} divides Muon's updates by the loss scale: write "
+            '"dtype": "bfloat16"'
+        )
+
+
+def _check_tools(draft: Draft, name: str, params: dict) -> None:
+    """Refuse what the device has no kernel for, and what can't be compiled for it."""
+    offload = offloads(draft)
+    if name == "Lamb" and offload:
+        draft.refuse("Lamb has no kernel for offloaded states: use AdamW, or remove offload_optimizer")
+        return
+    if draft.device_type == "cpu" and (name == "Lamb" or (name == "Lion" and not offload)):
+        instead = "use AdamW" if name == "Lamb" else "use AdamW, or offload_optimizer, for which it has one for CPUs"
+        draft.refuse(f"{name} has a kernel for GPUs only, and there is none: {instead}")
+        return
+    if not draft.here:
+        return
+    if name == "Muon" and os.environ.get("TORCH_COMPILE_DISABLE") != "1" and not compiler():
+        draft.refuse(
+            "Muon's update is compiled by torch when training starts, which needs g++: install it, or set "
+            "TORCH_COMPILE_DISABLE=1 in the environment"
+        )
+    op = _kernel_of(name, params, offload)
+    if op is not None and (missing := missing_tools(draft.device_type, op)):
+        own_adam = name in WITH_ADAM
+        instead = 'write "torch_adam": true into optimizer.params' if own_adam else "use AdamW with torch_adam"
+        if offload and "optimizer.type" in draft.reasons:
+            instead = 'write "zero_force_ds_cpu_optimizer": false to let torch compute AdamW'
+        draft.refuse(
+            f"{name} is compiled by DeepSpeed when it starts, which needs {' and '.join(missing)}: install "
+            f"{'it' if len(missing) == 1 else 'them'}, or {instead}"
+        )
+
+
+def _kernel_of(name: str, params: dict, offload: bool) -> str | None:
+    by_torch = name in WITH_ADAM and params.get("torch_adam") is True
+    return None if by_torch else KERNELS.get(name, (None, None))[offload]
+
+
+def kernels_of(config: dict) -> dict[str, str]:
+    """DeepSpeed's operators that a resolved JSON trains with, and the key that asks for each."""
+    found, block, devices = {}, config.get("optimizer"), {part: offload_device(config, part) for part in OFFLOADED}
+    if block is not None:
+        offload = devices["offload_optimizer"] != "none"
+        if op := _kernel_of(optimizer_name(block), block.get("params", {}), offload):
+            found[op] = "zero_optimization.offload_optimizer" if offload else f"optimizer.type {block['type']}"
+    for part, device in devices.items():
+        if device == "nvme":
+            found["async_io"] = f"zero_optimization.{part}.device nvme"
+    return found
+
+
+def _try_torch_class(draft: Draft, name: str, params: dict) -> None:
+    """Give torch's class the values on a weight of its own, before a model is built with them."""
+    if name == "Muon" or draft.problems or (name == "Adagrad" and offloads(draft)):
+        return
+    values = {key: value for key, value in params.items() if key not in ADAM_EXTRAS}
+    if name == "Adam" and params.get("adam_w_mode") is not False:
+        name = "AdamW"  # DeepSpeed's Adam decays like AdamW, unless told otherwise
+
+    def run() -> None:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        weight.grad = torch.ones(2)
+        getattr(torch.optim, name)([weight], **values).step()
+
+    if problem := dry_run_problem(run):
+        draft.refuse(f"optimizer.params in the DeepSpeed JSON: {name} can't take them ({problem})")

@@ -1,0 +1,187 @@
+"""From a DeepSpeed JSON and the flags to the configuration that goes to deepspeed.initialize.
+
+DeepSpeed itself does not resolve "auto": some keys fail, others are silently taken as false (0.19).
+"""
+
+import copy
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llava_ds.config.arguments import Arguments
+from llava_ds.constants import ConfigError
+from llava_ds.engine.ds_config.activation import resolve_activation_checkpointing
+from llava_ds.engine.ds_config.batch_sizes import resolve_batch
+from llava_ds.engine.ds_config.compilation import resolve_compile
+from llava_ds.engine.ds_config.draft import Draft, open_keys, value_at
+from llava_ds.engine.ds_config.monitoring import resolve_monitoring
+from llava_ds.engine.ds_config.optimizer import offloads, resolve_optimizer
+from llava_ds.engine.ds_config.precision import resolve_precision, torch_dtype
+from llava_ds.engine.ds_config.scheduler import resolve_scheduler
+from llava_ds.engine.ds_config.zero import resolve_zero
+from llava_ds.files.side_files import MAX_JSON_BYTES, read_bytes
+
+DEEPEST = 20  # objects and lists within each other
+COMMENT = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL
+)  # or a text, which may hold such signs
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """What goes to deepspeed.initialize, the flags as the JSON completed them, and why each value was filled."""
+
+    config: dict
+    args: Arguments
+    reasons: dict[str, str]
+
+    @property
+    def zero_stage(self) -> int:
+        return self.config["zero_optimization"].get("stage", 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that parameters are held in."""
+        if self.config["bf16"]["enabled"]:
+            return torch.bfloat16
+        return torch.float16 if self.config["fp16"]["enabled"] else torch.float32
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The precision of matrix products and attention: autocast's, where that is on."""
+        autocast = self.config.get("torch_autocast", {})
+        return torch_dtype(autocast["dtype"]) if autocast.get("enabled") else self.dtype
+
+    def explain(self) -> list[str]:
+        """One line per filled value."""
+        width = max((len(key) for key in self.reasons), default=0)
+        return [f"  {key:{width}} = {value_at(self.config, key)!s:10} {why}" for key, why in self.reasons.items()]
+
+
+def read_ds_config(path: str | Path) -> dict:
+    """Return the JSON object in a file. Comments, a comma behind the last value and whatever else Hjson allows may
+    stand in it, as DeepSpeed 0.19 reads it (runtime/config.py). Raises ConfigError otherwise."""
+    try:
+        config = _parsed(read_bytes(path, MAX_JSON_BYTES).decode("utf-8-sig"))
+    except ConfigError as error:
+        raise ConfigError(f"--deepspeed_config {path}: {error}") from error
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: no file, JSON or UTF-8, a number of 5,000 digits
+        raise ConfigError(f"--deepspeed_config {path} can't be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--deepspeed_config {path} holds a {type(config).__name__}: expected a JSON object")
+    return config
+
+
+def _parsed(text: str) -> object:
+    """Parse a text as JSON with comments, or else as Hjson. Raises what json raises, which says more."""
+    try:
+        return json.loads(COMMENT.sub(_blanked, text), object_pairs_hook=_each_key_once)
+    except json.JSONDecodeError:
+        import hjson  # DeepSpeed needs it
+
+        try:
+            config = hjson.loads(text, object_pairs_hook=_each_key_once)
+        except (hjson.HjsonDecodeError, OverflowError, RecursionError):
+            config = None
+        # A file that holds no object may be anything: Hjson takes a line of prose for a text.
+        if not isinstance(config, dict) or not text.lstrip().startswith(("{", "//", "#", "/*")):
+            raise
+        if _swallows(config, text):
+            raise
+        return config
+
+
+def _swallows(config: object, text: str) -> bool:
+    """True if a text without quotes holds JSON's signs: a comma or a quote was forgotten before the line's end, up to
+    which Hjson reads on."""
+    if isinstance(config, (dict, list)):
+        return any(_swallows(value, text) for value in (config.values() if isinstance(config, dict) else config))
+    if not isinstance(config, str) or not any(sign in config for sign in ',:{}[]"'):
+        return False
+    inner = json.dumps(config, ensure_ascii=False)[1:-1]
+    return not any(f"{quote}{inner}{quote}" in text for quote in "\"'")
+
+
+def _blanked(match: re.Match) -> str:
+    """A text as it is; a comment as blanks, so that lines and columns stay where they are."""
+    found = match[0]
+    return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
+
+
+def _each_key_once(pairs: list[tuple[str, object]]) -> dict:
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f"{twice[0]} stands twice in one object: remove one, for only the last would count")
+    return dict(pairs)
+
+
+def resolve_ds_config(
+    raw: dict,
+    args: Arguments,
+    *,
+    world_size: int,
+    hidden_size: int,
+    device_type: str = "cpu",
+    num_steps: int | None = None,
+    here: bool = True,
+) -> ResolvedConfig:
+    """Fill every "auto" of a DeepSpeed JSON by the formulas of Hugging Face's integration.
+
+    raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu" or the accelerator's;
+    num_steps: optimizer steps of the run. Without them, as before the data is read, everything is checked, and only
+    what depends on them is left open; here: whether training will be on this machine, which then has to have what it
+    needs. A value in the JSON that no flag contradicts is taken over into the returned flags. Raises ConfigError, which
+    lists every conflict.
+    Source: transformers, integrations/deepspeed.py.
+    """
+    from llava_ds.engine.ds_config.keys import check_keys  # opens DeepSpeed, which takes seconds and speaks up
+
+    if _depth(raw) > DEEPEST:
+        raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, which none of its keys are")
+    draft = Draft(copy.deepcopy(raw), args, world_size, hidden_size, device_type, here)
+    check_keys(draft)
+    resolve_precision(draft)
+    draft.agree("gradient_clipping", "max_grad_norm")
+    resolve_batch(draft)
+    resolve_zero(draft)
+    resolve_optimizer(draft)
+    resolve_scheduler(draft, num_steps)
+    resolve_activation_checkpointing(draft)
+    resolve_compile(draft)
+    resolve_monitoring(draft)
+    if draft.get("timers.throughput.enabled") is None:
+        why = "DeepSpeed's timer would wait for the device twice per micro-step"
+        draft.fill("timers.throughput.enabled", False, why)
+    # What engine/non_finite.py needs: torch's fused AdamW beside the weights, and a norm.
+    normed = draft.get("zero_optimization.compute_grad_norm") is not False
+    guarded = "optimizer" not in draft.config and not offloads(draft) and normed
+    if draft.get("bf16.enabled") is True and draft.is_open("bf16.check_grad_overflow") and guarded:
+        why = "non-finite gradients are skipped without waiting for the device"
+        draft.fill("bf16.check_grad_overflow", False, why)
+    for key in open_keys(draft.config):
+        if key not in draft.ruled | draft.wrong:
+            draft.refuse(f'{key} is "auto", for which there is no rule: write a value')
+    if draft.problems:
+        raise ConfigError("\n".join(draft.problems))
+    return ResolvedConfig(draft.config, draft.args, draft.reasons)
+
+
+def _depth(value: object) -> int:
+    """How many objects and lists lie within each other, counted up to one more than are allowed."""
+    level, depth = [value], 0
+    while level and depth <= DEEPEST:
+        level = [
+            item
+            for holder in level
+            if isinstance(holder, (dict, list))
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+        ]
+        depth += 1
+    return depth

@@ -1,0 +1,185 @@
+"""Which keys a DeepSpeed JSON may hold, and of what kind.
+
+Sections that DeepSpeed describes with pydantic are taken from it, so that this page is true for the version installed;
+the others are written out here. tests/engine/ds_config/test_schema.py compares the names with
+those in DeepSpeed's source.
+"""
+
+import types
+import typing
+from typing import Annotated, Literal
+
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.compile.config import CompileConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["fp32", "fp16", "bf16"]
+Whole = Annotated[int, Field(gt=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class ActivationCheckpointing(_Section):
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    cpu_checkpointing: bool = False
+    number_checkpoints: Whole | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
+class Aio(_Section):
+    block_size: Whole = 1048576
+    queue_depth: Whole = 8
+    intra_op_parallelism: Whole = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    use_gds: bool = False
+
+
+class FlopsProfiler(_Section):
+    enabled: bool = False
+    recompute_fwd_factor: Annotated[float, Field(ge=0)] = 0.0
+    profile_step: Whole = 1
+    module_depth: int = -1
+    top_modules: Whole = 1
+    detailed: bool = True
+    output_file: str | None = None
+
+
+class TorchAutocast(_Section):
+    enabled: bool = False
+    dtype: Literal["fp16", "float16", "half", "torch.float16", "bf16", "bfloat16", "torch.bfloat16"] | None = None
+    lower_precision_safe_modules: list[str] | None = None
+
+
+class DataTypes(_Section):
+    grad_accum_dtype: Dtype | None = None
+    param_dtype: Dtype | None = None
+    buffer_dtype: Dtype | None = None
+    keep_in_fp32_modules: list[str] | None = None
+
+
+class ParallelWrite(_Section):
+    pipeline_stage: bool = False
+
+
+class Checkpoint(_Section):
+    tag_validation: Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"] = "Warn"
+    load_universal: bool = False
+    use_node_local_storage: bool = False
+    parallel_write: ParallelWrite | None = None
+    checkpoint_serialization: bool = True
+    writer: dict | None = None
+
+
+class Optimizer(_Section):
+    type: str
+    params: dict = {}
+    legacy_fusion: bool = False
+
+
+class Scheduler(_Section):
+    type: str
+    params: dict = {}
+
+
+class Timers(_Section):
+    throughput: DeepSpeedThroughputTimerConfig | None = None
+
+
+class DeepSpeedJson(_Section):
+    """The whole file, nulls and "auto" left out."""
+
+    train_batch_size: object = None  # these four are compared with flags, and their kind with them
+    train_micro_batch_size_per_gpu: object = None
+    gradient_accumulation_steps: object = None
+    gradient_clipping: object = None
+    managed_gradient_accumulation: bool = True
+    prescale_gradients: bool = False
+    gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    communication_data_type: Dtype | None = None
+    seq_parallel_communication_data_type: Dtype | None = None
+    disable_allgather: bool = False
+
+    optimizer: Optimizer | None = None
+    scheduler: Scheduler | None = None
+    zero_allow_untested_optimizer: bool = False
+    zero_force_ds_cpu_optimizer: bool = True
+
+    fp16: DeepSpeedFP16Config | None = None
+    bf16: DeepSpeedBF16Config | None = None
+    torch_autocast: TorchAutocast | None = None
+    data_types: DataTypes | None = None
+
+    zero_optimization: DeepSpeedZeroConfig | None = None
+    aio: Aio | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
+    compile: CompileConfig | None = None
+    checkpoint: Checkpoint | None = None
+
+    steps_per_print: Whole | None = None
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    disable_python_gc: bool = False
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    timers: Timers | None = None
+    flops_profiler: FlopsProfiler | None = None
+    comms_logger: CommsLoggerConfig | None = None
+    tensorboard: TensorBoardConfig | None = None
+    wandb: WandbConfig | None = None
+    csv_monitor: CSVConfig | None = None
+    comet: CometConfig | None = None
+    dataloader_drop_last: bool = False
+    vocabulary_size: Whole | None = None
+
+    # Other ways of training: keys.py says so when one is switched on.
+    autotuning: dict = {}
+    data_efficiency: dict = {}
+    datastates_ckpt: dict = {}
+    expert_parallel: dict = {}
+    hybrid_engine: dict = {}
+    pipeline: dict = {}
+    sequence_parallel_size: Whole = 1
+    tensor_parallel: dict = {}
+    use_data_before_expert_parallelism: bool = False
+    weight_quantization: dict = {}
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, object]:
+    """The keys of a section as they are written in a JSON, and what each holds; aliases come first."""
+    fields = {}
+    for name, info in model.model_fields.items():
+        for spelling in (info.alias, name):
+            if spelling is not None:
+                fields[spelling] = info.annotation
+    return fields
+
+
+def options(annotation: object) -> tuple:
+    """A | B | None as its parts, without what Annotated says beside them."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    parts = typing.get_args(annotation) if is_union else (annotation,)
+    return tuple(typing.get_args(part)[0] if typing.get_origin(part) is Annotated else part for part in parts)
+
+
+def section_of(annotation: object) -> type[BaseModel] | None:
+    """The description of a section; None for what is no section, or none that is described."""
+    return next((o for o in options(annotation) if isinstance(o, type) and issubclass(o, BaseModel)), None)
+
+
+def sections(model: type[BaseModel] = DeepSpeedJson, prefix: str = "") -> dict[str, type[BaseModel]]:
+    """All described sections by dotted key; the whole has the key ""."""
+    found = {prefix.removesuffix("."): model}
+    for name, info in model.model_fields.items():
+        if (below := section_of(info.annotation)) is not None:
+            found |= sections(below, f"{prefix}{name}.")
+    return found

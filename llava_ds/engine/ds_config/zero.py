@@ -1,0 +1,158 @@
+"""ZeRO: the stage, the sizes that follow from the language model's width, and where states lie."""
+
+import os
+
+from llava_ds.config.parsing import can_be_made
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json
+from llava_ds.engine.native_ops import missing_tools
+
+# Hugging Face's formulas, h the hidden size of the language model (transformers, integrations/deepspeed.py).
+SIZES = {
+    "reduce_bucket_size": (lambda h: h * h, "hidden size squared"),
+    "stage3_prefetch_bucket_size": (lambda h: int(0.9 * h * h), "0.9 x hidden size squared"),
+    "stage3_param_persistence_threshold": (lambda h: 10 * h, "10 x hidden size"),
+}
+OFFLOADED = ("offload_optimizer", "offload_param")
+NEEDS_GPU = {
+    "zero_quantized_weights": "DeepSpeed's quantizer is written for GPUs",
+    "zero_quantized_nontrainable_weights": "DeepSpeed's quantizer is written for GPUs",
+    "zero_quantized_gradients": "DeepSpeed's quantizer is written for GPUs",
+    "offload_optimizer.super_offload": "it is made for GPUs with a CPU on the same module",
+}
+NEEDS_STAGE_3 = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "offload_optimizer.super_offload",
+)
+
+# Of parameters that are gathered.
+CHANGE_BYTES = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "stage3_use_all_reduce_for_fetch_params",
+)
+
+
+def resolve_zero(draft: Draft) -> None:
+    """Fill the sizes that say auto; refuse what does not go with the stage, the ranks, the device or the machine."""
+    for key, (formula, words) in SIZES.items():
+        if draft.get(f"zero_optimization.{key}") == AUTO:
+            draft.fill(f"zero_optimization.{key}", formula(draft.hidden_size), f"{words} ({draft.hidden_size})")
+    stage = draft.get("zero_optimization.stage") or 0
+    if stage < 3 and _asked(draft, "offload_param") is not None:
+        # LLaVA-NeXT's zero2_offload.json has it: DeepSpeed passes over it.
+        why = f"at stage {stage} every rank holds all parameters, there is nothing to offload"
+        draft.fill("zero_optimization.offload_param.device", "none", why)
+    _check_stage(draft, stage)
+    _check_packed_weights(draft, stage)
+    _check_reduction(draft, stage)
+    for part in OFFLOADED:
+        if offload_device(draft.config, part) == "nvme":
+            _check_nvme(draft, stage, part)
+    if draft.here and stage == 3 and "nvme" in (offload_device(draft.config, part) for part in OFFLOADED):
+        for tool in missing_tools(draft.device_type, "async_io"):
+            draft.refuse(
+                f'offloading to "nvme" reads and writes by an operator that DeepSpeed compiles when it starts, which '
+                f'needs {tool}: install it, or offload to "cpu"'
+            )
+
+
+def offload_device(config: dict, part: str) -> str:
+    """Where offload_optimizer or offload_param puts states: "none", "cpu" or "nvme"."""
+    section = config.get("zero_optimization", {}).get(part) or {}
+    return section.get("device") or "none"
+
+
+def _asked(draft: Draft, key: str) -> object:
+    """The value of a key of ZeRO's section, None where it is what DeepSpeed does anyway."""
+    value = offload_device(draft.config, key) if key in OFFLOADED else draft.get(f"zero_optimization.{key}")
+    plain = value in (None, False, "none") or (value == 1 and value is not True)  # True == 1
+    return None if plain else value
+
+
+def _check_stage(draft: Draft, stage: int) -> None:
+    for key, why in NEEDS_GPU.items():
+        if draft.device_type == "cpu" and (value := _asked(draft, key)) is not None:
+            draft.refuse(f"zero_optimization.{key} is {as_json(value)}, but there is no GPU: remove it, {why}")
+    for key in NEEDS_STAGE_3:
+        if draft.device_type == "cpu" and key in NEEDS_GPU:
+            continue
+        if stage < 3 and (value := _asked(draft, key)) is not None:
+            draft.refuse(
+                f"zero_optimization.{key} is {as_json(value)} at stage {stage}: parameters are sharded at stage 3 "
+                "only, write stage 3 or remove it"
+            )
+    if stage == 0 and (value := _asked(draft, "offload_optimizer")) is not None:
+        draft.refuse(
+            f"zero_optimization.offload_optimizer is {as_json(value)} at stage 0, where there is nothing to offload: "
+            "write stage 1, 2 or 3"
+        )
+    group = draft.get("zero_optimization.zero_hpz_partition_size") or 1
+    if stage == 3 and group != AUTO and draft.world_size % group:
+        draft.refuse(
+            f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {draft.world_size} ranks: "
+            "write the number of GPUs of a node"
+        )
+    if draft.get("zero_optimization.stage3_module_granularity_threshold"):
+        draft.refuse(
+            "zero_optimization.stage3_module_granularity_threshold ends this kind of model's first step in an error "
+            "(DeepSpeed 0.19): remove it"
+        )
+
+
+def _check_packed_weights(draft: Draft, stage: int) -> None:
+    """What can't be had with --bits 4 or 8."""
+    bits = draft.args.model.bits
+    if bits == 16 or stage < 3:
+        return
+    if bits == 8:
+        draft.refuse(
+            "--bits 8 at stage 3: bitsandbytes keeps a hold of every whole 8-bit weight, so no memory would be shared "
+            "out: give --bits 4, or write stage 2"
+        )
+    for key in CHANGE_BYTES:
+        if (value := _asked(draft, key)) is not None:
+            draft.refuse(
+                f"zero_optimization.{key} is {as_json(value)}, which computes with what it sends, but the bytes of "
+                f"--bits {bits} are no numbers: remove it"
+            )
+    if offload_device(draft.config, "offload_param") == "nvme":
+        draft.refuse(
+            f'zero_optimization.offload_param.device is "nvme", whose buffers hold one type, but --bits {bits} '
+            'has two: write "cpu"'
+        )
+
+
+def _check_reduction(draft: Draft, stage: int) -> None:
+    """How gradients are added up over the ranks."""
+    scatters = stage > 0 and draft.get("zero_optimization.reduce_scatter") is not False
+    for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        value = draft.get(key)
+        if scatters and value not in (None, plain, AUTO):
+            draft.refuse(
+                f"{key} is {as_json(value)}, which DeepSpeed's reduce-scatter at stage {stage} does not know: remove "
+                'it, or write "reduce_scatter": false into zero_optimization'
+            )
+    if draft.get("zero_optimization.compute_grad_norm") is False and stage in (1, 2) and draft.get("gradient_clipping"):
+        draft.refuse("zero_optimization.compute_grad_norm is false, but gradient_clipping needs it: remove one")
+
+
+def _check_nvme(draft: Draft, stage: int, part: str) -> None:
+    key = f"zero_optimization.{part}"
+    if stage < 3:
+        if stage > 0:  # stage 0 was refused
+            draft.refuse(f'{key}.device is "nvme" at stage {stage}: write stage 3, or "cpu"')
+        draft.ruled.add(f"{key}.nvme_path")
+    path = draft.get(f"{key}.nvme_path")
+    if path == AUTO:
+        path = os.path.abspath(os.path.join(draft.args.training.output_dir or "output", "nvme"))
+        draft.fill(f"{key}.nvme_path", path, "--output_dir; name a folder on a local NVMe disk if that is none")
+    if not isinstance(path, str):
+        draft.refuse(f"{key}.nvme_path is missing: name a folder on a local NVMe disk")
+        return
+    if part == "offload_optimizer":
+        draft.reasons[f"{key}.device"] = "from the JSON; DeepSpeed 0.19 can't resume such a run from its checkpoints"
+    if draft.here and not can_be_made(path):
+        draft.refuse(f"{key}.nvme_path {path} can't be written to: name a folder on a local NVMe disk")

@@ -1,0 +1,126 @@
+"""What a stage trains and at which rate: the parameter groups, and a table that says so."""
+
+from torch import nn
+
+from llava_ds.config.arguments import Arguments, TrainingArguments, trained_parts, trains_new_rows
+from llava_ds.constants import ConfigError
+from llava_ds.engine.ds_config.optimizer import optimizer_name
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.lora import choose_adapters
+from llava_ds.model.quantize import is_packed, num_packed
+
+
+def choose_trainable(model: LlavaModel, args: Arguments) -> None:
+    """Freeze what the flags leave alone (see trained_parts). With LoRA, the language model is its adapters.
+
+    With tokens around pictures stage 1 trains the input embeddings, too, all of them, as LLaVA does, unless the output
+    layer is tied to them. The newline trains with the projector or the language model: in LLaVA's own stage 1 it stays
+    as it was drawn.
+    Raises ConfigError when nothing is left that could train.
+    """
+    parts = trained_parts(args.model)
+    model.vision_tower.requires_grad_("vision_tower" in parts)
+    model.projector.requires_grad_("projector" in parts)
+    if hasattr(model, "newline"):
+        model.newline.requires_grad_(bool(parts & {"projector", "language_model", "output_layer"}))
+    if args.model.lora_enable:
+        choose_adapters(model.language_model, args.model.lora_bias)
+    else:
+        model.language_model.requires_grad_("language_model" in parts)
+    if "output_layer" in parts:
+        inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
+        outputs.requires_grad_(outputs.weight is not inputs.weight)  # LLaVA freezes a tied one with the embeddings
+    if trains_new_rows(args.model):
+        inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
+        inputs.requires_grad_(outputs.weight is not inputs.weight)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(
+            "nothing is left to train: of what the flags leave to train "
+            f"({', '.join(sorted(parts))}) this model has no parameters of its own: let another part train"
+        )
+
+
+def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None = None) -> list[dict]:
+    """The optimizer's groups: language model and newline, then projector, then tower, each at its own rate, with and
+    without decay.
+
+    Biases and norms do not decay. Empty groups are left out.
+    optimizer: the block of the resolved JSON; Muon's has more groups.
+    Source: LLaVA's LLaVATrainer.create_optimizer.
+    """
+    training = args.training
+    groups = []
+    for name, parts, lr in (
+        ("language_model", ["language_model", "newline"], None),
+        ("projector", ["projector"], training.mm_projector_lr),
+        ("vision_tower", ["vision_tower"], training.mm_vision_tower_lr),
+    ):
+        named = [item for child, part in model.named_children() if child in parts for item in part.named_parameters()]
+        trained = [(key, p) for key, p in named if p.requires_grad]
+        for suffix, decay, params in (
+            ("", training.weight_decay, [p for key, p in trained if _decays(key, p)]),
+            ("_no_decay", 0.0, [p for key, p in trained if not _decays(key, p)]),
+        ):
+            if params:
+                rate = training.learning_rate if lr is None else lr
+                groups.append({"name": name + suffix, "params": params, "lr": rate, "weight_decay": decay})
+    if optimizer is not None and optimizer_name(optimizer) == "Muon":
+        return _muon_groups(model, groups, optimizer["params"], _own_rates(training))
+    return groups
+
+
+def _own_rates(training: TrainingArguments) -> tuple[str, ...]:
+    """Beginnings of the names of groups whose rate the user gave."""
+    given = {"projector": training.mm_projector_lr, "vision_tower": training.mm_vision_tower_lr}
+    return tuple(name for name, rate in given.items() if rate is not None)
+
+
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies. Of vectors only to those that are neither a bias nor a norm's: in LLaVA the newline
+    and CLIP's class token decay."""
+    return _ndim(parameter) > 1 or name.endswith("embedding")
+
+
+def _muon_groups(model: LlavaModel, groups: list[dict], params: dict, own_rates: tuple[str, ...]) -> list[dict]:
+    """Each group's hidden matrices, for Muon at muon_lr, then its other parameters, for Adam at adam_lr.
+
+    DeepSpeed tells the two apart by itself and would do the same, but lets the rate of a group win over both.
+    own_rates: groups with a rate of their own, which wins.
+    Source: Muon (Jordan 2024): embeddings, output layer, norms and biases stay with Adam.
+    """
+    llm = model.language_model
+    ends = [end for end in (llm.get_input_embeddings(), llm.get_output_embeddings()) if end is not None]
+    adams = {id(p) for end in ends for p in end.parameters()}
+    split = []
+    for group in groups:
+        own_rate = group["name"].startswith(own_rates)
+        for key, of_muon in (("muon_lr", True), ("adam_lr", False)):
+            half = [p for p in group["params"] if (_ndim(p) > 1 and id(p) not in adams) == of_muon]
+            if half:
+                lr = group["lr"] if own_rate else params.get(key, group["lr"])
+                split.append({**group, "params": half, "lr": lr})
+    return split
+
+
+def describe(model: LlavaModel, groups: list[dict]) -> list[str]:
+    """The table of parts: parameters, how many of them train, and their learning rate."""
+    rates = {id(p): group["lr"] for group in groups for p in group["params"]}
+    lines = [f"  {'part':16}{'parameters':>16}{'trained':>16}   learning rate"]
+    for name, part in model.named_children():
+        parameters = list(part.parameters())
+        trained = [p for p in parameters if id(p) in rates]
+        rate = " and ".join(f"{rate:g}" for rate in sorted({rates[id(p)] for p in trained})) or "frozen"
+        sizes = (f"{sum(map(num_elements, some)):>16,}" for some in (parameters, trained))
+        lines.append(f"  {name:16}{''.join(sizes)}   {rate}")
+    return lines
+
+
+def _ndim(parameter: nn.Parameter) -> int:
+    return len(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO-3 the tensor itself is an empty shell
+
+
+def num_elements(parameter: nn.Parameter) -> int:
+    """Of the whole parameter, of which a rank may hold a shard, and that may be packed."""
+    if is_packed(parameter):
+        return num_packed(parameter)
+    return getattr(parameter, "ds_numel", parameter.numel())

@@ -1,0 +1,71 @@
+"""Files of DeepSpeed's and torch's, read without running what may be pickled in them."""
+
+import contextlib
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from llava_ds.constants import DataError
+from llava_ds.model.open.weight_files import refused_name
+
+# What a checkpoint holds beside tensors and plain values (DeepSpeed 0.19): nothing else in it is called.
+CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch: wins over what a caller of torch.load says
+
+
+def load(path: str | Path, mmap: bool = False) -> object:
+    """What torch.save wrote to a file, on the CPU: tensors, plain values and CLASSES.
+
+    mmap: map the file instead of reading it, where its format allows that. Raises DataError for a file that is damaged,
+    or that holds anything else: it is not run.
+    """
+    try:
+        with _refusing(path), torch.serialization.safe_globals(CLASSES):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+    except DataError:
+        raise
+    except Exception as error:  # torch raises several types for damaged files
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError(f"{path} can't be read: {first}") from error
+
+
+@contextlib.contextmanager
+def without_code(path: str | Path) -> Iterator[None]:
+    """Within it every torch.load of this process, and of those that it starts, is like load(): also DeepSpeed's own,
+    which ask for whatever is in a file to be run.
+
+    path: named in the DataError for files that hold anything else. Processes that are started, not forked, know no
+    CLASSES.
+    """
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        with _refusing(path), torch.serialization.safe_globals(CLASSES):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_FORCE]
+        else:
+            os.environ[_FORCE] = before
+
+
+@contextlib.contextmanager
+def _refusing(path: str | Path) -> Iterator[None]:
+    """What torch says of a pickle that it does not take, as a DataError."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        named = refused_name(error)
+        if named is None:
+            raise DataError(f"{path} can't be read: it is no whole file of torch's") from error
+        raise DataError(
+            f"{path} is refused: beside tensors it holds {named}, and code in checkpoints is not run. What "
+            "run/train.py writes holds none: take the checkpoint from where it was written"
+        ) from error

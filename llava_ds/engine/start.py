@@ -1,0 +1,105 @@
+"""From parameter groups to a DeepSpeed engine that trains them as they were meant."""
+
+import deepspeed
+import torch
+from torch import nn
+
+from llava_ds.constants import ConfigError
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.engine.ds_config.zero import offload_device
+from llava_ds.engine.non_finite import guard_steps
+from llava_ds.engine.param_groups import num_elements
+from llava_ds.engine.schedule import scheduler_factory
+from llava_ds.runtime.redact import redact
+
+
+def start_engine(
+    model: nn.Module, groups: list[dict], resolved: ResolvedConfig, num_steps: int, device: torch.device
+) -> deepspeed.DeepSpeedEngine:
+    """The engine over a model, with the optimizer and the schedule that were resolved.
+
+    groups: as parameter_groups makes them. An optimizer in the JSON is built by DeepSpeed; without one it is torch's
+    AdamW by flags. Raises ConfigError where the engine would train other groups than these.
+    """
+    config, training = resolved.config, resolved.args.training
+    meant = [_summary(group, group["params"]) for group in groups]
+    built: dict[str, object] = {"model_parameters": groups}
+    if "optimizer" not in config:
+        offloaded = offload_device(config, "offload_optimizer") != "none"
+        built = {
+            "optimizer": torch.optim.AdamW(
+                groups,
+                lr=training.learning_rate,
+                betas=(training.adam_beta1, training.adam_beta2),
+                eps=training.adam_epsilon,
+                fused=not offloaded,
+            )
+        }
+    peaks: list[dict] = []
+
+    def scheduler(optimizer: torch.optim.Optimizer):
+        peaks.extend(dict(group) for group in optimizer.param_groups)  # before the schedule begins to change them
+        return scheduler_factory(training, num_steps, config.get("scheduler"))(optimizer)
+
+    engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=config, **built)
+    engine.config = redact(engine.config)  # DeepSpeed writes it into every file of a checkpoint, Comet's key and all
+    _keep_adagrads_groups(engine)
+    _take_back_first_step(engine)
+    check_groups(engine, peaks, meant)
+    guard_steps(engine)
+    return engine
+
+
+def check_groups(engine, peaks: list[dict], meant: list[tuple[float, float, int]]) -> None:
+    """Compare rate, decay and number of parameters of each group with what was meant.
+
+    Raises ConfigError if they differ, or if the schedule changes the rates of groups that nothing is trained by.
+
+    peaks: the optimizer's groups as they were before the schedule began.
+    """
+    held = [_summary(group, params) for group, params in zip(peaks, _trained(engine.optimizer))]
+    used, scheduled = engine.optimizer.param_groups, engine.basic_optimizer.param_groups
+    if held != meant or [id(group) for group in used] != [id(group) for group in scheduled]:
+        raise ConfigError(
+            f"{type(engine.basic_optimizer).__name__} holds other parameter groups than were meant (rate, decay, "
+            f"parameters): {held} instead of {meant}: use another optimizer, and report this"
+        )
+
+
+def _keep_adagrads_groups(engine) -> None:
+    """Under ZeRO, DeepSpeed 0.19.8 makes a second torch Adagrad over its shards: one group with the default rate, which
+    no schedule reaches. Its states are right; the groups and the schedule are the first one's, and what stages 1 and 2
+    derived from the groups is derived again."""
+    zero, basic = engine.optimizer, engine.basic_optimizer
+    if isinstance(basic, torch.optim.Adagrad) and zero is not basic and zero.optimizer is not basic:
+        basic.state = zero.optimizer.state
+        zero.optimizer = basic
+        if engine.zero_optimization_stage() < 3:
+            zero._link_all_hp_params()
+            zero._param_slice_mappings = zero._create_param_mapping()
+
+
+def _take_back_first_step(engine) -> None:
+    """At stage 0 in bfloat16 DeepSpeed 0.19.8 takes a step on zero gradients to allocate the states: it decays
+    the fp32 weights, and Adam's count begins at 1. Both start afresh."""
+    if hasattr(engine.optimizer, "refresh_fp32_params") and not engine.zero_optimization():
+        engine.optimizer.refresh_fp32_params()
+        engine.optimizer.optimizer.state.clear()
+
+
+def _summary(group: dict, params: list[nn.Parameter]) -> tuple[float, float, int]:
+    return group["lr"], group.get("weight_decay", 0.0), sum(map(num_elements, params))
+
+
+def _trained(optimizer) -> list[list[nn.Parameter]]:
+    """The model's parameters in each group: DeepSpeed's optimizers keep them beside groups of flat fp32 copies."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [group["params"] for group in optimizer.param_groups]
+    names = ("bit16_groups", "bf16_groups", "fp16_groups")
+    lists = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
+    if not hasattr(optimizer, "sub_group_to_group_id"):
+        return lists
+    merged: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]  # stage 3 cuts groups into smaller ones
+    for index, params in enumerate(lists):
+        merged[optimizer.sub_group_to_group_id[index]] += params
+    return merged

@@ -1,0 +1,102 @@
+"""A finished model out of a checkpoint, without the processes that trained it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.base_weights import weight_hashes
+from llava_ds.checkpoint.run_identity import ENGINE, SETTINGS, folder_digest
+from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
+from llava_ds.config.arguments import Arguments, trains_projector_only
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.export.deepspeed_files import engine_entries
+from llava_ds.export.lora_merge import merged_entries
+from llava_ds.export.plan import Finished, hf_kind
+from llava_ds.export.tensors import Entry, completed, read_entries
+from llava_ds.model.plan import part_weights, plan_model
+from llava_ds.tracking.run_record import located, read_run_record
+
+
+@dataclass(frozen=True)
+class Restored:
+    """entries: the whole model, LoRA merged; trained: what the checkpoint holds of it; form: what the run itself
+    leaves, "hf", "llava", "projector" or "adapter"; run, record: run.json's flags and all of it."""
+
+    finished: Finished
+    entries: list[Entry]
+    trained: list[Entry]
+    form: str
+    run: Arguments
+    run_dir: Path
+    record: dict
+
+
+def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) -> Restored:
+    """The model as a checkpoint has it. What trained comes from there, what was frozen from where it came from.
+
+    moved: other places of --model_name_or_path and the like than run.json's; dtype None: the training's. The projector
+    that the run began with is asked for only where the checkpoint holds no trained one.
+    Raises ConfigError or DataError for a damaged checkpoint, and for base models that are not there or not the same.
+    """
+    problem = checkpoint_problem(checkpoint) if checkpoint.is_dir() else "there is no such folder"
+    if problem is not None:
+        raise DataError(f"{checkpoint} can't be used: {problem}")
+    run_dir = checkpoint.resolve().parent
+    run, record = read_run_record(run_dir)
+    run = located(run, record, run_dir).replaced(**moved)
+    trained, trained_in = engine_entries(checkpoint / ENGINE)
+    if _holds_projector(trained, run):
+        run = run.replaced(pretrain_mm_mlp_adapter=None)
+    _check_bases(run, read_trainer(checkpoint)["identity"]["flags"])
+    weight_hashes(run.replaced(dry_run=True), run_dir, checkpoint)
+    plan = plan_model(run.model, run.data.model_max_length)
+    pictures = plan.tower.pictures(run)
+    finished = Finished(plan, run.model, pictures, dtype or trained_in, run.data.model_max_length)
+
+    parts = ["vision_tower", "projector", "language_model"] + ["newline"] * pictures.has_newline
+    frozen = [
+        entry
+        for part in parts
+        for entry in read_entries(part, part_weights(part, plan, run.model, run.training.seed), trained_in)
+    ]
+    form = run.training.export_format
+    if trains_projector_only(run.model):
+        form = "projector"
+    elif run.model.lora_enable:
+        form = "adapter"
+    elif hf_kind(plan, run.model, pictures)[0] is None:
+        form = "llava"
+    whole = merged_entries(trained, frozen, run.model) if run.model.lora_enable else completed(trained, frozen)
+    return Restored(finished, whole, trained, form, run, run_dir, record)
+
+
+def _holds_projector(trained: list[Entry], run: Arguments) -> bool:
+    """True if all that stage 1's file would bring was trained, the newline with the projector; not rows of new tokens,
+    which belong to the language model."""
+    adds_tokens = run.model.mm_use_im_start_end or run.model.mm_use_im_patch_token
+    return not adds_tokens and any(entry.name.startswith("projector.") for entry in trained)
+
+
+def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
+    """Compare the base models' folders, and the projector's file, with those that the run was trained on."""
+    problems = []
+    for name in ("model_name_or_path", "model_base", "vision_tower"):
+        given = getattr(run.model, name)
+        if saved.get(name) is None:  # the model brings its own
+            if given is not None:
+                problems.append(f"--{name} {given}: the run was trained without this flag, leave it out")
+            continue
+        folder = Path(given)
+        if not any((folder / file).is_file() for file in SETTINGS):
+            problems.append(f"--{name} {folder} is not there any more: say where it lies now")
+        elif folder_digest(folder) != saved[name]:
+            problems.append(f"--{name} {folder} is not the model that this was trained on: name that one")
+    projector = run.model.pretrain_mm_mlp_adapter
+    if projector is not None and not Path(projector).is_file():
+        problems.append(f"--pretrain_mm_mlp_adapter {projector} is not there any more: say where it lies now")
+    elif projector is not None and commit.sha256(Path(projector)) != saved.get("pretrain_mm_mlp_adapter"):
+        problems.append(f"--pretrain_mm_mlp_adapter {projector} is not what this was trained from: name that one")
+    if problems:
+        raise ConfigError("\n".join(problems))

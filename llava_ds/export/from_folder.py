@@ -1,0 +1,113 @@
+"""A finished model out of a folder: in LLaVA's format, in transformers', or LoRA over one of them."""
+
+from pathlib import Path
+
+import torch
+
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import ConfigError
+from llava_ds.data.templates import resolve_template
+from llava_ds.export.plan import Finished
+from llava_ds.export.safetensors_shards import DTYPES
+from llava_ds.export.tensors import Entry, read_entries
+from llava_ds.files.model_files import own_file, read_config, read_json, shown
+from llava_ds.model.open.folder import FLAG, read_folder, take_from_model
+from llava_ds.model.plan import plan_model
+
+UNSAID_LENGTH = 2048  # LLaVA-1.5's
+# Fields of config.json that only an export reads.
+SAID = {
+    "tokenizer_model_max_length": ((int, float), "a number of tokens"),
+    "llava_ds_chat_template": (str, "a text"),
+    "llava_ds_vocab_size": (int, "a number of rows"),
+    "mm_vision_tower": (str, "a name"),
+}
+ENDLESS = 10**9  # what tokenizers say who know no longest text is above this
+
+
+def open_folder(
+    source: Path, given: dict[str, object], dtype: torch.dtype | None, form: str
+) -> tuple[Finished, list[Entry], list[str]]:
+    """The model in a folder, its tensors, and lines that say what it is.
+
+    given: flags of run/export.py that say what the folder does not (vision_tower, model_base, version); dtype None: the
+    folder's; form: what it is to become. Raises ConfigError or DataError for folders that hold no whole LLaVA.
+    """
+    given = dict(given)
+    base = given.get("model_base")
+    folder = read_folder(str(source), base)
+    config = _config_of(source, folder.base)
+    if folder.projector is None:
+        raise ConfigError(f"{source} is {folder.kind}: expected a checkpoint, or a folder with a whole LLaVA")
+    tower_name = given.get("vision_tower") or config.get("mm_vision_tower")
+    if folder.vision_config is not None:
+        given.pop("vision_tower", None)  # it brings its own, and only the name is asked for
+        if form == "llava" and tower_name is None:
+            raise ConfigError(
+                "--vision_tower is missing: LLaVA's format names the tower that its loader opens: give its name or "
+                "folder"
+            )
+    model = ModelArguments(model_name_or_path=str(source), **given)
+    args = Arguments(model, DataArguments(), TrainingArguments(), frozenset(given))
+    args, lines = take_from_model(args)
+    args = args.replaced(version=resolve_template(args.model.version))
+    plan = plan_model(args.model, 1)
+    said = config.get("tokenizer_model_max_length") or plan.tokenizer.model_max_length
+    template = None
+    if "version" not in given and "llava_ds_version" not in config:
+        is_hf = folder.vision_config is not None
+        template = config.get("llava_ds_chat_template") or (_processors_template(source) if is_hf else None)
+    rows = config.get("llava_ds_vocab_size")
+    parts = {
+        "vision_tower": plan.sources.whole_tower(),
+        "projector": plan.sources.projector.open(),
+        "language_model": plan.sources.language_model.open(),
+    }
+    if plan.sources.newline is not None and "unpad" in args.model.mm_patch_merge_type:
+        parts["newline"] = plan.sources.newline.open()
+    entries = [entry for part, weights in parts.items() for entry in read_entries(part, weights)]
+    finished = Finished(
+        plan,
+        args.model,
+        plan.tower.pictures(args),
+        dtype or _precision(entries),
+        UNSAID_LENGTH if said > ENDLESS and form == "llava" else said,
+        rows=rows if rows != plan.text_config.vocab_size else None,
+        tower_name=tower_name,
+        template=template,
+    )
+    return finished, entries, lines
+
+
+def _config_of(source: Path, base: str | None) -> dict:
+    """config.json, of the adapter's base where an adapter has none."""
+    for folder in (source, *([] if base is None else [Path(base)])):
+        if (folder / "config.json").is_file():
+            config = read_config(folder / "config.json", f"{FLAG} {folder}")
+            for name, (kind, what) in SAID.items():
+                value = config.get(name)
+                if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                    raise ConfigError(f"{FLAG} {folder}: config.json says {name} {shown(value)}, expected {what}")
+            return config
+    return {}
+
+
+def _processors_template(source: Path) -> str | None:
+    """The chat template of another's processor."""
+    file, old = source / "chat_template.jinja", source / "chat_template.json"
+    if file.is_file():
+        own_file(file)
+        return file.read_text(encoding="utf-8")  # tried by the tokenizer already
+    template = read_json(old, str(source)).get("chat_template") if old.is_file() else None
+    if not isinstance(template, (str, type(None))):
+        raise ConfigError(f"{source}: chat_template.json says {shown(template)}, expected a text: copy it again")
+    return template
+
+
+def _precision(entries: list[Entry]) -> torch.dtype:
+    """Of the language model's first matrix."""
+    first = next(entry for entry in entries if entry.name.startswith("language_model.") and len(entry.shape) > 1)
+    dtype = first.read().dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"{first.name} is {dtype}, which can't be written: give --dtype")
+    return dtype

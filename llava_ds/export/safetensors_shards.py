@@ -1,0 +1,93 @@
+"""Safetensors files written tensor by tensor: no shard is ever in memory, and complete files replace older ones."""
+
+import json
+import os
+import re
+import struct
+from pathlib import Path
+
+import torch
+
+from llava_ds.constants import ConfigError
+from llava_ds.export.tensors import Entry
+
+# As safetensors spells them.
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+SIZES = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
+DEFAULT_SHARD_SIZE = "5GB"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size like 5GB, as transformers counts. Raises ConfigError for other texts."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)", text.strip().upper())
+    if found is None or float(found[1]) <= 0:
+        raise ConfigError(f"--max_shard_size {text}: give a size like 5GB or 200MB")
+    return int(float(found[1]) * SIZES[found[2]])
+
+
+def num_bytes(entries: list[Entry], dtype: torch.dtype) -> int:
+    """Of all entries in a precision."""
+    return sum(entry.numel for entry in entries) * dtype.itemsize
+
+
+def write_shards(
+    entries: list[Entry], output_dir: Path, dtype: torch.dtype, max_bytes: int, *, holes: bool = False
+) -> list[str]:
+    """Write model.safetensors, or its shards with an index, and return the names of the files.
+
+    Only one tensor is in memory at a time. holes: names and shapes only; where the numbers would be is a hole in the
+    file, which takes no room.
+    """
+    shards = _split(entries, dtype, max_bytes)
+    names = [
+        "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        for i in range(len(shards))
+    ]
+    for name, shard in zip(names, shards):
+        _write(shard, output_dir / f"{name}.tmp", dtype, holes)
+    for old in output_dir.glob("model*.safetensors*"):
+        if old.suffix != ".tmp":
+            old.unlink()
+    for name in names:
+        (output_dir / f"{name}.tmp").rename(output_dir / name)
+    if len(shards) > 1:
+        weight_map = {entry.name: name for name, shard in zip(names, shards) for entry in shard}
+        index = {"metadata": {"total_size": num_bytes(entries, dtype)}, "weight_map": weight_map}
+        (output_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return names
+
+
+def _split(entries: list[Entry], dtype: torch.dtype, max_bytes: int) -> list[list[Entry]]:
+    """Consecutive entries of at most so many bytes together; a larger one by itself."""
+    shards: list[list[Entry]] = [[]]
+    room = max_bytes
+    for entry in entries:
+        size = entry.numel * dtype.itemsize
+        if shards[-1] and size > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(entry)
+        room -= size
+    return shards
+
+
+def _write(entries: list[Entry], path: Path, dtype: torch.dtype, holes: bool) -> None:
+    """Source: the format's description (a length, a JSON header, the tensors' bytes one behind the other)."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        begin, end = end, end + entry.numel * dtype.itemsize
+        header[entry.name] = {"dtype": DTYPES[dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        if holes:
+            file.truncate(8 + len(text) + end)
+            return
+        for entry in entries:
+            tensor = entry.read()
+            assert tuple(tensor.shape) == entry.shape, f"{entry.name} is {tuple(tensor.shape)}, not {entry.shape}"
+            file.write(memoryview(tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())

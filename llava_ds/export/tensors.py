@@ -1,0 +1,185 @@
+# V rows of an embedding, D language-model width
+"""A model's tensors one after the other: named and measured before any of them is read."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import deepspeed
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from llava_ds.model.language import embedding_name, is_tied_in_hf, names_in_hf
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.open import names as formats
+from llava_ds.model.open.weight_files import Weights
+from llava_ds.runtime.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that can be read: its name, its shape, and how it comes to the CPU."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+
+def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
+    """The parameters of a model that may be partitioned, by their names here; a tied one once.
+
+    Reading is done by all ranks together and in the same order, and gives the tensor on rank 0 only. One parameter is
+    whole at a time.
+    """
+    return [
+        Entry(name, tuple(getattr(p, "ds_shape", p.shape)), partial(_gathered, p, ranks))
+        for name, p in model.named_parameters()
+    ]
+
+
+class Counted:
+    """Counts how many entries were read."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def entries(self, entries: Iterable[Entry]) -> list[Entry]:
+        """The same entries, whose reading is counted."""
+        return [dataclasses.replace(entry, read=partial(self._read, entry)) for entry in entries]
+
+    def _read(self, entry: Entry) -> torch.Tensor | None:
+        self.num_read += 1
+        return entry.read()
+
+
+def take_part(entries: Iterable[Entry]) -> None:
+    """Do what the ranks beside the first have to while rank 0 reads the live entries."""
+    for entry in entries:
+        entry.read()
+
+
+def _gathered(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
+    with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        return parameter.detach().to("cpu", copy=True) if ranks.is_first else None
+
+
+def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) -> list[Entry]:
+    """The tensors of a part's weights, by their names in the whole model; dtype: a precision that they go through.
+
+    Reading them in this order opens one file at a time.
+    """
+    cursor = _Cursor(weights)
+
+    def read(name: str) -> torch.Tensor:
+        tensor = cursor.read(name)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    return [Entry(f"{part}.{name}", weights.shapes[name], partial(read, name)) for name, _ in weights.tensors()]
+
+
+class _Cursor:
+    """Weights read by name, though what they give to read a tensor holds until the next one only."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._rest: Iterator[tuple[str, Callable[[], torch.Tensor]]] = iter(())
+        self._here: str | None = None
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor; one behind the last that was read needs no new beginning."""
+        if self._here != name and not self._advance(name):
+            self._rest = self._weights.tensors()
+            assert self._advance(name), f"{self._weights.path} has no {name}"
+        return self._read()
+
+    def _advance(self, name: str) -> bool:
+        for here, read in self._rest:
+            if here == name:
+                self._here, self._read = here, read
+                return True
+        return False
+
+
+def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
+    """The entries, and those of the others that they lack: layers of the tower that training never built."""
+    entries = list(entries)
+    seen = {entry.name for entry in entries}
+    return entries + [entry for entry in others if entry.name not in seen]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a language model's own kind says of its parameters: families name and tie them differently.
+
+    embedding: name of the input embeddings; by_token: of parameters with a row for every token; aliases: of those that
+    are another one; in_hf: where each goes in a llava-hf folder; tied_in_hf: whether both ends are one there, too.
+    """
+
+    embedding: str
+    by_token: frozenset[str]
+    aliases: frozenset[str]
+    in_hf: dict[str, tuple[str, ...]]
+    tied_in_hf: bool
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "Names":
+        """Ask the model, built on no device."""
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+        ends = {
+            id(p) for end in (model.get_input_embeddings(), model.get_output_embeddings()) for p in end.parameters()
+        }
+        once = {name for name, _ in model.named_parameters()}
+        named = list(model.named_parameters(remove_duplicate=False))
+        return cls(
+            formats.LANGUAGE_MODEL + embedding_name(model),
+            frozenset(formats.LANGUAGE_MODEL + name for name, p in named if id(p) in ends),
+            frozenset(formats.LANGUAGE_MODEL + name for name, _ in named if name not in once),
+            {formats.LANGUAGE_MODEL + name: places for name, places in names_in_hf(model).items()},
+            is_tied_in_hf(model),
+        )
+
+    def resized(self, entries: Iterable[Entry], rows: int) -> list[Entry]:
+        """The entries with so many rows for tokens, and without aliases.
+
+        New rows are the mean of all; rows behind the last are left out.
+        """
+        return [
+            _with_rows(entry, rows) if entry.name in self.by_token and entry.shape[0] != rows else entry
+            for entry in entries
+            if entry.name not in self.aliases
+        ]
+
+    def to_hf(self, entries: Iterable[Entry]) -> list[Entry]:
+        """The entries by their names in a llava-hf folder; one that has two places there comes twice."""
+        return [
+            dataclasses.replace(entry, name=place)
+            for entry in entries
+            for place in self.in_hf.get(entry.name) or (formats.to_hf(entry.name),)
+        ]
+
+
+def _with_rows(entry: Entry, rows: int) -> Entry:
+    def read() -> torch.Tensor:
+        tensor = entry.read()
+        if tensor is None or len(tensor) >= rows:
+            return tensor if tensor is None else tensor[:rows]
+        mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
+        return torch.cat([tensor, mean.expand(rows - len(tensor), *tensor.shape[1:])])  # (V, D)
+
+    return Entry(entry.name, (rows, *entry.shape[1:]), read)
+
+
+def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entry]:
+    """The entries by other names."""
+    return [dataclasses.replace(entry, name=rename(entry.name)) for entry in entries]

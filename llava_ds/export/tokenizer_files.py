@@ -1,0 +1,129 @@
+"""The tokenizer's files, as transformers 5, transformers 4 and LLaVA's own code read them."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+from tokenizers import Regex, normalizers
+from transformers import AddedToken, PreTrainedTokenizerBase
+
+from llava_ds.files.model_files import check_folder, library_errors, own_file, read_json_if_there
+
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens")
+KEPT = "llava_tokenizer"  # folder for the files as they were before tokens for pictures were added
+
+# What transformers 5 writes for a tokenizer that is all in tokenizer.json, and the name that 4 reads, too.
+CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+
+
+def hf_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, tokens: tuple[str, ...]
+) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """A copy for transformers' processors, and which of the tokens are new in it.
+
+    It pads on the left, and where there is no token for it, with LLaVA's choice.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    new = [token for token in tokens if token not in tokenizer.get_vocab()]
+    if new:
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in new])
+    if tokenizer.pad_token is None:  # batches of prompts need one; LLaVA takes <unk>
+        tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    _keep_space_behind_image(tokenizer)
+    return tokenizer, new
+
+
+def _keep_space_behind_image(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the line break behind <image> the dummy space that it had in training, where each piece stood by itself.
+
+    transformers 5's Llama tokenizer puts it in front of a text's first piece only.
+    """
+    backend = tokenizer.backend_tokenizer
+    if getattr(backend.pre_tokenizer, "prepend_scheme", None) == "first":
+        rule = normalizers.Replace(Regex(r"\A\n"), " \n")
+        backend.normalizer = rule if backend.normalizer is None else normalizers.Sequence([backend.normalizer, rule])
+
+
+def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_dir: Path) -> None:
+    """Write the tokenizer, in names that transformers 4 reads, too, and beside it the source's files as they are."""
+    with library_errors(str(source), "the tokenizer can't be written for transformers"):
+        tokenizer.save_pretrained(output_dir)
+        _readable_by_4(output_dir)
+    special = {name: value for name, value in tokenizer.special_tokens_map.items() if value}
+    _write_json(output_dir / "special_tokens_map.json", special)
+    if (source / "tokenizer.model").is_file():
+        own_file(source / "tokenizer.model")
+        shutil.copy(source / "tokenizer.model", output_dir)
+    origin = _origin(source)
+    check_folder(origin, str(origin))
+    _copy_files(origin, output_dir / KEPT)
+
+
+def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> str | None:
+    """Write the tokenizer of a folder as LLaVA's scripts leave it, without tokens that an export had added.
+
+    Returns the token that pads, None if it has none.
+    """
+    origin = _origin(source)
+    check_folder(origin, str(origin))
+    _copy_files(origin, output_dir)
+    path = output_dir / "tokenizer_config.json"
+    with library_errors(str(origin), "the tokenizer's files can't be written for LLaVA"):
+        _readable_by_4(output_dir)
+        _merges_as_texts(output_dir / "tokenizer.json")
+    config = read_json_if_there(path, str(origin))
+    _write_json(path, config | {"model_max_length": max_length, "padding_side": "right"})
+    special = output_dir / "special_tokens_map.json"
+    if not special.is_file():
+        _write_json(special, {name: config[name] for name in SPECIAL if config.get(name)})
+    pad = config.get("pad_token")
+    return pad["content"] if isinstance(pad, dict) else pad
+
+
+def _origin(source: Path) -> Path:
+    kept = source / KEPT
+    return kept if kept.is_dir() and kept.resolve().parent == source.resolve() else source
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    if source.resolve() == target.resolve():
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, target / name)
+
+
+def _readable_by_4(folder: Path) -> None:
+    """Let transformers 4 read what 5 wrote in tokenizer_config.json."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("tokenizer_class") in CLASSES:
+        config["tokenizer_class"] = CLASSES[config["tokenizer_class"]]
+    if isinstance(config.get("extra_special_tokens"), list):  # a mapping in transformers 4
+        extra = config.pop("extra_special_tokens")
+        config["additional_special_tokens"] = [*config.get("additional_special_tokens", []), *extra]
+    _write_json(path, config)
+
+
+def _merges_as_texts(path: Path) -> None:
+    """Let the tokenizers library of transformers 4.37 read the merges, where no token has a space in it."""
+    if not path.is_file():
+        return
+    content = json.loads(path.read_text(encoding="utf-8"))
+    merges = content["model"].get("merges") or []
+    if merges and all(isinstance(merge, list) and not any(" " in token for token in merge) for merge in merges):
+        content["model"]["merges"] = [" ".join(merge) for merge in merges]
+        _write_json(path, content)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Files read and written safely, whoever has touched them."""

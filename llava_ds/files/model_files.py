@@ -1,0 +1,308 @@
+"""Files of a model's folder, which may come from a stranger: opened inside the folder, bounded, and refused clearly.
+
+All commands read the JSON of model folders here, and let transformers and tokenizers work on them within
+library_errors(). What transformers opens by itself is checked first, by check_folder().
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.files.contents import Stamp, stamp_of
+from llava_ds.files.side_files import read_bytes
+
+MAX_BYTES = 2**27  # of a JSON file; the largest tokenizer.json that is published has 35 MB
+MAX_TEMPLATE_BYTES = 2**20  # of a chat template; published ones have 20 kB
+MAX_NESTING = 64  # objects and lists inside each other; published files have 10
+SHOWN = 60  # characters of a wrong value
+
+OWN_CODE = (
+    "it brings Python code of its own (auto_map in its JSON files), which is never run here: bring a model whose "
+    "classes transformers has"
+)
+# What transformers and this package read of a folder beside weights. Indices of weights come on top.
+JSON_FILES = (
+    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
+)  # fmt: skip
+OTHER_FILES = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
+TEMPLATES_FOLDER = "additional_chat_templates"  # transformers opens what lies in it, too
+# Vocabularies of transformers' other tokenizers, whichever class a folder says that it has.
+_MORE_JSON = (
+    "tekken.json", "entity_vocab.json", "byte_maps.json", "vocab-src.json", "vocab-tgt.json", "target_vocab.json",
+    "normalizer.json", "emoji.json", "word_shape.json", "word_pronunciation.json",
+)  # fmt: skip
+_VOCABULARY = re.compile(r".*\.(model|spm|bpe|codes|tiktoken|tokenizer)|(tokenizer|tiktoken)\.model.*|dict\.txt")
+
+# Keys by which one file sends transformers to others.
+_NAMES_JSON = ("configuration_files", "fast_tokenizer_files")
+_NAMES_FILES = re.compile(rf"{'|'.join(_NAMES_JSON)}|\w+_file|transformers_weights")
+# Of those in tokenizer_config.json, where transformers puts the folder's own file in the place of what they say.
+_NEVER_READ = ("tokenizer_file", "special_tokens_map_file", "added_tokens_file", "tokenizer_config_file")
+# Keys that choose kernels, which transformers would fetch as code where their value is a repository's name.
+_IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*|use_kernels|kernel_config")
+
+# Sizes that modules and lists are made of, by the key's name: least and most. Published models have a tenth at most.
+SIZES = (
+    (re.compile(r"num_hidden_layers|n_layers?|num_layers"), 1, 1000),
+    (re.compile(r"\w*layers"), 0, 1000),
+    (re.compile(r"num_(attention|key_value)_heads|n_heads?"), 1, 4096),
+    (re.compile(r"num_labels|n(um)?_\w*(heads|experts|groups)\w*"), 0, 4096),
+    (re.compile(r"hidden_size|intermediate_size|n_embd|ffn_dim|image_size|patch_size|num_channels|head_dim"), 1, 2**20),
+    (re.compile(r"vocab_size|max_position_embeddings|n_positions"), 1, 2**28),
+    (re.compile(r"\w+_(size|dim|width|channels)|num_patches"), 0, 2**28),
+)
+
+
+def own_file(file: Path) -> Path:
+    """The file with its links followed. Raises DataError for one outside its folder, or that is no regular file.
+
+    A link may lead to another file of the same folder, or from <model>/snapshots/<revision> to a file in
+    <model>/blobs, which is how Hugging Face's cache lays out a model. The folder itself may be a link: the user named
+    it. Raises FileNotFoundError where there is nothing.
+    """
+    try:
+        folder, real = file.parent.resolve(), file.resolve()
+    except RuntimeError:  # pathlib's, before Python 3.13
+        raise DataError(f"{file} is a link that leads to itself: copy the file there") from None
+    rooms = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    if not any(real.is_relative_to(room) for room in rooms):
+        raise DataError(f"{file} leads to {real}, which is outside of its folder: copy the file there")
+    if not stat.S_ISREG(real.stat().st_mode):
+        raise DataError(f"{file} is no regular file: copy the folder again")
+    return real
+
+
+def read_json(file: Path, where: str) -> dict:
+    """The object in a JSON file of bounded size and nesting. where: for messages, the flag and folder.
+
+    Raises ConfigError that names the file.
+    """
+    try:
+        return _object(file)
+    except DataError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _object(file: Path) -> dict:
+    """The same. Raises DataError with what is wrong."""
+    try:
+        real = own_file(file)
+    except FileNotFoundError:
+        raise DataError(f"there is no {file.name}: copy the folder again") from None
+    try:
+        text = read_bytes(real, MAX_BYTES)
+        found = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
+        problem = _shape_problem(found) or _surrogate_problem(text)
+    except RecursionError:
+        problem = f"it is nested deeper than {MAX_NESTING} levels"
+    except (OSError, ValueError) as error:  # DataError among them
+        problem = str(error)
+    if problem:
+        raise DataError(f"{file.name} can't be read ({problem}): copy it again")
+    return found
+
+
+def is_there(file: Path) -> bool:
+    """True if a folder has a file of this name, or a link of it that leads nowhere."""
+    return file.exists() or file.is_symlink()
+
+
+def read_json_if_there(file: Path, where: str) -> dict:
+    """The same; nothing where there is no such file."""
+    return read_json(file, where) if is_there(file) else {}
+
+
+def read_config(file: Path, where: str) -> dict:
+    """A model's config.json, its sizes within bounds, without what would choose kernels. Raises ConfigError."""
+    config = read_json(file, where)
+    try:
+        _check_says(config, file)
+    except DataError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return _without_implementations(config)
+
+
+def size_problem(config: dict, path: str = "") -> str | None:
+    """The first size in a configuration that can't be one, and what was expected, before anything is made of it."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            if problem := size_problem(value, f"{path}{key}."):
+                return problem
+            continue
+        if not isinstance(value, (int, float)):
+            continue  # types are transformers' to check, which knows what each class takes
+        least, most = next(((low, high) for name, low, high in SIZES if name.fullmatch(key)), (None, None))
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{path}{key} {value}: expected a finite number"
+        if least is not None and (isinstance(value, bool) or value != int(value) or not least <= value <= most):
+            return f"{path}{key} {shown(value)}: expected a whole number from {least} to {most}"
+    return None
+
+
+def check_folder(path: str | Path, where: str) -> None:
+    """Look at every file that transformers or tokenizers may open by themselves in a folder, whatever its name.
+
+    A folder that was looked at is not read again until a file in it changes. Raises ConfigError for a file outside of
+    the folder, that is no regular file, too large, too deep, no JSON object, or that sends them to a file elsewhere.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        with library_errors(where, "its files can't be read"):
+            _check_files(folder, _stamps(folder))
+
+
+def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
+    """Names and stamps of a folder's files, and of the templates one level below; every one lies inside it.
+
+    A link that leads nowhere counts only where its name is one of those that are read everywhere. Raises DataError.
+    """
+    files = list(folder.iterdir())
+    templates = folder / TEMPLATES_FOLDER
+    if templates.is_dir():
+        if templates.resolve().parent != folder.resolve():
+            raise DataError(f"{TEMPLATES_FOLDER} leads out of the folder: copy it there")
+        files += templates.glob("*.jinja")
+    stamps = []
+    for file in sorted(files):
+        name = str(file.relative_to(folder))
+        if file.exists() and not file.is_dir():
+            own_file(file)
+            stamps.append((name, stamp_of(file)))
+        elif file.is_dir() and name in (*JSON_FILES, *OTHER_FILES):
+            raise DataError(f"{file} is no regular file: copy the folder again")
+        elif not file.is_dir() and name in (*JSON_FILES, *OTHER_FILES):
+            raise DataError(f"{file} is a link that leads nowhere: copy the file there")
+    return tuple(stamps)
+
+
+@lru_cache(maxsize=64)
+def _check_files(folder: Path, stamps: tuple[tuple[str, Stamp], ...]) -> None:
+    """The part of check_folder that reads. stamps: of the files; others are others to the cache. Raises DataError."""
+    sizes = {name: stamp.num_bytes for name, stamp in stamps}
+    names = [name for name in (*JSON_FILES, *_MORE_JSON) if name in sizes]
+    for name in names:  # it grows
+        content = _object(folder / name)
+        _check_says(content, folder / name)
+        named = (value for key in _NAMES_JSON if isinstance(value := content.get(key), list))
+        names += [other for value in named for other in value if other in sizes and other not in names]
+    for name, size in sizes.items():
+        is_template = name.endswith(".jinja")
+        most = MAX_TEMPLATE_BYTES if is_template else MAX_BYTES
+        if (is_template or name in OTHER_FILES or _VOCABULARY.fullmatch(name)) and size > most:
+            raise DataError(
+                f"{folder / name} has {size:,} bytes, and {most:,} is more than any such file needs: copy it again"
+            )
+
+
+@contextlib.contextmanager
+def library_errors(where: str, what: str = "it can't be opened") -> Iterator[None]:
+    """Whatever transformers, tokenizers or torch raise over what a folder holds, as a ConfigError that says so.
+
+    They check what they are given with errors of many types, or not at all until something divides by it. Only for
+    calls whose input is the folder.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except DataError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{where}: {what} ({said_by(error)}): copy it again") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # tokenizers' own end, which is no Exception
+            raise
+        raise ConfigError(f"{where}: {what} (the tokenizers library ended over it: {said_by(error)})") from error
+
+
+def said_by(error: BaseException) -> str:
+    """Shorten what a library says of a folder to a few lines, without its advice to run the folder's own code."""
+    text = str(error).strip()
+    if "trust_remote_code" in text or "custom code" in text:
+        return OWN_CODE
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = " ".join(lines[:3])[:500]
+    plain = isinstance(error, (OSError, ValueError, ImportError)) and not isinstance(error, UnicodeError)
+    return said if said and plain else f"{type(error).__name__}: {said}"
+
+
+def shown(value: object) -> str:
+    """A value out of a folder, short enough for a message."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _refuse_constant(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("it says NaN, which is no number")
+    return float(name)
+
+
+def _shape_problem(found: object) -> str | None:
+    if not isinstance(found, dict):
+        return "it is no JSON object"
+    level: list = [found]
+    for _ in range(MAX_NESTING):
+        level = [
+            value
+            for one in level
+            for value in (one.values() if isinstance(one, dict) else one)
+            if isinstance(value, (dict, list))
+        ]
+        if not level:
+            return None
+    return f"it is nested deeper than {MAX_NESTING} levels"
+
+
+def _surrogate_problem(text: bytes) -> str | None:
+    """Halves of characters, which JSON can spell and no file or terminal can be given."""
+    if re.search(rb"\\u[dD][89a-fA-F]", text) is None:
+        return None
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return "it holds half a character (a lone surrogate)"
+    return None
+
+
+def _check_says(content: dict, file: Path) -> None:
+    """Refuse names of files that are none beside the one that names them, and sizes in a config.json of any version."""
+    for key, value in content.items():
+        if _NAMES_FILES.fullmatch(key) and not (file.name == "tokenizer_config.json" and key in _NEVER_READ):
+            for name in value if isinstance(value, list) else [value]:
+                if name is not None and not _is_beside(name, key, file):
+                    raise DataError(
+                        f"{file.name} says {key} {shown(name)}, which is no file beside it: take it out, or copy the "
+                        "folder again"
+                    )
+    if file.name.startswith("config.") and (problem := size_problem(content)):
+        raise DataError(f"{file.name} says {problem}")
+
+
+def _is_beside(name: object, key: str, file: Path) -> bool:
+    """Whether a name is one of the same folder. In tokenizer_config.json paths of the machine that wrote it are usual:
+    those to no file here lead nobody out."""
+    if not isinstance(name, str):
+        return False
+    if file.name == "tokenizer_config.json" and key not in _NAMES_JSON and "\0" not in name:
+        return Path(name).name == name or not os.path.isfile(name)
+    return Path(name).name == name
+
+
+def _without_implementations(config: dict) -> dict:
+    return {
+        key: _without_implementations(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if not _IMPLEMENTATIONS.fullmatch(key)
+    }

@@ -1,0 +1,1 @@
+"""Model folders: their configuration, their weights, and the names of their tensors."""

@@ -1,0 +1,217 @@
+"""Tensors on disk, by name and one at a time: safetensors and pickles, whole or in shards."""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.files.model_files import is_there, own_file, read_json, said_by, shown
+
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+MAPPED_BYTES = 32 * 2**20  # read of a file before it is mapped anew
+
+
+class Weights(Protocol):
+    """Tensors by name, read one at a time. path: for messages; shapes: of every tensor, known before it is read."""
+
+    path: str | Path
+    shapes: dict[str, tuple[int, ...]]
+    notes: tuple[str, ...]  # what a run's beginning says of them
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Every tensor's name and a function that reads it, which holds until the next one is asked for."""
+
+
+class WeightFiles:
+    """The tensors of a folder or a single file, by name, read one at a time.
+
+    Understands model.safetensors and pytorch_model.bin, whole or sharded with an index. Pickles are opened with
+    weights_only=True. rename: maps a name on disk to the model's, or to None to leave it out. Raises DataError for
+    files that can't be read as tensors.
+    """
+
+    notes = ()
+
+    def __init__(self, path: str | Path, rename: Callable[[str], str | None] = lambda name: name) -> None:
+        self.path = Path(path)
+        self._places: dict[str, tuple[Path, str]] = {}  # model's name -> file, name on disk
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.unused: list[str] = []  # names on disk
+        for file in weight_files(self.path):
+            for name, shape in _shapes(file).items():
+                new = rename(name)
+                if new is None:
+                    self.unused.append(name)
+                else:
+                    self._places[new] = (file, name)
+                    self.shapes[new] = shape
+
+    @property
+    def used(self) -> set[str]:
+        """Names on disk of what is taken."""
+        return {name for _, name in self._places.values()}
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Every tensor's name and a function that reads it, file by file; a file is closed before the next one opens.
+
+        Files are mapped, so pages that were read count as this process's memory until then.
+        """
+        for file in sorted({file for file, _ in self._places.values()}):
+            opened = OpenedFile(file)
+            for name, (where, on_disk) in self._places.items():
+                if where == file:
+                    yield name, partial(opened.read, on_disk)
+            opened.close()
+
+
+class OpenedFile:
+    """A file of tensors; what it gave lives on when it is closed.
+
+    It is mapped, and opened anew now and then: pages that were read count as this process's until the map is gone.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._bytes_read = file, 0
+        self._open()
+
+    def _open(self) -> None:
+        is_pickle = self._file.suffix != ".safetensors"
+        self._tensors = _load_pickle(self._file) if is_pickle else safe_open(self._file, framework="pt")
+
+    def read(self, name: str) -> torch.Tensor:
+        if self._bytes_read > MAPPED_BYTES:
+            self._bytes_read = 0
+            self._open()
+        tensor = self._tensors[name] if isinstance(self._tensors, dict) else self._tensors.get_tensor(name)
+        self._bytes_read += tensor.nbytes
+        return tensor
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+def weight_files(path: str | Path) -> list[Path]:
+    """The files that hold a folder's weights, or the file that the path is. Raises DataError when there are none."""
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{single}.index.json"
+        if is_there(index):
+            names = sorted({str(name) for name in _weight_map(index).values()})
+            if outside := [name for name in names if Path(name).name != name or not name.endswith(SUFFIXES)]:
+                raise DataError(
+                    f"{index} names {shown(outside[0])}, which is no file of weights beside it: copy the folder again"
+                )
+            missing = [name for name in names if not (path / name).is_file()]
+            if missing:
+                raise DataError(f"{path}: {index.name} names {', '.join(missing)}, which is not there: copy it again")
+            return [_own(path / name) for name in names]
+        if is_there(path / single):
+            return [_own(path / single)]
+    raise DataError(f"{path} holds no weights: expected model.safetensors or pytorch_model.bin, or their index")
+
+
+def _own(file: Path) -> Path:
+    """The file by the name that it has in its folder. Raises DataError where that leads out of it."""
+    try:
+        own_file(file)
+    except OSError as error:
+        raise DataError(f"{file} can't be read ({error.strerror}): copy it again") from error
+    return file
+
+
+def tensor_names(path: str | Path) -> set[str]:
+    """Names on disk of all tensors of a folder or file. Raises DataError for what can't be read."""
+    return {name for file in weight_files(path) for name in _shapes(file)}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = read_json(index, str(index.parent)).get("weight_map")
+    except ConfigError as error:
+        raise DataError(str(error)) from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"{index} can't be read as an index of weights (its weight_map names none): copy it again")
+    return weight_map
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    if file.suffix != ".safetensors":
+        return {name: tuple(tensor.shape) for name, tensor in _load_pickle(file).items()}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+    except Exception as error:  # safetensors' own, and torch's for types of numbers that it does not have
+        raise DataError(f"{file} can't be read as weights ({said_by(error)}): copy it again") from error
+
+
+def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .bin file, mapped where its format allows it (all since torch 1.6)."""
+    try:
+        if (mapped := zipfile.is_zipfile(file)) and (packed := _compressed(file)):
+            raise DataError(f"{file} is refused: its {packed} is compressed, as torch writes none: copy it again")
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except DataError:
+        raise
+    except pickle.UnpicklingError as error:
+        named = refused_name(error)
+        if named is None:
+            raise DataError(f"{file} can't be read as weights (it is no whole file): copy it again") from error
+        raise DataError(
+            f"{file} is refused: beside tensors it holds {named}, and code in weight files is not run; "
+            "bring the tensors alone, best as safetensors"
+        ) from error
+    except Exception as error:  # torch raises several types for damaged files
+        raise DataError(f"{file} can't be read as weights ({_first_line(error)}): copy it again") from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        raise DataError(f"{file} can't be read as weights: expected tensors by name and nothing else")
+    if strange := [name for name, tensor in found.items() if not _is_plain(name, tensor)]:
+        raise DataError(
+            f"{file} can't be read as weights: {shown(strange[0])} is no dense tensor whose numbers are all in the file"
+        )
+    return found
+
+
+def _compressed(file: Path) -> str | None:
+    """A member of a zip that would grow as it is read; a megabyte of it could fill the memory."""
+    with zipfile.ZipFile(file) as zipped:
+        return next((one.filename for one in zipped.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
+
+
+def _is_plain(name: object, tensor: torch.Tensor) -> bool:
+    """True for a tensor such as weights are: a pickle may say that one number stands for a terabyte of them."""
+    if not isinstance(name, str) or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return False
+    return not tensor.is_quantized and tensor.nbytes <= tensor.untyped_storage().nbytes()
+
+
+def refused_name(error: pickle.UnpicklingError) -> str | None:
+    """What a pickle asked for beside tensors and torch refused to bring; None where it is damaged."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return named and named[1]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+class TensorSource:
+    """Tensors that are in memory already."""
+
+    notes = ()
+
+    def __init__(self, tensors: dict[str, torch.Tensor], path: str) -> None:
+        self.path, self._tensors = path, tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        for name, tensor in self._tensors.items():
+            yield name, lambda tensor=tensor: tensor

@@ -1,0 +1,136 @@
+"""Plan of a model from its folders: configurations, tokenizer, and the names and shapes of all weights."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.constants import ConfigError
+from llava_ds.files.model_files import library_errors
+from llava_ds.model import lora
+from llava_ds.model.assemble import assemble
+from llava_ds.model.language import length_problem
+from llava_ds.model.open import names as formats
+from llava_ds.model.open.folder import read_parts
+from llava_ds.model.open.weight_files import TensorSource, WeightFiles, Weights
+from llava_ds.model.open.weight_sources import Source, Sources
+from llava_ds.model.open.weights import check_fit, refuse_endless
+from llava_ds.model.probe import refuse_unfit_language_model
+from llava_ds.model.projector import Newline, build_projector
+from llava_ds.model.rows import with_rows
+from llava_ds.model.vision import ImageSpec, TowerPlan
+from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What can be known of the model before anything is built."""
+
+    text_config: PreTrainedConfig
+    tower: TowerPlan
+    tokenizer: PreTrainedTokenizerBase
+    sources: Sources
+    whole_last_layer: str | None  # why it is computed at all positions; None if at supervised ones
+
+    def last_layer_note(self) -> str:
+        """A line about where the last layer of the language model is computed."""
+        if self.whole_last_layer is None:
+            return "last layer of the language model: queries and MLP at supervised positions only"
+        return f"last layer of the language model: at all positions ({self.whole_last_layer})"
+
+    def why_fresh(self, part: str) -> str:
+        """A line about a part that nobody brings."""
+        source: Source | None = getattr(self.sources, part)
+        lacks = "" if source is None else f"{source.path} holds no {formats.LLAVA_NEWLINE}: "
+        return f"{lacks}the {part} starts from random numbers"
+
+    @property
+    def images(self) -> ImageSpec:
+        """What pictures are made to, and how many features they give."""
+        return self.tower.images
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the language model."""
+        return self.text_config.hidden_size
+
+
+def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
+    """Read configurations, tokenizer, and the names and shapes of all weights, which are compared with the model's.
+
+    Raises ConfigError for folders that can't be used and packages that are missing, and DataError for weights that
+    don't fit.
+    """
+    lora.check_lora(args)
+    parts = read_parts(args)
+    text_config, sources = parts.text_config, parts.sources
+    findings = refuse_unfit_language_model(args.model_name_or_path, text_config)
+    if problem := length_problem(text_config, max_length):
+        raise ConfigError(problem)
+    tokenizer = open_tokenizer(parts.folder.tokenizer)
+    added = add_picture_tokens(tokenizer, args)
+    if args.mm_use_im_patch_token or args.mm_use_im_start_end:
+        text_config, sources = with_rows(text_config, sources, tokenizer, added, args)
+    with torch.device("meta"):
+        build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises for what can't be
+    plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer)
+    refuse_endless(text_config, sources.language_model.open(), sources.language_model.flag)
+    with no_init_weights(), torch.device("meta"), library_errors(f"--model_name_or_path {args.model_name_or_path}"):
+        model = assemble(text_config, plan.tower, args, torch.zeros(3), torch.zeros(3))
+    for name, part in model.named_children():
+        opened = open_part(name, plan)
+        if opened is not None:
+            check_fit(part, opened.weights, opened.what)
+    return plan
+
+
+@dataclass(frozen=True)
+class OpenedPart:
+    """A part's weights, the flag that named them, and the files under what is laid over them."""
+
+    name: str
+    weights: Weights
+    what: str
+    files: WeightFiles
+    never_run: int  # tensors of the tower
+
+    def report(self) -> list[str]:
+        """What was loaded, from where."""
+        rest = f"; {self.never_run} more are of layers that never run" if self.never_run else ""
+        part, count = self.name.replace("_", " "), len(self.weights.shapes)
+        said = "".join(f"; {note}" for note in self.weights.notes)
+        return [f"{part}: {count} tensors from {self.files.path}{said}{rest}"]
+
+
+def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
+    """Where a part's weights come from; None for a projector and a newline that nobody brought.
+
+    Files of LLaVA-1.5's stage 1 hold no newline.
+    """
+    source: Source | None = getattr(plan.sources, name)
+    if source is None:
+        return None
+    runs = partial(formats.runs_in_tower, num_layers=plan.tower.num_layers)
+    files = source.files(runs if name == "vision_tower" else lambda _: True)
+    weights = source.changed(files)
+    if name == "newline" and not weights.shapes:
+        return None
+    never_run = sum(source.rename(on_disk) is not None for on_disk in files.unused)
+    return OpenedPart(name, weights, source.flag, files, never_run)
+
+
+def part_weights(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> Weights:
+    """The weights that build_model gives a part."""
+    opened = open_part(name, plan)
+    return TensorSource(_fresh(name, plan, args, seed).state_dict(), "(fresh)") if opened is None else opened.weights
+
+
+def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch.nn.Module:
+    """A projector or newline that nobody brought: the same whatever the stage, precision and ranks."""
+    with torch.random.fork_rng(devices=[]):  # drawn on the CPU
+        torch.manual_seed(seed)
+        projector = build_projector(args.mm_projector_type, plan.tower.width, plan.hidden_size)
+        return projector if name == "projector" else Newline(plan.hidden_size)

@@ -1,0 +1,1 @@
+"""Memory and speed of a run before it starts, and the choice of a configuration that fits."""

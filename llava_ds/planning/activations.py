@@ -1,0 +1,88 @@
+# T tokens of a micro-batch, S supervised ones, N image tiles of P patches each, C tower width, D language-model width,
+# I width of its MLP, Q and K widths of query and key, H heads, V vocabulary, L layers, w bytes of an activation
+"""What a micro-batch without padding leaves for backward, and needs beside it: a formula for Llama's kind of layer.
+
+A layer of a trained language model keeps
+
+    norms       2 T D (4 + 2w)    the input in fp32, normalised, and times its weight: the input of the matrices
+    attention   T w (2Q + 2K)     query, key, value, output; no T x T matrix (and 4 T H of sums)
+    MLP         4 T w I           gate, its activation, up, and their product
+
+and a frozen one, through which gradients only pass, 2 T D 4 + T w (2Q + 2K) + 3 T w I: matrices that do not train need
+not keep what they are given. With LoRA they do, but norms do not train: 2 T D (4 + w), and beside the rest LoRA's own
+T w R, R its ranks together, and with dropout for every matrix what is left of its input, and which part that is.
+The tower runs without gradients and keeps nothing; the projector keeps N P w (C + 2D). Of logits
+none is kept; while the loss and its gradients are computed, a chunk of them exists in fp32 and once more, and where
+there are several chunks an fp32 gradient of the output layer. What the last layer saves at positions that are not
+supervised is not subtracted. With checkpointing a layer keeps its input, T w D, and runs again when its turn comes.
+
+Beside what is kept, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower, for itself alone, one
+layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts.
+Source: transformers' modeling_llama (eager norms and MLP, attention that is fused), model/llava.py.
+"""
+
+from dataclasses import dataclass
+
+from llava_ds.model.output_loss import chunk_rows
+from llava_ds.planning.shapes import ModelShape, TextShape, TowerShape
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank computes at a time. num_recomputed: layers of the language model that run again in backward."""
+
+    num_tokens: int
+    num_supervised: int
+    num_tiles: int
+    num_recomputed: int = 0
+
+
+def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
+    """The most that a micro-batch needs beside model states; 0 for a model of which only the size is known."""
+    if shape.text is None or shape.tower is None:
+        return 0
+    text, w = shape.text, weight_bytes
+    tokens = batch.num_tokens
+    again = layer_bytes(text, tokens, w) if batch.num_recomputed else 0  # the layer that is computed once more
+    head = kept_by_head(text, batch, w)
+    below = kept_bytes(shape, batch, w) - head
+    rows = min(batch.num_supervised, chunk_rows(text.vocab, "cuda"))
+    summed = 4 * text.vocab * text.hidden if text.trained and rows < batch.num_supervised else 0
+    at_the_loss = below + head + (4 + w) * rows * text.vocab + summed
+    in_a_layer = below + again + tokens * (w * (3 * text.intermediate + 2 * text.hidden) + 8 * text.hidden)
+    return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w))
+
+
+def kept_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
+    """What exists between forward and backward, for backward's sake."""
+    text, tower, w, tokens = shape.text, shape.tower, weight_bytes, batch.num_tokens
+    again = batch.num_recomputed
+    layers = (text.num_layers - again) * layer_bytes(text, tokens, w) + again * tokens * w * text.hidden
+    width = tower.hidden + (2 * text.hidden if tower.projector_layers > 1 else 0)
+    projector = batch.num_tiles * w * (tower.num_patches * width + tower.hidden)
+    rotary = 2 * tokens * w * text.query // text.num_heads
+    return layers + projector + rotary + kept_by_head(text, batch, w)
+
+
+def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int) -> int:
+    """What one layer of the language model keeps."""
+    w = weight_bytes
+    keeps_inputs = text.trained or text.lora_rank > 0
+    norms = 2 * text.hidden * (4 + w * text.trained + w * keeps_inputs)
+    attention = w * (2 * text.query + 2 * text.key) + 4 * text.num_heads
+    mlp = (4 if keeps_inputs else 3) * w * text.intermediate
+    lora = w * text.lora_rank + (w + 1) * text.lora_dropped
+    return num_tokens * (norms + attention + mlp + lora)
+
+
+def kept_by_head(text: TextShape, batch: MicroBatch, weight_bytes: int) -> int:
+    """What the last norm, the output layer and the loss keep."""
+    w = weight_bytes
+    norm = batch.num_tokens * text.hidden * (4 + (w if text.trained else 0))
+    return norm + batch.num_supervised * w * text.hidden  # the gradient that comes with the loss
+
+
+def _tower_bytes(tower: TowerShape, num_tiles: int, weight_bytes: int) -> int:
+    tokens = num_tiles * (tower.num_patches + 1)
+    pixels = 3 * tower.image_size**2 * num_tiles * (1 + 4 + 4 + weight_bytes)
+    return pixels + weight_bytes * tokens * (3 * tower.hidden + 3 * tower.intermediate)

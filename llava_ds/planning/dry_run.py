@@ -1,0 +1,126 @@
+"""The dry run's report: the first optimizer step, the memory that it needs, and whether it can start."""
+
+import statistics
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.loader import Layout, windows
+from llava_ds.data.sample_order import SampleOrder
+from llava_ds.planning.fit import GB, Run, advice, description, table, verdict
+from llava_ds.planning.sample_text import shown_sample
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.tracking.data_page import in_terminal
+from llava_ds.tracking.run_files import is_number, read_run
+from llava_ds.tracking.wording import duration
+
+LONGEST_TEXT = 800  # characters shown of a sample
+# By fitting.verdict, the worst first.
+STATES = {"too big": "would run out of memory", "tight": "may run out of memory", "fits": "ready"}
+
+
+def first_batch(
+    dataset: EncodedDataset,
+    layout: Layout,
+    order: SampleOrder,
+    start_step: int,
+    num_steps: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[str]:
+    """The first step that would be taken, this rank's first micro-batch in it, and that one's first sample.
+
+    Its pictures are really decoded.
+    """
+    if start_step >= num_steps:
+        return [f"the run is complete: {start_step:,} of {num_steps:,} steps are done"]
+    samples, plan = next(layout.steps(order, dataset.lengths, start_step))
+    window = next(
+        windows(
+            dataset,
+            layout,
+            order,
+            start_step=start_step,
+            num_steps=start_step + 1,
+            num_workers=0,
+            device=torch.device("cpu"),
+        )
+    )
+    micro = window.micro_batches[0]
+    lines = [
+        f"step {start_step + 1:,}: {len(samples)} samples, {sum(dataset.lengths[i] for i in samples):,} tokens, "
+        f"{sum(dataset.num_targets[i] for i in samples):,} supervised, on {len(plan)} ranks in {len(plan[0])} "
+        "micro-batches",
+        f"rank {layout.rank}'s first: {micro.num_samples} samples, {micro.num_tokens:,} tokens, {micro.num_targets:,} "
+        f"supervised, {len(micro.batch.pixel_values)} image tiles",
+        *(f"left out: {broken.id} ({broken.reason})" for broken in micro.broken),
+    ]
+    if mine := plan[layout.rank][0]:
+        text = in_terminal(shown_sample(dataset, mine[0], tokenizer), coloured=False)
+        lines.append(text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)")
+    return lines
+
+
+def memory(run: Run, ranks: Ranks) -> list[str]:
+    """The table of run/estimate.py for this run and its data; with a GPU, whether it fits."""
+    gpu_memory = memory_of_gpu(ranks)
+    lines = [*description(run), *table(run, gpu_memory)]
+    return lines if gpu_memory is None else [*lines, advice(run, gpu_memory)]
+
+
+def conclusion(
+    run: Run,
+    gpu_memory: float | None,
+    host_memory: float,
+    steps: tuple[int, int],
+    batch_size: int,
+    step_s: float | None,
+) -> str:
+    """One line: whether the run can start, how many steps it takes, how long where that is known, and whether it fits.
+
+    gpu_memory: bytes of a GPU, None on a CPU; host_memory: bytes that are free on a node; steps: done, and all;
+    step_s: seconds of an optimizer step, None where none was measured.
+    """
+    done, total = steps
+    if done >= total:
+        return f"dry run: nothing to do, {total:,} of {total:,} optimizer steps are done"
+    estimate, local = run.estimate(), min(run.setup.num_gpus, run.setup.gpus_per_node)
+    on_host = estimate.cpu + (local * estimate.total if gpu_memory is None else 0)
+    host_word = verdict(on_host, host_memory) if on_host else "fits"
+    words = [host_word] if gpu_memory is None else [verdict(estimate.total, gpu_memory), host_word]
+    state = next(text for word, text in STATES.items() if word in words)
+    host = f"{_size(on_host)} of {_size(host_memory)} that are free on this machine: {host_word}"
+    parts = [] if gpu_memory is None else [advice(run, gpu_memory)]
+    parts += [host] if on_host else []
+    count = f"{total:,} optimizer steps" if done == 0 else f"{total - done:,} of {total:,} optimizer steps left,"
+    time = "" if step_s is None else f", about {duration((total - done) * step_s)} at the {step_s:.3g} s measured"
+    ranks = "1 rank" if run.setup.num_gpus == 1 else f"{run.setup.num_gpus:,} ranks"
+    return f"dry run: {state}. {count} of {batch_size:,} samples on {ranks}{time}. Memory: {'; '.join(parts)}"
+
+
+def measured_step_s(output_dir: Path, from_step: int) -> float | None:
+    """Median seconds of the optimizer steps of the run to be resumed at a step; None for one that begins."""
+    if from_step == 0:
+        return None
+    run = read_run(output_dir)
+    times = [
+        row["step_time_s"] for row in run.metrics if row["step"] <= from_step and is_number(row.get("step_time_s"))
+    ]
+    return statistics.median(times) if times else None
+
+
+def memory_of_gpu(ranks: Ranks) -> float | None:
+    """Bytes of this rank's GPU; None on a CPU."""
+    return torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
+
+
+def memory_of_host() -> float:
+    """Bytes that are free in this machine's memory."""
+    import psutil
+
+    return float(psutil.virtual_memory().available)
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GB:.3g} GB" if num_bytes >= GB else f"{num_bytes / 1e6:.3g} MB"

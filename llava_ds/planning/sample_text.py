@@ -1,0 +1,32 @@
+"""An accepted sample for a person's eyes."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.constants import DataError
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.images.decode import load_pictures
+from llava_ds.data.preflight import media_from_text, place_of
+from llava_ds.tracking.data_page import ShownSample, runs_of
+
+
+def shown_sample(
+    dataset: EncodedDataset, index: int, tokenizer: PreTrainedTokenizerBase, with_pictures: bool = False
+) -> ShownSample:
+    """An accepted sample for a person's eyes; pictures that can't be decoded are left out, and the note says so."""
+    row = dataset.row(int(dataset.rows[index]))
+    note = f"{row['length']:,} tokens, {row['num_targets']:,} supervised" + (", cut short" if row["truncated"] else "")
+    pictures = []
+    if with_pictures:
+        try:
+            for one in media_from_text(row["media"]):
+                pictures += load_pictures(one.media, one.sizes, dataset.pictures)
+        except DataError as error:
+            note += f"; {error}"
+    return ShownSample(
+        title=f"{row['id']} ({Path(place_of(row)).name}, record {row['index']})",
+        note=note,
+        runs=runs_of(row["input_ids"], row["labels"], tokenizer),
+        pictures=tuple(pictures),
+    )

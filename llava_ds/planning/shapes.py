@@ -1,0 +1,254 @@
+"""What memory depends on in a model: the sizes of its tensors, by who trains them, without any weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from llava_ds.config.arguments import Arguments, trained_parts
+from llava_ds.constants import ConfigError
+from llava_ds.engine.param_groups import choose_trainable, parameter_groups
+from llava_ds.model.assemble import assemble, layer_classes
+from llava_ds.model.language import mlp_width
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
+from llava_ds.model.open.folder import read_parts, take_from_model
+from llava_ds.model.probe import refuse_unfit_language_model
+from llava_ds.model.quantize import scale_bits
+from llava_ds.model.vision import TowerPlan, plan_tower
+
+LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # fewer or more parameters than this are a slip of the pen
+TENSORS_OF_A_COUNT = 1000  # that a mere number of parameters is taken to lie in
+
+LLAMAS_LAYER = {
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
+}  # fmt: skip
+LLAMA_7B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
+}  # fmt: skip
+CLIP_L_336 = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "image_size": 336, "patch_size": 14,
+}  # fmt: skip
+# Language models by the name of what is trained from them; the tower is CLIP-L/336 and the projector the flags'.
+NAMED = {
+    "llava-v1.5-7b": LLAMA_7B,
+    "llava-v1.5-13b": {
+        **LLAMA_7B, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+        "num_attention_heads": 40, "num_key_value_heads": 40,
+    },
+    "llava-v1.6-mistral-7b": {
+        **LLAMA_7B, "model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8,
+        "sliding_window": None,
+    },
+    "llava-v1.6-34b": {
+        **LLAMA_7B, "hidden_size": 7168, "intermediate_size": 20480, "num_hidden_layers": 60,
+        "num_attention_heads": 56, "num_key_value_heads": 8, "vocab_size": 64000,
+    },
+    "llama-3-8b": {**LLAMA_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
+    "qwen2-0.5b": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "qwen2-7b": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    },
+    "qwen2-72b": {
+        "model_type": "qwen2", "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model: parameters, and how many of them train."""
+
+    name: str
+    num_parameters: int
+    num_trained: int
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """Widths of the language model: query and key of all heads together. trained: whether the stage trains its weights.
+
+    is_llamas: whether its layers have Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together,
+    lora_dropped: the widths of the inputs that it drops parts of.
+    """
+
+    hidden: int
+    intermediate: int
+    num_layers: int
+    query: int
+    key: int
+    num_heads: int
+    vocab: int
+    trained: bool
+    is_llamas: bool
+    lora_rank: int = 0
+    lora_dropped: int = 0
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """Widths of the vision tower, features per tile, side of a tile in pixels, and layers of the projector."""
+
+    hidden: int
+    intermediate: int
+    num_patches: int
+    image_size: int
+    projector_layers: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All that memory depends on. Sizes are in elements.
+
+    groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others but the packed;
+    units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
+    the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
+    that no stage shares out.
+    """
+
+    parts: tuple[Part, ...]
+    groups: tuple[tuple[int, ...], ...]
+    frozen: tuple[int, ...]
+    units: tuple[tuple[int, ...], ...]
+    text: TextShape | None = None
+    tower: TowerShape | None = None
+    packed: tuple[int, ...] = ()
+    packed_bits: int = 16
+    scale_bits: float = 0
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num_parameters for part in self.parts)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(part.num_trained for part in self.parts)
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Every tensor that is not packed, trained or not."""
+        return (*(size for group in self.groups for size in group), *self.frozen)
+
+
+def shape_of_folders(args: Arguments) -> ModelShape:
+    """The model that --model_name_or_path and --vision_tower name, with what it says of itself.
+
+    Raises ConfigError as training does.
+    """
+    args, _ = take_from_model(args)
+    parts = read_parts(args.model)
+    refuse_unfit_language_model(args.model.model_name_or_path, parts.text_config)
+    return shape_of(parts.text_config, parts.tower, args)
+
+
+def shape_named(name: str, args: Arguments) -> ModelShape:
+    """A known size, or a mere number of parameters like 13e9, all trained. Raises ConfigError with the names."""
+    if name in NAMED:
+        text = AutoConfig.for_model(**NAMED[name])
+        return shape_of(text, plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "--model", args.model), args)
+    try:
+        count = int(float(name))
+    except (ValueError, OverflowError):
+        count = 0
+    if count < LEAST_COUNT:
+        raise ConfigError(
+            f"--model {name} is unknown: choose from {', '.join(NAMED)}, give a number of parameters like 13e9, or "
+            "name folders by --model_name_or_path and --vision_tower"
+        )
+    if count > MOST_COUNT:
+        raise ConfigError(f"--model {name} is more parameters than can be estimated: give {MOST_COUNT:.0e} or fewer")
+    return shape_of_count(count)
+
+
+def shape_of_count(count: int) -> ModelShape:
+    """A model of which only the number of parameters is known: tensors of equal size, all trained."""
+    size, rest = divmod(count, TENSORS_OF_A_COUNT)
+    tensors = tuple(size + (i < rest) for i in range(TENSORS_OF_A_COUNT))
+    return ModelShape((Part("model", count, count),), (tensors,), (), tuple((size,) for size in tensors))
+
+
+def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> ModelShape:
+    """Any causal language model with any tower, as the flags of a run compose and train them.
+
+    The composition is built without memory, so every tensor is counted as it would be trained, tied ones once.
+    """
+    with no_init_weights(), torch.device("meta"):
+        model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
+        is_llamas = _has_llamas_layers(model.language_model)
+        if args.model.lora_enable:
+            check_lora(args.model)
+            names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
+            add_lora(model.language_model, args.model, seed=0)
+    packed = names if args.model.bits < 16 else set()
+    choose_trainable(model, args)
+    groups = parameter_groups(model, args)
+    layers = [layer for _, layer in lora_layers(model.language_model)]
+    inputs = sum(layer.base_layer.in_features for layer in layers)
+    hidden = text.hidden_size
+    num_heads = getattr(text, "num_attention_heads", 1)
+    head = getattr(text, "head_dim", None) or hidden // num_heads
+    return ModelShape(
+        parts=tuple(
+            Part(name, _numel(part.parameters()), _numel(p for p in part.parameters() if p.requires_grad))
+            for name, part in model.named_children()
+        ),
+        groups=tuple(tuple(p.numel() for p in group["params"]) for group in groups),
+        frozen=tuple(p.numel() for n, p in model.named_parameters() if not p.requires_grad and n not in packed),
+        units=_units(model),
+        text=TextShape(
+            hidden=hidden,
+            intermediate=mlp_width(text),
+            num_layers=text.num_hidden_layers,
+            query=num_heads * head,
+            key=(getattr(text, "num_key_value_heads", None) or num_heads) * head,
+            num_heads=num_heads,
+            vocab=model.language_model.get_output_embeddings().weight.shape[0],
+            trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
+            is_llamas=is_llamas,
+            lora_rank=args.model.lora_r * len(layers) // text.num_hidden_layers,
+            lora_dropped=inputs // text.num_hidden_layers if args.model.lora_dropout else 0,
+        ),
+        tower=TowerShape(
+            hidden=tower.config.hidden_size,
+            intermediate=tower.config.intermediate_size,
+            num_patches=tower.images.num_tokens,
+            image_size=tower.images.size,
+            projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
+        ),
+        packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
+        packed_bits=args.model.bits,
+        scale_bits=scale_bits(args.model),
+    )
+
+
+def _has_llamas_layers(language_model: nn.Module) -> bool:
+    layers = (module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer))
+    names = {name.rpartition(".")[0] for layer in layers for name, _ in layer.named_parameters()}
+    return names == LLAMAS_LAYER
+
+
+def _units(model: LlavaModel) -> tuple[tuple[int, ...], ...]:
+    """What is gathered together: each repeated layer as a whole, every other module's own tensors."""
+    leaves = tuple(layer_classes(model))
+    inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules() if m is not leaf}
+    sizes = (
+        tuple(p.numel() for p in module.parameters(recurse=isinstance(module, leaves)))
+        for module in model.modules()
+        if id(module) not in inside
+    )
+    return tuple(unit for unit in sizes if unit)
+
+
+def _numel(parameters) -> int:
+    return sum(p.numel() for p in parameters)

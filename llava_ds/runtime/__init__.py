@@ -1,0 +1,1 @@
+"""Ranks, launchers, processes, signals, output and the watchdog: what runs around training."""

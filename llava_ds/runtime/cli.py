@@ -1,0 +1,138 @@
+"""llava-ds: the commands of run/ by name, from any folder."""
+
+import difflib
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from llava_ds import __version__
+from llava_ds.config.shipped import RECIPES, RUN
+from llava_ds.constants import ConfigError
+from llava_ds.runtime.command import begin, leave_with
+from llava_ds.runtime.launchers import free_port
+from llava_ds.runtime.processes import RUNNER_MODULE
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+# Name: the file in run/, and what it does.
+COMMANDS = {
+    "train": ("train.py", "train on all GPUs of this machine (without one: one process on the CPU)"),
+    "evaluate": ("evaluate.py", "score a model on questions that it was not trained on"),
+    "chat": ("chat.py", "ask a model about images"),
+    "export": ("export.py", "turn a checkpoint or a model folder into a model folder"),
+    "inspect": ("inspect_data.py", "see what would be trained on"),
+    "estimate": ("estimate.py", "how much memory training needs"),
+    "doctor": ("doctor.py", "whether training can start on this machine"),
+    "report": ("report.py", "write the report of a run"),
+    "compare": ("compare.py", "compare runs"),
+    "verify": ("verify.py", "tell which checkpoints are whole"),
+}
+LAUNCHED = ("train", "evaluate")  # those that take one process per GPU
+RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # as srun and mpirun tell them
+HELP = ("-h", "--help")
+# Flags of deepspeed's launcher that choose among this machine's GPUs, as long as no hostfile names others.
+OF_ONE_MACHINE = {"--num_gpus", "--num_accelerators", "--include", "-i", "--exclude", "-e"}
+HOSTFILE = Path("/job/hostfile")  # that deepspeed looks for
+
+
+def main() -> NoReturn:
+    """Run the command that the command line names, as its script in run/."""
+    begin("llava-ds", ends_without_reader=True)
+    leave_with(run_command, "llava-ds")
+
+
+def run_command() -> None:
+    """What main runs. The script says by itself how it ended; training becomes the launcher."""
+    launcher_flags, name, argv = split(sys.argv[1:])
+    if name in (*HELP, "--version"):
+        print(__version__ if name == "--version" else usage())
+        return
+    script = RUN / COMMANDS[name][0]
+    sys.argv = [str(script), *argv]
+    if name in LAUNCHED and not set(HELP) & set(argv) and is_to_be_launched(name, launcher_flags, os.environ):
+        if name == "train":
+            check_training_flags()
+        launch(script, launcher_flags, argv)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def split(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """The flags for the launcher, which stand before the command, the command's name, and its own flags.
+
+    Raises ConfigError where no command is named, or flags stand before one that is never launched.
+    """
+    at = next((i for i, word in enumerate(words) if word in COMMANDS), None)
+    if at is None:
+        if not words or words[0] in (*HELP, "--version"):
+            return [], words[0] if words else HELP[1], []
+        nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {words[0]!r}: {hint}")
+    before, name = words[:at], words[at]
+    if before and (name not in LAUNCHED or not before[0].startswith("-")):
+        raise ConfigError(f"{' '.join(before)} stands before {name}: only flags of deepspeed's launcher go there")
+    return before, name, words[at + 1 :]
+
+
+def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str, str]) -> bool:
+    """True if deepspeed has to start the ranks: training always, evaluation on several GPUs."""
+    if "RANK" in environ or any(environ.get(variable, "1") != "1" for variable in RANK_COUNTS):
+        return False  # it is a rank already
+    if name == "train" or launcher_flags:
+        return True
+    import torch
+
+    return torch.cuda.device_count() > 1
+
+
+def check_training_flags() -> None:
+    """End here where they can't be used: the launcher would take seconds, and speak before the message."""
+    begin("run/train.py", reads=read_training_flags)
+
+
+def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:
+    """Parse run/train.py's flags, the tiny model's where no other is named: see parse_arguments.
+
+    The import takes most of a second, in which Ctrl-C has to be heard: begin() stands before it.
+    """
+    from llava_ds.config.parsing import parse_arguments, tiny_defaults
+
+    return parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
+
+
+def launch(script: Path, launcher_flags: list[str], argv: list[str]) -> NoReturn:
+    """Become deepspeed's launcher, which speaks of errors alone: at every start it warns that it found no hostfile."""
+    import torch
+
+    environ = {**os.environ}
+    if not torch.accelerator.is_available():
+        environ.setdefault("DS_ACCELERATOR", "cpu")  # it would warn that it found no GPU
+    # Not the script `deepspeed`: after pip install --user it does not lie beside the interpreter.
+    words = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "error", *port_flags(launcher_flags)]
+    words += [*launcher_flags, str(script), *argv]
+    os.execve(sys.executable, words, environ)
+
+
+def port_flags(launcher_flags: list[str]) -> list[str]:
+    """A free port, so that runs on one machine can stand beside each other; none where the user has to choose one."""
+    flags = {word.split("=", 1)[0] for word in launcher_flags if word.startswith("-")}
+    return ["--master_port", str(free_port())] if flags <= OF_ONE_MACHINE and not HOSTFILE.exists() else []
+
+
+def usage() -> str:
+    """The text of --help."""
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: llava-ds COMMAND [flags]        llava-ds COMMAND --help lists the flags",
+            "       llava-ds [flags of deepspeed's launcher, like --hostfile hosts or --num_gpus 4] train [flags]",
+            "",
+            *(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()),
+            "",
+            f"The scripts are in {RUN}: deepspeed, torchrun and srun start them, too.",
+        ]
+    )

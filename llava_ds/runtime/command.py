@@ -1,0 +1,179 @@
+"""The frame around every command's main(): errors in flags, Ctrl-C, a reader that leaves, and exit codes.
+
+A script of run/ calls begin() above the imports that take seconds, and leave_with() at its end.
+"""
+
+import argparse
+import contextlib
+import difflib
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from llava_ds.config.bounds import in_a_line
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, in_short
+from llava_ds.files.atomic import can_be_made, path_problem
+from llava_ds.runtime.launchers import check_variables
+from llava_ds.runtime.output import check_output, exit_for_bad_input, exit_for_failure, keep_streams
+from llava_ds.runtime.processes import watch_launcher
+
+ENDING_S = 3.0  # that child processes have after SIGTERM
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's flags: never shortened, errors in one line with the nearest flag, the module's text above them."""
+
+    def __init__(self, **options: object) -> None:
+        defaults = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**{**defaults, **options})
+
+    def parse_known_args(self, *given: object, **more: object) -> tuple[argparse.Namespace, list[str]]:
+        """Raises ConfigError with a line for every value that its flag does not take."""
+        self._problems: list[str] = []
+        parsed = super().parse_known_args(*given, **more)
+        if self._problems:
+            raise ConfigError("\n".join(self._problems))
+        return parsed
+
+    def _get_value(self, action: argparse.Action, text: str) -> object:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            self._problems.append(in_a_line(str(error)))
+            return None
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError: argparse would print all flags first."""
+        if found := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
+            known = [option for action in self._actions for option in action.option_strings]
+            raise ConfigError(_unknown(found[1].split(" ")[0], known))
+        raise ConfigError(in_a_line(message))
+
+
+def _unknown(token: str, known: list[str]) -> str:
+    flag = token.split("=", 1)[0]
+    if not flag.startswith("-"):
+        return f"unexpected argument {flag!r}: every value belongs behind a --flag"
+    nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+    return f"unknown flag {flag}: {f'did you mean {nearest[0]}?' if nearest else '--help lists all flags'}"
+
+
+def given_path(text: str) -> str:
+    """The `type=` of a flag that names a file or folder; ~ is the home folder."""
+    if problem := path_problem(text):
+        raise argparse.ArgumentTypeError(problem)
+    return os.path.expanduser(text)
+
+
+def new_folder(text: str) -> str:
+    """The `type=` of a flag that names a folder to write to, which may not be there yet."""
+    if not can_be_made(given_path(text)):
+        raise argparse.ArgumentTypeError(f"{in_short(text)} can't be written to: name another folder")
+    return given_path(text)
+
+
+def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends_without_reader: bool = False) -> None:
+    """Prepare this process for a command. Call it before libraries are imported that take seconds, and speak up.
+
+    program: for messages, like "run/chat.py"; reads: reads the flags, so that --help and flags that can't be used end
+    the process now; ends_without_reader: see keep_streams.
+    """
+    keep_streams(ends_without_reader)
+    if os.environ.get("HOME") == "":
+        del os.environ["HOME"]  # ~ is then the user's own home folder, as the system knows it, instead of /
+    # Nothing is half-written yet, and an exception may be lost: transformers' lazy modules make an ImportError of it.
+    _hear_interrupts(exit_for_interrupt)
+    try:
+        check_variables(os.environ)
+    except ConfigError as error:  # said by every rank, for RANK itself may be no number
+        print(f"{program}: error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    watch_launcher()  # from here on this process leaves when its launcher ends, also while it imports
+    # DeepSpeed warns that no GPU was found, which "ranks on CPU" says in our own lines.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
+    if reads is not None:
+        try:
+            reads(sys.argv[1:])
+        except (ConfigError, DataError) as error:
+            exit_for_bad_input(error, program)
+
+
+def leave_with(main: Callable[[], int | None], program: str) -> NoReturn:
+    """Run a command and end the process with its exit code: what main returns, and 0 for None.
+
+    2: the user's input can't be used, or stdout not be written where it is all that the command is for, said in one
+    message; 130: Ctrl-C, without a word; 1: a failure, with a traceback.
+    """
+    try:
+        _hear_interrupts(_raise_interrupt)
+        code = _run(main)
+    except (ConfigError, DataError) as error:
+        exit_for_bad_input(error, program)
+    except KeyboardInterrupt:
+        exit_for_interrupt()
+    except Exception:
+        exit_for_failure()
+    sys.exit(code)
+
+
+def _run(main: Callable[[], int | None]) -> int:
+    """The exit code of a command that could also write what it prints."""
+    try:
+        code = main() or 0
+    except SystemExit as leaving:  # of --help, or of a command that was run by this one
+        if leaving.code not in (None, 0):
+            raise
+        code = 0
+    check_output()
+    return code
+
+
+def exit_for_interrupt() -> NoReturn:
+    """End the child processes, then this one at once: the interpreter's own way out would wait for threads, and print
+    what Ctrl-C broke in them."""
+    import psutil
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    children = psutil.Process().children(recursive=True)
+    for signalled in ("terminate", "kill"):
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                getattr(child, signalled)()
+        _, children = psutil.wait_procs(children, timeout=ENDING_S)
+    os._exit(EXIT_INTERRUPTED)  # without a flush: what was being written when Ctrl-C came might appear twice
+
+
+def _hear_interrupts(interrupt: Callable[[], NoReturn]) -> None:
+    """Let Ctrl-C call `interrupt` in this process alone, once; a second one ends it at once.
+
+    Forked workers pass it over: the terminal sends it to all, and this process ends them.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background by a script
+        return
+    own, times = os.getpid(), 0
+
+    def interrupted(_: int, __: FrameType | None) -> None:
+        nonlocal times
+        if os.getpid() != own:
+            return
+        times += 1
+        if times > 1:
+            os._exit(EXIT_INTERRUPTED)
+        interrupt()
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        if issubclass(kind, KeyboardInterrupt):  # while leave_with said why the command ended
+            exit_for_interrupt()
+        sys.__excepthook__(kind, error, trace)
+
+    signal.signal(signal.SIGINT, interrupted)
+    sys.excepthook = uncaught
+
+
+def _raise_interrupt() -> NoReturn:
+    raise KeyboardInterrupt

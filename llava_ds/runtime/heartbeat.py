@@ -1,0 +1,218 @@
+"""What every rank tells all others of itself, whatever its main thread hangs in: where it is, and for how long.
+
+By UDP, a packet a second: it needs no collective and no server, so that no rank's end silences the others. What is sent
+carries a secret of this run's, and is read as JSON: nobody else's packets count.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import secrets
+import select
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_ds.runtime.processes import process_namespace
+from llava_ds.runtime.ranks import Ranks, address_towards, gather, local_ranks
+
+MOST_BYTES = 1400  # of a packet, below what Ethernet carries in one piece
+MOST_PACKETS = 4096  # read at once: who floods the port does not keep its thread busy
+RANKS_PER_SECOND = 64  # to whom a rank speaks: more ranks hear from each other less often
+
+PHASES = ("start", "step", "evaluation", "save", "export", "done")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself.
+
+    phase: one of PHASES; step: the one it is in, or the last; seconds: in this phase and step, in the others than steps
+    since it was last seen to get on; limit: of these seconds, None without; where: the innermost line of
+    its main thread; waits: whether that is a collective; busy_s: of step_s seconds in steps so far, those in which
+    it did not wait; ends: why it ends the run, if it does; hangs: whether because nothing gets on; leaves: whether
+    because it was asked to.
+    """
+
+    rank: int
+    phase: str = "start"
+    step: int = 0
+    seconds: float = 0.0
+    limit: float | None = None
+    where: str = ""
+    waits: bool = False
+    busy_s: float = 0.0
+    step_s: float = 0.0
+    ends: str | None = None
+    hangs: bool = False
+    leaves: bool = False
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Grows as a run goes on. A save comes behind the step of its number."""
+        last = {"start": -1, "step": self.step, "save": self.step}.get(self.phase, 1 << 60)
+        return last, PHASES.index(self.phase)
+
+    def encoded(self, secret: str) -> bytes:
+        """A packet; where that is too long, its texts are cut."""
+        texts = (self.where[:200], self.ends and self.ends[:600])
+        packet = json.dumps([secret, *dataclasses.astuple(dataclasses.replace(self, where=texts[0], ends=texts[1]))])
+        if len(packet) <= MOST_BYTES:
+            return packet.encode()
+        short = dataclasses.replace(self, where="", ends=self.ends and self.ends[:100])
+        return json.dumps([secret, *dataclasses.astuple(short)]).encode()
+
+
+def decoded(packet: bytes, secret: str) -> Beat | None:
+    """The beat in a packet; None for anything else that came to the port."""
+    try:
+        said, *values = json.loads(packet)
+        if not isinstance(said, str) or not secrets.compare_digest(said.encode(), secret.encode()):
+            return None
+        beat = Beat(*values)
+        known = isinstance(beat.rank, int) and isinstance(beat.step, int) and beat.phase in PHASES
+        return beat if known else None
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank: its machine and process, and where it listens."""
+
+    host: str
+    pid: int
+    address: tuple
+    family: int
+    namespace: str  # of its process numbers: the same where both see the same processes
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process can be seen from this one."""
+        return self.namespace != "" and self.namespace == process_namespace()
+
+
+class Peers:
+    """The other ranks: sends to them, hears them, and notices when their processes are gone."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """All ranks make it together."""
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        family, own = _own_address(ranks)
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.bind((own, 0))
+        self._socket.setblocking(False)
+        mine = Peer(socket.gethostname(), os.getpid(), self._socket.getsockname(), int(family), process_namespace())
+        told = gather((mine, secrets.token_hex(16)), ranks)
+        self.secret = told[0][1]
+        self.all = [peer for peer, _ in told]
+        self._processes: dict[int, int] = {}  # by their descriptors, which become readable when the process is gone
+        for rank, peer in enumerate(self.all):
+            if rank != ranks.rank and peer.is_here and hasattr(os, "pidfd_open"):
+                with contextlib.suppress(OSError):  # an old kernel, or one that only looks like Linux
+                    self._processes[os.pidfd_open(peer.pid)] = rank
+        self._probes: dict[int, socket.socket] = {}
+        self._refusals: dict[int, tuple[int, int]] = {}
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two beats."""
+        return max(1.0, self.world_size / RANKS_PER_SECOND)
+
+    def send(self, beat: Beat) -> None:
+        """To all. What can't be sent is lost: the next one follows."""
+        packet = beat.encoded(self.secret)
+        for rank, peer in enumerate(self.all):
+            if rank != self.rank:
+                with contextlib.suppress(OSError):
+                    self._socket.sendto(packet, peer.address)
+
+    def heard(self) -> list[Beat]:
+        """All that came since the last call, in its order."""
+        beats = []
+        for _ in range(MOST_PACKETS):
+            try:
+                beats.append(decoded(self._socket.recv(2 * MOST_BYTES), self.secret))
+            except BlockingIOError:
+                break
+            except OSError:
+                continue  # somebody's refusal of what was sent before
+        return [beat for beat in beats if beat is not None and 0 <= beat.rank < self.world_size]
+
+    def wait(self, seconds: float) -> list[int]:
+        """Wait, or until a process of this machine is gone. Returns the ranks of all that are, each once."""
+        poll = select.poll()
+        for descriptor in self._processes:
+            poll.register(descriptor, select.POLLIN)
+        gone = [descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]
+        return sorted(self._forget(descriptor) for descriptor in gone)
+
+    def _forget(self, descriptor: int) -> int:
+        os.close(descriptor)
+        return self._processes.pop(descriptor)
+
+    def refusals(self, rank: int) -> tuple[int, int]:
+        """How often a silent rank's machine has said that nobody listens there any more, and how often the network that
+        there is no way to it. Call it once a second: an answer comes to a later call."""
+        if rank not in self._probes:
+            peer = self.all[rank]
+            probe = socket.socket(peer.family, socket.SOCK_DGRAM)
+            probe.setblocking(False)
+            self._probes[rank], self._refusals[rank] = probe, (0, 0)
+            with contextlib.suppress(OSError):
+                probe.connect(peer.address)
+        refused, unreachable = self._refusals[rank]
+        try:
+            self._probes[rank].send(b"")
+        except OSError as error:
+            refused += error.errno == errno.ECONNREFUSED
+            unreachable += error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+        self._refusals[rank] = refused, unreachable
+        return refused, unreachable
+
+    def is_back(self, rank: int) -> None:
+        """Forget what was asked about a rank, for it was heard."""
+        self._refusals.pop(rank, None)
+        if probe := self._probes.pop(rank, None):
+            probe.close()
+
+    def process_state(self, rank: int) -> str:
+        """What the kernel says of a process on this machine: "stopped", "waiting for a disk", "" for all else."""
+        peer = self.all[rank]
+        try:
+            status = Path(f"/proc/{peer.pid}/stat").read_text() if peer.is_here else ""
+        except OSError:
+            return ""
+        letter = status.rpartition(")")[2].split()[:1]
+        return {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk"}.get("".join(letter), "")
+
+    def close(self) -> None:
+        for descriptor in list(self._processes):
+            self._forget(descriptor)
+        for rank in list(self._probes):
+            self.is_back(rank)
+        self._socket.close()
+
+
+def _own_address(ranks: Ranks) -> tuple[socket.AddressFamily, str]:
+    """Where the others reach this rank: 127.0.0.1 if all are on this machine. All ranks call it together."""
+    loopback = (socket.AF_INET, "127.0.0.1")
+    if local_ranks() >= ranks.world_size:
+        return loopback
+    own = _towards(os.environ["MASTER_ADDR"]) or loopback
+    # Rank 0's machine may know its own name as 127.0.1.1: there, the way to any other machine tells the address.
+    others = [address for _, address in gather(own, ranks) if not _is_loopback(address)]
+    return (_towards(others[-1]) or own) if others and _is_loopback(own[1]) else own
+
+
+def _towards(host: str) -> tuple[socket.AddressFamily, str] | None:
+    try:
+        return address_towards(host)
+    except OSError:
+        return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -1,0 +1,201 @@
+"""Who started this process: other launchers' variables, told as deepspeed's launcher and torchrun tell them."""
+
+import contextlib
+import random
+import re
+import socket
+from collections.abc import Mapping
+
+from llava_ds.constants import ConfigError, in_short
+
+TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The numbers among them and beside them, and the least that each can be.
+RANK_NUMBERS = {
+    "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": 1,
+}  # fmt: skip
+LARGEST = {"MASTER_PORT": 65535}
+DEFAULT_PORT = 29500  # deepspeed's and torchrun's
+# What srun and Open MPI's mpirun call them.
+SRUN = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+OPEN_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+_NODES = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # one entry of Slurm's lists: gpu[01-03,07]
+
+
+def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
+    """The variables that say who this process is, as far as its launcher left them unset, and a line to print or None.
+
+    Knows deepspeed and torchrun (which set all), srun and Open MPI's mpirun; a process that nothing announces is a
+    group of one. MASTER_ADDR and MASTER_PORT keep what the user gave them.
+    Raises ConfigError for launchers that say too little.
+    """
+    if "RANK" in environ:
+        missing = [name for name in TORCH_VARIABLES if name not in environ]
+        if missing:
+            raise ConfigError(
+                f"RANK is set, but {', '.join(missing)} not: start with deepspeed, torchrun or srun, which set all of "
+                f"{', '.join(TORCH_VARIABLES)}, or set these too"
+            )
+        return {}, None
+    if (names := _names(environ)) is SRUN:
+        found = _from_srun(environ)
+    elif names is OPEN_MPI:
+        found = _from_open_mpi(environ)
+    elif _number(environ, "PMI_SIZE") > 1:
+        raise ConfigError(
+            f"PMI_SIZE is {environ['PMI_SIZE']}, but RANK is not set: each process would train by itself. Start with "
+            f"deepspeed, torchrun, srun or Open MPI's mpirun, or set {', '.join(TORCH_VARIABLES)}"
+        )
+    else:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        return {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, _note_of_one(environ)
+    return {name: value for name, value in found.items() if name not in environ}, None
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError, with a line for each, where variables that say who a rank is can't be true.
+
+    All that are set have to be well-formed, for libraries read them too; RANK, or the like of another launcher, is what
+    makes a process a rank.
+    """
+    problems, numbers, names = [], {}, _names(environ)
+    spelled = {name: name if name in environ else names.get(name, name) for name in RANK_NUMBERS}
+    for name, least in RANK_NUMBERS.items():
+        text = environ.get(spelled[name])
+        if text is None:
+            continue
+        number = _parsed(text.strip())
+        if number is not None and least <= number <= LARGEST.get(name, 2**31 - 1):
+            numbers[name] = number
+        else:
+            limit = f" to {LARGEST[name]}" if name in LARGEST else ""
+            problems.append(f"{spelled[name]} is {in_short(text)!r}: expected a whole number from {least}{limit}")
+    of = {"RANK": ("WORLD_SIZE",), "LOCAL_RANK": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")}
+    for name, sizes in of.items() if "RANK" in environ or names else ():
+        size = next((size for size in sizes if size in numbers), None)
+        if name in numbers and size is not None and numbers[name] >= numbers[size]:
+            problems.append(
+                f"{spelled[name]} is {numbers[name]}, but {spelled[size]} is {numbers[size]}: ranks count from 0 to "
+                f"{numbers[size] - 1}, and would wait for ever for one that is not among them"
+            )
+    if "RANK" in environ and not environ.get("MASTER_ADDR", "unset").strip():
+        problems.append("MASTER_ADDR is empty: expected the name or address of rank 0's machine")
+    if problems:
+        raise ConfigError("\n".join([*problems, "unset what no launcher has set, or start with deepspeed or torchrun"]))
+
+
+def _names(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """What the launcher of this process calls the variables, where it does not set RANK itself. Empty for none."""
+    if "RANK" not in environ:
+        for names in (SRUN, OPEN_MPI):
+            if _number(environ, names["WORLD_SIZE"]) > 1:
+                return names
+    return {}
+
+
+def _from_srun(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one task of a job step. Source: srun(1), "Output environment variables"."""
+    found = _renamed(environ, SRUN, "srun")
+    # Task 0 runs on the first node of the step, unless srun was given a distribution of the user's own.
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if nodes is None and "MASTER_ADDR" not in environ:
+        raise ConfigError(
+            "neither SLURM_STEP_NODELIST nor MASTER_ADDR is set: export MASTER_ADDR, the first node's name"
+        )
+    here = tasks_on(_number(environ, "SLURM_NODEID", least=0), environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    # Jobs that share a node get ports of their own, below those that Linux gives to outgoing connections.
+    number = 31 * _number(environ, "SLURM_JOB_ID", least=0) + _number(environ, "SLURM_STEP_ID", least=0)
+    return {
+        **found,
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_node(nodes),
+        "MASTER_PORT": str(12000 + number % 20000),
+    }
+
+
+def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a process that mpirun started."""
+    found = _renamed(environ, OPEN_MPI, "mpirun")
+    if "MASTER_ADDR" not in environ and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
+        raise ConfigError(
+            "mpirun started ranks on several machines, but MASTER_ADDR is not set, and Open MPI does not say where "
+            "rank 0 is: give mpirun -x MASTER_ADDR=<name or address of the first machine>"
+        )
+    return {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}
+
+
+def _renamed(environ: Mapping[str, str], names: Mapping[str, str], launcher: str) -> dict[str, str]:
+    """A launcher's variables by torch's names. Raises ConfigError where one is missing."""
+    missing = [theirs for theirs in names.values() if theirs not in environ]
+    if missing:
+        raise ConfigError(
+            f"{names['WORLD_SIZE']} is set, but {' and '.join(missing)} not: start the script with {launcher}"
+        )
+    return {name: environ[theirs] for name, theirs in names.items()}
+
+
+def _note_of_one(environ: Mapping[str, str]) -> str | None:
+    """A line for who reserved more in Slurm than this one process will use."""
+    reserved = {name: _number(environ, name) for name in ("SLURM_NTASKS", "SLURM_NNODES")}
+    name = max(reserved, key=reserved.get)
+    if reserved[name] == 1:
+        return None
+    return (
+        f"{name} is {reserved[name]}, but srun did not start this process: it trains alone. Put srun before the command"
+    )
+
+
+def first_node(text: str) -> str:
+    """The first name in a list as Slurm writes it: gpu03 of gpu[03-04,07],login1."""
+    if not re.fullmatch(f"{_NODES}(?:,{_NODES})*", text):
+        raise ConfigError(f"the node list {in_short(text)!r} can't be read: export MASTER_ADDR, the first node's name")
+    entry = re.match(_NODES, text)[0]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry)
+
+
+def tasks_on(node: int, text: str) -> int:
+    """The number of tasks on a node of the step, of them all as Slurm writes them: 4(x2),3 is 4, 4, 3."""
+    parts = [re.fullmatch(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,8})\))?", part, re.ASCII) for part in text.split(",")]
+    if None in parts:
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {in_short(text)!r}: expected numbers like 4(x2),3")
+    for part in parts:
+        node -= int(part[2] or 1)
+        if node < 0:
+            break
+    return int(part[1])
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now, below those that the kernel hands out by itself:
+    one of these may be taken, by anybody's outgoing connection, before it is used."""
+    for port in random.SystemRandom().sample(range(15_000, 32_768), 100):
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise ConfigError("no free port was found on 127.0.0.1: set MASTER_PORT to one")
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether a machine's own name leads to no address that another machine could reach."""
+    try:
+        found = socket.getaddrinfo(host, None)
+    except OSError:
+        return True
+    return all(address[0].startswith("127.") or address[0] == "::1" for *_, address in found)
+
+
+def _number(environ: Mapping[str, str], name: str, least: int = 1) -> int:
+    """A variable's whole number, or the least that it can be where it is not set."""
+    text = environ.get(name, str(least))
+    if (number := _parsed(text)) is None:
+        raise ConfigError(f"{name} is {in_short(text)!r}: expected a whole number")
+    return number
+
+
+def _parsed(text: str) -> int | None:
+    """A whole number, of no more digits than any of these variables has."""
+    return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None

@@ -1,0 +1,386 @@
+"""The lock on --output_dir: one run at a time writes there, whatever file system the machines share.
+
+run.lock says who holds it: machine, process, start. It appears by a hard link and changes hands by a rename, which are
+one step on NFS too. A holder on this machine is alive if its process is; one elsewhere, while it renews the file.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+from pydantic import Field, TypeAdapter, ValidationError
+
+from llava_ds.constants import EXIT_BAD_INPUT, ConfigError, DataError
+from llava_ds.files.hashed import described
+from llava_ds.runtime.launchers import rank_variables
+from llava_ds.runtime.processes import process_namespace, say_now, watch_launcher
+from llava_ds.runtime.ranks import Ranks, from_first, gather, print_first
+
+NAME = "run.lock"
+TICK_S, RENEWAL_S = 0.5, 5.0
+SILENT_S = 60.0  # without a renewal, by the file system's own clock, a holder on another machine is dead
+ENDING_S = 900.0  # that a run which was asked to stop is waited for
+LINGERING_S = 90.0  # that ranks of a dead run are waited for, whose watchdogs end them
+SAME_START_S = 5.0  # by which the start of one process may differ between two looks: clocks are set
+MOST_BYTES = 1 << 20
+
+# What a field of run.lock may hold: others may have written it, and its token becomes part of a file's name.
+Token = Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
+Pid = Annotated[int, Field(ge=1, lt=1 << 31)]
+Text = Annotated[str, Field(max_length=256)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process and what tells it from a later one of its number."""
+
+    host: Text
+    namespace: Text  # see process_namespace
+    pid: Pid
+    started: Annotated[float, Field(allow_inf_nan=False)]
+
+    @classmethod
+    def current(cls) -> "Process":
+        started = psutil.Process().create_time()
+        return cls(socket.gethostname(), process_namespace(), os.getpid(), started)
+
+    @property
+    def is_here(self) -> bool:
+        """True for a process of this machine's process namespace."""
+        return (self.namespace or self.host) == (process_namespace() or socket.gethostname())
+
+    @property
+    def is_alive(self) -> bool:
+        """Of one that is here: whether it still runs, and is not another of the same number."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found = psutil.Process(self.pid)
+            same = abs(found.create_time() - self.started) < SAME_START_S
+            return same and found.status() != psutil.STATUS_ZOMBIE
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """The content of run.lock.
+
+    ranks: all processes of the run, as soon as they have met; launcher: of rank 0, by which the others know it;
+    ending: whether it was asked to stop.
+    """
+
+    token: Token
+    first: Process | None
+    since: Text = ""
+    ranks: tuple[Process, ...] = ()
+    launcher: int | None = None
+    ending: bool = False
+
+    def encoded(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @property
+    def is_here(self) -> bool:
+        return self.first is not None and self.first.is_here
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return "a process that does not say its name"
+        return f"process {self.first.pid} on {self.first.host}, started {self.since}"
+
+
+_HOLDER = TypeAdapter(Holder)
+
+
+class OutputLock:
+    """Held by rank 0 from before the ranks meet to the end of the block that it is entered for.
+
+    A rank that crashes or is killed leaves the file behind, which then names a process that is gone.
+    """
+
+    def __init__(self) -> None:
+        self._is_ending: Callable[[], bool] = lambda: False
+        self._path: Path | None = None
+        self._holder: Holder | None = None
+        self._made: list[Path] = []  # folders, the innermost first
+        self._released = threading.Event()
+        self._writing = threading.Lock()  # of the file, and of self._holder
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "OutputLock":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if error is None or isinstance(error, (ConfigError, DataError)):  # else other ranks may be writing yet
+            self.release()
+
+    def tell_of(self, is_ending: Callable[[], bool]) -> None:
+        """Have those who wait for the lock know that this run was asked to stop."""
+        self._is_ending = is_ending
+
+    def take_early(self, folder: Path) -> None:
+        """Before the ranks meet, where all are on this machine: take it on rank 0, wait for that on the others.
+
+        A second start with the same port would else join the first one's ranks. Raises ConfigError on rank 0 where
+        another run holds it.
+        """
+        variables = {**os.environ, **rank_variables(os.environ)[0]}
+        here = int(variables.get("LOCAL_SIZE") or variables.get("LOCAL_WORLD_SIZE") or 1)
+        if here < int(variables["WORLD_SIZE"]):
+            return
+        if variables["RANK"] == "0":
+            self.take(folder)
+        elif (launcher := watch_launcher().above.launcher) is not None:
+            while not _is_held_by(folder / NAME, launcher):
+                time.sleep(TICK_S / 2)  # if rank 0 is refused, the launcher ends this one
+
+    def take_together(self, folder: Path, ranks: Ranks) -> None:
+        """Take it on rank 0, unless that was done, and note all ranks in it. All call it together."""
+        from_first(ranks, lambda: self.take(folder) if self._holder is None else None)
+        everyone = gather(Process.current(), ranks)
+        if self._holder is not None:
+            self._rewrite(ranks=tuple(everyone))
+
+    def take(self, folder: Path) -> None:
+        """Take it, or raise ConfigError with the name of who holds it. Makes the folder."""
+        try:
+            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path = folder / NAME
+            before = self._acquire()
+            self._wait_for_ranks(before)
+        except OSError as error:
+            raise ConfigError(f"--output_dir can't be written to: {described(folder, error)}") from error
+        self._remove_what_kills_left()
+        self._thread = threading.Thread(target=self._renew, name="output-lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Let the next run in."""
+        self._released.set()
+        with self._writing, contextlib.suppress(OSError, ConfigError):  # the latter of what is no file any more
+            holder, self._holder = self._holder, None
+            if holder is None:
+                return
+            found = _read(self._path)
+            if found is not None and found.token == holder.token:
+                self._path.unlink()
+            for folder in self._made:
+                folder.rmdir()  # where nothing was written
+        if self._thread is not None:
+            self._thread.join()
+
+    def _acquire(self) -> Holder | None:
+        """Become the holder. Returns the dead one that held it before, if any."""
+        token = secrets.token_hex(8)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        mine = Holder(token, Process.current(), since, launcher=watch_launcher().above.launcher)
+        own = self._path.with_name(f"{NAME}.{token}")
+        own.write_text(mine.encoded(), encoding="utf-8")
+        before = None
+        try:
+            while not _create(own, self._path):
+                before = self._wait(own)
+                if before is not None and self._succeed(own, before):
+                    break
+        finally:
+            own.unlink(missing_ok=True)
+        self._holder = mine
+        return before
+
+    def _wait(self, own: Path) -> Holder | None:
+        """The holder, once it is dead; None when another takes its place. Raises ConfigError if it lives on."""
+        first, first_time = _read(self._path), _renewed(self._path)
+        began, told = time.monotonic(), False
+        while first is not None and (holder := _read(self._path)) is not None and holder.token == first.token:
+            renewed = _renewed(self._path)
+            if holder.is_here:
+                lives = holder.first.is_alive
+                if not lives:
+                    return holder
+            else:
+                os.utime(own)  # the file system's clock, not this machine's
+                lives = renewed != first_time
+                if not lives and _renewed(own) - renewed > SILENT_S:
+                    return holder
+            if lives and (not holder.ending or time.monotonic() - began > ENDING_S):
+                raise ConfigError(
+                    f"--output_dir {self._path.parent} is in use by another run ({holder}): wait until it has ended, "
+                    "stop it, or give another --output_dir"
+                )
+            if not told:
+                told = True
+                doing = "has been asked to stop" if holder.ending else "gives no sign of life yet"
+                print_first(f"--output_dir is held by {holder}, which {doing}: waiting")
+            time.sleep(TICK_S)
+        return None
+
+    def _succeed(self, own: Path, dead: Holder) -> bool:
+        """Take a dead holder's place, if nobody else does. The right to it is a file with the dead one's token, that
+        only one start can create; if this start dies with it, the next one's is named after this one."""
+        token, passed = dead.token, []
+        while not _create(own, right := self._path.with_name(f"{NAME}.after-{token}")):
+            other = _read(right)
+            if other is None or not other.is_here or other.first.is_alive:
+                time.sleep(TICK_S / 5)
+                if other is None or other.is_here or _age(own, right) < SILENT_S:
+                    return False
+            token = other.token
+            passed.append(right)
+        found = _read(self._path)
+        if found is None or found.token != dead.token:
+            right.unlink()
+            return False
+        os.replace(right, self._path)
+        for path in passed:
+            path.unlink(missing_ok=True)
+        return True
+
+    def _wait_for_ranks(self, before: Holder | None) -> None:
+        """Until the other ranks of a dead run have ended, which may be writing yet."""
+        began, told = time.monotonic(), False
+        while left := [each for each in (before.ranks if before else ()) if each.is_here and each.is_alive]:
+            if time.monotonic() - began > LINGERING_S:
+                self._rewrite(first=left[0], ranks=tuple(left))  # so that no other start takes them for dead
+                self._holder = None
+                pids = " ".join(str(each.pid) for each in left)
+                raise ConfigError(
+                    f"--output_dir {self._path.parent} is in use: processes of an earlier run, whose rank 0 is gone, "
+                    f"have not ended within {LINGERING_S:.0f} s: kill -9 {pids}, or give another --output_dir"
+                )
+            if not told:
+                told = True
+                self._rewrite(ranks=tuple(left))
+                print_first(f"{len(left)} ranks of the run before, which was killed, are still ending: waiting")
+            time.sleep(TICK_S)
+
+    def _remove_what_kills_left(self) -> None:
+        for path in self._path.parent.glob(f"{NAME}.*"):
+            with contextlib.suppress(OSError, ConfigError):  # what is no file is not a kill's to leave
+                if (other := _read(path)) is not None and other.is_here and not other.first.is_alive:
+                    path.unlink()
+
+    def _rewrite(self, **changes: object) -> None:
+        """Change what the file says, unless it is this run's no more."""
+        with self._writing:
+            if self._released.is_set():
+                return
+            self._holder = dataclasses.replace(self._holder, **changes)
+            self._scratch.write_text(self._holder.encoded(), encoding="utf-8")
+            try:
+                if self._is_mine():  # the last look before the file is exchanged
+                    os.replace(self._scratch, self._path)
+            finally:
+                self._scratch.unlink(missing_ok=True)
+
+    @property
+    def _scratch(self) -> Path:
+        return self._path.with_name(f"{NAME}.{self._holder.token}")
+
+    def _is_mine(self) -> bool:
+        """Whether the file is there and this run's. If it is another run's, this process ends: both would write.
+
+        A run that stood still for longer than SILENT_S (a suspended machine, a network disk that hangs) loses it to a
+        start on another machine, and must look before it writes.
+        """
+        found = _read(self._path)
+        if found is None:  # removed by hand
+            return False
+        if found.token != self._holder.token:
+            say_now(
+                f"run/train.py: error: --output_dir {self._path.parent} was taken over by another run "
+                f"({found}), for this one was silent: it ends, so that it does not write there too"
+            )
+            with contextlib.suppress(OSError):
+                self._scratch.unlink(missing_ok=True)
+            os._exit(EXIT_BAD_INPUT)
+        return True
+
+    def _renew(self) -> None:
+        """The thread: says that this run lives, and that it is ending; ends it if another holds the lock."""
+        due, told = time.monotonic(), False
+        while not self._released.wait(TICK_S):
+            with contextlib.suppress(OSError, ConfigError):  # of a disk whose saves fail too, and say so
+                if self._is_ending() and not told:
+                    self._rewrite(ending=True)
+                    told = True
+                if time.monotonic() < due:
+                    continue
+                due = time.monotonic() + RENEWAL_S
+                with self._writing:
+                    if not self._released.is_set() and self._is_mine():
+                        os.utime(self._path)
+
+
+def _create(own: Path, path: Path) -> bool:
+    """Give a whole file another name, if nobody else has it. Whether it was done."""
+    try:
+        os.link(own, path)
+        return True
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links; NFS may also have done it, and lost its answer
+        with contextlib.suppress(OSError):
+            if os.path.samefile(own, path):
+                return True
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(own.read_text(encoding="utf-8"))
+        return True
+    except FileExistsError:
+        return False
+
+
+def _read(path: Path) -> Holder | None:
+    """Read a lock; None where there is none. One that can't be read has a holder without a name.
+
+    Raises OSError, and ConfigError where something stands there that no run has put there.
+    """
+    try:
+        # Opening is what makes NFS ask its server; a pipe of that name would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        if path.is_symlink():  # no lock could be created there either
+            raise ConfigError(f"{path} is a link that leads nowhere: remove it") from None
+        return None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path} is no file of a run's: move it away")
+        text = file.read(MOST_BYTES)
+    try:
+        return _HOLDER.validate_json(text, strict=True)
+    except ValidationError:
+        return Holder(f"unreadable-{status.st_ino}", None)
+
+
+def _renewed(path: Path) -> float:
+    """Time at which a lock was last renewed, by the file system's clock; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _age(own: Path, path: Path) -> float:
+    """Seconds since a file was renewed, by the file system's clock."""
+    os.utime(own)
+    return _renewed(own) - _renewed(path)
+
+
+def _is_held_by(path: Path, launcher: int) -> bool:
+    """Whether rank 0 of a launcher of this machine's holds it. Not yet, where it can't be read: rank 0 says why."""
+    try:
+        holder = _read(path)
+    except (OSError, ConfigError):
+        return False
+    return holder is not None and holder.is_here and holder.launcher == launcher and holder.first.is_alive

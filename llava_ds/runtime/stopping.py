@@ -1,0 +1,286 @@
+"""A run that is asked to stop saves at the next step boundary and leaves, all ranks at the same boundary.
+
+Asked by SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any of them, by the end of the process that started them, or by
+--max_run_time.
+Signals are read by a thread, for a main thread inside a collective would not hear the second one, which leaves at once.
+"""
+
+import contextlib
+import functools
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from enum import Enum
+
+import numpy as np
+import torch
+
+from llava_ds.config.durations import seconds_of
+from llava_ds.constants import EXIT_NOT_RESUMABLE, EXIT_STOPPED
+from llava_ds.runtime.processes import (
+    GONE,
+    LOOK_S,
+    Above,
+    LauncherWatch,
+    end_with_parent,
+    has_ended,
+    hold,
+    say_now,
+    watch_launcher,
+)
+from llava_ds.runtime.ranks import Ranks, barrier, print_first
+
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last when the terminal is closed
+LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # what asks beside signals, whose numbers are smaller
+# One Ctrl-C comes twice, from the terminal and as SIGTERM from the launcher; so does a signal to the process group.
+SAME_REQUEST_S = 2.0
+WAIT_S = 1.0  # until the others have ended too
+HOLD_S = 900.0  # that a launcher is kept from killing; after it, a run that reaches no boundary is its to end
+PATIENCE = timedelta(hours=12)  # as for all waits in which a rank may be writing files
+LEAVING_S, LEAVING = 20.0, 0.1  # for the report and the processes' end: seconds, but at most this part of the limit
+UNKNOWN_SAVE = 0.05  # of --max_run_time, kept for the save while none has been timed
+
+
+class Phase(Enum):
+    """What a request does."""
+
+    LEAVES = "nothing that is not on disk would be lost: the process ends at once"
+    SAVES = "it is agreed on and obeyed at a step boundary"
+    WAITS = "the run is about to end, and nothing but its end would keep what was trained"
+    IGNORED = "this rank is leaving"
+
+
+class Agreement:
+    """One number of every rank, of which all learn the largest a step later, without waiting for each other's device.
+
+    Each call begins a reduction over gloo, in a group of its own, and ends the one that the call before began: by
+    then it is done, if no rank is a whole step behind.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        """All ranks call it together."""
+        alone = ranks.world_size == 1
+        self._group = None if alone else torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
+        self._begun: tuple[torch.distributed.Work, np.ndarray] | None = None
+
+    def exchange(self, mine: int) -> int:
+        """The largest number that was given in the call before, or in this one by a rank that is alone; 0 at first."""
+        if self._group is None:
+            return mine
+        agreed = self.close()
+        if not agreed:
+            values = np.array([mine], dtype=np.int64)  # read as numpy, for reading a tensor counts as a wait
+            work = torch.distributed.all_reduce(
+                torch.from_numpy(values), torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
+            )
+            self._begun = (work, values)
+        return agreed
+
+    def close(self) -> int:
+        """End what was begun, and return its number. All ranks call it together."""
+        if self._begun is None:
+            return 0
+        (work, values), self._begun = self._begun, None
+        work.wait()
+        return int(values[0])
+
+
+class Stopping:
+    """Hears that the run is asked to stop, lets all ranks agree on it, and says so."""
+
+    def __init__(
+        self, watch: LauncherWatch | None = None, on_leaving: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """watch: of the launchers, this process's own if absent; on_leaving: is told why this process ends at once."""
+        self._watch, self._on_leaving = watch, on_leaving
+        self._phase = Phase.LEAVES
+        self._asked = 0  # what asked first: a signal's number, LAUNCHER_GONE or TIME_IS_OVER
+        self._told_s: float | None = None  # when the first SIGTERM or SIGINT came, of time.monotonic()
+        self._reason = 0  # that all ranks agreed on
+        self._above, self._siblings = Above(), []
+        self._rank = self._local_rank = 0
+        self._held: subprocess.Popen | None = None
+        self._agreement: Agreement | None = None
+        self._started_s = time.monotonic()
+        self._limit_s: float | None = None
+        self._longest_step_s, self._longest_save_s, self._num_steps = 0.0, None, 0
+        # srun --kill-on-bad-exit kills the others as soon as one task fails, and takes their end for the job's.
+        self._one_code = "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ
+
+    def __enter__(self) -> "Stopping":
+        """Take the signals over, from the main thread; until training begins, one ends this process at once."""
+        self._watch = self._watch or watch_launcher()
+        self._above = self._watch.above
+        self._started_s = time.monotonic() - self._above.started_s_ago(time.time())
+        reader, writer = os.pipe()
+        for end in (reader, writer):
+            os.set_blocking(end, False)
+        self._pipe = (reader, writer)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        heard = [number for number in ASKING if not _is_ignored_hangup(number)]
+        self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
+        _prepare_children()
+        self._thread = threading.Thread(target=self._hear, name="stopping", daemon=True)
+        self._thread.start()
+        self._watch.call(lambda: os.write(writer, bytes([LAUNCHER_GONE])))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Give the signals back; whoever leaves as it was asked to hears no more of them."""
+        self._watch.call(lambda: None)  # it is about to end
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if self._phase is Phase.IGNORED else handler)
+        os.write(self._pipe[1], b"\0")
+        self._thread.join()
+        for end in self._pipe:
+            os.close(end)
+
+    @contextlib.contextmanager
+    def training(self, max_run_time: str | None, ranks: Ranks) -> Iterator[None]:
+        """Within it a request waits for a step boundary. All ranks enter it together."""
+        self._agreement = Agreement(ranks)
+        self._limit_s = None if max_run_time is None else seconds_of(max_run_time)
+        self._local_rank, self._rank = ranks.local_rank, ranks.rank
+        self._siblings = self._above.siblings()
+        barrier(ranks)  # none leaves at once while another already waits for it in a step
+        self._phase = Phase.SAVES
+        try:
+            yield
+            self._agreement.close()
+            self._phase = Phase.IGNORED if self._reason else Phase.WAITS
+        except BaseException:
+            self._phase = Phase.LEAVES  # at the launcher's SIGTERM, with which it ends those that another has failed
+            self._release()
+            raise
+
+    @property
+    def is_asked(self) -> bool:
+        """True if this rank was asked to stop, or knows that all will."""
+        return bool(self._asked or self._reason)
+
+    def agreed(self, step_time_s: float, ahead_s: float = 0.0) -> bool:
+        """Whether to save and stop at this boundary, the same on every rank. Each calls it once per step.
+
+        ahead_s: seconds of what else comes before the next chance.
+        """
+        self._num_steps += 1
+        if self._num_steps > 1:  # the first one also compiles and allocates
+            self._longest_step_s = max(self._longest_step_s, step_time_s)
+        limited = self._limit_s is not None and not self._asked
+        if limited and self._elapsed_s() > self._limit_s - self._needed_s() - ahead_s:
+            self._asked = TIME_IS_OVER
+        self._reason = self._agreement.exchange(self._asked)
+        return self._reason != 0
+
+    def saved(self, seconds: float) -> None:
+        """Note how long a checkpoint took, for --max_run_time."""
+        self._longest_save_s = max(seconds, self._longest_save_s or 0.0)
+
+    def ends(self, is_saved: bool) -> None:
+        """Training is over. is_saved: whether a checkpoint holds all of it, so that a request ends the process at once,
+        also one that came too late for the last boundary."""
+        if is_saved:
+            self._phase = Phase.LEAVES
+            if self._asked:
+                self._leave_now(self._asked)
+
+    def leave(self, step: int, saved: str, resumable: bool, ranks: Ranks) -> int:
+        """Say what was saved, and return the exit code. All ranks call it together; no signal ends one of them now.
+
+        saved: whether that step was, and what the same command does next; resumable: whether that is to resume: a
+        batch system starts it again then.
+        """
+        print_first(f"{_spelled(self._reason)}: stopped after step {step:,}, which is {saved}")
+        barrier(ranks)
+        if self._one_code:
+            time.sleep(WAIT_S if ranks.is_first else 0.0)
+        code = EXIT_STOPPED if resumable else EXIT_NOT_RESUMABLE
+        return code if ranks.is_first or not self._one_code else 0
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def _needed_s(self) -> float:
+        """Seconds to keep for stopping: what is agreed now is done a step later and saved, and then all have to end."""
+        save_s = UNKNOWN_SAVE * self._limit_s if self._longest_save_s is None else 1.5 * self._longest_save_s
+        return 3 * self._longest_step_s + save_s + WAIT_S + min(LEAVING_S, LEAVING * self._limit_s)
+
+    def _hear(self) -> None:
+        """The thread: signals as they come, and the end of the launchers."""
+        while True:
+            ready, _, _ = select.select([self._pipe[0]], [], [], LOOK_S)
+            received = os.read(self._pipe[0], 512) if ready else b""
+            if 0 in received:
+                return
+            for number in received:
+                if number in ASKING or (number == LAUNCHER_GONE and not self._asked):
+                    self._ask(number)  # other handlers' signals come here too
+            if self._held is not None and time.monotonic() - self._told_s > HOLD_S:
+                self._release()
+
+    def _ask(self, reason: int) -> None:
+        if self._phase is Phase.IGNORED:
+            return
+        now, first = time.monotonic(), not self._asked
+        if reason in (signal.SIGTERM, signal.SIGINT):
+            if self._told_s is not None and now - self._told_s > SAME_REQUEST_S:
+                os._exit(128 + reason)
+            self._told_s = self._told_s or now
+            if self._phase is Phase.SAVES and any(has_ended(process) for process in self._siblings):
+                os._exit(128 + reason)  # the launcher ends those that another has failed: no boundary will come
+        self._asked = self._asked or reason
+        if self._phase is Phase.LEAVES:
+            self._leave_now(reason)
+        if self._phase is Phase.SAVES and self._told_s == now and self._local_rank == 0 and self._above.launcher:
+            # It has sent its first rank SIGTERM, kills it 30 s later, and then turns to the next: too soon for a large
+            # checkpoint.
+            self._held = hold(self._above.launcher)
+        if first and self._rank == 0:
+            again = f"again after {SAME_REQUEST_S:.0f} s (kill -TERM -{os.getpgrp()}) leaves at once"
+            then = "a checkpoint after this step, then the end" if self._phase is Phase.SAVES else "finishing the run"
+            say_now(f"{_spelled(reason)}: {then}; {again}")
+
+    def _leave_now(self, reason: int) -> None:
+        self._on_leaving(_spelled(reason))
+        if os.environ.get("RANK", "0") == "0":
+            say_now(f"{_spelled(reason)}: leaving at once, for nothing is lost by it; the same command starts again")
+        first = not self._one_code or os.environ.get("SLURM_PROCID") == "0"
+        if self._one_code and first:
+            time.sleep(WAIT_S)
+        os._exit(EXIT_STOPPED if first or reason != signal.SIGUSR1 else 0)  # Slurm sends that one to all tasks
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held.stdin.close()
+            self._held = None
+
+
+@functools.cache  # hooks can't be taken away again
+def _prepare_children() -> None:
+    """Keep processes that are forked from taking their signals for this one's, and let none of them stay behind."""
+
+    def in_child() -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pools end their workers with it
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # which the terminal sends to all
+            signal.signal(number, signal.SIG_IGN)
+        end_with_parent()
+
+    os.register_at_fork(after_in_child=in_child)
+
+
+def _is_ignored_hangup(number: int) -> bool:
+    """True for SIGHUP where nohup has asked to pass it over: that run is to outlive its terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
+def _spelled(reason: int) -> str:
+    """What asked, for a person."""
+    others = {LAUNCHER_GONE: GONE, TIME_IS_OVER: "--max_run_time is nearly over"}
+    return others.get(reason) or signal.Signals(reason).name

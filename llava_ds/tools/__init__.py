@@ -1,1 +1,0 @@
-"""Looking at a machine or a model before training on it."""

@@ -1,1 +1,0 @@
-"""What run/bench.py measures, and against what."""

@@ -1,0 +1,163 @@
+"""Several runs side by side: what they did differently, and what came of it."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from llava_ds.runtime.ranks import printable
+from llava_ds.tracking.chart import Series, line_chart, short
+from llava_ds.tracking.markup import COLOURS, document, esc, section, sentence, table
+from llava_ds.tracking.run_files import RunFiles
+from llava_ds.tracking.series import running_mean
+from llava_ds.tracking.wording import duration, model_of, num_bytes, shown_score
+
+# Where a run lies differs always, and says nothing.
+PLACES = ("output_dir", "run_name", "cache_dir", "resume")
+NUMBERS = {
+    "steps": ("optimizer steps", "{:,.0f}".format),
+    "epoch": ("epochs", "{:.2f}".format),
+    "loss": ("loss at the end (running mean)", "{:.4f}".format),
+    "held_out_loss": ("eval loss, last", "{:.4f}".format),
+    "tokens": ("tokens", short),
+    "step_time_s": ("spent in steps", duration),
+    "tokens_per_s": ("tokens/s (median)", "{:,.0f}".format),
+    "mfu": ("MFU (median)", "{:.1%}".format),
+    "wait": ("waiting for data", "{:.1%}".format),
+    "peak_memory_bytes": ("peak memory of rank 0", num_bytes),
+    "skipped_steps": ("steps skipped", "{:,.0f}".format),
+    "broken_samples": ("samples that broke", "{:,.0f}".format),
+}
+CURVES = {
+    "loss": "Loss per supervised token (running mean)",
+    "lr": "Learning rate of the first group",
+    "grad_norm": "Gradient norm (running mean)",
+    "tokens_per_s": "Throughput, tokens/s (running mean)",
+}
+LINEAR = ("lr", "tokens_per_s")
+
+
+def names_of(runs: list[RunFiles]) -> list[str]:
+    """What each is called, all different: the folder beside the name where that is needed."""
+    counts = Counter(run.name for run in runs)
+    names = [run.name if counts[run.name] == 1 else f"{run.name} ({run.output_dir})" for run in runs]
+    return [name if names.count(name) == 1 else f"{name} #{i + 1}" for i, name in enumerate(names)]
+
+
+def numbers_table(runs: list[RunFiles]) -> list[list[str]]:
+    """A row per number that at least one of them has, scores first: its label, and each run's."""
+    found = [run.numbers for run in runs]
+    rows = [
+        [label, *(form(numbers[name]) if name in numbers else "" for numbers in found)]
+        for name, (label, form) in NUMBERS.items()
+        if any(name in numbers for numbers in found)
+    ]
+    scores = [_scores(run) for run in runs]
+    kinds = dict.fromkeys(kind for each in scores for kind in each)
+    return [*([kind, *(each.get(kind, "") for each in scores)] for kind in kinds), *rows]
+
+
+def differences(runs: list[RunFiles]) -> list[list[str]]:
+    """A row per flag, DeepSpeed value or circumstance that is not the same in all of them: its name, and each run's."""
+    return [
+        [name, *("" if value is None else value if isinstance(value, str) else json.dumps(value) for value in values)]
+        for name, values in _side_by_side(runs)
+        if any(value != values[0] for value in values)
+    ]
+
+
+def in_terminal(runs: list[RunFiles]) -> list[str]:
+    """The tables as lines, as wide as their contents."""
+    names = names_of(runs)
+    lines = _aligned([["", *names], *numbers_table(runs)])
+    if differing := differences(runs):
+        lines += ["", *_aligned([["differs", *names], *differing])]
+    else:
+        lines += ["", "no flag and no DeepSpeed value differs"]
+    return lines + [f"{name}: {problem}" for name, run in zip(names, runs) for problem in run.problems.values()]
+
+
+def comparison_page(runs: list[RunFiles]) -> str:
+    """compare.html: the tables of in_terminal and curves on common axes."""
+    names = names_of(runs)
+    charts = [
+        line_chart(
+            title,
+            [_series(run, name, label, i) for i, (run, label) in enumerate(zip(runs, names))],
+            log=name not in LINEAR,
+        )
+        for name, title in CURVES.items()
+    ]
+    if any(run.evals for run in runs):
+        held_out = [
+            Series(label, *run.column("loss", run.evals), colour=i % len(COLOURS), dots=True)
+            for i, (run, label) in enumerate(zip(runs, names))
+        ]
+        charts.insert(1, line_chart("Eval loss", held_out))
+    differing = differences(runs)
+    problems = [f"{name}: {text}" for name, run in zip(names, runs) for text in run.problems.values()]
+    lines = [(name, model_of(run) if run.flags else "", run.output_dir.resolve()) for name, run in zip(names, runs)]
+    numbers = table(["", *names], numbers_table(runs), range(1, len(names) + 1), stacks=True, named=True)
+    return document(
+        f"{', '.join(names)}: side by side",
+        [
+            f"<header><h1>{esc(' · '.join(names))}</h1></header>",
+            *(sentence(text, "warn") for text in problems),
+            section("Result", numbers),
+            section("Curves", f'<div class="charts">{"".join(charts)}</div>'),
+            section(
+                "What differs",
+                table(["", *names], differing, stacks=True, named=True)
+                if differing
+                else sentence("No flag and no DeepSpeed value.", "note"),
+            ),
+            section("Runs", table(["run", "what", "folder"], lines, stacks=True)),
+        ],
+    )
+
+
+def _series(run: RunFiles, name: str, label: str, index: int) -> Series:
+    steps, values = run.column(name)
+    return Series(label, steps, values if name == "lr" else running_mean(values), colour=index % len(COLOURS))
+
+
+def _side_by_side(runs: list[RunFiles]) -> list[tuple[str, list[object]]]:
+    """(name, values) of all that a run is told: flags in their order, DeepSpeed's values, versions, the rest."""
+    each = []
+    for run in runs:
+        told = {f"--{name}": value for name, value in run.flags.items() if name not in PLACES}
+        told |= {f"ds_config: {key}": value for key, value in _flat(run.ds_config)}
+        versions = run.record.get("versions")
+        told |= {f"version of {name}": text for name, text in (versions if isinstance(versions, dict) else {}).items()}
+        told |= {name: run.record.get(name) for name in ("world_size", "device", "git_revision")}
+        each.append(told)
+    order = ("--", "ds_config: ", "version of ", "")
+    names = dict.fromkeys(name for told in each for name in told)
+    names = sorted(names, key=lambda name: next(i for i, start in enumerate(order) if name.startswith(start)))
+    return [(name, [told.get(name) for told in each]) for name in names]
+
+
+def _flat(value: object, path: str = ""):
+    if isinstance(value, dict) and value:
+        for name, each in value.items():
+            yield from _flat(each, f"{path}.{name}" if path else str(name))
+    elif path:
+        yield path, value
+
+
+def _scores(run: RunFiles) -> dict[str, str]:
+    """The overall scores of what run/evaluate.py left, or all where there is no overall one."""
+    found = {}
+    for file, content in run.evaluations.items():
+        scores = content.get("scores", content)
+        for path, value in _flat(scores):
+            shown = shown_score(value)
+            if shown:
+                found[f"{Path(file).stem}: {path}"] = shown
+    overall = {name: text for name, text in found.items() if name.endswith((".overall", " overall"))}
+    return overall or found
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]

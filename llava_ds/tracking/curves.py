@@ -1,0 +1,111 @@
+"""The curves of a run's page: of learning (loss, eval loss, rates, gradients), and of the machine (speed, memory)."""
+
+import math
+
+from llava_ds.tracking.chart import Series, line_chart
+from llava_ds.tracking.markup import sentence
+from llava_ds.tracking.run_files import RunFiles, is_number
+from llava_ds.tracking.series import running_mean
+
+
+def learning_curves(run: RunFiles) -> str:
+    """Loss, eval loss, learning rate and gradient norm, as HTML; what a run has no numbers for is left out."""
+    if not run.metrics:
+        return sentence(run.problems.get("metrics.jsonl", "There are no steps."), "warn")
+    # In one order, so that both charts draw a source in the same colour.
+    names = list(dict.fromkeys(name for row in (*run.metrics, *run.evals) for name in _by_source(row)))
+    charts = [
+        line_chart("Loss per supervised token", loss_series(run)),
+        _sources("Loss by data source (running mean)", run.metrics, names, smooth=True),
+        _sources("Eval loss by data source", run.evals, names, smooth=False),
+        line_chart("Learning rate", _rates(run), log=False),
+        _smoothed(run, "Gradient norm", "grad_norm"),
+    ]
+    not_finite = sum(not math.isfinite(value) for value in run.column("loss")[1])
+    note = (
+        sentence(f"Steps whose loss was not finite, where the curve has gaps: {not_finite:,}.", "note")
+        if not_finite
+        else ""
+    )
+    return f'{note}<div class="charts">{"".join(filter(None, charts))}</div>'
+
+
+def machine_curves(run: RunFiles) -> str:
+    """Throughput, time per step and memory, as HTML; nothing where no step has them."""
+    charts = [_smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False), _times(run), _memory(run)]
+    return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+
+
+def loss_series(run: RunFiles) -> list[Series]:
+    """The loss of every step, its running mean, and the eval loss."""
+    steps, losses = run.column("loss")
+    held_out = run.column("loss", run.evals)
+    series = [
+        Series("each step", steps, losses, colour=0, faint=True),
+        Series("running mean", steps, running_mean(losses), colour=0),
+    ]
+    return [*series, Series("eval", *held_out, colour=1, dots=True)] if held_out[0] else series
+
+
+def _sources(title: str, rows: list[dict], names: list[str], smooth: bool) -> str:
+    """For each data source, of a run that has several, its loss. The page has eight colours, which then begin anew."""
+    series = []
+    for i, name in enumerate(names):
+        steps, losses = _of_source(rows, name)
+        if not steps:
+            continue
+        series.append(Series(name, steps, running_mean(losses) if smooth else losses, colour=i % 8, dots=not smooth))
+    return line_chart(title, series) if series else ""
+
+
+def _of_source(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
+    """Steps and losses of one data source."""
+    found = [(row["step"], _by_source(row)[name]) for row in rows if is_number(_by_source(row).get(name))]
+    return [step for step, _ in found], [float(loss) for _, loss in found]
+
+
+def _by_source(row: dict) -> dict[str, float]:
+    found = row.get("source_losses")
+    return found if isinstance(found, dict) else {}
+
+
+def _smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:
+    steps, values = run.column(name)
+    if not values:
+        return ""
+    both = [Series("each step", steps, values, faint=True), Series("running mean", steps, running_mean(values))]
+    return line_chart(title, both, log=log)
+
+
+def _rates(run: RunFiles) -> list[Series]:
+    """One curve for each different rate of the parameter groups."""
+    rows = [row for row in run.metrics if isinstance(row.get("lr"), list) and all(map(is_number, row["lr"]))]
+    steps, seen = [row["step"] for row in rows], {}
+    for group in range(max((len(row["lr"]) for row in rows), default=0)):
+        values = tuple(float(row["lr"][group]) if group < len(row["lr"]) else math.nan for row in rows)
+        seen.setdefault(values, []).append(str(group))
+    named = len(seen) > 1
+    return [
+        Series(f"group {', '.join(groups)}" if named else "", steps, values, colour=i % 8)
+        for i, (values, groups) in enumerate(seen.items())
+    ]
+
+
+def _times(run: RunFiles) -> str:
+    steps, times = run.column("step_time_s")
+    waits = run.column("data_wait_s")
+    if not times:
+        return ""
+    series = [
+        Series("step", steps, running_mean(times), colour=0),
+        Series("of it waiting for data", waits[0], running_mean(waits[1]), colour=1),
+    ]
+    return line_chart("Seconds per step (running mean)", series, log=False)
+
+
+def _memory(run: RunFiles) -> str:
+    steps, sizes = run.column("peak_memory_bytes")
+    if not sizes:
+        return ""
+    gigabytes = [size / 1e9 for size in sizes]
+    return line_chart("Peak memory of rank 0, GB", [Series("", steps, gigabytes)], log=False, from_zero=True)

@@ -1,0 +1,60 @@
+"""evals.jsonl and samples.jsonl: the loss on held-out samples, and answers to a few questions, as training goes on."""
+
+from pathlib import Path
+
+from llava_ds.files.jsonl import RowLog, rows_of
+from llava_ds.runtime.ranks import Ranks, print_first
+from llava_ds.tracking.trackers import Trackers
+
+EVALS, SAMPLES = "evals.jsonl", "samples.jsonl"
+MOST_SHOWN = 100  # characters of an answer that are printed
+
+
+class Evals:
+    """Writes and prints them, on rank 0. What lies behind the step that a run resumes from is dropped, as of
+    metrics.jsonl."""
+
+    def __init__(self, output_dir: Path, resume_step: int, ranks: Ranks, trackers: Trackers) -> None:
+        self.trackers, self.is_first = trackers, ranks.is_first
+        if self.is_first:
+            paths = output_dir / EVALS, output_dir / SAMPLES
+            kept = [[row for row in rows_of(path) if row["step"] <= resume_step] for path in paths]
+            self.evals, self.samples = map(RowLog, paths, kept)
+            self._steps = {row["step"] for rows in kept for row in rows}
+
+    def has(self, step: int) -> bool:
+        """Whether an earlier start looked after this step. For rank 0."""
+        return step in self._steps
+
+    def add_loss(
+        self,
+        step: int,
+        loss: float,
+        tokens: int,
+        samples: int,
+        by_source: dict[str, float],
+        *,
+        broken: int,
+        seconds: float,
+    ) -> None:
+        """loss: the mean over these supervised tokens of these samples; by_source: over those of each of several data
+        sources; broken: samples that are not among them, for their pictures could not be read."""
+        if not self.is_first:
+            return
+        row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken}
+        several = {"source_losses": by_source} if by_source else {}
+        self.evals.write([{**row, **several, "seconds": round(seconds, 3)}])
+        curves = {f"eval/loss/{name}": mean for name, mean in by_source.items()}
+        self.trackers.log({"eval/loss": loss, **curves}, step)
+        without = f", without {broken:,} that broke," if broken else ""
+        print_first(f"step {step:,}: the loss on {samples:,} held-out samples{without} is {loss:.4f} ({seconds:.1f} s)")
+
+    def add_answers(self, step: int, rows: list[dict[str, object]], *, seconds: float) -> None:
+        """rows: id, question, images, reference and answer of each; seconds: that all of them took together."""
+        if not self.is_first:
+            return
+        self.samples.write([{"step": step, **row, "seconds": round(seconds, 3)} for row in rows])
+        print_first(f"step {step:,}: {len(rows)} sample questions are answered ({seconds:.1f} s)")
+        for row in rows:
+            answer, reference = (str(row[name])[:MOST_SHOWN] for name in ("answer", "reference"))
+            print_first(f"step {step:,}: {row['id']}: {answer!r}, where the data say {reference!r}")

@@ -1,0 +1,89 @@
+"""Mend what an earlier start left in --output_dir: damaged files are kept beside, and named."""
+
+import fnmatch
+from collections.abc import Iterable
+from pathlib import Path
+
+from typing_extensions import NotRequired, TypedDict
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.files.jsonl import replace_rows
+from llava_ds.files.side_files import move_aside, read_rows, why_not_regular
+from llava_ds.runtime.ranks import Ranks, from_first, print_first
+
+
+class _Step(TypedDict):
+    step: int
+
+
+class _Metrics(TypedDict):
+    """Of a row of metrics.jsonl what is computed with later."""
+
+    step: int
+    loss: float
+    epoch: float
+    lr: list[float]
+    tokens: int
+    grad_norm: NotRequired[float | None]
+
+
+class _Spike(TypedDict):
+    step: int
+    last: bool
+    rewound_to: str | None
+
+
+class _Skipped(TypedDict):
+    file: str
+    index: int
+    step: NotRequired[int]
+
+
+ROWS = {
+    "metrics.jsonl": _Metrics,
+    "evals.jsonl": _Step,
+    "samples.jsonl": _Step,
+    "skipped_steps.jsonl": _Step,
+    "loss_spikes.jsonl": _Spike,
+    "skipped.jsonl": _Skipped,
+}
+OTHERS = ("run.json", "ds_config.json", "trainer_state.json", "data_files.parquet")  # which every start writes anew
+
+
+def mend_side_files(output_dir: Path, names: Iterable[str], ranks: Ranks) -> None:
+    """Move what is no file aside, and of a .jsonl with damaged lines write the sound ones anew. All ranks call it.
+
+    names: of the files that a run writes, patterns among them. Raises ConfigError on every rank where that
+    can't be done.
+    """
+    from_first(ranks, lambda: _mend_all(output_dir, (*names, *OTHERS)))
+
+
+def _mend_all(output_dir: Path, wanted: tuple[str, ...]) -> None:
+    for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
+        if any(fnmatch.fnmatchcase(path.name, name) for name in wanted):
+            try:
+                _mend(path)
+            except OSError as error:
+                raise ConfigError(
+                    f"{path} is damaged and can't be moved aside ({error.strerror}): move it yourself"
+                ) from error
+
+
+def _mend(path: Path) -> None:
+    problem = why_not_regular(path)
+    rows, damaged = [], []
+    if problem is None and path.name in ROWS:
+        try:
+            rows, damaged = read_rows(path, ROWS[path.name])
+        except DataError as error:
+            problem = str(error)
+    if damaged:
+        lines = ", ".join(map(str, damaged[:5])) + (", …" if len(damaged) > 5 else "")
+        problem = f"of its lines {len(damaged)} hold no row ({lines}), the {len(rows)} others go on"
+    if problem is None:
+        return
+    kept = move_aside(path)
+    if damaged:
+        replace_rows(path, rows)
+    print_first(f"WARNING: {path} is damaged: {problem}; as it was it is now {kept.name}")

@@ -1,0 +1,143 @@
+"""Wrong answers of an evaluation, the most confident first: for the terminal, and with their images for the page."""
+
+import heapq
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from llava_ds.tracking.markup import esc, sentence
+from llava_ds.tracking.run_files import RunFiles, is_number
+from llava_ds.tracking.sampled import shown_image
+
+MOST_SHOWN = 12  # on the page
+MOST_IMAGES = 4  # of one question
+RIGHT = 0.5  # a score from which an answer is no mistake: VQA's accuracy is graded
+LONGEST_TEXT = 200  # characters of a question or an answer in the terminal
+
+
+def most_confident(rows: Iterable[dict], metric: str, most: int) -> tuple[list[dict], int]:
+    """At most so many wrong answers, by falling confidence, and how many wrong ones there are.
+
+    rows: of OUTPUT.jsonl. For a metric that is not an accuracy no answer is wrong: the lowest scores, of all.
+    """
+    count, graded = 0, metric != "accuracy"
+
+    def wrong() -> Iterator[dict]:
+        nonlocal count
+        for row in rows:
+            scored = is_number(row.get("score")) and is_number(row.get("logprob"))
+            if scored and (graded or row["score"] < RIGHT):
+                count += 1
+                yield row
+
+    # One at least, for what is not read is not counted.
+    found = heapq.nsmallest(max(1, most), wrong(), key=lambda row: (row["score"] if graded else 0, -row["logprob"]))
+    return found[:most], count
+
+
+def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
+    """Two lines for each of the most confident mistakes, below one that counts them. most: 0 to count them only."""
+    found, count = most_confident(rows, metric, most)
+    if count == 0:
+        return ["no answer is wrong"]
+    if not found:
+        return [f"{_wrong(0, count)}: --show_wrong 10 shows some"] if metric == "accuracy" else []
+    if metric == "accuracy":
+        lines = [f"{_wrong(len(found), count)}, the most confident first:"]
+    else:
+        lines = [f"{_first(len(found), count)} answers, the lowest {metric} first:"]
+    for row in found:
+        lines.append(
+            f"  {percent(row)}  {_quoted(row.get('text'))}, expected {_quoted(reference_text(row.get('reference')))}"
+        )
+        places = [str(place.get("path") if isinstance(place, dict) else place) for place in row.get("images", ())]
+        kinds = [kind for kind in row.get("kinds", ()) if kind != row.get("prompt")]  # what no kinds are given by
+        about = [f"id {row.get('question_id')}", *kinds, *places]
+        lines.append(f"          {_short(row.get('prompt'))}  ({', '.join(about)})")
+    return lines
+
+
+def mistakes_part(run: RunFiles) -> str:
+    """The most confident mistakes of every evaluation in a run's folder, as HTML; "" where there is none."""
+    parts = []
+    for name, content in run.evaluations.items():
+        path = run.output_dir / Path(name).with_suffix(".jsonl")
+        if name in run.problems or not path.is_file():
+            continue
+        title = f"<h3>{esc(name)}</h3>" if len(run.evaluations) > 1 else ""
+        try:
+            parts.append(title + _cards(path, content, run.output_dir))
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+            parts.append(title + sentence(f"{path.name} can't be read ({error}).", "warn"))
+    return "".join(parts)
+
+
+def _cards(path: Path, content: dict, output_dir: Path) -> str:
+    metric = str(content.get("metric", "accuracy"))
+    with path.open(encoding="utf-8") as file:
+        rows = (row for line in file if line.strip() and isinstance(row := json.loads(line), dict))
+        found, count = most_confident(rows, metric, MOST_SHOWN)
+    if not found:
+        return sentence("No answer is wrong.", "note")
+    which = f"{_first(len(found), count)} answers, the lowest {metric} first"
+    if metric == "accuracy":
+        which = f"{_wrong(len(found), count)}, the most confident first"
+    note = (
+        f"{which}. The percentage is the probability that the model gave to exactly this "
+        f"answer. All answers are in {path.name}."
+    )
+    cards = "".join(_card(row, content.get("turns"), output_dir) for row in found)
+    return f'{sentence(note, "note")}<div class="samples">{cards}</div>'
+
+
+def _card(row: dict, turns: object, output_dir: Path) -> str:
+    images = row.get("images") if isinstance(row.get("images"), list) else []
+    shown = "".join(shown_image(place, output_dir) for place in images[:MOST_IMAGES])
+    earlier = row["turn"] - 1 if turns == "together" and is_number(row.get("turn")) else 0
+    note = sentence(f"asked after {earlier} earlier turns with their true answers", "note") if earlier > 0 else ""
+    kinds = [kind for kind in row.get("kinds") or () if kind != row.get("prompt")]
+    lines = [
+        ("answer", row.get("text", "")),
+        ("confidence", percent(row)),
+        ("reference", reference_text(row.get("reference"))),
+        *([("score", f"{row['score']:.3g}")] if row["score"] > 0 else []),
+        ("id", ", ".join(map(str, [row.get("question_id", ""), *kinds]))),
+    ]
+    listed = "".join(f"<dt>{esc(name)}</dt><dd>{esc(value)}</dd>" for name, value in lines)
+    return (
+        f'<div class="sample">{shown}<p class="question">{esc(row.get("prompt", ""))}</p>{note}<dl>{listed}</dl></div>'
+    )
+
+
+def percent(row: dict) -> str:
+    """The probability of an answer as a person reads it."""
+    probability = math.exp(min(0.0, row["logprob"]))
+    if probability >= 0.9995:
+        return ">99.9 %"
+    return f"{100 * probability:.1f} %" if probability >= 0.001 else "<0.1 %"
+
+
+def reference_text(reference: object) -> str:
+    """One text for a reference, or for several: each once."""
+    if isinstance(reference, list):
+        return " / ".join(dict.fromkeys(map(str, reference)))
+    return str(reference)
+
+
+def _first(shown: int, count: int) -> str:
+    return f"{count:,}" if shown == count else f"{shown:,} of {count:,}"
+
+
+def _wrong(shown: int, count: int) -> str:
+    answers = "wrong answer" if count == 1 else "wrong answers"
+    return f"{_first(shown, count) if shown else f'{count:,}'} {answers}"
+
+
+def _quoted(text: object) -> str:
+    return f'"{_short(text)}"'
+
+
+def _short(text: object) -> str:
+    line = " ".join(str(text).split())
+    return line if len(line) <= LONGEST_TEXT else f"{line[: LONGEST_TEXT - 3]}..."

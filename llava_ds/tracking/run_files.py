@@ -1,0 +1,176 @@
+"""What lies in a run's folder, read for a person to look at: whatever is missing or broken has a sentence instead."""
+
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llava_ds.constants import DataError
+from llava_ds.files.side_files import read_json, read_rows
+from llava_ds.tracking.series import Smoothed
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's folder. saved_s: when, in seconds since 1970; whole: whether it has a manifest."""
+
+    name: str
+    step: int
+    num_bytes: int
+    saved_s: float
+    whole: bool
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """All that a report shows of a run.
+
+    record: run.json; metrics, evals, samples, skipped, skipped_steps: the rows of these .jsonl; evaluations: what
+    run/evaluate.py wrote, by file name; problems: by file name, why it is not here.
+    """
+
+    output_dir: Path
+    record: dict
+    ds_config: dict
+    metrics: list[dict]
+    evals: list[dict]
+    samples: list[dict]
+    skipped: list[dict]
+    skipped_steps: list[dict]
+    evaluations: dict[str, dict]
+    checkpoints: list[Checkpoint]
+    problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def flags(self) -> dict[str, object]:
+        flags = self.record.get("arguments")
+        return flags if isinstance(flags, dict) else {}
+
+    @property
+    def name(self) -> str:
+        """--run_name, or the folder's."""
+        return str(self.flags.get("run_name") or self.output_dir.resolve().name)
+
+    def column(self, name: str, rows: list[dict] | None = None) -> tuple[list[int], list[float]]:
+        """Steps and values of one number, of all rows that have it; of a list of numbers, its first."""
+        steps, values = [], []
+        for row in self.metrics if rows is None else rows:
+            value = row.get(name)
+            value = value[0] if isinstance(value, list) and value else value
+            if is_number(value):
+                steps.append(row["step"])
+                values.append(float(value))
+        return steps, values
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What a run comes to in a few numbers, those that are known."""
+        found: dict[str, float] = {}
+        if self.metrics:
+            last = self.metrics[-1]
+            found["steps"] = last["step"]
+            found |= {name: last[name] for name in ("epoch", "skipped_steps") if is_number(last.get(name))}
+            smoothed = Smoothed()
+            for loss in self.column("loss")[1]:
+                smoothed.add(loss)
+            if math.isfinite(smoothed.value):
+                found["loss"] = smoothed.value
+        if held_out := self.column("loss", self.evals)[1]:
+            found["held_out_loss"] = held_out[-1]
+        for name in ("samples", "tokens", "supervised_tokens", "step_time_s", "data_wait_s", "broken_samples"):
+            if values := self.column(name)[1]:
+                found[name] = sum(values)
+        if found.get("step_time_s") and "data_wait_s" in found:
+            found["wait"] = found["data_wait_s"] / found["step_time_s"]
+        for name in ("tokens_per_s", "mfu"):
+            if values := sorted(self.column(name)[1]):
+                found[name] = values[
+                    len(values) // 2
+                ]  # the first steps, and those beside a saving, are none to judge by
+        if values := self.column("peak_memory_bytes")[1]:
+            found["peak_memory_bytes"] = max(values)
+        return found
+
+
+def read_run(output_dir: Path) -> RunFiles:
+    """Whatever of it is there. Raises nothing for files that are missing or broken."""
+    problems: dict[str, str] = {}
+
+    def rows(name: str, required: bool = False) -> list[dict]:
+        found, damaged = _read(output_dir / name, read_rows, ([], []), problems, required)
+        if damaged:
+            lines = ", ".join(map(str, damaged[:3])) + (", …" if len(damaged) > 3 else "")
+            problems[name] = f"{name} can't be read in some lines ({lines})."
+        return found
+
+    def stepped(name: str, required: bool = False) -> list[dict]:
+        found = [row for row in rows(name, required) if is_number(row.get("step"))]
+        if required and not found and name not in problems:
+            problems[name] = f"{name} has no steps yet."
+        return found
+
+    def whole(name: str, required: bool = True) -> dict:
+        found = _read(output_dir / name, _read_json, {}, problems, required)
+        if not isinstance(found, dict):
+            problems[name] = f"{name} holds no JSON object."
+            return {}
+        return found
+
+    return RunFiles(
+        output_dir=output_dir,
+        record=whole("run.json"),
+        ds_config=whole("ds_config.json"),
+        metrics=stepped("metrics.jsonl", required=True),
+        evals=stepped("evals.jsonl"),
+        samples=stepped("samples.jsonl"),
+        skipped=rows("skipped.jsonl"),
+        skipped_steps=stepped("skipped_steps.jsonl"),
+        evaluations={path.name: whole(path.name) for path in sorted(output_dir.glob("evaluation*.json"))},
+        checkpoints=_checkpoints(output_dir),
+        problems=problems,
+    )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether there is anything of a run's to be read in a folder."""
+    return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _read(path: Path, read: Callable[[Path], object], nothing: object, problems: dict[str, str], required: bool):
+    try:
+        return read(path)
+    except FileNotFoundError:
+        if required:
+            problems[path.name] = f"There is no {path.name} in this folder."
+    except DataError as error:
+        problems[path.name] = f"{path.name} can't be read ({error})."
+    return nothing
+
+
+def _read_json(path: Path) -> object:
+    return read_json(path, dict)
+
+
+def _checkpoints(output_dir: Path) -> list[Checkpoint]:
+    """By step."""
+    found = []
+    for path in output_dir.glob("checkpoint-*"):
+        if match := _CHECKPOINT.fullmatch(path.name):
+            try:
+                sizes = [
+                    os.stat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names
+                ]
+                saved_s = path.stat().st_mtime
+            except OSError:
+                continue  # it is just being replaced
+            manifest = (path / "manifest.json").is_file()
+            found.append(Checkpoint(path.name, int(match[1]), sum(sizes), saved_s, manifest))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)

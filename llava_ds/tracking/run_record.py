@@ -1,0 +1,168 @@
+"""run.json and ds_config.json: what was run, with what, so that it can be repeated."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import torch
+from typing_extensions import NotRequired, TypedDict
+
+from llava_ds import __version__
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import DataError
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.files.atomic import write_whole
+from llava_ds.files.side_files import mismatch, read_json
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.redact import redact
+
+PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "safetensors", "pillow")
+
+
+LENGTH_BINS = 40
+
+
+def write_run_record(
+    output_dir: Path,
+    args: Arguments,
+    resolved: ResolvedConfig,
+    num_steps: int,
+    dataset: EncodedDataset,
+    held_out: EncodedDataset | None,
+    ranks: Ranks,
+) -> None:
+    """Write run.json (flags, versions, revision, command, data, and why each "auto" was filled as it was) and
+    ds_config.json, without secrets."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    record = {
+        "command": sys.argv,
+        "folder": os.getcwd(),  # which relative paths in it are from
+        "arguments": args.as_dict(),
+        "given": sorted(args.given),
+        "num_steps": num_steps,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "world_size": ranks.world_size,
+        "device": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type,
+        "versions": {
+            "llava_ds": __version__,
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+        },
+        "git_revision": _git_revision(),
+        "ds_config_reasons": resolved.reasons,
+        "data": {
+            "summary": dataset.summary(),
+            "lengths": length_histogram(dataset.lengths),
+            "held_out": held_out_summary(args, held_out),
+        },
+    }
+    for name, content in (("run.json", record), ("ds_config.json", resolved.config)):
+        write_whole(output_dir / name, json.dumps(redact(content), indent=2) + "\n")
+
+
+def held_out_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
+    """What the held-out loss is measured on and where it comes from, in lines; none where nothing is held out."""
+    if held_out is None:
+        return []
+    samples = "1 sample" if len(held_out) == 1 else f"{len(held_out):,} samples"
+    if not args.data.eval_fraction:
+        return [f"{samples} of --eval_data_path {args.data.eval_data_path}", *held_out.summary()]
+    seed = args.training.seed if args.training.data_seed is None else args.training.data_seed
+    tokens, targets = sum(held_out.lengths), sum(held_out.num_targets)
+    return [
+        f"{samples} of the accepted records of --data_path: --eval_fraction {args.data.eval_fraction:g}, drawn by seed "
+        f"{seed}; they are not trained on",
+        f"{tokens:,} tokens, of which {targets:,} ({targets / tokens:.1%}) are supervised",
+    ]
+
+
+def length_histogram(lengths: list[int]) -> dict[str, list[int]]:
+    """How many samples are how long: counts, and edges in tokens, one more than counts."""
+    longest = max(lengths, default=1)
+    width = -(-longest // LENGTH_BINS)
+    edges = np.arange(0, longest + width + 1, width)
+    # An edge belongs to the bin below it: lengths are whole, and none is 0.
+    counts, _ = np.histogram(np.asarray(lengths, np.int64) - 1, edges)
+    last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 1
+    return {"edges": edges[: last + 1].tolist(), "counts": counts[:last].tolist()}
+
+
+class RunRecord(TypedDict):
+    """The part of run.json that later commands read. folder: which relative paths in it are from."""
+
+    arguments: dict[str, Any]
+    num_steps: int
+    versions: dict[str, str]
+    folder: NotRequired[str]
+
+
+def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
+    """The flags in run.json, and all of it. Raises DataError where it is missing, damaged, or another version's."""
+    path = output_dir / "run.json"
+    try:
+        record = read_json(path, RunRecord)
+    except (FileNotFoundError, DataError) as error:
+        reason = "it is missing" if isinstance(error, FileNotFoundError) else error
+        raise DataError(f"{path} can't be read ({reason}): it says what the run was, and has to lie there") from error
+    flags = dict(record["arguments"])
+    sections = []
+    for cls in (ModelArguments, DataArguments, TrainingArguments):
+        types = get_type_hints(cls)
+        given = {field.name: flags.pop(field.name) for field in dataclasses.fields(cls) if field.name in flags}
+        for name, value in given.items():
+            if (problem := mismatch(value, types[name])) is not None:
+                raise DataError(f"{path} can't be used: --{name} in it is of the wrong type ({problem})")
+        sections.append(cls(**given))
+    if flags:
+        raise DataError(f"{path} has flags that this version does not know: {', '.join(flags)}")
+    return Arguments(*sections, frozenset()), record
+
+
+def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
+    """The flags with each base model and projector where it lies now, as far as it is found.
+
+    Relative paths are those of the folder that the run was started in. Where that, or what was beside --output_dir, was
+    moved together with it, they are found beside run_dir, in which run.json lies now.
+    """
+    started = Path(record.get("folder") or ".")
+    then, now = Path(os.path.normpath(started / (args.training.output_dir or "."))), run_dir.resolve()
+    names = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "lora_weight_path")
+    values = {name: getattr(args.model, name) for name in names}
+    return args.replaced(
+        **{name: str(_lies_now(value, started, then, now)) for name, value in values.items() if value is not None}
+    )
+
+
+def _lies_now(value: str, started: Path, then: Path, now: Path) -> Path:
+    """Resolve a path of a run that was started in one folder, and whose own was then and is now elsewhere."""
+    path = Path(os.path.normpath(started / value))
+    candidates = [path]
+    for old, new in zip((then, *then.parents), (now, *now.parents)):
+        if path.is_relative_to(old) and len(old.parts) > 1:
+            candidates.append(new / path.relative_to(old))
+        if old.name != new.name and old != then:
+            break  # what lies further up was not moved with it
+    candidates.append(Path(value))
+    return next((each for each in candidates if each.exists()), path)
+
+
+def _git_revision() -> str | None:
+    """The source's commit, with "+" where files differ from it; None outside a checkout or without git."""
+    here = Path(__file__).parent
+    try:
+        revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        changes = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return revision.stdout.strip() + ("+" if changes.stdout.strip() else "")

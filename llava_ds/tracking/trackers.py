@@ -1,0 +1,257 @@
+"""Where the curves go beside the run's own files: TensorBoard, W&B, trackio, as --report_to asks."""
+
+import math
+import os
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from llava_ds.config.arguments import Arguments
+from llava_ds.config.parsing import is_installed
+from llava_ds.constants import ConfigError
+from llava_ds.files.jsonl import rows_of
+from llava_ds.runtime.ranks import Ranks, from_first, print_first
+from llava_ds.runtime.redact import redact
+
+# More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
+MOST_POINTS = 5_000
+CLOSING_S = 60.0
+PROJECT = "llava_ds"  # unless WANDB_PROJECT or TRACKIO_PROJECT says otherwise
+
+
+class Tracker(Protocol):
+    """One of them, as the run sees it."""
+
+    def write(self, values: dict[str, float], step: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """All that were asked for. One that fails is named once and left alone: the run's own files have everything."""
+
+    def __init__(self, opened: dict[str, Tracker], num_steps: int) -> None:
+        self.opened = opened
+        self.every = math.ceil(num_steps / MOST_POINTS)
+        self.num_steps = num_steps
+
+    def write(self, rows: list[dict]) -> None:
+        """rows: of metrics.jsonl."""
+        for row in rows if self.opened else ():
+            if row["step"] % self.every == 0 or row["step"] == self.num_steps:
+                self.log(scalars(row), row["step"])
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Numbers by the names of their curves, like eval/loss."""
+        self._all(lambda tracker: tracker.write(values, step))
+
+    def flush(self) -> None:
+        """Let nothing be lost of what was written so far."""
+        self._all(lambda tracker: tracker.flush())
+
+    def close(self) -> None:
+        """End them, and wait no longer than CLOSING_S: what a service does not take by then it does not get."""
+        thread = threading.Thread(target=lambda: self._all(lambda tracker: tracker.close()), daemon=True)
+        thread.start()
+        thread.join(CLOSING_S)
+        if thread.is_alive():
+            print_first(f"WARNING: {', '.join(self.opened)} did not end within {CLOSING_S:.0f} s: left alone")
+        self.opened = {}
+
+    def _all(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self.opened.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # a service, a disk: none is worth the run
+                del self.opened[name]
+                print_first(
+                    f"WARNING: nothing more goes to {name}, which failed ({type(error).__name__}: {error}): "
+                    "metrics.jsonl has everything"
+                )
+
+
+def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps: int, ranks: Ranks) -> Trackers:
+    """Those of --report_to, on rank 0; none on the others. All ranks call it together.
+
+    What an earlier start wrote behind resume_step comes again: TensorBoard drops it, Logged does not send it twice, for
+    which metrics.jsonl has to be as that start left it. Raises ConfigError, on every rank, where one that was asked for
+    can't be opened.
+    """
+    asked = args.training.report_to
+    if asked is None and not is_installed("tensorboard"):
+        print_first("no TensorBoard curves: pip install 'llava_ds[tensorboard]', or give --report_to none")
+        asked = ""
+    names = ["tensorboard"] if asked is None else [name for name in asked.split(",") if name]
+    opened: dict[str, Tracker] = {}
+
+    def open_all() -> None:
+        for name in names:
+            try:
+                opened[name] = OPEN[name](args, output_dir, resume_step)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                if asked is None:
+                    print_first(f"WARNING: no TensorBoard curves ({why})")
+                    continue
+                raise ConfigError(
+                    f"--report_to {name} can't be opened ({why}): {REMEDIES[name]}, or leave it out"
+                ) from error
+
+    before = random.getstate()  # theirs to draw names from, and the run's to go on with
+    from_first(ranks, open_all)
+    random.setstate(before)
+    return Trackers(opened, num_steps)
+
+
+def scalars(row: dict) -> dict[str, float]:
+    """A row of metrics.jsonl by the names that Hugging Face's Trainer gives these curves, and our own for the rest."""
+    values = {
+        "train/loss": row["loss"],
+        "train/learning_rate": row["lr"][0],
+        "train/grad_norm": row["grad_norm"],
+        "train/epoch": row["epoch"],
+        "speed/tokens_per_s": row["tokens_per_s"],
+        "speed/mfu": row["mfu"],
+        "speed/step_time_s": row["step_time_s"],
+        "speed/data_wait_s": row["data_wait_s"],
+        "memory/peak_gb": row["peak_memory_bytes"] / 1e9,
+    }
+    rates = {f"train/learning_rate_{i}": rate for i, rate in enumerate(row["lr"]) if rate != row["lr"][0]}
+    bad = {f"train/{name}": row[name] for name in ("skipped_steps", "broken_samples") if row[name]}
+    by_source = {f"train/loss/{name}": loss for name, loss in row.get("source_losses", {}).items()}
+    return {name: value for name, value in {**values, **rates, **by_source, **bad}.items() if value is not None}
+
+
+class TensorBoard:
+    """Event files in output_dir/tensorboard, written at once: the package has a thread for that, whose errors
+    nobody can catch."""
+
+    def __init__(self, args: Arguments, output_dir: Path, resume_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.event, self.points = Event, Event()  # points: of the last step, to be filled anew
+        folder = output_dir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        # The names' order is the events'.
+        number = len(list(folder.glob("events.out.tfevents.*")))
+        name = f"events.out.tfevents.{int(time.time()):010d}.{number:05d}.{socket.gethostname()}.{os.getpid()}"
+        self.records = RecordWriter((folder / name).open("xb", buffering=0))
+        # Readers pass over what earlier files have from this step on.
+        self._add(resume_step + 1, file_version="brain.Event:2")
+        self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, values: dict[str, float], step: int) -> None:
+        points = self.points.summary.value
+        if [point.tag for point in points] != list(values):  # as a rule they are those of the step before
+            del points[:]
+            for name in values:
+                points.add(tag=name)
+        for point, number in zip(points, values.values()):
+            point.simple_value = number
+        self.points.wall_time, self.points.step = time.time(), step
+        self.records.write(self.points.SerializeToString())
+
+    def flush(self) -> None:
+        pass  # nothing waits
+
+    def close(self) -> None:
+        self.records.close()
+
+    def _add(self, step: int, **content: object) -> None:
+        self.records.write(self.event(wall_time=time.time(), step=step, **content).SerializeToString())
+
+
+class Logged:
+    """W&B, or trackio, whose run has the same methods.
+
+    A resumed run goes on in the same one there, where nothing can be taken back: the steps behind the checkpoint, which
+    come again, are those that it has, and none is given to it twice. Steps never go back otherwise, for where
+    --on_loss_spike rewinds, the weights alone do.
+    """
+
+    def __init__(self, run, last_step: int) -> None:
+        """last_step: what an earlier start had come to, 0 for none."""
+        self.run, self.last_step = run, last_step
+
+    def write(self, values: dict[str, float], step: int) -> None:
+        if step > self.last_step:
+            self.run.log(values, step=step)
+
+    def flush(self) -> None:
+        pass  # processes of their own write it, also when this one is killed
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
+    """A run on the server that WANDB_MODE and the like choose; a resumed one goes on in the same, with the flags that
+    it has now."""
+    import wandb
+
+    kept = output_dir / "wandb" / "run-id"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    begins = resume_step == 0 or not kept.is_file()
+    if begins:
+        kept.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), encoding="utf-8")
+    # Neither the command line nor what is printed is taken along: both are redacted here only.
+    settings = wandb.Settings(console="off", x_disable_meta=True, disable_git=True, save_code=False, silent=True)
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        id=kept.read_text(encoding="utf-8").strip(),
+        resume="allow",
+        name=redact(called(args)),
+        dir=str(output_dir),
+        settings=settings,
+    )
+    run.config.update(_settings(args), allow_val_change=True)  # of --allow_changed_flags, which is an error without
+    return Logged(run, 0 if begins else _last_step(output_dir, resume_step))
+
+
+def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
+    """A run in trackio's own folder (TRACKIO_DIR), shown by `trackio show`."""
+    import trackio
+
+    run = trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        name=redact(called(args)),
+        resume="allow" if resume_step else "never",
+        config=_settings(args),
+        embed=False,
+    )
+    return Logged(run, _last_step(output_dir, resume_step))
+
+
+def _last_step(output_dir: Path, resume_step: int) -> int:
+    """The last step that an earlier start logged, if the run goes on from one: metrics.jsonl still has it."""
+    steps = [row["step"] for row in rows_of(output_dir / "metrics.jsonl")] if resume_step else []
+    return max(steps, default=0)
+
+
+def called(args: Arguments) -> str:
+    """What the run is called: --run_name, or the name of --output_dir."""
+    return args.training.run_name or Path(args.training.output_dir).resolve().name
+
+
+def _settings(args: Arguments) -> dict:
+    return redact(args.as_dict())
+
+
+OPEN: dict[str, Callable[[Arguments, Path, int], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": _open_wandb,
+    "trackio": _open_trackio,
+}
+REMEDIES = {
+    "tensorboard": "look whether --output_dir can be written to",
+    "wandb": "log in with `wandb login`, or set WANDB_MODE=offline",
+    "trackio": "look at TRACKIO_DIR",
+}

@@ -1,0 +1,75 @@
+"""Numbers and names of a run as a person would write them."""
+
+from pathlib import Path
+
+from llava_ds.config.arguments import ModelArguments, trained_parts
+from llava_ds.tracking.run_files import RunFiles, is_number
+
+PARTS = {
+    "vision_tower": "the vision tower",
+    "projector": "the projector",
+    "language_model": "the language model",
+    "output_layer": "the language model's output layer",
+}
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min 20 s, 5 h 7 min, 3 d 4 h."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    units = ((days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s"))
+    first = next(i for i, (count, _) in enumerate(units) if count)
+    return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2] if count)
+
+
+def num_bytes(count: float) -> str:
+    """In decimal units, as disks and this program's flags have them."""
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def model_of(run: RunFiles) -> str:
+    """What was trained on what, in a sentence. Of paths, the last part."""
+    flags = run.flags
+    given = run.record.get("given")
+    if flags.get("model_name_or_path") and not (isinstance(given, list) and "model_name_or_path" not in given):
+        base, tower = _last_part(flags["model_name_or_path"]), _last_part(flags.get("vision_tower"))
+    else:
+        base, tower = "the tiny model that ships with llava_ds", ""
+    data = _last_part(flags.get("data_path")) or "generated scenes of coloured shapes"
+    try:
+        known = {name: flags[name] for name in ModelArguments.__dataclass_fields__ if name in flags}
+        parts = trained_parts(ModelArguments(**known))
+    except (TypeError, AttributeError):
+        parts = frozenset()
+    trained = [text for part, text in PARTS.items() if part in parts]
+    how = " with LoRA" if flags.get("lora_enable") else ""
+    shown = base + (f" with {tower}" if tower else "")
+    if not trained:
+        return f"{shown}, trained on {data}."
+    listed = trained[0] if len(trained) == 1 else f"{', '.join(trained[:-1])} and {trained[-1]}"
+    return f"{shown}: {listed} trained{how} on {data}."
+
+
+def shown_score(value: object) -> str | None:
+    """A number; [sum, number of questions] as its quotient; {value, low, high} with its interval; "" for None; None for
+    what is neither."""
+    if value is None:
+        return ""
+    if is_number(value):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and isinstance(value[1], int):
+        right, asked = value
+        return f"{right / asked:.3f} ({right:,g} of {asked:,})" if asked > 0 else "0 of 0"
+    if isinstance(value, dict) and all(is_number(value.get(name)) for name in ("value", "low", "high")):
+        return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+    return None
+
+
+def _last_part(path: object) -> str:
+    return Path(str(path)).name if path else ""

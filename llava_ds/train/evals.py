@@ -1,0 +1,234 @@
+# B questions, V vocabulary
+"""What a run tells of itself on samples that it does not train on: their loss, and answers to some questions.
+
+Nothing here draws random numbers or leaves anything in the engine: the steps after it are those of a run without it.
+"""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.config.arguments import Arguments
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.encode import end_markers
+from llava_ds.data.loader import Layout, micro_batches
+from llava_ds.data.source_names import means_by_source
+from llava_ds.data.templates import TEMPLATES
+from llava_ds.engine.schedule import steps_between
+from llava_ds.runtime.ranks import Ranks, all_sum, from_first, gather
+
+
+@dataclass(frozen=True)
+class SampleQuestion:
+    """The part of a sample up to its first answer, and that answer's text; index: of the sample in its data set;
+    images: where they lie, for a person to look at (EncodedDataset.pictures_of)."""
+
+    index: int
+    id: str
+    question: str
+    images: list[str | dict[str, object]]
+    reference: str
+    sample: LoadedSample
+
+
+class HeldOutLoss(NamedTuple):
+    """The mean loss per supervised token, those tokens, the samples, and the mean by data source, if there are some."""
+
+    loss: float
+    tokens: int
+    samples: int
+    by_source: dict[str, float]
+
+
+@torch.no_grad()
+def held_out_loss(engine, dataset: EncodedDataset, layout: Layout, num_workers: int, ranks: Ranks) -> HeldOutLoss:
+    """The loss over a data set. All ranks call it together.
+
+    It is laid out as an optimizer step would be that takes all of it: on all ranks, which then have equally many
+    micro-batches, as ZeRO-3 needs.
+    """
+    plan = layout.plan_all(dataset.lengths)
+    engine.eval()
+    num_sources, num_samples = len(dataset.sources), 0
+    total = torch.zeros(1 + 2 * num_sources, dtype=torch.float64, device=ranks.device)
+    for micro in micro_batches(dataset, plan[ranks.rank], num_workers, ranks.device):
+        _, by_source = engine(micro.batch, num_sources=num_sources)
+        total[1:] += by_source.flatten()
+        num_samples += micro.num_samples
+    total[0] = num_samples
+    engine.train()
+    samples, *by_source = all_sum(total).tolist()
+    losses, targets = by_source[:num_sources], by_source[num_sources:]
+    means = means_by_source(dataset.sources, losses, targets) if num_sources > 1 else {}
+    return HeldOutLoss(sum(losses) / max(1.0, sum(targets)), int(sum(targets)), int(samples), means)
+
+
+def prompts_of(
+    dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str
+) -> list[SampleQuestion]:
+    """The first samples of a data set that have an answer and whose pictures can be shown, at most `number`.
+
+    Those with images come first: they tell more about a model that sees.
+    """
+    found: list[SampleQuestion] = []
+    for index in map(int, np.argsort(~dataset.has_images, kind="stable")):
+        if len(found) == number:
+            break
+        sample = dataset[index]
+        if not isinstance(sample, LoadedSample):
+            continue
+        supervised = (sample.labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
+        if not supervised or supervised[0] == 0:
+            continue
+        begin = supervised[0]
+        after = (sample.labels[begin:] == IGNORE_INDEX).nonzero()[:, 0].tolist()
+        end = begin + after[0] if after else len(sample.labels)
+        shown = _shown_before(sample, begin)
+        row = dataset.row(int(dataset.rows[index]))
+        ids = sample.input_ids[:begin]
+        question = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
+        found.append(
+            SampleQuestion(
+                index=index,
+                id=str(row["id"]),
+                question=question.replace(TEMPLATES[template].system, "", 1).strip(),
+                images=dataset.pictures_of(index)[: len(shown)],
+                reference=tokenizer.decode(sample.input_ids[begin:end], skip_special_tokens=True).strip(),
+                sample=LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), shown),
+            )
+        )
+    return found
+
+
+def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
+    """The pictures of a sample whose places all lie before a position."""
+    room, shown = int((sample.input_ids[:position] == IMAGE_TOKEN_INDEX).sum()), []
+    for tiles, layout in sample.media:
+        room -= layout.num_tokens
+        if room < 0:
+            break
+        shown.append((tiles, layout))
+    return shown
+
+
+@torch.no_grad()
+def answers(
+    engine,
+    prompts: list[SampleQuestion],
+    dataset: EncodedDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    max_new_tokens: int,
+    max_length: int,
+    ranks: Ranks,
+) -> list[str]:
+    """The greedy answer to each prompt, by the engine as it trains, whatever its ZeRO stage.
+
+    All ranks call it together, and compute all of it, for at ZeRO-3 none can compute alone. What was said is computed
+    anew for every token, which a few short answers can afford: no cache has to fit the language model of training.
+    dataset: for how pictures are laid out; max_length: where samples of training are cut, beyond which a language model
+    may have no positions.
+    """
+    engine.eval()
+    ends = set(end_markers(template, tokenizer))
+    said: list[list[int]] = [[] for _ in prompts]
+    going = list(range(len(prompts)))
+    while going:
+        batch = collate([_continued(prompts[i].sample, said[i]) for i in going], dataset.pictures).to(ranks.device)
+        logits = engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)  # (B, V)
+        chosen = logits.argmax(-1)
+        if ranks.world_size > 1:  # the same on every rank, on whatever hardware
+            torch.distributed.broadcast(chosen, src=0)
+        for i, token in zip(list(going), chosen.tolist()):
+            if token in ends:
+                going.remove(i)
+                continue
+            said[i].append(token)
+            if len(said[i]) == min(max_new_tokens, max_length - len(prompts[i].sample.input_ids)):
+                going.remove(i)
+    engine.train()
+    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in said]
+
+
+def _continued(sample: LoadedSample, said: list[int]) -> LoadedSample:
+    ids = torch.cat([sample.input_ids, torch.tensor(said, dtype=torch.int64)])
+    return dataclasses.replace(sample, input_ids=ids, labels=torch.full_like(ids, IGNORE_INDEX))
+
+
+class Evaluation:
+    """Measures and asks when it is time to, and hands what it finds to a log (llava_ds.tracking.eval_log)."""
+
+    def __init__(
+        self,
+        engine,
+        args: Arguments,
+        held_out: EncodedDataset | None,
+        asked: EncodedDataset | None,
+        layout: Layout,
+        tokenizer: PreTrainedTokenizerBase,
+        log,
+        ranks: Ranks,
+        *,
+        num_steps: int,
+    ) -> None:
+        """args: with the template's own name; held_out: what the loss is measured on; asked: what questions are taken
+        from; None of either: it is not; num_steps: of the whole run."""
+        self._eval_steps = steps_between(args.training.eval_steps, num_steps)
+        self._sample_steps = steps_between(args.training.sample_steps, num_steps)
+        self._engine, self._training, self._held_out, self._asked = engine, args.training, held_out, asked
+        self._layout, self._num_workers, self._log, self._ranks = layout, args.data.dataloader_num_workers, log, ranks
+        self._tokenizer, self._template, self._max_length = tokenizer, args.model.version, args.data.model_max_length
+        number = args.training.num_sample_questions
+        prompts = prompts_of(asked, number, tokenizer, self._template) if asked else []
+        # A picture may be missing on one machine only.
+        shown = set.intersection(*(set(part) for part in gather([prompt.index for prompt in prompts], ranks)))
+        self._prompts = [prompt for prompt in prompts if prompt.index in shown]
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """last: whether the run ends with this step."""
+        return self._measures(step, last) or self._asks(step, last)
+
+    def was_missed(self, step: int, last: bool) -> bool:
+        """Whether it was due at the step that a run goes on from, whose stop left no time. All ranks call it."""
+        return self.is_due(step, last) and not from_first(self._ranks, lambda: self._log.has(step))
+
+    def run(self, step: int, last: bool) -> None:
+        """Do what is due. All ranks call it together."""
+        if self._measures(step, last):
+            started = time.perf_counter()
+            found = held_out_loss(self._engine, self._held_out, self._layout, self._num_workers, self._ranks)
+            broken, seconds = len(self._held_out) - found.samples, time.perf_counter() - started
+            self._log.add_loss(step, *found, broken=broken, seconds=seconds)
+        if self._asks(step, last):
+            started = time.perf_counter()
+            said = answers(
+                self._engine,
+                self._prompts,
+                self._asked,
+                self._tokenizer,
+                self._template,
+                self._training.sample_max_new_tokens,
+                self._max_length,
+                self._ranks,
+            )
+            shown = ("id", "question", "images", "reference")
+            rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, said)]
+            self._log.add_answers(step, rows, seconds=time.perf_counter() - started)
+
+    def _measures(self, step: int, last: bool) -> bool:
+        return self._held_out is not None and (last or _is_multiple(step, self._eval_steps))
+
+    def _asks(self, step: int, last: bool) -> bool:
+        every = self._sample_steps
+        return bool(self._prompts) and every is not None and (last or _is_multiple(step, every))
+
+
+def _is_multiple(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

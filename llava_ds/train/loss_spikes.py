@@ -1,0 +1,104 @@
+"""loss_spikes.jsonl: every step whose loss lay far above those before it, with the samples that it was made of."""
+
+import math
+import statistics
+from collections import deque
+from pathlib import Path
+
+from llava_ds.config.arguments import TrainingArguments
+from llava_ds.data.dataset import EncodedDataset, sample_ids
+from llava_ds.data.loader import Layout
+from llava_ds.data.sample_order import SampleOrder
+from llava_ds.files.jsonl import RowLog, rows_of
+from llava_ds.runtime.ranks import Ranks, from_first
+
+FILE = "loss_spikes.jsonl"
+LEAST_DEVIATION = 0.01  # of the mean: where losses hardly differ, their smallest differences are no spikes
+MOST_REWINDS = 3  # to the same checkpoint, until the run ends
+
+
+class LossSpikes:
+    """Judges every loss by those of the --loss_spike_window steps before it.
+
+    A spike is more than --loss_spike_sigma standard deviations above their mean. Spikes and losses that are not finite
+    are left out of both, and nothing is judged before half a window is known. What a run is told after a resume is
+    what it would have been told without one, for all that decides lies in the run's files.
+    Source: the rule of OLMo-core's SkipStepOptimizer, applied to the loss.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        dataset: EncodedDataset,
+        layout: Layout,
+        order: SampleOrder,
+        training: TrainingArguments,
+        resume_step: int,
+        ranks: Ranks,
+    ) -> None:
+        self.path, self.sigma, self.ranks = output_dir / FILE, training.loss_spike_sigma, ranks
+        self.rewinds = training.on_loss_spike == "rewind"
+        self.found: list[dict] = []  # those that nothing was done about yet, the same on every rank
+        self._plan = lambda step: next(layout.steps(order, dataset.lengths, step - 1))[1]
+        self._dataset = dataset
+        window = training.loss_spike_window
+
+        def read() -> tuple[list[tuple[int, float]], list[dict]]:
+            steps = [(row["step"], row["loss"]) for row in rows_of(output_dir / "metrics.jsonl")]
+            earlier = [(step, loss) for step, loss in steps if step <= resume_step]
+            return earlier[-window:], [row for row in rows_of(self.path) if row["step"] <= resume_step]
+
+        losses, earlier = from_first(ranks, read)
+        self.log = RowLog(self.path, earlier) if ranks.is_first else None
+        self._rewound = [row["rewound_to"] for row in earlier if row["last"] and row["rewound_to"] is not None]
+        known = {row["step"] for row in earlier}
+        self._losses: deque[float | None] = deque((None if step in known else loss for step, loss in losses), window)
+        self.problem: str | None = None  # why the run can't go on, the same on every rank
+
+    def add(self, results: list) -> None:
+        """Judge some steps: StepResults with numbers, the same on every rank."""
+        for result in results:
+            known = [loss for loss in self._losses if loss is not None and math.isfinite(loss)]
+            spike = None
+            if math.isfinite(result.loss) and len(known) * 2 >= max(self._losses.maxlen, 4):
+                mean = statistics.fmean(known)
+                deviation = LEAST_DEVIATION * abs(mean)
+                if result.loss > mean + self.sigma * deviation:  # else there is nothing to measure, which takes long
+                    deviation = max(statistics.pstdev(known, mean), deviation)
+                if result.loss > mean + self.sigma * deviation:
+                    spike = {"step": result.step, "loss": result.loss, "mean": mean, "deviation": deviation}
+                    self.found.append(spike)
+            self._losses.append(result.loss if spike is None else None)
+
+    def settle(self, rewound_to: str | None) -> None:
+        """Write down what was found. rewound_to: the checkpoint that the weights are those of again, if they are."""
+        for row in self.found:
+            plan = self._plan(row["step"])
+            samples = [sample for rank in plan for micro_batch in rank for sample in micro_batch]
+            row["samples"] = sample_ids(self._dataset, samples)
+            row["rewound_to"], row["last"] = rewound_to, row is self.found[-1]
+        if self.ranks.is_first:
+            self.log.write(self.found)
+        if rewound_to is not None:
+            self._rewound.append(rewound_to)
+            latest = self._rewound[-MOST_REWINDS:]
+            if len(latest) == MOST_REWINDS and len(set(latest)) == 1:
+                self.problem = self._too_often(rewound_to)
+        self.found = []
+
+    def _too_often(self, checkpoint: str) -> str:
+        return (
+            f"the run went back to {checkpoint} {MOST_REWINDS} times and met another spike of the loss each time. "
+            f"{self.path} has the samples of those steps. {checkpoint} is as good as before: look at the data, lower "
+            "--learning_rate or set --max_grad_norm (both begin the run anew), or go on from there with a larger "
+            "--loss_spike_sigma and --allow_changed_flags loss_spike_sigma"
+        )
+
+    def describe(self) -> str:
+        """What was found, in a few words."""
+        first = self.found[0]
+        more = f" and {len(self.found) - 1} more" if len(self.found) > 1 else ""
+        return (
+            f"the loss of step {first['step']:,}{more} is a spike: {first['loss']:.4f}, where the steps before had "
+            f"{first['mean']:.4f} (standard deviation {first['deviation']:.4f})"
+        )

@@ -1,0 +1,78 @@
+"""skipped_steps.jsonl: every step whose loss or gradients were not finite, with the samples that it was made of."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from llava_ds.data.dataset import EncodedDataset, sample_ids
+from llava_ds.data.loader import Layout
+from llava_ds.data.sample_order import SampleOrder
+from llava_ds.files.jsonl import RowLog, rows_of
+from llava_ds.runtime.ranks import Ranks, from_first, gather, print_first
+
+FILE = "skipped_steps.jsonl"
+MOST_NAMED = 8  # samples, in what is printed
+
+
+class SkippedSteps:
+    """The steps that changed nothing, and how many of them came in a row.
+
+    Where losses were not finite, the samples are those of the ranks that had them; else those of all ranks, for the
+    gradients are judged together. A resumed run drops the lines behind its checkpoint, as in metrics.jsonl.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        dataset: EncodedDataset,
+        layout: Layout,
+        order: SampleOrder,
+        most: int,
+        before: tuple[int, int],
+        ranks: Ranks,
+    ) -> None:
+        """most: --max_skipped_steps; before: the steps that the run goes on from, and how many of them were skipped."""
+        self.path, self.most, self.ranks = output_dir / FILE, most, ranks
+        resume_step, self._num_skipped = before
+        self._dataset = dataset
+        self._plan = lambda step: next(layout.steps(order, dataset.lengths, step - 1))[1]
+        noted = from_first(ranks, lambda: rows_of(self.path))
+        earlier = [row for row in noted if row["step"] <= resume_step]
+        self.log = RowLog(self.path, earlier) if ranks.is_first else None
+        steps = {row["step"] for row in earlier}
+        self.in_a_row = 0  # now, the same on every rank
+        while resume_step - self.in_a_row in steps:
+            self.in_a_row += 1
+        self.problem: str | None = None  # why the run can't go on, the same on every rank
+
+    def add(self, results: list, losses: list[torch.Tensor]) -> None:
+        """Note what was skipped of some steps. results: StepResults with numbers, the same steps on every rank;
+        losses: this rank's part of each loss, which are read only of skipped steps."""
+        for result, loss in zip(results, losses, strict=True):
+            skipped, self._num_skipped = result.skipped_steps > self._num_skipped, result.skipped_steps
+            self.in_a_row = self.in_a_row + 1 if skipped else 0
+            if skipped:  # on all ranks, for the engines' counts are the same
+                self._note(result.step, float(loss))
+            if self.in_a_row >= self.most:
+                self.problem = self._too_many(result.step)
+
+    def _too_many(self, step: int) -> str:
+        return (
+            f"{self.in_a_row} steps in a row ({step - self.in_a_row + 1:,} to {step:,}) had a "
+            f"loss or gradients that are not finite, and changed nothing: --max_skipped_steps is {self.most}. "
+            f"{self.path} has their samples. The checkpoints are as good as before: mend the data, lower "
+            "--learning_rate or set --max_grad_norm (both begin the run anew), or raise --max_skipped_steps"
+        )
+
+    def _note(self, step: int, loss: float) -> None:
+        wrong = [rank for rank, finite in enumerate(gather(math.isfinite(loss), self.ranks)) if not finite]
+        plan = self._plan(step)
+        samples = [sample for rank in wrong or range(len(plan)) for micro_batch in plan[rank] for sample in micro_batch]
+        ids = sample_ids(self._dataset, samples)
+        what = "loss" if wrong else "gradients"
+        if self.ranks.is_first:
+            self.log.write([{"step": step, "not_finite": what, "ranks": wrong, "samples": ids}])
+        more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
+        named = ", ".join(ids[:MOST_NAMED]) + more
+        print_first(f"step {step:,} is skipped, for its {what} {'is' if wrong else 'are'} not finite: samples {named}")

@@ -1,0 +1,290 @@
+"""How fast training is, side by side with transformers' Trainer in one run: python run/dev/bench.py
+
+About an hour on two cores that have nothing else to do; --quick is a few minutes at toy sizes, whose ratios say
+little. Leaves bench.json with everything that was measured, steps.png and table.md in --output_dir.
+"""
+
+import sys
+
+from llava_ds.runtime.command import Parser, begin, leave_with, new_folder
+
+if __name__ == "__main__":
+    begin("run/dev/bench.py")
+
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from benchmark import comparison, preset, workload
+from benchmark.bench_loader import measure_decoding
+from benchmark.bench_output import measure_output_loss
+from benchmark.comparison import OURS, PADDED, RECOMPUTED, SIDES, Spread
+from benchmark.table import Row, markdown, plot_steps
+from benchmark.training import LOOP_OVERHEAD, Case, launch, run_case, work_of_steps, write_case, write_json
+from benchmark.workload import Shape
+
+from llava_ds.config.bounds import Count, number
+from llava_ds.constants import ConfigError
+from llava_ds.runtime.ranks import quiet_libraries
+from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "run" / "train.py"
+RANKS = 2
+WARM_UP = 1  # step
+
+# LLaVA-1.5 at a ninth of its lengths (64 features a picture): attention, tower and padding have about the parts of the
+# work that they have at 7B. Deep rather than wide, because of what is saved in the last layer alone. The two differ in
+# the output layer, which has the part of a 7B's with 32k ids and of a 0.5B's with 152k.
+SMALL_VOCABULARY = Shape(
+    "small vocabulary", hidden=256, intermediate=688, layers=12, heads=4, vocab=768,
+    tower_hidden=128, tower_layers=3, tower_heads=2, patches=8, patch_size=8,
+)  # fmt: skip
+LARGE_VOCABULARY = replace(SMALL_VOCABULARY, name="large vocabulary", vocab=16_384)
+QUICK = {
+    "hidden": 64, "intermediate": 176, "layers": 2, "heads": 2, "tower_hidden": 32, "tower_heads": 2, "vocab": 512,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The least speed-up over the Trainer without and with recomputation."""
+
+    padded: float
+    recomputing: float
+
+
+ASKED = {
+    ("stage2", SMALL_VOCABULARY.name): Asked(1.8, 2.2),
+    ("stage2", LARGE_VOCABULARY.name): Asked(2.2, 2.5),
+    ("stage1", SMALL_VOCABULARY.name): Asked(1.1, 1.1),
+    ("stage1", LARGE_VOCABULARY.name): Asked(1.5, 1.5),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one part of the bench gives: rows of the table, everything for the JSON, seconds of steps for the plot."""
+
+    rows: list[Row]
+    measured: object
+    steps: dict[str, dict[str, list[list[float]]]]
+
+
+def main(argv: list[str]) -> None:
+    own = read_flags(argv)
+    quiet_libraries()
+    started = datetime.datetime.now(datetime.timezone.utc)
+    folder = Path(own.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {}
+    for name in own.only:
+        print(f"{name} ...", flush=True)
+        parts[name] = {**PARTS, **PRESETS}[name](name, own, folder / name)
+    rows = [row for part in parts.values() for row in part.rows]
+    measured = {
+        "machine": machine(),
+        "started": started.isoformat(timespec="seconds"),
+        "command": ["run/dev/bench.py", *argv],
+        "warm_up_steps": WARM_UP,
+        **{name: part.measured for name, part in parts.items()},
+        "table": [{"what": row.what, **asdict(row.values), "asked": row.asked} for row in rows],
+    }
+    write_json(folder / "bench.json", measured)
+    (folder / "table.md").write_text(markdown(rows) + "\n", encoding="utf-8")
+    cases = {title: sides for part in parts.values() for title, sides in part.steps.items()}
+    if cases:
+        plot_steps(cases, folder / "steps.png")
+    print(markdown(rows))
+    print(f"everything that was measured: {folder / 'bench.json'}")
+
+
+def read_flags(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--only", help=f"some of {', '.join(PARTS)}, with commas (default: all)")
+    parser.add_argument(
+        "--rounds", type=number(Count), help="runs of each side, with --preset timed steps (default: 3, with --quick 1)"
+    )
+    parser.add_argument("--quick", action="store_true", help="toy sizes: whether it works, not how fast it is")
+    parser.add_argument(
+        "--grouped",
+        action="store_true",
+        help="stage 2 in the order of LLaVA's sampler, which pads less; default: as drawn, as the Trainer does",
+    )
+    parser.add_argument(
+        "--preset",
+        choices=list(PRESETS),
+        help="instead of all this: LLaVA-1.5-7B in both stages on one H200, with random weights",
+    )
+    parser.add_argument("--train_flags", default="", help="with --preset: more flags of run/train.py, in one argument")
+    parser.add_argument("--output_dir", type=new_folder, default="output/bench", help="default: %(default)s")
+    own = parser.parse_args(argv)
+    own.only = list(PARTS) if own.only is None else own.only.split(",")
+    if unknown := [name for name in own.only if name not in PARTS]:
+        raise ConfigError(f"--only names {', '.join(unknown)}: give some of {', '.join(PARTS)}")
+    if own.preset is not None:
+        own.only = [own.preset]
+    own.rounds = (1 if own.quick else 3) if own.rounds is None else own.rounds
+    return own
+
+
+def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
+    """run/train.py beside the Trainer, at both shapes."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(
+            "transformers' Trainer needs accelerate: install the extra llava_ds[bench], or leave stages out"
+        )
+    rows, measured, steps = [], {}, {}
+    for shape in (SMALL_VOCABULARY, LARGE_VOCABULARY):
+        case = case_of(stage, replace(shape, **QUICK) if own.quick else shape, own)
+        case_folder = folder / shape.name.replace(" ", "-")
+        flags = write_case(case, case_folder, write_tokenizer, RANKS)
+        work = work_of_steps(flags, RANKS)
+        padded = sum(w.padded_tokens for w in work)
+        share = case.shape.output_share(padded / (case.num_batches(RANKS) * case.batch_size))
+        title = f"{stage}, output layer {share:.0%}"
+        print(f"{title}: {sum(w.tokens for w in work) / padded:.2f} of the padded tokens are useful", flush=True)
+        runs = run_case(case, flags, case_folder, TRAIN, RANKS, own.rounds)
+        differences = comparison.refuse_different(runs, title)
+        asked = ASKED[stage, shape.name]
+        for side, least in ((PADDED, asked.padded), (RECOMPUTED, asked.recomputing)):
+            values = Spread.of(comparison.ratios(runs, side, WARM_UP))
+            rows.append(Row(f"{title}: speed-up over {side}", values, asked=least))
+        useful = [w.useful_flops for w in work]
+        for side in SIDES:
+            values = Spread.of(comparison.fractions_of_peak(runs, side, useful, RANKS, WARM_UP))
+            rows.append(Row(f"{title}: MFU of {side}", values, "{:.1%}"))
+        measured[title] = {
+            "case": asdict(case),
+            "useful_share_of_padded": sum(w.tokens for w in work) / padded,
+            "output_layer_share": share,
+            "work": [asdict(w) for w in work],
+            "largest_differences": differences,
+            "runs": comparison.as_json(runs),
+        }
+        steps[title] = {side: [run.step_time_s[WARM_UP:] for run in runs if run.side == side] for side in SIDES}
+    return Part(rows, measured, steps)
+
+
+def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
+    """What run/train.py's loop costs beside the bare engine, in stage 2."""
+    shape = replace(SMALL_VOCABULARY, **QUICK) if own.quick else SMALL_VOCABULARY
+    case = replace(case_of("stage2", shape, own), accumulation=1, num_steps=3)
+    flags = write_case(case, folder, write_tokenizer, RANKS)
+    report, more = folder / "loop.json", ["--tokens_per_micro_batch", "4096", "--output_dir", str(folder / "output")]
+    launch(RANKS, [str(LOOP_OVERHEAD), str(report), str(TRAIN), *flags, *more], folder / "log.txt")
+    measured = json.loads(report.read_text())
+    values = Spread(measured["overhead"], measured["overhead_least"], measured["overhead_most"])
+    return Part(
+        [Row("time of the loop beyond the bare engine's (at most 2 % is asked)", values, "{:.2%}")], measured, {}
+    )
+
+
+def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
+    """The loss over supervised rows beside the one over all of them, at 32,000 ids, in this process."""
+    torch.set_num_threads(1)
+    rows, measured = [], []
+    for trains in (True, False):
+        found = measure_output_loss(trains=trains, repeats=own.rounds + 2, **({"num_tokens": 256} if own.quick else {}))
+        what = f"loss over supervised rows, output layer {'trains' if trains else 'frozen'}"
+        pairs = zip(found["all_seconds"]["full"], found["all_seconds"]["ours"])
+        rows.append(Row(f"{what}: times faster", Spread.of([full / ours for full, ours in pairs]), asked=6.0))
+        rows.append(Row(f"{what}: times less memory", Spread.of([found["times_less_memory"]]), asked=6.0))
+        measured.append(found)
+    return Part(rows, measured, {})
+
+
+def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
+    """Pictures a second and core: LLaVA's path, ours, and the fast one, of other pictures in every round."""
+    size = {"num_images": 3, "seconds": 1.0} if own.quick else {"num_images": 12, "seconds": 30.0}
+    measured = [measure_decoding(**size, seed=number) for number in range(own.rounds)]
+    rows = []
+    for ratio in ("pad", "square"):
+        columns = {name: Spread.of([found[ratio][name] for found in measured]) for name in measured[0][ratio]}
+        for way, said in (("llava", "LLaVA's path"), ("ours", "exact"), ("fast", "--fast_image_decoding")):
+            rows.append(Row(f"pictures/s and core, {ratio}: {said}", columns[f"{way}_per_s"], "{:.0f}"))
+        rows.append(Row(f"{ratio}: --fast_image_decoding over LLaVA's path", columns["fast_over_llava"], asked=2.5))
+        rows.append(Row(f"{ratio}: its largest error, of 255 (at most 2 is asked)", columns["max_error"], "{:.0f}"))
+    return Part(rows, measured, {})
+
+
+def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
+    """LLaVA-1.5-7B on one GPU, both stages; without a GPU a toy."""
+    lines = preset.not_measured(torch.cuda.is_available())
+    print(*lines, sep="\n")
+    rows, measured, steps = [], {"notes": lines}, {}
+    for stage in preset.STAGES:
+        num_steps = preset.WARM_UP + own.rounds + 1
+        result = preset.run_stage(stage, folder, TRAIN, write_tokenizer, num_steps, own.train_flags.split())
+        rows += result.rows(stage.asked)
+        measured[stage.name] = asdict(result)
+        steps[f"{stage.name} on {result.device}"] = {OURS: [result.step_time_s]}
+    return Part(rows, measured, steps)
+
+
+def case_of(stage: str, shape: Shape, own: argparse.Namespace) -> Case:
+    """LLaVA-1.5's 128 samples a step in stage 2 and 256 in stage 1, which on eight ranks are 16 and 32 for each."""
+    captions = stage == "stage1"
+    return Case(
+        name=stage,
+        shape=shape,
+        captions=captions,
+        batch_size=32 if captions else 16,
+        accumulation=1 if own.quick else 8 // RANKS,
+        num_steps=WARM_UP + (2 if own.quick else 3),
+        tokens_per_micro_batch=4096,
+        grouped=own.grouped and not captions,
+    )
+
+
+def write_tokenizer(folder: Path, max_vocab_size: int) -> None:
+    save_tokenizer(train_tokenizer(workload.tokenizer_texts(), max_vocab_size), folder)
+
+
+def machine() -> dict[str, object]:
+    """What the figures belong to."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    cpu = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "commit": git.stdout.strip() or None,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        "cpu": cpu[0] if cpu else platform.processor(),
+        "cores": os.cpu_count(),
+        "ranks": RANKS,
+        "threads_per_rank": 1,
+        "load_average_at_start": os.getloadavg(),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().splitlines()
+    return []
+
+
+# Name on --only: what measures it.
+PARTS = {
+    "stage2": compare_training,
+    "stage1": compare_training,
+    "loader": measure_loader,
+    "loop": measure_loop,
+    "loss": measure_loss,
+}
+PRESETS = {"gpu-7b": run_preset}
+
+
+if __name__ == "__main__":
+    leave_with(partial(main, sys.argv[1:]), "run/dev/bench.py")

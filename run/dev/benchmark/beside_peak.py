@@ -1,0 +1,31 @@
+"""Run a script as it is, and measure beside it, in the same process, how fast this machine multiplies matrices.
+
+Started by the deepspeed launcher: beside_peak.py FILE.json SCRIPT ARGUMENTS. All ranks measure at once, as they compute
+in training.
+"""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+from llava_ds.tracking.peak import gemm_peak
+
+SECONDS = 0.6
+
+
+def main(argv: list[str]) -> None:
+    peak_file, script, *arguments = argv
+    flops = gemm_peak(torch.device("cpu"), torch.float32, SECONDS)
+    if os.environ.get("RANK", "0") == "0":
+        Path(peak_file).write_text(json.dumps({"gemm_flops_per_rank": flops}), encoding="utf-8")
+    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    # The launcher puts its own --local_rank first; the environment says it, too.
+    main([token for token in sys.argv[1:] if not token.startswith("--local_rank=")])

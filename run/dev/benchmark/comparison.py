@@ -1,0 +1,123 @@
+"""Two ways to train the same, timed in turns: what each run says, whether they did the same, and how they compare."""
+
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from llava_ds.constants import ConfigError
+from llava_ds.files.jsonl import read_metrics
+
+OURS = "llava_ds"
+PADDED = "Trainer, padded"
+RECOMPUTED = "Trainer, padded, recomputing"
+SIDES = (OURS, PADDED, RECOMPUTED)
+
+LARGEST_DIFFERENCE = 1e-3  # relative, of loss and gradient norm between the sides, in fp32
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of one side measured: a value per optimizer step."""
+
+    side: str
+    round: int
+    step_time_s: list[float]
+    loss: list[float]
+    grad_norm: list[float]
+    gemm_flops_per_rank: float
+    peak_memory_bytes: int
+
+    def seconds(self, warm_up: int) -> float:
+        """Of all steps but the first."""
+        return sum(self.step_time_s[warm_up:])
+
+
+def turns(sides: tuple[str, ...], rounds: int) -> list[tuple[int, str]]:
+    """(round, side) in the order of running: every side once a round, and another first in each.
+
+    A machine that gets slower or faster meanwhile then does so for all of them alike.
+    """
+    return [(r, sides[(r + i) % len(sides)]) for r in range(rounds) for i in range(len(sides))]
+
+
+def read_ours(side: str, number: int, output_dir: Path, peak_file: Path) -> Run:
+    """A run of run/train.py, from its metrics.jsonl."""
+    rows = read_metrics(output_dir / "metrics.jsonl")
+    columns = {name: [row[name] for row in rows] for name in ("step_time_s", "loss", "grad_norm")}
+    peak = max(row["peak_memory_bytes"] for row in rows)
+    return Run(side, number, **columns, gemm_flops_per_rank=_gemm(peak_file), peak_memory_bytes=peak)
+
+
+def read_theirs(side: str, number: int, steps_file: Path, peak_file: Path) -> Run:
+    """A run of hf_trainer.py, from what it wrote."""
+    return Run(side, number, **json.loads(steps_file.read_text()), gemm_flops_per_rank=_gemm(peak_file))
+
+
+def _gemm(peak_file: Path) -> float:
+    return json.loads(peak_file.read_text())["gemm_flops_per_rank"]
+
+
+def largest_difference(runs: list[Run]) -> dict[str, float]:
+    """Of loss and gradient norm: the largest difference of any run's step from the first run's, relative."""
+    first, found = runs[0], {}
+    for name in ("loss", "grad_norm"):
+        differences = [
+            abs(value - expected) / abs(expected)
+            for run in runs
+            for value, expected in zip(getattr(run, name), getattr(first, name), strict=True)
+        ]
+        found[name] = math.nan if any(map(math.isnan, differences)) else max(differences)
+    return found
+
+
+def refuse_different(runs: list[Run], what: str, allowed: float = LARGEST_DIFFERENCE) -> dict[str, float]:
+    """The largest differences. Raises ConfigError where the runs did not train the same: their times say nothing then.
+
+    what: the name of the comparison.
+    """
+    lengths = {len(values) for run in runs for values in (run.step_time_s, run.loss, run.grad_norm)}
+    if len(lengths) > 1:
+        raise ConfigError(f"{what}: the runs have different numbers of steps ({sorted(lengths)}): look at their logs")
+    found = largest_difference(runs)
+    for name, difference in found.items():
+        if not difference <= allowed:  # NaN, too
+            raise ConfigError(
+                f"{what}: {name} differs by {difference:.1e} between {', '.join(sorted({run.side for run in runs}))}; "
+                f"at most {allowed:g} is rounding: they do not train the same, so that their times can't be compared"
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some values, the least and the most."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values))
+
+
+def ratios(runs: list[Run], other: str, warm_up: int) -> list[float]:
+    """How many times as long the other side took as ours, round by round."""
+    seconds = {(run.round, run.side): run.seconds(warm_up) for run in runs}
+    return [seconds[r, other] / seconds[r, OURS] for r in sorted({run.round for run in runs})]
+
+
+def fractions_of_peak(
+    runs: list[Run], side: str, useful_flops: list[float], num_ranks: int, warm_up: int
+) -> list[float]:
+    """Round by round, the part of the speed of matrix products that the useful FLOPs (per step) of a side reach."""
+    useful = sum(useful_flops[warm_up:])
+    mine = [run for run in runs if run.side == side]
+    return [useful / run.seconds(warm_up) / (num_ranks * run.gemm_flops_per_rank) for run in mine]
+
+
+def as_json(runs: list[Run]) -> list[dict]:
+    """Everything that was measured."""
+    return [asdict(run) for run in runs]

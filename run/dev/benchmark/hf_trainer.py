@@ -1,0 +1,155 @@
+# B samples of a batch, T tokens of the longest, N pictures
+"""The other side of the comparison: transformers' Trainer over DeepSpeed and LlavaForConditionalGeneration, padded.
+
+Started by the deepspeed launcher with the same flags as run/train.py, and two of its own:
+  --steps_file FILE.json    what is measured: seconds, loss and gradient norm of every step
+  --recompute               with gradient checkpointing
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlavaForConditionalGeneration, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from llava_ds.config.arguments import Arguments, trained_parts
+from llava_ds.config.parsing import parse_arguments
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.data.collate import LoadedSample
+from llava_ds.data.dataset import EncodedDataset, open_data
+from llava_ds.data.loader import sample_order
+from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.ranks import first_rank_first, init_ranks, quiet_libraries
+from llava_ds.tracking.progress import peak_memory_bytes
+
+
+def main(argv: list[str]) -> None:
+    quiet_libraries()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--steps_file", type=Path, required=True)
+    parser.add_argument("--recompute", action="store_true")
+    own, rest = parser.parse_known_args(argv)
+    args, _ = take_from_model(parse_arguments(rest)[0])
+    ranks = init_ranks()  # as run/train.py: DeepSpeed's collectives are not compiled on CPU
+    plan = plan_model(args.model, args.data.model_max_length)
+    pictures = plan.tower.pictures(args)
+    with first_rank_first(ranks):
+        dataset = open_data(args, plan.tokenizer, pictures)
+    options = training_arguments(args, own.recompute, on_cpu=ranks.device.type == "cpu")
+    # After the options: under ZeRO-3 they make from_pretrained build every parameter as a partition.
+    model = LlavaForConditionalGeneration.from_pretrained(
+        args.model.model_name_or_path, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    freeze(model, args)
+    clock = Clock()
+    trainer = Trainer(
+        model=model,
+        args=options,
+        train_dataset=torch.utils.data.Subset(dataset, samples_in_order(args, dataset, ranks.world_size)),
+        data_collator=PaddingCollator(model.config.image_token_id, plan.images.mean, plan.images.std),
+        callbacks=[clock],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    if ranks.is_first:
+        rows = {**clock.measured(), "peak_memory_bytes": peak_memory_bytes(ranks.device)}
+        own.steps_file.write_text(json.dumps(rows), encoding="utf-8")
+
+
+def training_arguments(args: Arguments, recompute: bool, on_cpu: bool) -> TrainingArguments:
+    """The same recipe in the Trainer's words; what it does best otherwise is left as it is."""
+    training = args.training
+    return TrainingArguments(
+        output_dir=training.output_dir,
+        deepspeed=training.deepspeed_config,
+        per_device_train_batch_size=training.per_device_train_batch_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        max_steps=training.max_steps,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        warmup_steps=training.warmup_steps,
+        lr_scheduler_type=training.lr_scheduler_type,
+        max_grad_norm=training.max_grad_norm,
+        seed=training.seed,
+        bf16=training.bf16,
+        gradient_checkpointing=recompute,  # not the reentrant kind, by default
+        train_sampling_strategy="sequential",  # the samples come in order
+        remove_unused_columns=False,
+        average_tokens_across_devices=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_num_workers=args.data.dataloader_num_workers,
+        use_cpu=on_cpu,
+    )
+
+
+def freeze(model: LlavaForConditionalGeneration, args: Arguments) -> None:
+    """Leave the parts trainable that the flags name."""
+    parts = trained_parts(args.model)
+    model.requires_grad_("language_model" in parts)
+    model.model.vision_tower.requires_grad_("vision_tower" in parts)
+    model.model.multi_modal_projector.requires_grad_("projector" in parts)
+
+
+def samples_in_order(args: Arguments, dataset: EncodedDataset, world_size: int) -> list[int]:
+    """The samples as run/train.py takes them, step after step."""
+    return sample_order(args, dataset, world_size).epoch(0)
+
+
+class PaddingCollator:
+    """A padded batch as LLaVA's collator makes it: to its longest sample, on the right, pictures normalised."""
+
+    def __init__(self, image_token: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self.image_token = image_token
+        self.mean, self.std = (torch.tensor(values)[:, None, None] * 255 for values in (mean, std))
+
+    def __call__(self, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
+        """input_ids, labels and attention_mask (B, T); pixel_values (N, 3, H, W) float32, absent without pictures."""
+        ids = [s.input_ids.masked_fill(s.input_ids == IMAGE_TOKEN_INDEX, self.image_token) for s in samples]
+        batch = {
+            "input_ids": pad_sequence(ids, batch_first=True),
+            "labels": pad_sequence([s.labels for s in samples], batch_first=True, padding_value=IGNORE_INDEX),
+            "attention_mask": pad_sequence([torch.ones_like(i) for i in ids], batch_first=True),
+        }
+        pictures = [tiles for s in samples for tiles, _ in s.media]
+        if pictures:
+            batch["pixel_values"] = (torch.cat(pictures).float() - self.mean) / self.std
+        return batch
+
+
+class Clock(TrainerCallback):
+    """Seconds from the end of a step to the end of the next, and what the Trainer logs of each."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.logs: list[dict] = []
+
+    def on_train_begin(self, args, state, control, **_) -> None:
+        self.ends.append(time.perf_counter())
+
+    def on_step_end(self, args, state, control, **_) -> None:
+        self.ends.append(time.perf_counter())
+
+    def on_log(self, args, state, control, logs=None, **_) -> None:
+        if "loss" in logs:
+            self.logs.append(logs)
+
+    def measured(self) -> dict[str, list[float]]:
+        """A value per step."""
+        return {
+            "step_time_s": [end - start for start, end in zip(self.ends, self.ends[1:])],
+            "loss": [row["loss"] for row in self.logs],
+            "grad_norm": [row["grad_norm"] for row in self.logs],
+        }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,177 @@
+"""The same training by run/train.py and by transformers' Trainer, each run in processes of its own, in turns."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark import workload
+from benchmark.comparison import OURS, RECOMPUTED, SIDES, Run, read_ours, read_theirs, turns
+from benchmark.length_mix import FINETUNE, PRETRAIN, length_mix
+from benchmark.workload import Shape
+
+from llava_ds.config.parsing import parse_arguments
+from llava_ds.constants import ConfigError
+from llava_ds.data.dataset import open_data
+from llava_ds.data.loader import sample_order
+from llava_ds.data.packing import plan_by_count
+from llava_ds.model.flops import model_flops
+from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.launchers import free_port
+from llava_ds.runtime.processes import RUNNER_MODULE
+
+HERE = Path(__file__).parent
+BESIDE_PEAK, HF_TRAINER, LOOP_OVERHEAD = (
+    HERE / f"{name}.py" for name in ("beside_peak", "hf_trainer", "loop_overhead")
+)
+
+SEED = 20  # with it the few steps have about the padded share of the whole mix
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both sides train. captions: stage 1, the projector alone, with ZeRO-2; else stage 2, with ZeRO-3."""
+
+    name: str
+    shape: Shape
+    captions: bool
+    batch_size: int  # per rank and padded micro-batch, LLaVA's own
+    accumulation: int  # padded micro-batches of a rank in a step
+    num_steps: int  # the first of which only warm up
+    tokens_per_micro_batch: int
+    grouped: bool = False  # the order of LLaVA's own sampler; else as drawn
+
+    def num_batches(self, num_ranks: int) -> int:
+        """Padded micro-batches of all ranks and steps."""
+        return self.num_steps * self.accumulation * num_ranks
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What an optimizer step has to compute, and what padding makes of it.
+
+    useful_flops: as MFU counts them; tokens of the samples; padded_tokens of all batches.
+    """
+
+    useful_flops: float
+    tokens: int
+    padded_tokens: int
+
+
+def data_flags(model: Path, data: Path, cache: Path, captions: bool) -> dict[str, object]:
+    """Flags that name what was written, and how LLaVA shows it. captions: stage 1."""
+    return {
+        "model_name_or_path": model,
+        "data_path": data / "data.json",
+        "image_folder": data / "images",
+        "cache_dir": cache,
+        "version": "plain" if captions else "mistral_instruct",
+        "tune_mm_mlp_adapter": captions,
+        "image_aspect_ratio": "square" if captions else "pad",
+        "shuffle": False,
+        "warmup_steps": 0.03,
+        "save_strategy": "no",
+    }
+
+
+def write_case(case: Case, folder: Path, write_tokenizer: Callable[[Path, int], None], num_ranks: int) -> list[str]:
+    """Write model and data; returns the flags that both sides train by.
+
+    write_tokenizer: to a folder, of at most so many ids.
+    """
+    model, data = folder / "model", folder / "data"
+    model.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(model, case.shape.vocab)
+    workload.write_model(model, case.shape)
+    parts = PRETRAIN if case.captions else FINETUNE
+    mix = length_mix(parts, case.num_batches(num_ranks) * case.batch_size, SEED)
+    workload.write_samples(data, case.shape, mix, captions=case.captions)
+    stage = 2 if case.captions else 3
+    flags = {
+        **data_flags(model, data, folder / "cache", case.captions),
+        "deepspeed_config": HERE.parents[2] / "ds_configs" / f"zero{stage}.json",
+        "group_by_modality_length": case.grouped,
+        "per_device_train_batch_size": case.batch_size,
+        "gradient_accumulation_steps": case.accumulation,
+        "max_steps": case.num_steps,
+        "learning_rate": 1e-3 if case.captions else 1e-4,
+        "max_grad_norm": 1.0,  # so that both compute the norm
+    }
+    return [token for name, value in flags.items() for token in (f"--{name}", str(value))]
+
+
+def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
+    """Of every optimizer step, from the encoded data."""
+    args, _ = take_from_model(parse_arguments(flags, to_train=False)[0])
+    plan = plan_model(args.model, args.data.model_max_length)
+    dataset = open_data(args, plan.tokenizer, plan.tower.pictures(args))
+    flops = model_flops(plan.text_config, plan.tower, args.model)
+    training = args.training
+    layout = training.gradient_accumulation_steps, training.per_device_train_batch_size
+    order = sample_order(args, dataset, num_ranks)
+    tiles = [dataset.row(int(row))["num_pictures"] for row in dataset.rows]
+    work = []
+    for _, samples in zip(range(training.max_steps), order.steps()):
+        lengths = [dataset.lengths[i] for i in samples]
+        pairs = sum(length * (length + 1) / 2 for length in lengths)
+        targets = sum(dataset.num_targets[i] for i in samples)
+        batches = [batch for rank in plan_by_count(samples, num_ranks, *layout) for batch in rank]
+        padded = sum(len(batch) * max(dataset.lengths[i] for i in batch) for batch in batches)
+        useful = flops.of(sum(lengths), pairs, sum(tiles[i] for i in samples), targets)
+        work.append(StepWork(useful, sum(lengths), padded))
+    return work
+
+
+def run_case(case: Case, flags: list[str], folder: Path, train: Path, num_ranks: int, rounds: int) -> list[Run]:
+    """All sides, round by round. train: the script run/train.py."""
+    runs = []
+    for number, side in turns(SIDES, rounds):
+        own = folder / f"{SIDES.index(side)}-{number}"
+        own.mkdir(parents=True, exist_ok=True)
+        peak, steps = own / "peak.json", own / "steps.json"
+        common = [*flags, "--output_dir", str(own / "output")]
+        started = time.perf_counter()
+        if side == OURS:
+            more = ["--tokens_per_micro_batch", str(case.tokens_per_micro_batch)]
+            launch(num_ranks, [str(BESIDE_PEAK), str(peak), str(train), *common, *more], own / "log.txt")
+            run = read_ours(side, number, own / "output", peak)
+        else:
+            more = ["--steps_file", str(steps), *(["--recompute"] if side == RECOMPUTED else [])]
+            launch(num_ranks, [str(BESIDE_PEAK), str(peak), str(HF_TRAINER), *common, *more], own / "log.txt")
+            run = read_theirs(side, number, steps, peak)
+        runs.append(run)
+        seconds = time.perf_counter() - started
+        print(f"  round {number + 1}, {side}: {sum(run.step_time_s):.1f} s of {seconds:.0f}", flush=True)
+    return runs
+
+
+def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -> None:
+    """Run a script through the deepspeed launcher, on CPU ranks of one thread each or on GPUs.
+
+    Raises ConfigError with the end of its log where it fails.
+    """
+    launcher = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "warning"]
+    launcher += ["--num_accelerators", str(num_ranks), "--master_port", str(free_port())]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    if on_cpu:
+        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    paths = [str(HERE.parents[2]), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    with log.open("w") as file:
+        done = subprocess.run([*launcher, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise ConfigError(f"{command[0]} failed, its log is {log}:\n{log.read_text()[-3000:]}")
+
+
+def write_json(path: Path, content: object) -> None:
+    """With the parent folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

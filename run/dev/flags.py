@@ -1,0 +1,201 @@
+"""Write the page of all flags, from the code that reads them: python run/dev/flags.py > docs/flags.md"""
+
+import argparse
+import contextlib
+import importlib.util
+import inspect
+import re
+import sys
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+from llava_ds.config.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava_ds.config.parsing import CHECKPOINTING, PATHS, WITHOUT_EFFECT, build_parser, read_recipe
+from llava_ds.data.templates import ALIASES
+from llava_ds.runtime.command import given_path, new_folder
+
+RUN = Path(__file__).parents[1]
+HEAD = ("| flag | value | default | |", "| --- | --- | --- | --- |")
+SECTIONS = {"The model": ModelArguments, "The data": DataArguments, "The training": TrainingArguments}
+INTRODUCTION = """# Every flag
+
+This page is written by `make docs` from the code that reads the flags; `--help` of each script says the same.
+
+- A flag is `--name value` or `--name=value`, with hyphens for underscores if you like, and never shortened. Of two that
+  are alike the last counts. An unknown one is an error, with the nearest that exists.
+- True or False: also `true`, `t`, `yes`, `y`, `1` and `false`, `f`, `no`, `n`, `0`, in any case. The bare flag means
+  True.
+- A number that is nan, infinite or beyond the range beside it is refused; so is an empty path.
+- A recipe or DeepSpeed JSON that is shipped is found by its name in every folder: `--recipe tiny-finetune`,
+  `--deepspeed_config zero3`.
+- `--recipe FILE.yaml` has the same flags as `name: value`. The command line wins over the recipe, the recipe over the
+  defaults. Where neither `--model_name_or_path` nor `--recipe` is given, `run/train.py` puts the tiny model's recipe
+  before the defaults.
+- A LLaVA in `--model_name_or_path` says some of them itself ([models.md](models.md#what-the-model-says-of-itself)), and
+  so does the DeepSpeed JSON ([deepspeed.md](deepspeed.md#how-a-value-is-found)).
+- `~` stands for the home folder in every path. What may be on the hub has to be a folder here: nothing is downloaded.
+"""
+
+
+class _Parser(Exception):
+    """The parser of a script, on its way out of the script's main()."""
+
+
+def page(parsers: dict[str, argparse.ArgumentParser]) -> str:
+    """docs/flags.md."""
+    lines = [INTRODUCTION, "## run/train.py\n", *train_flags(), *spellings(), *recipes()]
+    for name, parser in parsers.items():
+        if name != "train.py":
+            lines += script_flags(name, parser)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def all_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every script in run/, by file name; run/train.py's without opening DeepSpeed."""
+    others = [path for path in sorted(RUN.glob("*.py")) if path.name != "train.py"]
+    return {"train.py": build_parser(), **{path.name: parser_of(path) for path in others}}
+
+
+def train_flags() -> list[str]:
+    """A table for each section of the dataclasses."""
+    options = {action.dest: action for action in build_parser()._actions}
+    lines = []
+    for title, section in SECTIONS.items():
+        kinds = typing.get_type_hints(section)
+        lines += [f"### {title}\n", *HEAD]
+        for field in fields(section):
+            option = options[field.name]
+            names = [f"--{field.name}", *field.metadata.get("aliases", [])]
+            names += [f"--no_{field.name}"] if field.default is True else []  # HfArgumentParser's
+            value = value_of(field.name, kinds[field.name], option)
+            lines.append(
+                row(", ".join(f"`{name}`" for name in names), value, shown(field.default), in_markdown(option.help))
+            )
+        lines.append("")
+    lines += ["### Beside them\n", *HEAD]
+    for name, kind in (("recipe", "path"), ("local_rank", "whole number")):
+        lines.append(row(f"`--{name}`", kind, "", in_markdown(options[name].help)))
+    return [*lines, ""]
+
+
+def value_of(name: str, kind: object, action: argparse.Action) -> str:
+    """What may stand behind a flag, in a word or as the words themselves."""
+    if name in PATHS:
+        return "path"
+    if name == "gradient_checkpointing":
+        return ", ".join(f"`{word}`" for word in dict.fromkeys(CHECKPOINTING.values()))
+    if action.choices is not None:
+        return ", ".join(f"`{choice}`" for choice in action.choices)
+    kinds = typing.get_args(kind) or (kind,)
+    words = {bool: "True or False", int: "whole number", float: "number", str: "text"}
+    return " or ".join(words[each] for each in kinds if each is not type(None)).replace(
+        "number or text", "number, word"
+    )
+
+
+def spellings() -> list[str]:
+    """Words of LLaVA's and Hugging Face's scripts that mean something else here, or nothing."""
+    meant: dict[str, list[str]] = {}
+    for word, meaning in CHECKPOINTING.items():
+        if word != meaning:
+            meant.setdefault(meaning, []).append(f"`{word}`")
+    lines = ["### LLaVA's and Hugging Face's words\n"]
+    lines += [f"- `--gradient_checkpointing`: {', '.join(words)} mean `{name}`." for name, words in meant.items()]
+    names = ", ".join(f"`{alias}` ({template})" for alias, template in ALIASES.items())
+    lines += [f"- `--version`: {names}.", ""]
+    lines += ["Flags of their scripts that are accepted and change nothing; a line at the start of a run says so:\n"]
+    lines += ["| flag | accepted | why nothing reads it |", "| --- | --- | --- |"]
+    for name, (allowed, reason) in WITHOUT_EFFECT.items():
+        accepted = "anything" if allowed is None else ", ".join(f"`{word}`" if word else '`""`' for word in allowed)
+        lines.append(row(f"`--{name}`", accepted, in_markdown(reason)))
+    return [*lines, ""]
+
+
+def recipes() -> list[str]:
+    """What each recipe says, a column for each."""
+    found = {path.stem: read_recipe(path) for path in sorted((RUN / "recipes").glob("*.yaml"))}
+    names = list(dict.fromkeys(name for recipe in found.values() for name in recipe))
+    lines = ["### The recipes\n", row("flag", *found), "| --- |" + " --- |" * len(found)]
+    for name in names:
+        lines.append(row(f"`--{name}`", *(shown(recipe.get(name)) for recipe in found.values())))
+    return [*lines, ""]
+
+
+def parser_of(script: Path) -> argparse.ArgumentParser:
+    """The parser with which a script of run/ reads its command line, which it builds in main()."""
+    spec = importlib.util.spec_from_file_location(f"run_{script.stem}", script)
+    module = importlib.util.module_from_spec(spec)
+
+    def caught(parser: argparse.ArgumentParser, *_: object) -> None:
+        raise _Parser(parser)
+
+    reads, argparse.ArgumentParser.parse_known_args = argparse.ArgumentParser.parse_known_args, caught
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed speaks up when it is opened
+            spec.loader.exec_module(module)
+            module.main(*[[] for _ in inspect.signature(module.main).parameters])
+    except _Parser as found:
+        return found.args[0]
+    finally:
+        argparse.ArgumentParser.parse_known_args = reads
+    raise AssertionError(f"{script}: main() reads no flags")
+
+
+def script_flags(name: str, parser: argparse.ArgumentParser) -> list[str]:
+    """The section of another script."""
+    lines = [f"## run/{name}\n", f"{described(parser.description)}\n", *HEAD]
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction) or action.help is argparse.SUPPRESS:
+            continue
+        names = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar or action.dest}`"
+        help_text = re.sub(r"\(?default: %\(default\)s\)?", "", action.help or "") % vars(action)
+        default = "" if action.nargs == 0 else shown(action.default)
+        lines.append(row(names, kind_of(action), default, in_markdown(help_text)))
+    return [*lines, ""]
+
+
+def described(text: str) -> str:
+    """A script's description, with the command in its first line marked as one."""
+    first, _, rest = inspect.cleandoc(text).partition("\n")
+    words, colon, command = first.partition(": python ")
+    first = f"{words}: `python {command}`" if colon else first
+    rest = [f"`{line}`" if line.startswith("python ") else in_markdown(line) for line in rest.splitlines()]
+    return "\n".join([first, *rest])
+
+
+def kind_of(action: argparse.Action) -> str:
+    """What may stand behind a flag of another script."""
+    if action.choices is not None:
+        return ", ".join(f"`{choice}`" for choice in action.choices)
+    if action.nargs == 0:
+        return "no value"
+    gives = action.type
+    if inspect.isfunction(gives) and gives not in (given_path, new_folder):  # one that checks, and says what it returns
+        gives = typing.get_type_hints(gives).get("return")
+    kinds = {int: "whole number", float: "number", Path: "path", given_path: "path", new_folder: "path"}
+    kind = kinds.get(gives, "text")
+    return f"{kind}, {'one' if action.nargs == '+' else 'none'} or more" if action.nargs in ("+", "*") else kind
+
+
+def shown(value: object) -> str:
+    """A default as it would be written on the command line."""
+    if value in (None, "", []):
+        return ""
+    if isinstance(value, (str, Path)) and Path(value).is_absolute():  # one that lies in this repository
+        value = Path(value).relative_to(RUN.parent.resolve())
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def in_markdown(text: str) -> str:
+    """A text on one line, with what is code marked as such."""
+    text = " ".join(text.split())
+    return re.sub(r"(?<![\w`-])(--\w+|[\w-]*<\w+>|\w+\[\w+\]|\{[^{}]*\})", r"`\1`", text)
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page(all_parsers()))

@@ -1,0 +1,72 @@
+"""How full and how even packs are, and what planning costs: python run/dev/measure/packing.py
+
+On the length mix of LLaVA-1.5's stage 2 (run/dev/benchmark/length_mix.py), 665,000 samples in random order.
+fill: tokens / (packs * bound). balance: the mean rank's work / the slowest one's, round by round, in tokens.
+least: the fill if packs could be filled to the last token, by the sizes of the steps alone.
+"""
+
+import argparse
+import itertools
+import math
+import time
+
+from benchmark.length_mix import FINETUNE, length_mix
+
+from llava_ds.data.loader import Layout
+from llava_ds.data.packing import plan_by_tokens
+from llava_ds.data.sample_order import SampleOrder
+
+
+def fill_and_balance(
+    steps: list[list[int]], lengths: list[int], world_size: int, max_tokens: int, pair_cost: float = 0.0
+) -> tuple[float, float, float]:
+    """fill, its least upper bound by arithmetic, and balance of some steps."""
+    tokens = packs = needed = work = slowest = 0
+    for samples in steps:
+        own = [lengths[i] for i in samples]
+        cost = [int(n + pair_cost * n**2) for n in own]
+        plan = plan_by_tokens(samples, own, world_size, max_tokens, cost)
+        costs = [[sum(lengths[i] + pair_cost * lengths[i] ** 2 for i in micro) for micro in rank] for rank in plan]
+        tokens += sum(own)
+        packs += world_size * len(plan[0])
+        needed += world_size * math.ceil(sum(own) / (world_size * max_tokens))
+        work += sum(map(sum, costs)) / world_size
+        slowest += sum(max(together) for together in zip(*costs))
+    return tokens / (packs * max_tokens), tokens / (needed * max_tokens), work / slowest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max_tokens", type=int, default=8192)
+    parser.add_argument("--pair_cost", type=float, default=2e-5, help="that of a 7B model")
+    parser.add_argument("--num_samples", type=int, default=665_000)
+    parser.add_argument("--num_steps", type=int, default=100, help="of which fill and balance are taken")
+    args = parser.parse_args()
+    lengths = length_mix(FINETUNE, args.num_samples, seed=0).tokens.tolist()
+    print("batch  ranks    fill   most by arithmetic   balance")
+    for batch_size, world_size in itertools.product((128, 256, 512, 1024, 2048), (1, 2, 4, 8)):
+        order = SampleOrder(args.num_samples, batch_size, seed=0)
+        steps = list(itertools.islice(order.steps(), args.num_steps))
+        fill, most, balance = fill_and_balance(steps, lengths, world_size, args.max_tokens, args.pair_cost)
+        print(f"{batch_size:5} {world_size:6} {fill:7.3f} {most:12.3f} {balance:17.4f}", flush=True)
+    print("\nbatch  ranks   order, us a sample   planning, us a sample   (processor time, all samples)")
+    for batch_size, world_size in itertools.product((128, 1024), (1, 8)):
+        order = SampleOrder(args.num_samples, batch_size, seed=0)
+        layout = Layout(0, world_size, batch_size // world_size, 1, args.max_tokens, pair_cost=args.pair_cost)
+        started = time.process_time()
+        for _ in itertools.islice(order.steps(), order.steps_per_epoch):
+            pass
+        drawn = time.process_time()
+        for _ in itertools.islice(layout.steps(order, lengths, 0), order.steps_per_epoch):
+            pass
+        both = time.process_time() - drawn
+        alone = drawn - started
+        print(
+            f"{batch_size:5} {world_size:6} {alone / args.num_samples * 1e6:12.2f} "
+            f"{(both - alone) / args.num_samples * 1e6:22.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

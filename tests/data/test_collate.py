@@ -1,0 +1,155 @@
+"""Samples laid end to end: nothing of one sample reaches into another."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.geometry import MediaLayout, PictureOptions, media_layout
+
+SIZE, P = 4, 4  # features per tile
+SQUARE = PictureOptions(SIZE, 2, (0.5, 0.5, 0.5))
+UNPAD = dataclasses.replace(SQUARE, aspect_ratio="anyres", merge_type="spatial_unpad", newline_position="frame")
+ALL = [
+    SQUARE,
+    UNPAD,
+    dataclasses.replace(UNPAD, aspect_ratio="anyres_max_1"),
+    dataclasses.replace(UNPAD, pool_stride=1),
+]
+
+
+def sample(
+    ids: list[int], labels: list[int] | None = None, layouts: list[MediaLayout] = (), colour: int = 0
+) -> LoadedSample:
+    """A sample; without labels every text position is supervised."""
+    if labels is None:
+        labels = [IGNORE_INDEX if token == IMAGE_TOKEN_INDEX else token for token in ids]
+    media = [
+        (torch.full((layout.num_tiles, 3, SIZE, SIZE), colour + i, dtype=torch.uint8), layout)
+        for i, layout in enumerate(layouts)
+    ]
+    return LoadedSample(torch.tensor(ids), torch.tensor(labels), media)
+
+
+def random_samples(seed: int, options: PictureOptions = SQUARE) -> list[LoadedSample]:
+    rng = random.Random(seed)
+    samples = []
+    for i in range(rng.randint(1, 6)):
+        count = rng.choice([0, 0, 1, 2])
+        layouts = []
+        for _ in range(count):
+            kind = rng.choice(["image", "frames"])
+            sizes = tuple((rng.randint(1, 40), rng.randint(1, 40)) for _ in range(1 if kind == "image" else 3))
+            layouts.append(media_layout(kind, sizes, count, options))
+        pieces = [[rng.randint(1, 99) for _ in range(rng.randint(1, 5))] for _ in range(count + 1)]
+        ids = list(pieces[0])
+        for piece, layout in zip(pieces[1:], layouts):
+            ids += [IMAGE_TOKEN_INDEX] * layout.num_tokens + piece
+        labels = [IGNORE_INDEX if token < 0 or rng.random() < 0.5 else token for token in ids]
+        cut = rng.randint(1, len(ids))  # model_max_length may cut anywhere, also inside a picture
+        samples.append(sample(ids[:cut], labels[:cut], layouts, 10 * i))
+    return samples
+
+
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize("seed", range(15))
+def test_a_batch_is_its_samples_end_to_end(seed, options):
+    samples = random_samples(seed, options)
+    before = [(one.input_ids.clone(), one.labels.clone()) for one in samples]
+    batch = collate(samples, options)
+    starts = batch.cu_seqlens.tolist()
+    assert batch.cu_seqlens.dtype == torch.int32 and starts[0] == 0 and starts[-1] == batch.input_ids.shape[1]
+    assert batch.max_seqlen == max(len(one.input_ids) for one in samples) and isinstance(batch.max_seqlen, int)
+    targets = dict(zip(batch.target_positions.tolist(), batch.targets.tolist()))
+    for one, start, end in zip(samples, starts, starts[1:]):
+        ids, labels = one.input_ids.tolist(), one.labels.tolist()
+        assert end - start == len(ids)
+        assert batch.position_ids[0, start:end].tolist() == list(range(len(ids)))
+        assert batch.input_ids[0, start:end].tolist() == [max(token, 0) for token in ids]
+        # What is expected at a position is the next token of the same sample, and only where that is supervised.
+        expected = {start + i - 1: label for i, label in enumerate(labels) if i > 0 and label != IGNORE_INDEX}
+        assert {at: targets[at] for at in targets if start <= at < end} == expected
+    assert len(targets) == len(batch.targets) == len(batch.target_positions)
+    shown = [tile for one in samples for tiles, _ in one.media for tile in tiles]
+    assert len(batch.pixel_values) == max(1, len(shown))
+    assert all(torch.equal(a, b) for a, b in zip(batch.pixel_values, shown))
+    for one, (ids, labels) in zip(samples, before):
+        assert torch.equal(one.input_ids, ids) and torch.equal(one.labels, labels)
+
+
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize("seed", range(15))
+def test_every_image_position_gets_what_its_own_layout_says(seed, options):
+    samples = random_samples(seed, options)
+    batch = collate(samples, options)
+
+    # A feature is told by its number in the batch, a pooled one by its sources and weights, a newline by its name.
+    def told(index, weight):
+        return tuple(sorted((i, w) for i, w in zip(index.tolist(), weight.tolist()) if w))
+
+    features = len(batch.pixel_values) * P
+    table = [*range(features), *(told(i, w) for i, w in zip(batch.pool_index, batch.pool_weight))]
+    found = [table[row] for row in batch.feature_index.tolist()]
+    found += ["newline"] * (len(batch.image_positions) - len(found))
+    found = dict(zip(batch.image_positions.tolist(), found))
+    start = first = 0
+    for one in samples:
+        expected = []
+        for tiles, layout in one.media:
+            own = len(tiles) * P
+            pooled = [told(i + first, w) for i, w in zip(layout.pool_index, layout.pool_weight)]
+            names = [*range(first, first + own), "newline", *pooled]
+            expected += [names[row] for row in layout.rows]
+            first += own
+        places = [start + i for i, token in enumerate(one.input_ids.tolist()) if token == IMAGE_TOKEN_INDEX]
+        # Pictures fill their positions in reading order; a cut picture gives its first features.
+        assert [found.pop(at) for at in places] == expected[: len(places)]
+        start += len(one.input_ids)
+    assert not found
+
+
+def test_a_sample_cut_inside_a_picture_does_not_shift_the_next_samples_features():
+    layout = media_layout("image", ((4, 4),), 1, SQUARE)
+    cut = sample([1, *[IMAGE_TOKEN_INDEX] * (P - 1)], layouts=[layout])
+    whole = sample([1, *[IMAGE_TOKEN_INDEX] * P, 5], layouts=[layout], colour=9)
+    batch = collate([cut, whole], SQUARE)
+    assert batch.feature_index.tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert batch.pixel_values[:, 0, 0, 0].tolist() == [0, 9]
+
+
+def test_the_first_token_of_a_sample_is_no_target_of_the_one_before():
+    batch = collate([sample([1, 2, 3]), sample([4, 5])], SQUARE)
+    assert batch.target_positions.tolist() == [0, 1, 3]
+    assert batch.targets.tolist() == [2, 3, 5]
+
+
+def test_text_only_samples_show_one_blank_picture_that_is_placed_nowhere():
+    batch = collate([sample([1, 2]), sample([3])], SQUARE)
+    assert batch.pixel_values.shape == (1, 3, SIZE, SIZE) and batch.pixel_values.dtype == torch.uint8
+    assert not batch.pixel_values.any()
+    assert len(batch.image_positions) == len(batch.feature_index) == 0
+    assert batch.feature_index.dtype == batch.image_positions.dtype == torch.int64
+
+
+@pytest.mark.parametrize("options", ALL)
+def test_an_empty_batch_is_one_token_that_counts_for_nothing(options):
+    batch = collate([], options)
+    assert batch.input_ids.tolist() == [[0]] and batch.cu_seqlens.tolist() == [0, 1] and batch.max_seqlen == 1
+    assert batch.position_ids.tolist() == [[0]]
+    assert len(batch.targets) == len(batch.target_positions) == len(batch.image_positions) == 0
+    assert batch.pixel_values.shape == (1, 3, SIZE, SIZE)
+    full = collate(random_samples(1, options), options)
+    for field in dataclasses.fields(batch):
+        one, other = getattr(batch, field.name), getattr(full, field.name)
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype and one.ndim == other.ndim, field.name
+
+
+def test_a_batch_moves_as_a_whole():
+    moved = collate(random_samples(2), SQUARE).to(torch.device("meta"))
+    for field in dataclasses.fields(moved):
+        value = getattr(moved, field.name)
+        assert not isinstance(value, torch.Tensor) or value.device.type == "meta"

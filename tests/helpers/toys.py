@@ -1,0 +1,219 @@
+"""Random toy models and data for tests: seconds to train, every code path of a large one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedConfig,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipImageProcessorPil,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
+
+IMAGE_SIZE, PATCH_SIZE = 24, 8
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+TEXTS = [
+    "USER: What is it? ASSISTANT: It is a red cat.",
+    "A chat between a curious user and an assistant.",
+    "yes no two",
+]
+ANSWERS = ["yes", "It is a red cat.", "two", "There is no dog, but a cat."]
+
+
+# What a random language model of each family has of its own. Windows are shorter than most samples of write_data.
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    # Sliding windows in the upper layers only.
+    "qwen2_5": {
+        "model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 17,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"head_dim": 16},  # wider together than the model
+    "mistral": {"sliding_window": 17},
+    "phi3": {
+        "sliding_window": 33, "max_position_embeddings": 2048, "original_max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
+            "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [2.0, 3.0, 5.0, 7.0],
+            "original_max_position_embeddings": 512,
+        },
+    },
+    # Windows in every second layer, soft caps that matter, embeddings scaled and tied.
+    "gemma2": {
+        "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 17, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    # Names of its own for trunk and ends, which are tied.
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_inner": 48},
+    # Learned positions, biases, embeddings tied.
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.2, "pad_token_id": 1},
+}  # fmt: skip
+
+
+def language_model_config(family: str = "llama", *, vocab_size: int = 400, **changed: object) -> PreTrainedConfig:
+    """The configuration of a tiny language model with grouped-query attention, where its family has that."""
+    options = {
+        "model_type": family,
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return AutoConfig.for_model(**{**options, **FAMILIES[family], **changed})
+
+
+def write_language_model(folder: Path, family: str = "llama", **changed: object) -> dict[str, str]:
+    """Write a random language model with a Llama-like tokenizer; returns the flag that names it."""
+    tokenizer = train_tokenizer(TEXTS, max_vocab_size=400)
+    config = language_model_config(family, **{"vocab_size": tokenizer.get_vocab_size(), **changed})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    return {"model_name_or_path": str(folder)}
+
+
+def write_tower(folder: Path, kind: str = "clip", **changed: object) -> dict[str, str]:
+    """Write a random tower with its image processor, as its makers would publish it; returns the flag that names it.
+
+    kind: clip, siglip or siglip2; all give 3 x 3 patches.
+    """
+    square, options = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}, {**TOWER, "patch_size": PATCH_SIZE, **changed}
+    if kind == "clip":
+        CLIPVisionModel(CLIPVisionConfig(image_size=IMAGE_SIZE, **options)).save_pretrained(folder)
+        CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=square).save_pretrained(folder)
+    elif kind == "siglip":
+        SiglipVisionModel(SiglipVisionConfig(image_size=IMAGE_SIZE, **options)).save_pretrained(folder)
+        SiglipImageProcessorPil(size=square).save_pretrained(folder)
+    else:
+        Siglip2VisionModel(Siglip2VisionConfig(num_patches=9, **options)).save_pretrained(folder)
+        means = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        (folder / "preprocessor_config.json").write_text(json.dumps(means))
+    return {"vision_tower": str(folder)}
+
+
+def write_base(
+    folder: Path, *, seed: int = 0, family: str = "llama", clip: dict[str, object] | None = None, **changed: object
+) -> dict[str, str]:
+    """Write a random language model and a random CLIP tower; changed, clip: other options of the two.
+
+    Returns the flags that name them.
+    """
+    torch.manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_language_model(folder / family, family, **changed)
+    write_tower(folder / "clip", **(clip or {}))
+    return {"model_name_or_path": str(folder / family), "vision_tower": str(folder / "clip")}
+
+
+def add_tokens(folder: Path, *tokens: str) -> None:
+    """Give the tokenizer in a folder more special tokens."""
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_data(folder: Path, kinds: str, *, seed: int = 0, plain: bool = False) -> dict[str, str]:
+    """Write a data set with one sample per letter: "i" with a picture, "t" text only; return the flags that name it."""
+    rng = np.random.default_rng(seed)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    records = []
+    for index, kind in enumerate(kinds):
+        turns = 1 if plain else int(rng.integers(1, 4))
+        talk = []
+        for turn in range(turns):
+            mark = "<image>\n" if kind == "i" and turn == 0 else ""
+            talk.append({"from": "human", "value": f"{mark}What is it, number {index}?"})
+            talk.append({"from": "gpt", "value": ANSWERS[int(rng.integers(len(ANSWERS)))]})
+        record = {"id": f"s{index}", "conversations": talk}
+        if kind == "i":
+            width, height = rng.integers(20, 50, 2)
+            pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / f"{index}.png")
+            record["image"] = f"{index}.png"
+        records.append(record)
+    (folder / "data.json").write_text(json.dumps(records))
+    return {"data_path": str(folder / "data.json"), "image_folder": str(folder / "images")}
+
+
+def encoding_options(**changed):
+    """How toy conversations are encoded."""
+    from llava_ds.data.encode import EncodingOptions
+
+    return EncodingOptions(**{"template": "v1", "max_length": 512, **changed})
+
+
+def picture_options(**changed):
+    """How pictures are prepared for the toy tower."""
+    from llava_ds.geometry import PictureOptions
+
+    defaults = {"size": IMAGE_SIZE, "patch_size": PATCH_SIZE, "mean": (0.5, 0.4, 0.3), "aspect_ratio": "square"}
+    return PictureOptions(**{**defaults, "max_pixels": 10**6, **changed})
+
+
+def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, pictures=None, **preflight):
+    """The toy data opened as training opens it."""
+    from llava_ds.data.dataset import PreflightOptions, open_encoded
+    from llava_ds.data.sources import SourceOptions, open_sources
+
+    sources = open_sources(data_path, SourceOptions(image_folder=image_folder, cache_dir=str(cache_dir)))
+    return open_encoded(
+        sources,
+        tokenizer,
+        encoding or encoding_options(),
+        pictures or picture_options(),
+        PreflightOptions(cache_dir=str(cache_dir), **preflight),
+    )
+
+
+def write_qwen_base(folder: Path) -> dict[str, str]:
+    """A random Qwen 2 with a byte-level tokenizer that has its chat marks, and the random CLIP tower."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    flags = write_base(folder)
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=marks, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([*TEXTS, *ANSWERS], trainer)
+    config = Qwen2Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder / "qwen")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    ).save_pretrained(folder / "qwen")
+    return {**flags, "model_name_or_path": str(folder / "qwen")}

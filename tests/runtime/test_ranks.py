@@ -1,0 +1,171 @@
+"""What is checked before ranks train together, with the other ranks' answers made up."""
+
+import logging
+import os
+import socket
+import threading
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.runtime import ranks as distributed
+from llava_ds.runtime.ranks import (
+    Ranks,
+    check_same,
+    check_shared_folder,
+    device_index,
+    first_rank_first,
+    quiet_libraries,
+)
+
+FOUR = Ranks(rank=0, local_rank=0, world_size=4, device=torch.device("cpu"))
+
+
+def test_ranks_that_differ_are_named(monkeypatch):
+    mine = {"torch": "2.13.0", "python": "3.11"}
+    everyone = [mine, {**mine, "torch": "2.12.0"}, mine, mine]
+    monkeypatch.setattr(distributed, "gather", lambda value, ranks: everyone)
+    message = 'torch is not the same on all ranks: "2.13.0" on ranks 0, 2-3; "2.12.0" on rank 1\ndo this'
+    with pytest.raises(ConfigError) as error:
+        check_same(mine, FOUR, "do this")
+    assert str(error.value) == message
+    everyone[1] = mine
+    check_same(mine, FOUR, "do this")
+
+
+def test_versions_name_the_source_itself():
+    versions = distributed._versions()
+    assert set(versions) == {"llava_ds", "python", "torch", "deepspeed", "transformers"}
+    assert "source" in versions["llava_ds"]
+
+
+def test_a_folder_that_not_all_ranks_share(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(distributed, "from_first", lambda ranks, ask: seen.append(ask()) or seen[-1])
+    monkeypatch.setattr(distributed, "gather", lambda value, ranks: [value, True, False, False])
+    folder = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"--output_dir .*out: ranks 2-3 of 4 do not find there what rank 0 wrote"):
+        check_shared_folder(folder, "--output_dir", FOUR, wait_s=0)
+    monkeypatch.setattr(distributed, "gather", lambda value, ranks: [value] * 4)
+    check_shared_folder(folder, "--output_dir", FOUR, wait_s=0)
+    assert len(seen) == 2 and not list(folder.iterdir())  # nothing is left
+
+
+def test_a_rank_without_a_device_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert device_index(1, 2, started_by_srun=False) == 1
+    assert device_index(3, 1, started_by_srun=True) == 0  # --gpus-per-task=1: it sees its own only
+    for started_by_srun in (True, False):
+        with pytest.raises(
+            ConfigError, match=r"LOCAL_RANK is 4, but .* shows 2 GPUs \(CUDA_VISIBLE_DEVICES=0,1\): .*srun"
+        ):
+            device_index(4, 2, started_by_srun)
+
+
+def test_gloo_takes_the_interface_that_leads_to_rank_0_where_the_name_misleads(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(distributed, "is_loopback_name", lambda host: False)
+    distributed._choose_gloo_interface("127.0.0.1")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setattr(distributed, "is_loopback_name", lambda host: True)
+    monkeypatch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "")  # so that it is put back
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    distributed._choose_gloo_interface("127.0.0.1")
+    loopback = os.environ["GLOO_SOCKET_IFNAME"]
+    assert loopback in [name for _, name in socket.if_nameindex()] and loopback.startswith("lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME is nope0, but .* has the interfaces .*lo"):
+        distributed._choose_gloo_interface("127.0.0.1")
+
+
+def test_a_taken_port_is_what_the_message_begins_with(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(torch.distributed.DistNetworkError) as error:
+            torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    said = distributed._did_not_meet(error.value)
+    assert said.startswith(f"port {port} on {socket.gethostname()} is taken") and "--master_port" in said
+    assert "start all machines within" in distributed._did_not_meet(RuntimeError("timed out"))
+
+
+class Turns:
+    """Four ranks as threads, on two machines; their gather is a barrier with a list."""
+
+    def __init__(self, monkeypatch):
+        self.ranks = [Ranks(rank, rank % 2, 4, torch.device("cpu")) for rank in range(4)]
+        self.values, self.barrier, self.order = [None] * 4, threading.Barrier(4, timeout=20), []
+        monkeypatch.setattr(distributed, "gather", self.gather)
+
+    def gather(self, value, ranks):
+        self.values[ranks.rank] = value
+        self.barrier.wait()
+        everyone = list(self.values)
+        self.barrier.wait()
+        return everyone
+
+    def run(self, failing: int | None) -> list[str | None]:
+        said: list[str | None] = [None] * 4
+
+        def one(ranks: Ranks) -> None:
+            try:
+                with first_rank_first(ranks):
+                    self.order.append(ranks.rank)
+                    if ranks.rank == failing:
+                        raise DataError("no such file")
+            except DataError as error:
+                said[ranks.rank] = str(error)
+
+        threads = [threading.Thread(target=one, args=(ranks,)) for ranks in self.ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return said
+
+
+def test_rank_0_goes_first_then_each_machines_first(monkeypatch):
+    turns = Turns(monkeypatch)
+    assert turns.run(failing=None) == [None] * 4
+    assert turns.order[:2] == [0, 2] and set(turns.order[2:]) == {1, 3}
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_an_error_that_one_rank_meets_ends_all(monkeypatch, failing):
+    said = Turns(monkeypatch).run(failing)
+    assert said[failing] == "no such file"
+    others = {text for rank, text in enumerate(said) if rank != failing}
+    assert others == {"no such file" if failing == 0 else f"on rank {failing} ({socket.gethostname()}): no such file"}
+
+
+def test_libraries_are_quiet_unless_asked_to_speak(monkeypatch):
+    deepspeed, bars = logging.getLogger("DeepSpeed"), transformers.utils.logging.is_progress_bar_enabled()
+    before = deepspeed.level, transformers.logging.get_verbosity()
+    try:
+        for rank, heard in (("0", True), ("1", False)):
+            monkeypatch.setenv("RANK", rank)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                quiet_libraries()
+                warnings.warn("something", UserWarning, stacklevel=1)
+            assert bool(said) == heard  # every rank has the same to say
+        assert deepspeed.level == logging.WARNING
+        assert transformers.logging.get_verbosity() == transformers.logging.ERROR
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            quiet_libraries(verbose=True)
+            warnings.warn("something", UserWarning, stacklevel=1)
+        assert said and deepspeed.level == logging.INFO
+        assert transformers.logging.get_verbosity() == transformers.logging.INFO
+    finally:
+        deepspeed.setLevel(before[0])
+        transformers.logging.set_verbosity(before[1])
+        if bars:
+            transformers.logging.enable_progress_bar()

@@ -1,0 +1,76 @@
+"""What a report says of samples that are not trained on: which they are, how many broke, and their pictures."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import toys
+
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.data.splits import divide
+from llava_ds.files.jsonl import read_metrics
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.tracking.eval_log import Evals
+from llava_ds.tracking.run_record import held_out_summary
+from llava_ds.tracking.sampled import sampled_answers
+from llava_ds.tracking.trackers import Trackers
+
+ALONE = Ranks(0, 0, 1, None)
+
+
+def in_tar(folder: Path) -> Path:
+    """The same records as a WebDataset shard: each one's JSON and picture."""
+    path = folder / "data.tar"
+    with tarfile.open(path, "w") as tar:
+        for record in json.loads((folder / "data.json").read_text()):
+            picture = folder / "images" / record.pop("image")
+            for suffix, content in (("png", picture.read_bytes()), ("json", json.dumps(record).encode())):
+                member = tarfile.TarInfo(f"{record['id']}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_pictures_within_a_tar_are_shown(tmp_path, tokenizer):
+    toys.write_data(tmp_path / "data", "ii")
+    dataset = toys.encoded(str(in_tar(tmp_path / "data")), None, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
+    rows = [
+        {"step": 1, "id": str(i), "question": "?", "images": dataset.pictures_of(i), "answer": ""} for i in range(2)
+    ]
+    page = sampled_answers(json.loads(json.dumps(rows)), tmp_path / "run")
+    assert page.count("<img") == 2 and "can't be shown" not in page
+    assert len({part.split('"')[0] for part in page.split('src="')[1:]}) == 2  # each its own
+
+
+@pytest.mark.parametrize("place", [{"path": "a"}, {"offset": 1}, {"path": 1, "offset": 0}, 7])
+def test_a_picture_that_is_nowhere_has_a_sentence(tmp_path, place):
+    page = sampled_answers([{"step": 1, "id": "a", "images": [place], "answer": "x"}], tmp_path)
+    assert "<img" not in page and "The picture can" in page
+
+
+def test_the_record_says_how_many_samples_are_held_out_and_from_where(tmp_path, tokenizer):
+    data = toys.write_data(tmp_path / "data", "ittiitti")
+    dataset = toys.encoded(**data, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
+    args = Arguments(ModelArguments(), DataArguments(eval_fraction=0.25), TrainingArguments(seed=7), frozenset())
+    rest, held_out, _ = divide(args, dataset, tokenizer, dataset.pictures, ALONE)
+    said = "\n".join(held_out_summary(args, held_out))
+    assert "2 samples of the accepted records" in said and "--eval_fraction 0.25, drawn by seed 7" in said
+    assert "8 records: 8 accepted, 0 rejected; 2 of the accepted are held out" in rest.summary()
+    assert not any("held out" in line for line in dataset.summary())
+    other = Arguments(ModelArguments(), DataArguments(eval_data_path="o.json"), TrainingArguments(), frozenset())
+    said = held_out_summary(other, dataset)
+    assert said[0] == "8 samples of --eval_data_path o.json" and "8 records: 8 accepted, 0 rejected" in said
+    assert held_out_summary(other, None) == []
+
+
+def test_held_out_samples_that_broke_are_counted(tmp_path, capsys):
+    evals = Evals(tmp_path, 0, ALONE, Trackers({}, 5))
+    evals.add_loss(2, 1.5, 100, 8, {}, broken=0, seconds=0.1)
+    evals.add_loss(4, 1.25, 90, 7, {}, broken=1, seconds=0.1)
+    assert [(row["samples"], row["broken_samples"]) for row in read_metrics(tmp_path / "evals.jsonl")] == [
+        (8, 0), (7, 1),
+    ]  # fmt: skip
+    first, second = capsys.readouterr().out.splitlines()
+    assert "broke" not in first and "on 7 held-out samples, without 1 that broke, is 1.2500" in second

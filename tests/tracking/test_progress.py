@@ -1,0 +1,171 @@
+"""What is read of the device together is written as one number per step, and rates are of the steps read together."""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import pty
+import re
+import struct
+import termios
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llava_ds.data.dataset import BrokenSample
+from llava_ds.files.jsonl import read_metrics
+from llava_ds.model.flops import ModelFlops
+from llava_ds.runtime.ranks import Ranks, progress_bar
+from llava_ds.tracking.progress import Progress, update_bar
+from llava_ds.tracking.trackers import Trackers
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A StepResult, which lies beside this package."""
+
+    step: int
+    loss: object
+    counts: object
+    grad_norm: object
+    skipped_steps: object
+    lr: list
+    num_planned: int
+    broken: list[BrokenSample]
+    data_wait_s: float
+    step_time_s: float
+    by_source: object = None
+    means: object = None
+
+
+def result(step: int, time_s: float, grad_norm: object = 1.5, **more: object) -> Result:
+    counts = torch.tensor([4, 100 * step, 10, 2, 5000, 3], dtype=torch.float64)
+    loss = torch.tensor(step / 2)
+    return Result(step, loss, counts, grad_norm, 0, [1e-3], 4, [], 0.0, time_s, **more)
+
+
+@pytest.fixture
+def progress(tmp_path, monkeypatch) -> Progress:
+    monkeypatch.setattr("llava_ds.tracking.progress.all_sum", lambda values: values)
+    monkeypatch.setattr("llava_ds.tracking.progress.time.perf_counter", lambda: 0.0)
+    return Progress(
+        tmp_path,
+        "a run",
+        resume_step=0,
+        max_steps=5,
+        steps_per_epoch=5,
+        batch_size=4,
+        logging_steps=2,
+        sources=["one"],
+        flops=ModelFlops(per_token=1e6, per_pair=1e3, per_tile=1e7, per_target=1e5),
+        peak_flops=1e9,
+        skipped=SimpleNamespace(add=lambda results: None, log=SimpleNamespace(write=lambda rows: None)),
+        skipped_steps=SimpleNamespace(add=lambda results, losses: None, log=SimpleNamespace(write=lambda rows: None)),
+        spikes=SimpleNamespace(add=lambda results: None, log=SimpleNamespace(write=lambda rows: None)),
+        ranks=Ranks(0, 0, 1, torch.device("cpu")),
+        monitor=SimpleNamespace(enabled=False),
+        trackers=Trackers({}, 5),
+    )
+
+
+def test_rates_are_of_useful_work_over_the_steps_that_are_read_together(progress, tmp_path):
+    progress.after_step(result(1, 0.1))
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    progress.after_step(result(2, 0.9, torch.tensor(2.5), means=torch.tensor([1.0, 3.0])))
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert (first["loss"], second["loss"], first["grad_norm"], second["grad_norm"]) == (0.5, 1.0, 1.5, 2.5)
+    assert (first["tokens"], second["tokens"], second["supervised_tokens"]) == (100, 200, 10)
+    assert first["tokens_per_s"] == second["tokens_per_s"] == 300.0
+    flops = 300 * 1e6 + 2 * (5000 * 1e3 + 3 * 1e7 + 10 * 1e5)
+    assert first["mfu"] == second["mfu"] == pytest.approx(flops / 1e9, rel=1e-5)
+    assert second["micro_batch_losses"] == [[1.0, 3.0]] and "micro_batch_losses" not in first
+
+
+def test_a_mixture_has_a_loss_for_each_data_source_that_a_step_met(progress, tmp_path):
+    progress.sources = ["captions", "questions", "text"]
+    of_each = torch.tensor([[3.0, 1.0, 0.0], [2.0, 3.0, 0.0]])
+    for step in (1, 2, 3, 4, 5):
+        progress.after_step(result(step, 0.1, by_source=of_each * step))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["source_losses"] for row in rows] == [{"captions": 1.5, "questions": 0.33333}] * 5
+
+
+def test_a_long_run_of_a_mixture_has_them_at_every_nth_step(progress, tmp_path):
+    progress.sources, progress.source_steps = ["captions", "questions"], 2
+    for step in (1, 2, 3, 4, 5):
+        progress.after_step(result(step, 0.1, by_source=torch.ones(2, 2)))
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if "source_losses" in row] == [2, 4, 5]
+
+
+def test_what_the_device_still_had_to_do_counts_once(progress, tmp_path, monkeypatch):
+    """The wait at the first reading is in the second's first step, as the loop measures."""
+    times = iter([0.0, 3.0, 10.0, 14.0])
+    monkeypatch.setattr("llava_ds.tracking.progress.time.perf_counter", lambda: next(times))
+    for step, time_s in ((1, 0.5), (2, 0.5), (3, 3.5), (4, 0.5)):
+        progress.after_step(result(step, time_s))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["tokens_per_s"] for row in rows] == [75.0, 75.0, 140.0, 140.0]  # 4 s, and 4 - 3 + 4 s
+
+
+def test_skipped_steps_and_a_missing_norm_are_written_as_they_are(progress, tmp_path):
+    progress.after_step(dataclasses.replace(result(1, 1.0, None), skipped_steps=torch.tensor(1)), flush=True)
+    row = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert row["grad_norm"] is None and row["skipped_steps"] == 1 and row["mfu"] > 0
+
+
+def test_the_bar_says_how_it_goes_and_what_went_wrong(progress):
+    progress.after_step(result(1, 1.0), flush=True)
+    shown = progress.bar.postfix
+    for part in ("loss 0.5000", "lr 1.00e-03", "100 tokens/s", "MFU 13.6%", "waiting for data 0.0%", " GB"):
+        assert part in shown, shown
+    assert "skipped" not in shown and "broken" not in shown
+    worse = dataclasses.replace(result(2, 1.0), skipped_steps=1, num_planned=6, data_wait_s=0.25)
+    progress.after_step(worse, flush=True)
+    assert "1 steps skipped, 2 samples broken" in progress.bar.postfix
+    assert "waiting for data 25.0%" in progress.bar.postfix and "loss 0.7632" in progress.bar.postfix  # of 0.5 and 1.0
+
+
+def test_a_run_that_ends_leaves_its_files_and_its_report(progress, tmp_path, capsys):
+    for step in range(1, 6):
+        progress.after_step(result(step, 1.0))
+    progress.close()
+    assert {"metrics.jsonl", "metrics.csv", "loss.png", "report.html"} <= {path.name for path in tmp_path.iterdir()}
+    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
+
+
+def on_a_terminal(columns: int, name: str, total: int, bad: list[str]) -> str:
+    """The last line of the bar on a terminal of so many columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(slave, "w") as terminal:
+        bar = progress_bar(total=total, desc=name, unit="step", file=terminal, mininterval=0, position=0)
+        least = ["loss 0.1562", "106,270 tokens/s", "waiting 12.4%", *bad]
+        everything = [least[0], "lr 3.67e-07", least[1], "MFU 44.2%", "waiting for data 12.4%", "71.5 GB", *bad]
+        for _ in range(2):
+            update_bar(bar, (total - 1) // 2, everything, least)
+        bar.disable = True  # it has nowhere to write any more
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other side is closed
+        while part := os.read(master, 1 << 16):
+            shown += part
+    os.close(master)
+    shown = shown.decode()
+    return [line for line in re.split(r"[\r\n]+", shown) if line.strip()][-1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "name", "total", "bad", "also"),
+    [
+        (200, "tiny-finetune", 225, [], ("tiny-finetune", "224/225", "lr 3.67e-07", "MFU", "for data 12.4%", "GB")),
+        (80, "run", 225, [], ("224/225",)),
+        (80, "llava-v1.5-7b-finetune-with-a-long-name", 5197, [], ("5196/5197",)),
+        (80, "llava-v1.5-7b-finetune", 5197, ["12 steps skipped"], ("12 steps skipped",)),
+        (60, "tiny-finetune", 225, [], ()),
+    ],
+)
+def test_the_bar_keeps_loss_speed_and_waiting_on_a_narrow_terminal(columns, name, total, bad, also):
+    line = on_a_terminal(columns, name, total, bad)
+    for part in ("loss 0.1562", "106,270 tokens/s", "waiting", "12.4%", *also):
+        assert part in line, line
+    assert len(line) <= columns
