@@ -1,7 +1,7 @@
 """What is compared is the same loss, and what is counted is what exists at a time."""
 
 import torch
-from benchmark.bench_output import _peak_bytes, measure_output_loss
+from benchmark.loss_cost import _peak_bytes, measure_output_loss
 
 
 def test_both_ways_compute_the_same_and_ours_takes_less_memory():
