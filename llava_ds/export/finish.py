@@ -81,7 +81,7 @@ def write_model(engine, finished: Finished, form: str, max_shard_bytes: int, ran
         if trains_projector_only(finished.args):
             export_live_projector(finished, engine.module, folder, ranks)
         elif form == "adapter":
-            export_adapter(engine.module, finished.plan, finished.args, finished.pictures, folder, ranks)
+            export_adapter(engine.module, finished.plan, finished.args, finished.image_options, folder, ranks)
         else:
             export_live(finished, engine.module, form, folder, max_shard_bytes, ranks)
     except SafetensorError as error:
@@ -107,7 +107,7 @@ def _leave_model(
 ) -> None:
     """The finished model's folder. transformers' is proven on one sample: it has to give the same logits."""
     sample = dataset.example()
-    batch = collate([sample], dataset.pictures).to(ranks.device)
+    batch = collate([sample], dataset.image_options).to(ranks.device)
     engine.eval()
     with torch.no_grad():
         logits = _logits_everywhere(engine, batch)
@@ -130,12 +130,12 @@ def _leave_adapter(
     engine, finished: Finished, args: Arguments, dataset: EncodedDataset, output_dir: Path, ranks: Ranks
 ) -> None:
     """The folder of LLaVA and peft, proven on one sample: peft has to compute the same logits from it."""
-    batch = collate([dataset.example()], dataset.pictures).to(ranks.device)
+    batch = collate([dataset.example()], dataset.image_options).to(ranks.device)
     engine.eval()
     with torch.no_grad(), exact_products(engine.module):
         embeds = engine.module.embed(batch)
         logits = _logits_everywhere(engine, batch)
-    export_adapter(engine.module, finished.plan, args.model, dataset.pictures, output_dir, ranks)
+    export_adapter(engine.module, finished.plan, args.model, dataset.image_options, output_dir, ranks)
     if ranks.is_first:
         difference = compare_reloaded_adapter(output_dir, finished.plan, args.model, embeds, logits)
         print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")

@@ -111,7 +111,7 @@ def test_the_padded_side_sees_the_same_tokens(toy_base, tokenizer, tmp_path):
 
     data = toys.encoded(**toys.write_data(tmp_path, "iit"), tokenizer=tokenizer, cache_dir=tmp_path)
     samples = [data[i] for i in range(3)]
-    options = data.pictures
+    options = data.image_options
     batch = PaddingCollator(7, options.mean, (0.5, 0.5, 0.5))(samples)
     for i, sample in enumerate(samples):
         ids = batch["input_ids"][i][batch["attention_mask"][i] == 1]

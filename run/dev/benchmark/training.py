@@ -109,7 +109,7 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
     """Of every optimizer step, from the encoded data."""
     args, _ = take_from_model(parse_arguments(flags, to_train=False)[0])
     plan = plan_model(args.model, args.data.model_max_length)
-    dataset = open_data(args, plan.tokenizer, plan.tower.pictures(args))
+    dataset = open_data(args, plan.tokenizer, plan.tower.image_options(args))
     flops = model_flops(plan.text_config, plan.tower, args.model)
     training = args.training
     layout = training.gradient_accumulation_steps, training.per_device_train_batch_size
