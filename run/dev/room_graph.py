@@ -1,4 +1,4 @@
-"""Draw which room of llava_ds imports which, as a mermaid graph: python run/dev/room_graph.py [--write docs/architecture.md]
+"""Draw the imports between the rooms of llava_ds as a mermaid graph: python run/dev/room_graph.py [--write PAGE]
 
 An arrow leads from a room to one that it imports. Arrows that follow from others (a room reached by a longer way) are
 left out.
