@@ -5,7 +5,7 @@ import torch
 import toys
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava_ds.engine.schedule import steps_between
+from llava_ds.data.step_plan import steps_between
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evals import answers, prompts_of
 
