@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from llava_ds.data.dataset import BrokenSample
+from llava_ds.data.loader import Counts
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.skipped_samples import SkippedLog
 
@@ -21,9 +22,8 @@ def log_in(folder: Path, resume_step: int = 0, num_allowed: float = 10) -> Skipp
 def result(step: int, *ids: str, planned: int = 4):
     """A step's result, as far as the log looks at it."""
     broken = [BrokenSample("a.json", 1, ord(name), name, "torn") for name in ids]
-    return SimpleNamespace(
-        step=step, num_planned=planned, broken=broken, counts=torch.tensor([planned - len(ids), 9, 9])
-    )
+    counts = Counts(planned - len(ids), 9, 9, 1, 9, 1)
+    return SimpleNamespace(step=step, num_planned=planned, broken=broken, counts=counts)
 
 
 def lines(folder: Path) -> list[tuple]:

@@ -9,8 +9,11 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.loop import TrainState, train
+from llava_ds.train.loop import run_steps
+from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.state import TrainState
 
 
 def measure_loop_overhead(
@@ -24,7 +27,8 @@ def measure_loop_overhead(
     """
     batches = [batch for window in windows for batch in window.batches]
     times: dict[str, list[float]] = {"bare": [], "loop": []}
-    per_step = len(batches) // len(windows)
+    per_step, mesh = len(batches) // len(windows), Mesh.of(ranks)
+    objective = SFT(grad_ranks=mesh.grad_ranks)
     for turn in range(rounds + 1):
         for name in ("bare", "loop") if turn % 2 else ("loop", "bare"):
             _wait(ranks)
@@ -32,7 +36,9 @@ def measure_loop_overhead(
             if name == "bare":
                 _bare(engine, itertools.islice(itertools.cycle(batches), num_steps * per_step), per_step)
             else:
-                train(engine, itertools.cycle(windows), TrainState(), num_steps, "token", 1, ranks, lambda result: 0.0)
+                run_steps(
+                    engine, itertools.cycle(windows), TrainState(), num_steps, objective, mesh, lambda result: 0.0
+                )
             _wait(ranks)
             if turn:  # the first is warm-up
                 times[name].append((time.perf_counter() - started) / num_steps)
