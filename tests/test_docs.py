@@ -58,7 +58,7 @@ OTHERS = {
 
 @cache
 def flags_script():
-    spec = importlib.util.spec_from_file_location("flags", ROOT / "run" / "flags.py")
+    spec = importlib.util.spec_from_file_location("flags", ROOT / "run" / "dev" / "flags.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -81,7 +81,7 @@ def known(parsers) -> dict[str, set[str]]:
     sources = {
         "deepspeed": packages / "deepspeed" / "launcher" / "runner.py",
         "torchrun": packages / "torch" / "distributed" / "run.py",
-        **{path.name: path for path in (ROOT / "tests").rglob("measure_*.py")},
+        **{path.name: path for path in (ROOT / "run" / "dev").glob("measure_*.py")},
     }
     theirs = {name: set(re.findall(r"[\"'](--[\w-]+)[\"']", path.read_text())) for name, path in sources.items()}
     # LLaVA's script, whose flags are ours, and ours under Slurm

@@ -9,7 +9,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava_ds.geometry import MediaLayout, PictureOptions
+from llava_ds.geometry import ImageOptions, MediaLayout
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LoadedSample:
     source: int = 0
 
 
-def collate(samples: list[LoadedSample], options: PictureOptions) -> Batch:
+def collate(samples: list[LoadedSample], options: ImageOptions) -> Batch:
     """One micro-batch of any samples, or of none.
 
     A rank with nothing to do takes part with one token that is not supervised, and a batch without pictures with one

@@ -14,7 +14,7 @@ from llava_ds.batch import Batch
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.step_plan import StepPlan
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.processes import obey_only_parent
 
 
@@ -103,7 +103,7 @@ def micro_batches(
         dataset,
         batch_sampler=batches,
         num_workers=num_workers,
-        collate_fn=partial(_micro_batch, options=dataset.pictures),
+        collate_fn=partial(_micro_batch, options=dataset.image_options),
         worker_init_fn=obey_only_parent,
         generator=torch.Generator(),  # the loader draws a seed, by default from the global one
         pin_memory=device.type == "cuda",
@@ -112,7 +112,7 @@ def micro_batches(
         yield dataclasses.replace(micro, batch=micro.batch.to(device))
 
 
-def _micro_batch(samples: list[LoadedSample | BrokenSample], options: PictureOptions) -> MicroBatch:
+def _micro_batch(samples: list[LoadedSample | BrokenSample], options: ImageOptions) -> MicroBatch:
     shown = [sample for sample in samples if isinstance(sample, LoadedSample)]
     batch = collate(shown, options)
     lengths = [len(sample.input_ids) for sample in shown]

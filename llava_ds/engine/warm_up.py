@@ -40,7 +40,7 @@ def heaviest_micro_batch(plan: StepPlan, done: int, device: torch.device) -> Hea
     loaded = [sample for sample in map(plan.dataset.__getitem__, samples) if isinstance(sample, LoadedSample)]
     layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
     accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)
-    return Heaviest(collate(loaded, plan.dataset.pictures).to(device), samples, accumulates)
+    return Heaviest(collate(loaded, plan.dataset.image_options).to(device), samples, accumulates)
 
 
 def rehearse(engine, heaviest: Heaviest, held_bytes: int = 0) -> None:

@@ -21,7 +21,7 @@ from llava_ds.data.loader import micro_batches
 from llava_ds.data.source_names import means_by_source
 from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.ranks import Ranks, all_sum, from_first, gather
 from llava_ds.tracking.eval_log import Evals
 from llava_ds.tracking.trackers import Trackers
@@ -128,7 +128,7 @@ class Decoding:
 
     tokenizer: PreTrainedTokenizerBase
     template: str
-    images: PictureOptions
+    images: ImageOptions
     max_new_tokens: int
     max_length: int
 

@@ -14,7 +14,7 @@ from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.data.dataset import EncodedDataset, open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.seen_files import changes_since
-from llava_ds.data.splits import divide
+from llava_ds.data.splits import split_datasets
 from llava_ds.data.step_plan import Packing, StepPlan, sample_order, steps_per_epoch, total_steps, with_steps_of_epochs
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
@@ -22,7 +22,7 @@ from llava_ds.export.plan import Finished, export_format
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.export.trial import try_export
 from llava_ds.export.write import planned_entries
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.language import length_note
 from llava_ds.model.plan import ModelPlan, plan_model
@@ -92,7 +92,7 @@ class Plan:
     args: Arguments
     resolved: ResolvedConfig
     model: ModelPlan
-    images: PictureOptions
+    images: ImageOptions
     flops: ModelFlops
     steps: StepPlan
     evals: EvalSets
@@ -150,13 +150,13 @@ def make_plan(start: Start) -> Plan:
     return plan
 
 
-def _plan_model(args: Arguments) -> tuple[ModelPlan, PictureOptions, str]:
+def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
     model = plan_model(args.model, args.data.model_max_length)
     if note := length_note(model.text_config, args.data.model_max_length):
         print_first(note)
     refuse_unfit_tokenizer(args.model, model.tokenizer)
-    images = model.tower.pictures(args)
+    images = model.tower.image_options(args)
     form, lines = ("adapter", []) if args.model.lora_enable else export_format(args, model, images)
     print_first(*lines)
     return model, images, form
@@ -166,7 +166,7 @@ def _plan_steps(
     args: Arguments,
     resolve: Callable[..., ResolvedConfig],
     model: ModelPlan,
-    images: PictureOptions,
+    images: ImageOptions,
     flops: ModelFlops,
     ranks: Ranks,
 ) -> tuple[ResolvedConfig, StepPlan, EvalSets]:
@@ -176,7 +176,7 @@ def _plan_steps(
     known = together(ranks, partial(resolve, args, num_steps=known_steps))
     dp = Mesh.of(ranks).dp
     dataset = open_together(known.args, model.tokenizer, images, ranks)
-    dataset, held_out, questions = divide(known.args, dataset, model.tokenizer, images, ranks)
+    dataset, held_out, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
     tokens = tokens_per_micro_batch(known, model, dataset, order, ranks)
     packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)

@@ -5,7 +5,6 @@ from functools import partial
 
 import deepspeed
 import torch
-from deepspeed.runtime.utils import set_random_seed
 
 from llava_ds.checkpoint.resume import OF_A_RUN, restore, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, what_is_saved
@@ -22,7 +21,7 @@ from llava_ds.engine.ds_config.moments import num_moments
 from llava_ds.engine.ds_config.optimizer import kernels_of
 from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe, parameter_groups
-from llava_ds.engine.start import start_engine
+from llava_ds.engine.start import seed_everything, start_engine
 from llava_ds.engine.warm_up import heaviest_micro_batch, missing_states, rehearse
 from llava_ds.export.finish import leave_result, write_model
 from llava_ds.model.attention import attention_report
@@ -74,7 +73,7 @@ def build(plan: Plan, ranks: Ranks, watchdog: Watchdog, stop: Stopping) -> Sessi
     """
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
-    set_random_seed(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
+    seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     torch.backends.cuda.matmul.allow_tf32 = training.tf32
     model, engine, recomputed = _build_engine(plan, ranks)
     if point.path is not None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from llava_ds.checkpoint.resume import kept_batch_size
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.parsing import CHOOSE_DS_CONFIG, PATHS
+from llava_ds.config.parsing import CHOOSE_DS_CONFIG
 from llava_ds.engine.ds_config.resolve import read_ds_config
 from llava_ds.model.liger import check_liger
 from llava_ds.model.open.folder import take_from_model
@@ -40,17 +40,11 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     if writes:
         lock.take_together(output_dir, ranks)
     watchdog.starts(args.training, ranks)
-    check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
+    same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
+    check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
     if batch_size := from_first(ranks, lambda: kept_batch_size(args, ranks.world_size)):
         args = args.replaced(train_batch_size=batch_size)
     if args.training.use_liger_kernel:
         check_liger(ranks.device)
     return Start(args, raw_config, ranks)
-
-
-def _same_everywhere(args: Arguments, raw_config: dict | None) -> dict[str, object]:
-    """Collect what must be the same on every rank: all but paths and numbers of processes."""
-    own = {*PATHS, "dataloader_num_workers", "preprocessing_num_workers"}
-    flags = {f"--{name}": value for name, value in args.as_dict().items() if name not in own}
-    return {**flags, "the DeepSpeed JSON": raw_config or {}}

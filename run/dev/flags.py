@@ -16,6 +16,7 @@ from llava_ds.data.templates import ALIASES
 from llava_ds.runtime.command import given_path, new_folder
 
 RUN = Path(__file__).parents[1]
+DEV = RUN / "dev"
 HEAD = ("| flag | value | default | |", "| --- | --- | --- | --- |")
 SECTIONS = {"The model": ModelArguments, "The data": DataArguments, "The training": TrainingArguments}
 INTRODUCTION = """# Every flag
@@ -52,8 +53,9 @@ def page(parsers: dict[str, argparse.ArgumentParser]) -> str:
 
 
 def all_parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every script in run/, by file name; run/train.py's without opening DeepSpeed."""
+    """The parser of every script in run/, the bench's and build_tiny's; run/train.py's without opening DeepSpeed."""
     others = [path for path in sorted(RUN.glob("*.py")) if path.name != "train.py"]
+    others += [DEV / "bench.py", DEV / "build_tiny.py"]
     return {"train.py": build_parser(), **{path.name: parser_of(path) for path in others}}
 
 
@@ -132,7 +134,9 @@ def parser_of(script: Path) -> argparse.ArgumentParser:
 
     reads, argparse.ArgumentParser.parse_known_args = argparse.ArgumentParser.parse_known_args, caught
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed speaks up when it is opened
+        if str(script.parent) not in sys.path:
+            sys.path.append(str(script.parent))  # bench.py imports the modules beside it
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
             spec.loader.exec_module(module)
             module.main(*[[] for _ in inspect.signature(module.main).parameters])
     except _Parser as found:
@@ -144,7 +148,8 @@ def parser_of(script: Path) -> argparse.ArgumentParser:
 
 def script_flags(name: str, parser: argparse.ArgumentParser) -> list[str]:
     """The section of another script."""
-    lines = [f"## run/{name}\n", f"{described(parser.description)}\n", *HEAD]
+    folder = "run/dev" if (DEV / name).exists() else "run"
+    lines = [f"## {folder}/{name}\n", f"{described(parser.description)}\n", *HEAD]
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction) or action.help is argparse.SUPPRESS:
             continue

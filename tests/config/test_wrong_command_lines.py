@@ -224,7 +224,7 @@ def outcome(case: Case, code: int | None, said: str, left: list[str]) -> str:
 
 @pytest.mark.full
 def test_wrong_command_lines(world, tmp_path):
-    spec = importlib.util.spec_from_file_location("run_flags", ROOT / "run" / "flags.py")
+    spec = importlib.util.spec_from_file_location("run_flags", ROOT / "run" / "dev" / "flags.py")
     flags = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(flags)
     parsers = flags.all_parsers()

@@ -8,10 +8,10 @@ import torch
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.geometry import MediaLayout, PictureOptions, media_layout
+from llava_ds.geometry import ImageOptions, MediaLayout, media_layout
 
 SIZE, P = 4, 4  # features per tile
-SQUARE = PictureOptions(SIZE, 2, (0.5, 0.5, 0.5))
+SQUARE = ImageOptions(SIZE, 2, (0.5, 0.5, 0.5))
 UNPAD = dataclasses.replace(SQUARE, aspect_ratio="anyres", merge_type="spatial_unpad", newline_position="frame")
 ALL = [
     SQUARE,
@@ -34,7 +34,7 @@ def sample(
     return LoadedSample(torch.tensor(ids), torch.tensor(labels), media)
 
 
-def random_samples(seed: int, options: PictureOptions = SQUARE) -> list[LoadedSample]:
+def random_samples(seed: int, options: ImageOptions = SQUARE) -> list[LoadedSample]:
     rng = random.Random(seed)
     samples = []
     for i in range(rng.randint(1, 6)):

@@ -42,7 +42,7 @@ def test_rejected_and_broken_records_are_listed(tmp_path, capsys):
 
 def test_an_id_can_not_steer_the_terminal(tmp_path, capsys):
     broken = [BrokenSample("a.json", 1, 0, "b\x1b[2J", "torn")]
-    log_in(tmp_path).add([SimpleNamespace(step=1, num_planned=4, broken=broken, counts=torch.tensor([3, 9, 9]))])
+    log_in(tmp_path).add([SimpleNamespace(step=1, num_planned=4, broken=broken, counts=Counts(3, 9, 9, 1, 9, 1))])
     assert capsys.readouterr().out == "step 1: left out b\\x1b[2J: torn\n"
     assert lines(tmp_path)[-1] == ("b\x1b[2J", 1)
 
