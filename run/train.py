@@ -21,8 +21,8 @@ from deepspeed.runtime.utils import set_random_seed
 from llava_ds.checkpoint import resume as checkpoint
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, what_is_saved
-from llava_ds.config.arguments import Arguments, trains_projector_only
-from llava_ds.config.parsing import CHOOSE_DS_CONFIG, PATHS
+from llava_ds.config.arguments import trains_projector_only
+from llava_ds.config.parsing import CHOOSE_DS_CONFIG
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.data.dataset import open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
@@ -109,7 +109,8 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     if not args.training.dry_run:
         lock.take_together(output_dir, ranks)
     watchdog.starts(args.training, ranks)
-    check_same(_same_everywhere(args, raw_config), ranks, "start every machine with the same flags")
+    same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config}
+    check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
     if batch_size := from_first(ranks, lambda: checkpoint.kept_batch_size(args, ranks.world_size)):
         args = args.replaced(train_batch_size=batch_size)
@@ -264,13 +265,6 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     leave_result(engine, finished, form, max_shard_bytes, args, dataset, ranks)
     progress.trackers.close()
     return 0
-
-
-def _same_everywhere(args: Arguments, raw_config: dict) -> dict[str, object]:
-    """What no rank may have differently: all but where things lie on a machine, and how many processes it spends."""
-    own = {*PATHS, "dataloader_num_workers", "preprocessing_num_workers"}
-    flags = {f"--{name}": value for name, value in args.as_dict().items() if name not in own}
-    return {**flags, "the DeepSpeed JSON": raw_config}
 
 
 def _leave(output_dir: Path, *writes: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import Arguments, TrainingArguments, steps_go_across_epochs
-from llava_ds.config.parsing import GROUPINGS
+from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
