@@ -114,7 +114,9 @@ class Layout:
             return lambda samples: plan_by_count(samples, world_size, self.num_micro_batches, self.micro_batch_size)
         tokens = np.array(lengths)
         costs = tokens + (self.pair_cost * tokens**2).astype(np.int64)
-        return lambda samples: plan_by_tokens(samples, tokens[samples], world_size, bound, costs[samples])
+        return lambda samples: plan_by_tokens(
+            [(sample,) for sample in samples], tokens[samples], world_size, bound, costs[samples]
+        )
 
 
 def sample_order(args: Arguments, dataset: EncodedDataset, world_size: int) -> SampleOrder:
