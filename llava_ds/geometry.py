@@ -24,7 +24,7 @@ _MAX_LAYOUTS, _MAX_ROWS = 4096, 64
 
 
 @dataclass(frozen=True)
-class PictureOptions:
+class ImageOptions:
     """All that the pixels of a picture or video, and the order of its features, depend on.
 
     size: side of the tower's square in pixels; patch_size: side of what one feature stands for; mean: per channel, in
@@ -92,7 +92,7 @@ class PictureOptions:
         return None if found is None else int(found[1])
 
 
-def picture_options(
+def image_options(
     model: ModelArguments,
     data: DataArguments,
     size: int,
@@ -101,7 +101,7 @@ def picture_options(
     *,
     stretch: bool = False,
     class_token: bool = False,
-) -> PictureOptions:
+) -> ImageOptions:
     """The options that checked flags and the tower say. Raises ConfigError for what does not fit the tower."""
     ratio, stride = data.image_aspect_ratio, data.mm_spatial_pool_stride
     if class_token and model.mm_patch_merge_type != "flat":
@@ -113,7 +113,7 @@ def picture_options(
         raise ConfigError(
             f"--mm_spatial_pool_stride is {stride}: give a value from 1 to {size // patch_size}, the features in a row"
         )
-    return PictureOptions(
+    return ImageOptions(
         size=size,
         patch_size=patch_size,
         mean=mean,
@@ -243,7 +243,7 @@ def even_frames(num_frames: int, most: int) -> list[int]:
     return _spread(num_frames, most) if 0 < most < num_frames else list(range(num_frames))
 
 
-def video_frames(num_frames: int, frame_rate: float, options: PictureOptions) -> list[int]:
+def video_frames(num_frames: int, frame_rate: float, options: ImageOptions) -> list[int]:
     """Indices of the frames that are taken of a video file, rising: video_fps in a second, spread evenly when too many.
 
     With force_sample always frames_upbound of them, some more than once in a video that has fewer.
@@ -299,7 +299,7 @@ class MediaLayout:
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def media_layout(
-    kind: Literal["image", "frames", "video"], sizes: tuple[Size, ...], num_media: int, options: PictureOptions
+    kind: Literal["image", "frames", "video"], sizes: tuple[Size, ...], num_media: int, options: ImageOptions
 ) -> MediaLayout:
     """The layout of one picture (a size) or video (a size per frame) of a sample that shows num_media of them.
 

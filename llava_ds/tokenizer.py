@@ -111,7 +111,7 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
     return _wrapped(tokenizer, backend, first_space_only)
 
 
-def add_picture_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> list[str]:
+def add_image_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> list[str]:
     """Add the tokens of --mm_use_im_patch_token and --mm_use_im_start_end that the tokenizer does not know, as its last
     ones, and return which.
 

@@ -122,7 +122,7 @@ def _check_is_not_read(output_dir: Path, source: Path, finished: Finished) -> No
 def _check(form: str, finished: Finished, is_lora_run: bool) -> None:
     if form == "adapter" and not is_lora_run:
         raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
-    kind, why = hf_kind(finished.plan, finished.args, finished.pictures)
+    kind, why = hf_kind(finished.plan, finished.args, finished.image_options)
     if form == "hf" and kind is None:
         raise ConfigError(f"--format hf is not possible: {why}; or give --format llava")
 

@@ -39,7 +39,7 @@ from llava_ds.planning.sample_text import shown_sample
 from llava_ds.runtime.ranks import print_first, progress_bar, quiet_libraries
 from llava_ds.tiny import CLIP_PATH
 from llava_ds.tiny import default as tiny
-from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
+from llava_ds.tokenizer import add_image_tokens, open_tokenizer
 from llava_ds.tracking.data_page import in_terminal, page, supervised_text
 
 
@@ -68,8 +68,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError("--data_path is missing: name your records")
     args, tokenizer, tower = _model(args)
     refuse_unfit_tokenizer(args.model, tokenizer)
-    pictures = tower.pictures(args)
-    dataset = open_data(args, tokenizer, pictures, refuse_bad=False)
+    image_options = tower.image_options(args)
+    dataset = open_data(args, tokenizer, image_options, refuse_bad=False)
     print_first(*dataset.summary())
     for i in range(min(own.num_samples, len(dataset))):
         print("\n" + in_terminal(shown_sample(dataset, i, tokenizer), sys.stdout.isatty()))
@@ -128,7 +128,7 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
             args = args.replaced(vision_tower=str(CLIP_PATH))
         tower = read_tower(args.model.vision_tower, args.model)
     tokenizer = open_tokenizer(tokenizer_path)
-    if added := add_picture_tokens(tokenizer, args.model):
+    if added := add_image_tokens(tokenizer, args.model):
         print(f"added to the tokenizer: {', '.join(added)}")
     return args, tokenizer, tower
 

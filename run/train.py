@@ -29,7 +29,7 @@ from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.file_slices import told_as_unwritable
 from llava_ds.data.loader import Layout, sample_order, windows
 from llava_ds.data.seen_files import changes_since, write_data_files
-from llava_ds.data.splits import divide
+from llava_ds.data.splits import split_datasets
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.activation_budget import choose_layers
 from llava_ds.engine.activation_checkpointing import mark_layers
@@ -125,8 +125,8 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     if note := length_note(plan.text_config, args.data.model_max_length):
         print_first(note)
     refuse_unfit_tokenizer(args.model, plan.tokenizer)
-    pictures = plan.tower.pictures(args)
-    form, lines = ("adapter", []) if args.model.lora_enable else export_format(args, plan, pictures)
+    image_options = plan.tower.image_options(args)
+    form, lines = ("adapter", []) if args.model.lora_enable else export_format(args, plan, image_options)
     print_first(*lines)
     if chooses:
         shape = shape_of(plan.text_config, plan.tower, args)
@@ -144,8 +144,8 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = together(ranks, partial(resolve, asked, num_steps=known_steps))
     args = known.args
-    dataset = open_together(args, plan.tokenizer, pictures, ranks)
-    dataset, held_out, asked_of = divide(args, dataset, plan.tokenizer, pictures, ranks)
+    dataset = open_together(args, plan.tokenizer, image_options, ranks)
+    dataset, held_out, asked_of = split_datasets(args, dataset, plan.tokenizer, image_options, ranks)
     order = sample_order(args, dataset, ranks.world_size)
     tokens = tokens_per_micro_batch(known, plan, dataset, order, ranks)
     flops = model_flops(plan.text_config, plan.tower, args.model)
@@ -167,7 +167,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     resume, lines = from_first(ranks, partial(find, args.training.allow_changed_flags, about_data))
     weights = from_first(ranks, lambda: weight_hashes(args, output_dir, resume.path))
     print_first(*plan_lines(resolved, dataset, layout, num_steps, per_epoch), *lines)
-    finished, try_whole = Finished(plan, args.model, pictures, resolved.dtype, args.data.model_max_length), None
+    finished, try_whole = Finished(plan, args.model, image_options, resolved.dtype, args.data.model_max_length), None
     if form != "adapter" and not trains_projector_only(args.model):
         entries = planned_entries(finished)
         try_whole = partial(try_export, finished, entries, form, output_dir, max_shard_bytes)

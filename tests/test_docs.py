@@ -84,7 +84,7 @@ def known(parsers) -> dict[str, set[str]]:
     sources = {
         "deepspeed": packages / "deepspeed" / "launcher" / "runner.py",
         "torchrun": packages / "torch" / "distributed" / "run.py",
-        **{path.name: path for path in (ROOT / "run" / "dev" / "measure").glob("*.py")},
+        **{path.name: path for path in (ROOT / "run" / "dev").glob("measure_*.py")},
     }
     theirs = {name: set(re.findall(r"[\"'](--[\w-]+)[\"']", path.read_text())) for name, path in sources.items()}
     # LLaVA's script, whose flags are ours, and ours under Slurm

@@ -23,7 +23,14 @@ from llava_ds.data.cache import CachedRows, add_generation, note_stale, open_new
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.file_slices import told_as_unwritable
-from llava_ds.data.fingerprint import digest_of, file_digest, file_stamp, options_that_matter, tokenizer_parts
+from llava_ds.data.fingerprint import (
+    digest_of,
+    file_digest,
+    file_stamp,
+    options_part,
+    options_that_matter,
+    tokenizer_parts,
+)
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.preflight import (
     Checker,
@@ -45,7 +52,7 @@ from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, print_first,
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
 
-LLAVA_TOKENS_PER_PICTURE = 128  # what LLaVA's data set adds to the words of a sample with pictures
+LLAVA_TOKENS_PER_IMAGE = 128  # what LLaVA's data set adds to the words of a sample with pictures
 
 EXAMPLES_TRIED = 100
 
@@ -90,13 +97,13 @@ class EncodedDataset(torch.utils.data.Dataset):
         folder: Path,
         sources: list[str],
         descriptions: list[str],
-        pictures: geometry.PictureOptions,
+        image_options: geometry.ImageOptions,
         fingerprint: str,
     ) -> None:
         self.folder = folder  # that the table is read from
         self.sources = sources
         self.descriptions = descriptions  # of the sources: how they are read
-        self.pictures = pictures
+        self.image_options = image_options
         self.fingerprint = fingerprint
         self.table = table
         accepted = table.data.column("reason").is_null().to_numpy()
@@ -115,8 +122,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         loaded = []
         try:
             for one in media:
-                layout = layout_of(one, len(media), self.pictures)
-                loaded.append((load_media(one.media, one.sizes, layout, self.pictures), layout))
+                layout = layout_of(one, len(media), self.image_options)
+                loaded.append((load_media(one.media, one.sizes, layout, self.image_options), layout))
         except DataError as error:
             if isinstance(error, FileChanged):
                 note_stale(self.folder)
@@ -134,7 +141,7 @@ class EncodedDataset(torch.utils.data.Dataset):
             media = self.table.data.column("media")
             shown = pa.compute.match_substring(media, '["image", [').to_numpy()[self.rows]
             shown |= self._unmarked() == IMAGE_LEFT_OUT
-            return (np.abs(words) + LLAVA_TOKENS_PER_PICTURE * shown).tolist()
+            return (np.abs(words) + LLAVA_TOKENS_PER_IMAGE * shown).tolist()
         return self.lengths
 
     @property
@@ -233,7 +240,7 @@ class EncodedDataset(torch.utils.data.Dataset):
 def open_data(
     args: Arguments,
     tokenizer: PreTrainedTokenizerBase,
-    pictures: geometry.PictureOptions,
+    image_options: geometry.ImageOptions,
     refuse_bad: bool = True,
     retry: bool = True,
 ) -> EncodedDataset:
@@ -260,7 +267,7 @@ def open_data(
             supervise_last_turn_only=data.supervise_last_turn_only,
             split_special_tokens=model.split_special_tokens,
         ),
-        pictures,
+        image_options,
         PreflightOptions(
             cache_dir=data.cache_dir,
             num_workers=data.preprocessing_num_workers,
@@ -272,11 +279,11 @@ def open_data(
 
 
 def open_together(
-    args: Arguments, tokenizer: PreTrainedTokenizerBase, pictures: geometry.PictureOptions, ranks: Ranks
+    args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: geometry.ImageOptions, ranks: Ranks
 ) -> EncodedDataset:
     """open_data on every rank, one after the other where there is something to write. All ranks call it together."""
     with first_rank_first(ranks):  # and only it looks whether what was missing is there now
-        dataset = open_data(args, tokenizer, pictures, retry=ranks.is_first)
+        dataset = open_data(args, tokenizer, image_options, retry=ranks.is_first)
     check_same_data(dataset.fingerprint, ranks)
     return dataset
 
@@ -285,7 +292,7 @@ def open_encoded(
     sources: list[Source],
     tokenizer: PreTrainedTokenizerBase,
     encoding: EncodingOptions,
-    pictures: geometry.PictureOptions,
+    image_options: geometry.ImageOptions,
     options: PreflightOptions,
 ) -> EncodedDataset:
     """The checked and encoded records of all sources, from the cache or made now.
@@ -293,7 +300,7 @@ def open_encoded(
     The cache's name is a hash of everything the result depends on; any number of processes may do this at once.
     Raises DataError when more records are bad than options allow, or none is left.
     """
-    checker = Checker(tuple(sources), Encoder(tokenizer, encoding), pictures)
+    checker = Checker(tuple(sources), Encoder(tokenizer, encoding), image_options)
     cache_dir = Path(options.cache_dir).expanduser()
     common = [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)]
     common += [
@@ -303,7 +310,7 @@ def open_encoded(
     # Where pictures are looked for decides what is found, so it counts for the cache; moved data are the same data.
     roots = [f"{os.path.realpath(r)}" for s in sources for r in (s.image_root, s.video_root, s.path) if r is not None]
     stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
-    folder = cache_dir / "encoded" / digest_of([*common, repr(pictures), *stamps, *roots])
+    folder = cache_dir / "encoded" / digest_of([*common, options_part(image_options), *stamps, *roots])
     rows = open_newest(folder)
     with told_as_unwritable(cache_dir, "the encoded data"):
         if rows is None or (options.retry and _is_outdated(rows, checker)):
@@ -313,14 +320,14 @@ def open_encoded(
     accepted = table.data.column("reason").is_null().to_numpy()
     outcome = [hashlib.sha256(part.tobytes()).hexdigest() for part in (accepted, _numbers(table, "length"))]
     contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
-    used = options_that_matter(pictures, table.data.column("media"))
+    used = options_that_matter(image_options, table.data.column("media"))
     return EncodedDataset(
         table,
         folder=rows.folder,
         sources=short_names([source.path for source in sources]),
         descriptions=[printable(source.describe()) for source in sources],
-        pictures=pictures,
-        fingerprint=digest_of([*common, repr(used), *contents, *outcome, contents_digest(table)]),
+        image_options=image_options,
+        fingerprint=digest_of([*common, options_part(used), *contents, *outcome, contents_digest(table)]),
     )
 
 
@@ -328,7 +335,7 @@ def _is_outdated(rows: CachedRows, checker: Checker) -> bool:
     """True if the records have to be checked anew: an image was replaced, or one that was missing is there."""
     if rows.is_stale or can_now_be_used(rows.table, checker):
         return True
-    changed = changed_files(rows.table, checker.pictures, media_of_text)
+    changed = changed_files(rows.table, checker.image_options, media_of_text)
     if changed:
         print_first(f"{len(changed):,} image files have changed since the data was checked, which is done again")
     return bool(changed)

@@ -18,7 +18,7 @@ from llava_ds.data.sources.tars import shard_contents
 from llava_ds.files.atomic import write_whole
 from llava_ds.files.contents import FileState, state_of
 from llava_ds.files.side_files import read_json
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
 
@@ -40,7 +40,12 @@ def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     ]
 
 
-def options_that_matter(pictures: PictureOptions, media: pa.ChunkedArray) -> PictureOptions:
+def options_part(options: ImageOptions) -> str:
+    """All fields as a text, under the class's first name, which is in the fingerprints of earlier runs."""
+    return repr(options).replace(ImageOptions.__name__, "PictureOptions", 1)
+
+
+def options_that_matter(image_options: ImageOptions, media: pa.ChunkedArray) -> ImageOptions:
     """The options with those at their defaults that change no sample of a table, given its column of media.
 
     max_pixels is one of them: the rows themselves tell which pictures were too large.
@@ -48,8 +53,8 @@ def options_that_matter(pictures: PictureOptions, media: pa.ChunkedArray) -> Pic
     # A path may hold these words too, but not these quotes: JSON escapes them.
     found = [pa.compute.any(pa.compute.match_substring(media, f'["{kind}", [')) for kind in ("frames", "video")]
     unused = {"max_pixels"} if any(each.as_py() for each in found) else {"max_pixels", *VIDEO_OPTIONS}
-    defaults = {field.name: field.default for field in dataclasses.fields(pictures) if field.name in unused}
-    return dataclasses.replace(pictures, **defaults)
+    defaults = {field.name: field.default for field in dataclasses.fields(image_options) if field.name in unused}
+    return dataclasses.replace(image_options, **defaults)
 
 
 def file_stamp(source: Source, path: str, cache_dir: Path) -> str:

@@ -19,7 +19,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 from llava_ds.data.sample_order import SampleOrder
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.processes import obey_only_parent
 from llava_ds.runtime.ranks import Ranks
 
@@ -114,7 +114,9 @@ class Layout:
             return lambda samples: plan_by_count(samples, world_size, self.num_micro_batches, self.micro_batch_size)
         tokens = np.array(lengths)
         costs = tokens + (self.pair_cost * tokens**2).astype(np.int64)
-        return lambda samples: plan_by_tokens(samples, tokens[samples], world_size, bound, costs[samples])
+        return lambda samples: plan_by_tokens(
+            [(sample,) for sample in samples], tokens[samples], world_size, bound, costs[samples]
+        )
 
 
 def sample_order(args: Arguments, dataset: EncodedDataset, world_size: int) -> SampleOrder:
@@ -228,7 +230,7 @@ def micro_batches(
         dataset,
         batch_sampler=batches,
         num_workers=num_workers,
-        collate_fn=partial(_micro_batch, options=dataset.pictures),
+        collate_fn=partial(_micro_batch, options=dataset.image_options),
         worker_init_fn=obey_only_parent,
         generator=torch.Generator(),  # the loader draws a seed, by default from the global one
         pin_memory=device.type == "cuda",
@@ -237,7 +239,7 @@ def micro_batches(
         yield dataclasses.replace(micro, batch=micro.batch.to(device))
 
 
-def _micro_batch(samples: list[LoadedSample | BrokenSample], options: PictureOptions) -> MicroBatch:
+def _micro_batch(samples: list[LoadedSample | BrokenSample], options: ImageOptions) -> MicroBatch:
     shown = [sample for sample in samples if isinstance(sample, LoadedSample)]
     batch = collate(shown, options)
     lengths = [len(sample.input_ids) for sample in shown]

@@ -76,7 +76,7 @@ class Checker:
 
     sources: tuple[Source, ...]
     encoder: Encoder
-    pictures: geometry.PictureOptions
+    image_options: geometry.ImageOptions
 
     def __call__(self, records: pa.Table) -> pa.Table:
         parts = [self._rows(records.slice(first, last - first)) for first, last in _parts(records.column("text"))]
@@ -107,7 +107,9 @@ class Checker:
             return _Rejected(sample.id, error)
         media = tuple(sized for sized, _ in looked_at)
         seen = [file for _, files in looked_at for file in files]
-        return _Checked(sample, media, seen, [layout_of(one, len(media), self.pictures).num_tokens for one in media])
+        return _Checked(
+            sample, media, seen, [layout_of(one, len(media), self.image_options).num_tokens for one in media]
+        )
 
     def _coded(self, one: "_Checked", coded: Encoded | DataError) -> "_Accepted | _Rejected":
         if isinstance(coded, DataError):
@@ -120,9 +122,9 @@ class Checker:
 
     def _looked_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
-            stamps = stamps_of(media, self.pictures)  # first: what is written meanwhile has another one
-            sized = SizedMedia(media, probe(media, self.pictures))
-            return sized, seen_files(media, self.pictures, stamps)
+            stamps = stamps_of(media, self.image_options)  # first: what is written meanwhile has another one
+            sized = SizedMedia(media, probe(media, self.image_options))
+            return sized, seen_files(media, self.image_options, stamps)
         except (DataError, ConfigError) as error:  # ConfigError: an extra is missing, which may be there next time
             raise FileProblem(str(error)) from error
         except OSError as error:
@@ -164,7 +166,7 @@ def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def layout_of(one: SizedMedia, num_media: int, options: geometry.PictureOptions) -> geometry.MediaLayout:
+def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> geometry.MediaLayout:
     """How a picture or video of a sample with num_media of them becomes tiles and tokens."""
     return geometry.media_layout(one.media.kind, one.sizes, num_media, options)
 

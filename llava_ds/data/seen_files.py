@@ -22,7 +22,7 @@ from llava_ds.data.sample import FileRef, Media
 from llava_ds.files.atomic import write_whole
 from llava_ds.files.contents import Stamp, blocks_digest, stamp_of
 from llava_ds.files.side_files import why_not_regular
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 
 FILE = "data_files.parquet"  # in a run's folder: which files it was trained on
 # Names of files are bytes: they need not be UTF-8.
@@ -43,12 +43,12 @@ class SeenFile:
     contents: str
 
 
-def stamps_of(media: Media, options: PictureOptions) -> list[Stamp]:
+def stamps_of(media: Media, options: ImageOptions) -> list[Stamp]:
     """Of the files that are shown of a picture or video, in order; to be taken before they are looked at."""
     return [stamp_of(ref.path) for ref in taken(media, options)]
 
 
-def seen_files(media: Media, options: PictureOptions, stamps: list[Stamp]) -> list[SeenFile]:
+def seen_files(media: Media, options: ImageOptions, stamps: list[Stamp]) -> list[SeenFile]:
     """The same files with what they hold. Raises OSError, and DataError for what is no regular file."""
     return [SeenFile(ref.path, stamp, _digest(ref)) for ref, stamp in zip(taken(media, options), stamps)]
 
@@ -72,7 +72,7 @@ def contents_digest(table: datasets.Dataset) -> str:
     return hashlib.sha256("".join(_flat(table, "contents").to_pylist()).encode()).hexdigest()
 
 
-def changed_files(table: datasets.Dataset, options: PictureOptions, refs_of) -> list[str]:
+def changed_files(table: datasets.Dataset, options: ImageOptions, refs_of) -> list[str]:
     """The files whose contents are not what the rows were made from, or that can't be read any more.
 
     Only those are read whose stamps differ, and NUM_SAMPLED of the others. refs_of: from a row's column of media to its
@@ -93,7 +93,7 @@ def changed_files(table: datasets.Dataset, options: PictureOptions, refs_of) -> 
     return list(dict.fromkeys(paths[i] for i, was, now in zip(entries, expected, digests) if was != now))
 
 
-def _refs(table: datasets.Dataset, entries: np.ndarray, options: PictureOptions, refs_of) -> list[FileRef]:
+def _refs(table: datasets.Dataset, entries: np.ndarray, options: ImageOptions, refs_of) -> list[FileRef]:
     """Of some entries of the flat columns, where their bytes lie."""
     ends = np.cumsum(pa.compute.list_value_length(table.data.column("files")).to_numpy())
     rows = np.searchsorted(ends, entries, "right")

@@ -4,15 +4,15 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.config.arguments import Arguments
 from llava_ds.data.dataset import EncodedDataset, open_together
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.ranks import Ranks
 
 
-def divide(
+def split_datasets(
     args: Arguments,
     dataset: EncodedDataset,
     tokenizer: PreTrainedTokenizerBase,
-    pictures: PictureOptions,
+    image_options: ImageOptions,
     ranks: Ranks,
 ) -> tuple[EncodedDataset, EncodedDataset | None, EncodedDataset | None]:
     """What is trained on of a data set, what is held out, and what questions come from; None of what no flag asks for.
@@ -22,7 +22,7 @@ def divide(
     data, training = args.data, args.training
 
     def opened(path: str) -> EncodedDataset:
-        return open_together(args.replaced(data_path=path), tokenizer, pictures, ranks)
+        return open_together(args.replaced(data_path=path), tokenizer, image_options, ranks)
 
     held_out = None
     if data.eval_fraction:

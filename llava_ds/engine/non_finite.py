@@ -1,11 +1,11 @@
-"""Steps whose gradients are not finite change nothing, and nobody waits for the device to find that out.
+"""Skip optimizer steps whose gradients are not finite, without waiting for the device.
 
 DeepSpeed 0.19.8 reads the norm of the gradients on the host to skip such a step, at ZeRO 1 to 3 and at stage 0 in bf16,
-with clipping once more per parameter group. At stage 0 in fp32 it does not look, nor in bf16 at 1 and 2 once
-bf16.check_grad_overflow is false, and all weights are lost. torch's fused Adam can be told by a tensor on the device
-(found_inf, which GradScaler uses) to leave weights, moments and its count as they are. Where that is the optimizer, the
-norm is computed here, in one collective, and DeepSpeed's own looks at it are left out. To the host such a step is like
-any other: the schedule goes on, and skipped steps are counted on the device.
+with clipping once more per parameter group. At stage 0 in fp32, and in bf16 at 1 and 2 once bf16.check_grad_overflow is
+false, it doesn't look, and all weights are lost. torch's fused Adam takes a tensor on the device (found_inf, which
+GradScaler uses) by which it leaves weights, moments and its count as they are. Where that is the optimizer, the norm is
+computed here, in one collective, and DeepSpeed's own checks are replaced. To the host such a step is like any other:
+the schedule goes on, and skipped steps are counted on the device. Every step asserts that the replacement was called.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ CLIP_EPSILON = 1e-6  # what DeepSpeed and torch add to the norm before they divi
 
 
 def guard_steps(engine) -> None:
-    """Guard an engine's steps on the device, where its optimizer is torch's fused Adam beside its weights.
+    """Skip non-finite steps on the device, where the optimizer is torch's fused Adam beside its weights.
 
-    All others keep DeepSpeed's own way.
+    All other optimizers keep DeepSpeed's own check.
     """
     optimizer, adam = engine.optimizer, engine.basic_optimizer
     if not _is_fused_adam(adam) or engine.zero_cpu_offload() or _scales_loss(engine):
@@ -36,8 +36,13 @@ def guard_steps(engine) -> None:
         return  # the JSON asks for steps that nobody judges
     setattr(engine, SKIPPED, torch.zeros((), dtype=torch.int64, device=engine.device))
 
+    assert adam._step_supports_amp_scaling, "torch's fused Adam doesn't read found_inf any more"
+    judged = 0
+
     def judge(norm: torch.Tensor) -> torch.Tensor:
-        """The norm, after Adam was told whether to step."""
+        """Tell Adam to skip the step if the norm is not finite; returns the norm."""
+        nonlocal judged
+        judged += 1
         invalid = ~torch.isfinite(norm)
         adam.found_inf = invalid.float()
         getattr(engine, SKIPPED).add_(invalid)
@@ -51,16 +56,27 @@ def guard_steps(engine) -> None:
         _guard_unfused(optimizer, judge)
     else:
         _guard_plain(engine, judge)
+    step = optimizer.step
+
+    @functools.wraps(step)  # torch's schedules look for a mark on it
+    def asserted(*args, **kwargs):
+        before = judged
+        result = step(*args, **kwargs)
+        # With bf16.check_grad_overflow true, DeepSpeed may skip the step before it asks for the norm.
+        assert judged == before + 1 or optimizer.overflow, "DeepSpeed took a step without the guard's norm"
+        return result
+
+    optimizer.step = asserted
 
 
 def skipped_steps(engine) -> int | torch.Tensor:
-    """Steps without an update so far: a tensor on the device, where they are counted there."""
-    waiting = getattr(engine, SKIPPED, None)
-    return engine.skipped_steps if waiting is None else waiting + engine.skipped_steps
+    """Steps without an update so far; a tensor on the device where they are counted there."""
+    on_device = getattr(engine, SKIPPED, None)
+    return engine.skipped_steps if on_device is None else on_device + engine.skipped_steps
 
 
 def settle_skipped_steps(engine) -> None:
-    """Put the count of the device into the engine's, which its checkpoints hold. Waits for the device."""
+    """Add the device's count to the engine's, which checkpoints hold. Waits for the device."""
     if hasattr(engine, SKIPPED):
         engine.skipped_steps += int(getattr(engine, SKIPPED))
         getattr(engine, SKIPPED).zero_()
@@ -71,7 +87,7 @@ def _is_fused_adam(optimizer: object) -> bool:
 
 
 def _scales_loss(engine) -> bool:
-    """Whether steps are skipped to find a loss scale, which the host has to know of."""
+    """True if steps are skipped to find a loss scale, which the host has to know of."""
     scaler = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     return engine.fp16_enabled() or scaler is not None
 
@@ -133,7 +149,7 @@ def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
     adam, step = engine.optimizer, engine.optimizer.step
     engine.clip_fp32_gradients = lambda: None
 
-    @functools.wraps(step)  # torch's schedules look for a mark on it
+    @functools.wraps(step)
     def guarded(*args, **kwargs):
         gradients = [p.grad for group in adam.param_groups for p in group["params"] if p.grad is not None]
         adam._global_grad_norm = judge(_norm(gradients, engine.device).float())  # where the engine looks for it

@@ -2,6 +2,8 @@
 
 import deepspeed
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from llava_ds.constants import ConfigError
@@ -13,10 +15,15 @@ from llava_ds.engine.schedule import scheduler_factory
 from llava_ds.runtime.redact import redact
 
 
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy, torch and DeepSpeed's accelerator on this rank."""
+    set_random_seed(seed)
+
+
 def start_engine(
     model: nn.Module, groups: list[dict], resolved: ResolvedConfig, num_steps: int, device: torch.device
 ) -> deepspeed.DeepSpeedEngine:
-    """The engine over a model, with the optimizer and the schedule that were resolved.
+    """Initialize DeepSpeed's engine over a model, with the optimizer and the schedule of the resolved JSON.
 
     groups: as parameter_groups makes them. An optimizer in the JSON is built by DeepSpeed; without one it is torch's
     AdamW by flags. Raises ConfigError where the engine would train other groups than these.
@@ -67,9 +74,12 @@ def check_groups(engine, peaks: list[dict], meant: list[tuple[float, float, int]
 
 
 def _keep_adagrads_groups(engine) -> None:
-    """Under ZeRO, DeepSpeed 0.19.8 makes a second torch Adagrad over its shards: one group with the default rate, which
-    no schedule reaches. Its states are right; the groups and the schedule are the first one's, and what stages 1 and 2
-    derived from the groups is derived again."""
+    """Put torch's Adagrad with the run's groups back into ZeRO's optimizer.
+
+    DeepSpeed 0.19.8 makes a second Adagrad over the shards, with one group at the default rate, which no schedule
+    reaches. Its states are right and stay; what stages 1 and 2 derived from the groups is derived again. check_groups
+    then asserts that the engine steps the groups that the schedule changes.
+    """
     zero, basic = engine.optimizer, engine.basic_optimizer
     if isinstance(basic, torch.optim.Adagrad) and zero is not basic and zero.optimizer is not basic:
         basic.state = zero.optimizer.state
@@ -80,11 +90,17 @@ def _keep_adagrads_groups(engine) -> None:
 
 
 def _take_back_first_step(engine) -> None:
-    """At stage 0 in bfloat16 DeepSpeed 0.19.8 takes a step on zero gradients to allocate the states: it decays
-    the fp32 weights, and Adam's count begins at 1. Both start afresh."""
-    if hasattr(engine.optimizer, "refresh_fp32_params") and not engine.zero_optimization():
-        engine.optimizer.refresh_fp32_params()
-        engine.optimizer.optimizer.state.clear()
+    """Undo the step on zero gradients by which DeepSpeed 0.19.8 allocates the states at stage 0 in bfloat16.
+
+    It decays the fp32 weights, and Adam's count begins at 1.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "refresh_fp32_params") and not engine.zero_optimization():
+        optimizer.refresh_fp32_params()
+        optimizer.optimizer.state.clear()
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups)
+            assert all(torch.equal(p.float(), copy) for ps, copies in pairs for p, copy in zip(ps, copies))
 
 
 def _summary(group: dict, params: list[nn.Parameter]) -> tuple[float, float, int]:

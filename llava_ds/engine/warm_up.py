@@ -50,7 +50,7 @@ def heaviest_micro_batch(
     steps = layout.steps(order, dataset.lengths, start_step)
     plans = (plan for _, plan in itertools.islice(steps, min(STEPS_LOOKED_AT, num_steps - start_step)))
     accumulates = any(len(plan[0]) > 1 for plan in plans)
-    return Heaviest(collate(loaded, dataset.pictures).to(device), samples, accumulates)
+    return Heaviest(collate(loaded, dataset.image_options).to(device), samples, accumulates)
 
 
 def rehearse(engine, heaviest: Heaviest, held_bytes: int = 0) -> None:

@@ -14,7 +14,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.gather import gathered
 from llava_ds.export.llava_config import llava_config
 from llava_ds.files.hashed import write_file, write_tensors
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.model import lora, quantize
 from llava_ds.model.hf import TOLERANCE
 from llava_ds.model.llava import LlavaModel
@@ -33,7 +33,12 @@ ADAPTER_KEYS = (
 
 
 def export_adapter(
-    model: LlavaModel, plan: ModelPlan, args: ModelArguments, pictures: PictureOptions, output_dir: Path, ranks: Ranks
+    model: LlavaModel,
+    plan: ModelPlan,
+    args: ModelArguments,
+    image_options: ImageOptions,
+    output_dir: Path,
+    ranks: Ranks,
 ) -> list[Path]:
     """Write what LLaVA's LoRA runs leave, in a folder that peft opens over the language model too.
 
@@ -50,13 +55,13 @@ def export_adapter(
     if not ranks.is_first:
         return []
     layers = [name for name, _ in lora.lora_layers(model.language_model)]
-    return write_adapter(plan, args, pictures, layers, tensors, beside, output_dir)
+    return write_adapter(plan, args, image_options, layers, tensors, beside, output_dir)
 
 
 def write_adapter(
     plan: ModelPlan,
     args: ModelArguments,
-    pictures: PictureOptions,
+    image_options: ImageOptions,
     layers: list[str],
     adapters: dict[str, torch.Tensor],
     beside: dict[str, torch.Tensor],
@@ -83,7 +88,7 @@ def write_adapter(
     write_tensors(paths[1], tensors)
     others = {lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}
     write_file(paths[2], lambda file: torch.save(others, file))
-    fields = llava_config(plan, args, pictures)
+    fields = llava_config(plan, args, image_options)
     paths[3].write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return paths
 

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype
 from safetensors import SafetensorError
-from torch import nn
 
 from llava_ds.batch import Batch
 from llava_ds.checkpoint.saver import can_be_resumed
@@ -17,6 +15,7 @@ from llava_ds.config.arguments import Arguments, TrainingArguments, trains_proje
 from llava_ds.constants import DataError
 from llava_ds.data.collate import collate
 from llava_ds.data.dataset import EncodedDataset
+from llava_ds.engine.gather import full_precision_gathers
 from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.export.card import write_card
 from llava_ds.export.check import compare_reloaded, room_to_compare
@@ -81,7 +80,7 @@ def write_model(engine, finished: Finished, form: str, max_shard_bytes: int, ran
         if trains_projector_only(finished.args):
             export_live_projector(finished, engine.module, folder, ranks)
         elif form == "adapter":
-            export_adapter(engine.module, finished.plan, finished.args, finished.pictures, folder, ranks)
+            export_adapter(engine.module, finished.plan, finished.args, finished.image_options, folder, ranks)
         else:
             export_live(finished, engine.module, form, folder, max_shard_bytes, ranks)
     except SafetensorError as error:
@@ -107,7 +106,7 @@ def _leave_model(
 ) -> None:
     """The finished model's folder. transformers' is proven on one sample: it has to give the same logits."""
     sample = dataset.example()
-    batch = collate([sample], dataset.pictures).to(ranks.device)
+    batch = collate([sample], dataset.image_options).to(ranks.device)
     engine.eval()
     with torch.no_grad():
         logits = _logits_everywhere(engine, batch)
@@ -130,33 +129,20 @@ def _leave_adapter(
     engine, finished: Finished, args: Arguments, dataset: EncodedDataset, output_dir: Path, ranks: Ranks
 ) -> None:
     """The folder of LLaVA and peft, proven on one sample: peft has to compute the same logits from it."""
-    batch = collate([dataset.example()], dataset.pictures).to(ranks.device)
+    batch = collate([dataset.example()], dataset.image_options).to(ranks.device)
     engine.eval()
     with torch.no_grad(), exact_products(engine.module):
         embeds = engine.module.embed(batch)
         logits = _logits_everywhere(engine, batch)
-    export_adapter(engine.module, finished.plan, args.model, dataset.pictures, output_dir, ranks)
+    export_adapter(engine.module, finished.plan, args.model, dataset.image_options, output_dir, ranks)
     if ranks.is_first:
         difference = compare_reloaded_adapter(output_dir, finished.plan, args.model, embeds, logits)
         print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
 
 
-@contextlib.contextmanager
-def _gathered_exactly(module: nn.Module) -> Iterator[None]:
-    """Without the lower precision in which ZeRO-3 fetches float32 weights under torch's autocast."""
-    lowered = [(p, get_comm_dtype(p)) for p in module.parameters() if has_comm_dtype(p)]
-    for p, _ in lowered:
-        delattr(p, PARAM_COMM_DTYPE_ATTR_NAME)
-    try:
-        yield
-    finally:
-        for p, dtype in lowered:
-            setattr(p, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
-
-
 def _logits_everywhere(engine, batch: Batch) -> torch.Tensor:
     """(T, V). Not by the engine, which would compute in autocast's precision: it is the weights that are compared."""
-    with _gathered_exactly(engine.module):
+    with full_precision_gathers(engine.module):
         logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device))
     # ZeRO-3 has begun to gather what a backward pass would want next, and that nobody else can gather meanwhile.
     engine.empty_partition_cache()

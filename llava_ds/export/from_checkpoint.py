@@ -52,10 +52,10 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     _check_bases(run, read_trainer(checkpoint)["identity"]["flags"])
     weight_hashes(run.replaced(dry_run=True), run_dir, checkpoint)
     plan = plan_model(run.model, run.data.model_max_length)
-    pictures = plan.tower.pictures(run)
-    finished = Finished(plan, run.model, pictures, dtype or trained_in, run.data.model_max_length)
+    image_options = plan.tower.image_options(run)
+    finished = Finished(plan, run.model, image_options, dtype or trained_in, run.data.model_max_length)
 
-    parts = ["vision_tower", "projector", "language_model"] + ["newline"] * pictures.has_newline
+    parts = ["vision_tower", "projector", "language_model"] + ["newline"] * image_options.has_newline
     frozen = [
         entry
         for part in parts
@@ -66,7 +66,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
         form = "projector"
     elif run.model.lora_enable:
         form = "adapter"
-    elif hf_kind(plan, run.model, pictures)[0] is None:
+    elif hf_kind(plan, run.model, image_options)[0] is None:
         form = "llava"
     whole = merged_entries(trained, frozen, run.model) if run.model.lora_enable else completed(trained, frozen)
     return Restored(finished, whole, trained, form, run, run_dir, record)

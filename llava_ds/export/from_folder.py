@@ -69,7 +69,7 @@ def open_folder(
     finished = Finished(
         plan,
         args.model,
-        plan.tower.pictures(args),
+        plan.tower.image_options(args),
         dtype or _precision(entries),
         UNSAID_LENGTH if said > ENDLESS and form == "llava" else said,
         rows=rows if rows != plan.text_config.vocab_size else None,

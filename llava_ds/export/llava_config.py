@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import ModelArguments, trained_parts
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.model.plan import ModelPlan
 
 # LLaVA's and LLaVA-NeXT's classes by the language model's model_type.
@@ -21,7 +21,7 @@ LLAVA_CLASSES = {
 def llava_config(
     plan: ModelPlan,
     args: ModelArguments,
-    pictures: PictureOptions,
+    image_options: ImageOptions,
     *,
     max_length: int | None = None,
     dtype: torch.dtype | None = None,
@@ -47,12 +47,12 @@ def llava_config(
         "mm_use_im_start_end": args.mm_use_im_start_end,
         "mm_use_im_patch_token": args.mm_use_im_patch_token,
         "split_special_tokens": args.split_special_tokens,  # for our own code
-        "mm_patch_merge_type": pictures.merge_type,
-        "mm_newline_position": pictures.newline_position,
-        "mm_spatial_pool_stride": pictures.pool_stride,
-        "mm_spatial_pool_mode": pictures.pool_mode,
-        "image_aspect_ratio": pictures.aspect_ratio,
-        "image_grid_pinpoints": [list(size) for size in pictures.pinpoints] or None,
+        "mm_patch_merge_type": image_options.merge_type,
+        "mm_newline_position": image_options.newline_position,
+        "mm_spatial_pool_stride": image_options.pool_stride,
+        "mm_spatial_pool_mode": image_options.pool_mode,
+        "image_aspect_ratio": image_options.aspect_ratio,
+        "image_grid_pinpoints": [list(size) for size in image_options.pinpoints] or None,
         "s2": args.s2,
         "s2_scales": args.s2_scales,
         "tokenizer_padding_side": "right",

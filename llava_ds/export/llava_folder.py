@@ -33,7 +33,7 @@ def write_llava(
     tokenizer = finished.plan.tokenizer
     pad = write_llava_tokenizer(Path(tokenizer.name_or_path), output_dir, finished.max_length)
     config = llava_config(
-        finished.plan, finished.args, finished.pictures, max_length=finished.max_length, dtype=finished.dtype
+        finished.plan, finished.args, finished.image_options, max_length=finished.max_length, dtype=finished.dtype
     )
     if finished.rows is not None:
         config["vocab_size"] = finished.rows
@@ -57,7 +57,7 @@ def write_projector(finished: Finished, entries: list[Entry], output_dir: Path) 
     paths = [output_dir / name for name in PROJECTOR_FILES]
     write_file(paths[0], lambda file: torch.save(tensors, file))
     write_tensors(paths[1], tensors)
-    config = llava_config(finished.plan, finished.args, finished.pictures, max_length=finished.max_length)
+    config = llava_config(finished.plan, finished.args, finished.image_options, max_length=finished.max_length)
     paths[2].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return paths
 

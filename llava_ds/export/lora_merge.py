@@ -69,7 +69,7 @@ def write_restored_adapter(
     write_adapter(
         finished.plan,
         args,
-        finished.pictures,
+        finished.image_options,
         layers,
         {name: read(entry) for name, entry in adapters.items()},
         {name: read(entry) for name, entry in beside.items()},

@@ -8,7 +8,7 @@ import torch
 from llava_ds.config.arguments import Arguments, ModelArguments, trains_projector_only
 from llava_ds.constants import ConfigError
 from llava_ds.export.tensors import Names
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.model.plan import ModelPlan
 
 
@@ -24,7 +24,7 @@ class Finished:
 
     plan: ModelPlan
     args: ModelArguments
-    pictures: PictureOptions
+    image_options: ImageOptions
     dtype: torch.dtype
     max_length: int
     rows: int | None = None
@@ -42,25 +42,25 @@ class Finished:
         return Names.of(self.plan.text_config)
 
 
-def hf_kind(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions) -> tuple[str | None, str]:
+def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
     """The model_type of transformers' class for such a model, and ""; or None, and why there is no class."""
-    kind, why = hf_container(plan, args, pictures)
+    kind, why = hf_container(plan, args, image_options)
     if kind is None:
         return None, why
-    ratio, merge = pictures.aspect_ratio, pictures.merge_type
+    ratio, merge = image_options.aspect_ratio, image_options.merge_type
     flags = f"--image_aspect_ratio {ratio} with --mm_patch_merge_type {merge}"
-    if pictures.is_anyres and merge != "spatial_unpad":
+    if image_options.is_anyres and merge != "spatial_unpad":
         does = "always leaves padding out"
-        does = does if pictures.has_overview else "always begins with the overview"
-        does = "never pools tiles" if pictures.pools_tiles else does
+        does = does if image_options.has_overview else "always begins with the overview"
+        does = "never pools tiles" if image_options.pools_tiles else does
         return None, f"{flags}: transformers' LlavaNext {does}: give --mm_patch_merge_type spatial_unpad"
-    if not pictures.is_anyres and pictures.has_newline:
+    if not image_options.is_anyres and image_options.has_newline:
         instead = "give --mm_patch_merge_type flat, or --image_aspect_ratio anyres"
         return None, f"{flags}: transformers' Llava has no newline: {instead}"
     return kind, ""
 
 
-def hf_container(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions) -> tuple[str | None, str]:
+def hf_container(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
     """The model_type of transformers' class that has such a model's weights, whatever its own code does with pictures,
     and ""; or None, and why there is no class."""
     if args.mm_projector_type != "mlp2x_gelu":
@@ -69,12 +69,12 @@ def hf_container(plan: ModelPlan, args: ModelArguments, pictures: PictureOptions
         return None, "transformers has no class with --s2 True: leave it out"
     if plan.tower.config.model_type == "siglip2_vision_model":
         return None, "transformers' classes don't cut pictures for a SigLIP 2 of any shape: take another --vision_tower"
-    if not pictures.has_newline:
+    if not image_options.has_newline:
         return "llava", ""
-    return "llava_next" if pictures.max_tiles is None else "llava_onevision", ""
+    return "llava_next" if image_options.max_tiles is None else "llava_onevision", ""
 
 
-def export_format(args: Arguments, plan: ModelPlan, pictures: PictureOptions) -> tuple[str, list[str]]:
+def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions) -> tuple[str, list[str]]:
     """What a run's model will be written as, "hf" or "llava", and a line where that is not what was to be expected.
 
     To be asked before training. Raises ConfigError where --export_format can't be had.
@@ -82,7 +82,7 @@ def export_format(args: Arguments, plan: ModelPlan, pictures: PictureOptions) ->
     wanted = args.training.export_format
     if wanted == "llava" or trains_projector_only(args.model):
         return wanted, []
-    kind, why = hf_kind(plan, args.model, pictures)
+    kind, why = hf_kind(plan, args.model, image_options)
     if kind is not None:
         return "hf", []
     if "export_format" in args.given:

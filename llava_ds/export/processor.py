@@ -18,7 +18,7 @@ from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.chat_template import chat_template
 from llava_ds.data.templates import resolve_template
 from llava_ds.export.plan import Finished
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 
 VIDEO_TOKEN = "<video>"
 BICUBIC = 3  # PIL's number
@@ -30,9 +30,9 @@ def select_strategy(finished: Finished) -> str:
     return "default" if tower.has_class_token and not tower.images.class_token else "full"
 
 
-def hf_pinpoints(pictures: PictureOptions) -> list[list[int]]:
+def hf_pinpoints(image_options: ImageOptions) -> list[list[int]]:
     """The pinpoints as transformers writes them, height first."""
-    return [[height, width] for width, height in pictures.anyres_sizes]
+    return [[height, width] for width, height in image_options.anyres_sizes]
 
 
 def write_processor(finished: Finished, kind: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
@@ -61,15 +61,15 @@ def write_processor(finished: Finished, kind: str, tokenizer: PreTrainedTokenize
 
 
 def _image_processor(finished: Finished, kind: str):
-    spec, pictures = finished.plan.images, finished.pictures
+    spec, image_options = finished.plan.images, finished.image_options
     square = {"height": spec.size, "width": spec.size}
     scaling = {"image_mean": list(spec.mean), "image_std": list(spec.std), "resample": BICUBIC}
     cut = {"size": {"shortest_edge": spec.size}, "crop_size": square}
     if kind == "llava_onevision":
-        return LlavaOnevisionImageProcessorPil(size=square, image_grid_pinpoints=hf_pinpoints(pictures), **scaling)
+        return LlavaOnevisionImageProcessorPil(size=square, image_grid_pinpoints=hf_pinpoints(image_options), **scaling)
     if kind == "llava_next":
-        return LlavaNextImageProcessorPil(image_grid_pinpoints=hf_pinpoints(pictures), **cut, **scaling)
-    if pictures.aspect_ratio == "pad":
+        return LlavaNextImageProcessorPil(image_grid_pinpoints=hf_pinpoints(image_options), **cut, **scaling)
+    if image_options.aspect_ratio == "pad":
         return LlavaImageProcessorPil(do_pad=True, **cut, **scaling)
     if spec.stretch:
         return SiglipImageProcessorPil(size=square, **scaling)
@@ -78,7 +78,7 @@ def _image_processor(finished: Finished, kind: str):
 
 def _write_onevision(finished: Finished, template: str, output_dir: Path) -> None:
     """By hand, for without torchvision transformers' class can't be made: it wants a video processor."""
-    spec, pictures = finished.plan.images, finished.pictures
+    spec, image_options = finished.plan.images, finished.image_options
     images = json.loads((output_dir / "preprocessor_config.json").read_text(encoding="utf-8"))
     square = {"height": spec.size, "width": spec.size}
     videos = {
@@ -101,9 +101,9 @@ def _write_onevision(finished: Finished, template: str, output_dir: Path) -> Non
         "image_token": IMAGE_TOKEN,
         "video_token": VIDEO_TOKEN,
         # The class token is counted, too, where "default" takes it away again.
-        "num_image_tokens": pictures.tokens_per_tile + (select_strategy(finished) == "default"),
+        "num_image_tokens": image_options.tokens_per_tile + (select_strategy(finished) == "default"),
         "processor_class": "LlavaOnevisionProcessor",
-        "vision_aspect_ratio": pictures.aspect_ratio,
+        "vision_aspect_ratio": image_options.aspect_ratio,
         "vision_feature_select_strategy": select_strategy(finished),
     }
     for name, content in (("processor_config.json", whole), ("video_preprocessor_config.json", videos)):

@@ -37,7 +37,7 @@ def write_hf(
 
     entries: of the model, by their names here. holes: files of weights without weights.
     """
-    kind, _ = hf_container(finished.plan, finished.args, finished.pictures)
+    kind, _ = hf_container(finished.plan, finished.args, finished.image_options)
     assert kind is not None, "export_format would have said so"
     tokenizer, rows = _rows(finished)
     write_shards(hf_entries(finished, entries), output_dir, finished.dtype, max_bytes, holes=holes)
@@ -49,7 +49,7 @@ def write_hf(
 
 def _rows(finished: Finished) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer with the tokens that its processor needs, and the rows of the embeddings."""
-    kind, _ = hf_container(finished.plan, finished.args, finished.pictures)
+    kind, _ = hf_container(finished.plan, finished.args, finished.image_options)
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)
     tokenizer, _ = hf_tokenizer(finished.plan.tokenizer, tokens)
     tokenizer.model_max_length = finished.max_length
@@ -59,7 +59,7 @@ def _rows(finished: Finished) -> tuple[PreTrainedTokenizerBase, int]:
 def _write_config(
     finished: Finished, kind: str, tokenizer: PreTrainedTokenizerBase, rows: int, output_dir: Path
 ) -> None:
-    plan, args, pictures = finished.plan, finished.args, finished.pictures
+    plan, args, image_options = finished.plan, finished.args, finished.image_options
     text_config = plain_config(plan.text_config, finished.dtype)
     text_config["vocab_size"] = rows
     text_config["tie_word_embeddings"] = finished.names.tied_in_hf
@@ -67,9 +67,9 @@ def _write_config(
     if kind == "llava":
         own["image_seq_length"] = plan.images.num_tokens
     else:
-        own["image_grid_pinpoints"] = hf_pinpoints(pictures)
+        own["image_grid_pinpoints"] = hf_pinpoints(image_options)
     if kind == "llava_onevision":
-        own["vision_aspect_ratio"] = pictures.aspect_ratio
+        own["vision_aspect_ratio"] = image_options.aspect_ratio
         own["video_token_index"] = tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
     if rows != finished.vocab_size:
         own["llava_ds_vocab_size"] = finished.vocab_size  # for the way back, which takes the rest away
@@ -92,7 +92,7 @@ def _write_config(
         **({} if finished.template is not None else {"llava_ds_version": args.version}),
         mm_use_im_start_end=args.mm_use_im_start_end,
         split_special_tokens=args.split_special_tokens,
-        llava_ds_pictures=dataclasses.asdict(pictures),
+        llava_ds_pictures=dataclasses.asdict(image_options),
         **own,
     ).save_pretrained(output_dir)
     path = output_dir / "config.json"

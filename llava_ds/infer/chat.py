@@ -61,8 +61,8 @@ class Conversation:
 def checked_media(kind: str, path: str, loaded: LoadedModel) -> Media:
     """A picture ("image") or video that can be shown: it was decoded. Raises DataError, or ConfigError without PyAV."""
     media = Media(kind, (FileRef(str(Path(path).expanduser())),))
-    sizes = probe(media, loaded.pictures)
-    load_media(media, sizes, media_layout(kind, sizes, 1, loaded.pictures), loaded.pictures)
+    sizes = probe(media, loaded.image_options)
+    load_media(media, sizes, media_layout(kind, sizes, 1, loaded.image_options), loaded.image_options)
     return media
 
 

@@ -140,7 +140,7 @@ def _as_exported(
     from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
     from llava_ds.export.transformers_folder import hf_entries, write_hf
 
-    kind, why = hf_container(finished.plan, finished.args, finished.pictures)
+    kind, why = hf_container(finished.plan, finished.args, finished.image_options)
     if kind is None:
         raise ConfigError(f"{path} can't be asked here: {why}")
     named = hf_entries(finished, entries)

@@ -21,7 +21,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
 from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.geometry import MediaLayout, PictureOptions, Size, media_layout
+from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
 from llava_ds.infer.load import LoadedModel
 from llava_ds.model.hf import merged_embeds
 from llava_ds.runtime.ranks import Ranks, progress_bar, together
@@ -102,7 +102,7 @@ def greedy_answers(
     with progress_bar(total=len(prompts), desc=progress, disable=not progress, unit="question") as bar:
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
-            samples = _on_all(loaded, lambda chosen=chosen: [asked[i].decoded(loaded.pictures) for i in chosen])
+            samples = _on_all(loaded, lambda chosen=chosen: [asked[i].decoded(loaded.image_options) for i in chosen])
             logprobs = _GreedyLogprobs()
             # Last, behind what the engine does to the scores, so that these are of the tokens that are taken.
             processors = LogitsProcessorList([*loaded.generating.get("logits_processor", ()), logprobs])
@@ -278,7 +278,7 @@ def _prepared(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> LoadedSa
             f"the conversation has {len(asked.ids):,} tokens, pictures included, and the model has positions for "
             f"{room:,}: begin a new one, or show fewer pictures"
         )
-    return asked.decoded(loaded.pictures)
+    return asked.decoded(loaded.image_options)
 
 
 @dataclass(frozen=True)
@@ -289,17 +289,17 @@ class _Asked:
     media: list[tuple[Media, tuple[Size, ...], MediaLayout]]
     blank: bool = False
 
-    def decoded(self, pictures: PictureOptions) -> LoadedSample:
+    def decoded(self, image_options: ImageOptions) -> LoadedSample:
         row = torch.tensor(self.ids)
-        media = [(load_media(one, sizes, layout, pictures), layout) for one, sizes, layout in self.media]
+        media = [(load_media(one, sizes, layout, image_options), layout) for one, sizes, layout in self.media]
         if self.blank:
-            media = [(blank_like(tiles, pictures), layout) for tiles, layout in media]
+            media = [(blank_like(tiles, image_options), layout) for tiles, layout in media]
         return LoadedSample(row, row, media)
 
 
-def blank_like(tiles: torch.Tensor, pictures: PictureOptions) -> torch.Tensor:
+def blank_like(tiles: torch.Tensor, image_options: ImageOptions) -> torch.Tensor:
     """Tiles (N, 3, H, W) of one colour, the one that pads images: the mean of the tower's training images."""
-    colour = torch.tensor([int(255 * mean) for mean in pictures.mean], dtype=tiles.dtype)
+    colour = torch.tensor([int(255 * mean) for mean in image_options.mean], dtype=tiles.dtype)
     return colour.view(3, 1, 1).expand_as(tiles).clone()
 
 
@@ -307,8 +307,8 @@ def _laid_out(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _Asked:
     media = []
     for item in prompt.images:
         one = item if isinstance(item, Media) else Media("image", (FileRef(item),))
-        sizes = probe(one, loaded.pictures)
-        media.append((one, sizes, media_layout(one.kind, sizes, len(prompt.images), loaded.pictures)))
+        sizes = probe(one, loaded.image_options)
+        media.append((one, sizes, media_layout(one.kind, sizes, len(prompt.images), loaded.image_options)))
     return _Asked(encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in media]), media, prompt.blank)
 
 
@@ -323,7 +323,7 @@ def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.
     Pictures are prepared and merged by training's own code, whatever transformers' processor would do with them.
     """
     device = loaded.device
-    batch = collate(samples, loaded.pictures).to(device)
+    batch = collate(samples, loaded.image_options).to(device)
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
     pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
     embeds = merged_embeds(loaded.model, batch, pixels)  # (1, tokens of all prompts, D)

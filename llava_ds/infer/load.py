@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import library_errors, read_json_if_there, shown
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.infer.described import Described, described
 from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
 from llava_ds.model.open.checkpoint_defaults import pairs
@@ -47,7 +47,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    pictures: PictureOptions
+    image_options: ImageOptions
     version: str
     ranks: Ranks | None = None
     generating: Mapping[str, object] = field(default_factory=dict)
@@ -148,17 +148,17 @@ def loaded(model: HFModel, found: Described, version: str | None = None) -> Load
     else:
         version = "v1"
         notes += (f"{found.path} does not say its conversation template: Vicuna's is taken; --version names another",)
-    pictures = _picture_options(model, processor, found.path)
-    return LoadedModel(model, found.tokenizer, mean, std, pictures, version, notes=notes)
+    image_options = _image_options(model, processor, found.path)
+    return LoadedModel(model, found.tokenizer, mean, std, image_options, version, notes=notes)
 
 
-def _picture_options(model: HFModel, processor: dict, path: Path) -> PictureOptions:
+def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
     """What our own exports say; for other llava-hf folders, what their class and processor do."""
     config = model.config
     written = getattr(config, "llava_ds_pictures", None)
     if written is not None:
         try:
-            options = TypeAdapter(PictureOptions).validate_python(written)
+            options = TypeAdapter(ImageOptions).validate_python(written)
             if options.size != config.vision_config.image_size or not 0 < options.max_pixels <= PILLOW_MAX_PIXELS:
                 raise ValueError("its sizes are not the tower's")
             return options
@@ -171,8 +171,8 @@ def _picture_options(model: HFModel, processor: dict, path: Path) -> PictureOpti
     if config.model_type != "llava":
         ratio = "anyres" if config.model_type == "llava_next" else config.vision_aspect_ratio
         pinpoints = tuple(pair[::-1] for pair in pairs(config.image_grid_pinpoints, str(path)))
-        return PictureOptions(size, patch_size, mean, ratio, pinpoints, "spatial_unpad")
-    return PictureOptions(
+        return ImageOptions(size, patch_size, mean, ratio, pinpoints, "spatial_unpad")
+    return ImageOptions(
         size,
         patch_size,
         mean,

@@ -22,7 +22,7 @@ from llava_ds.model.probe import refuse_unfit_language_model
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.rows import with_rows
 from llava_ds.model.vision import ImageSpec, TowerPlan
-from llava_ds.tokenizer import add_picture_tokens, open_tokenizer
+from llava_ds.tokenizer import add_image_tokens, open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
     tokenizer = open_tokenizer(parts.folder.tokenizer)
-    added = add_picture_tokens(tokenizer, args)
+    added = add_image_tokens(tokenizer, args)
     if args.mm_use_im_patch_token or args.mm_use_im_start_end:
         text_config, sources = with_rows(text_config, sources, tokenizer, added, args)
     with torch.device("meta"):

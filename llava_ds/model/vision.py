@@ -22,7 +22,7 @@ from transformers import (
 from llava_ds.config.arguments import Arguments, ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import is_there, library_errors, read_config, read_json, shown
-from llava_ds.geometry import PictureOptions, picture_options
+from llava_ds.geometry import ImageOptions, image_options
 from llava_ds.model.projector import pooled_patch_size
 
 # By model_type of a vision model's own configuration.
@@ -66,10 +66,10 @@ class TowerPlan:
     select_layer: int
     scales: tuple[int, ...] = ()
 
-    def pictures(self, args: Arguments) -> PictureOptions:
+    def image_options(self, args: Arguments) -> ImageOptions:
         """How pictures are made to what the tower wants, as the flags say. Raises ConfigError for what does not fit."""
         spec = self.images
-        return picture_options(
+        return image_options(
             args.model,
             args.data,
             spec.size,

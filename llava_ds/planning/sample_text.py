@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
-from llava_ds.data.images.decode import load_pictures
+from llava_ds.data.images.decode import load_images
 from llava_ds.data.preflight import media_from_text, place_of
 from llava_ds.tracking.data_page import ShownSample, runs_of
 
@@ -21,7 +21,7 @@ def shown_sample(
     if with_pictures:
         try:
             for one in media_from_text(row["media"]):
-                pictures += load_pictures(one.media, one.sizes, dataset.pictures)
+                pictures += load_images(one.media, one.sizes, dataset.image_options)
         except DataError as error:
             note += f"; {error}"
     return ShownSample(

@@ -141,7 +141,7 @@ def answers(
     said: list[list[int]] = [[] for _ in prompts]
     going = list(range(len(prompts)))
     while going:
-        batch = collate([_continued(prompts[i].sample, said[i]) for i in going], dataset.pictures).to(ranks.device)
+        batch = collate([_continued(prompts[i].sample, said[i]) for i in going], dataset.image_options).to(ranks.device)
         logits = engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)  # (B, V)
         chosen = logits.argmax(-1)
         if ranks.world_size > 1:  # the same on every rank, on whatever hardware

@@ -11,7 +11,7 @@ import pytest
 
 from llava_ds.data import cache
 from llava_ds.data.cache import add_generation, open_newest, scratch_beside
-from llava_ds.data.sources.embedded import PictureStore, spooled
+from llava_ds.data.sources.embedded import ImageStore, spooled
 
 
 def rows(value: int):
@@ -26,7 +26,7 @@ def rows(value: int):
     return write
 
 
-def spool_row(store: PictureStore):
+def spool_row(store: ImageStore):
     store.add(b"abc")
     yield 0, 1, "{}"
 

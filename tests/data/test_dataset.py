@@ -119,7 +119,7 @@ def test_the_fingerprint_changes_with_all_that_samples_depend_on(opened, tmp_pat
     for encoding in ({"max_length": 511}, {"supervise_last_turn_only": True}):
         prints.append(opened(encoding=toys.encoding_options(**encoding)).fingerprint)
     for pictures in ({"aspect_ratio": "pad"}, {"fast_decoding": True}, {"mean": (0.1, 0.1, 0.1)}):
-        prints.append(opened(pictures=toys.picture_options(**pictures)).fingerprint)
+        prints.append(opened(images=toys.image_options(**pictures)).fingerprint)
     (tmp_path / "other").mkdir()
     save_tokenizer(train_tokenizer([*toys.TEXTS, "What is it, number? There is no dog."], 420), tmp_path / "other")
     prints.append(opened(tokenizer=AutoTokenizer.from_pretrained(tmp_path / "other")).fingerprint)
@@ -207,7 +207,7 @@ def test_a_picture_that_was_missing_is_looked_for_again(opened, tmp_path):
 
 @pytest.mark.parametrize("how", ["gone", "cut", "another size"])
 def test_a_picture_that_breaks_later_is_a_broken_sample(opened, tmp_path, how):
-    data = opened(pictures=toys.picture_options(aspect_ratio="anyres"))
+    data = opened(images=toys.image_options(aspect_ratio="anyres"))
     picture = tmp_path / "data" / "images" / "1.png"
     if how == "gone":
         picture.unlink()
@@ -313,8 +313,8 @@ def test_another_reason_is_no_reason_to_encode_anew_and_few_are_tried_at_once(op
 
 @pytest.mark.parametrize(("aspect_ratio", "fast_decoding"), [("square", True), ("pad", False)])
 def test_another_size_is_shown_where_the_tokens_stay(opened, tmp_path, aspect_ratio, fast_decoding):
-    pictures = toys.picture_options(aspect_ratio=aspect_ratio, fast_decoding=fast_decoding, max_pixels=5000)
-    data = opened(pictures=pictures)
+    image_options = toys.image_options(aspect_ratio=aspect_ratio, fast_decoding=fast_decoding, max_pixels=5000)
+    data = opened(images=image_options)
     picture = tmp_path / "data" / "images" / "1.png"
     Image.new("RGB", (90, 20), (9, 9, 9)).save(picture)
     assert len(data[1].input_ids) == data.lengths[1] and data[1].media[0][0].shape == (1, 3, 24, 24)
@@ -323,7 +323,7 @@ def test_another_size_is_shown_where_the_tokens_stay(opened, tmp_path, aspect_ra
 
 
 def test_data_with_a_changed_picture_are_encoded_anew(opened, tmp_path):
-    settings = {"pictures": toys.picture_options(aspect_ratio="anyres", merge_type="spatial_unpad")}
+    settings = {"images": toys.image_options(aspect_ratio="anyres", merge_type="spatial_unpad")}
     data = opened(**settings)
     picture = tmp_path / "data" / "images" / "1.png"
     Image.new("RGB", (90, 20)).save(picture)
@@ -384,7 +384,7 @@ def test_a_copied_shard_is_the_same_data_and_a_changed_one_is_not(opened, tmp_pa
 def test_options_that_show_nowhere_are_not_in_the_fingerprint(opened, tmp_path):
     def prints(**settings) -> list[str]:
         changes = ({}, {"max_pixels": 999_999}, {"frames_upbound": 3}, {"pool_stride": 1})
-        return [opened(**settings, pictures=toys.picture_options(**change)).fingerprint for change in changes]
+        return [opened(**settings, images=toys.image_options(**change)).fingerprint for change in changes]
 
     assert len(set(prints())) == 1
     records = [talk("<video>\nWho?", "yes", video=["1.png"])]

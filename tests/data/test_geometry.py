@@ -14,13 +14,13 @@ import torch
 from llava_ds.config.arguments import DataArguments, ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.geometry import (
+    ImageOptions,
     MediaLayout,
-    PictureOptions,
     best_pinpoint,
     even_frames,
+    image_options,
     media_layout,
     parse_pinpoints,
-    picture_options,
     unpadded_box,
     video_frames,
 )
@@ -30,7 +30,7 @@ from llava_ds.geometry import (
 # feature is pooled.
 GOLDENS = json.loads((Path(__file__).parents[1] / "data" / "goldens" / "layouts.json").read_text())
 MEAN = (0.5, 0.5, 0.5)
-ANYRES = PictureOptions(336, 14, MEAN, "anyres", merge_type="spatial_unpad")
+ANYRES = ImageOptions(336, 14, MEAN, "anyres", merge_type="spatial_unpad")
 
 
 def merged(layout: MediaLayout) -> np.ndarray:
@@ -43,9 +43,7 @@ def merged(layout: MediaLayout) -> np.ndarray:
 def golden_layout(case: dict) -> MediaLayout:
     names = ("mm_newline_position", "mm_spatial_pool_mode", "mm_spatial_pool_stride", "image_aspect_ratio")
     data = DataArguments(image_grid_pinpoints=case["image_grid_pinpoints"], **{name: case[name] for name in names})
-    options = picture_options(
-        ModelArguments(mm_patch_merge_type=case["mm_patch_merge_type"]), data, *case["tower"], MEAN
-    )
+    options = image_options(ModelArguments(mm_patch_merge_type=case["mm_patch_merge_type"]), data, *case["tower"], MEAN)
     size = tuple(case["size"])
     if case["frames"] is None:
         return media_layout("image", (size,), 1, options)
@@ -139,12 +137,12 @@ def test_pinpoints():
 @pytest.mark.parametrize("stride", [0, 25])
 def test_a_stride_that_does_not_fit_the_tower_is_refused(stride):
     with pytest.raises(ConfigError, match=rf"--mm_spatial_pool_stride is {stride}: give a value from 1 to 24"):
-        picture_options(ModelArguments(), DataArguments(mm_spatial_pool_stride=stride), 336, 14, MEAN)
+        image_options(ModelArguments(), DataArguments(mm_spatial_pool_stride=stride), 336, 14, MEAN)
 
 
 def test_the_defaults_are_those_of_the_flags():
-    found = picture_options(ModelArguments(), DataArguments(), 24, 8, MEAN)
-    assert found == PictureOptions(24, 8, MEAN) and found.newline_position == "grid"
+    found = image_options(ModelArguments(), DataArguments(), 24, 8, MEAN)
+    assert found == ImageOptions(24, 8, MEAN) and found.newline_position == "grid"
     assert found.anyres_sizes == parse_pinpoints(None, 24)
     assert replace(found, pinpoints=((24, 48),)).anyres_sizes == ((24, 48),)
 
@@ -162,10 +160,10 @@ def test_every_flag_of_pictures_is_read():
         mm_newline_position="frame",
         force_sample=True,
     )
-    found = picture_options(ModelArguments(mm_patch_merge_type="spatial"), data, 24, 8, MEAN)
+    found = image_options(ModelArguments(mm_patch_merge_type="spatial"), data, 24, 8, MEAN)
     pinpoints = ((24, 24), (24, 48), (48, 24), (48, 48))
     expected = (24, 8, MEAN, "anyres_max_4", pinpoints, "spatial", 7, True, 2, 5, 3, "average", "frame", True)
-    assert found == PictureOptions(*expected) and found.max_tiles == 4
+    assert found == ImageOptions(*expected) and found.max_tiles == 4
 
 
 def test_frames_are_taken_evenly():

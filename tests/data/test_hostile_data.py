@@ -233,9 +233,9 @@ def outcome(folder: Path, seed: int, tokenizer) -> str:
             ),
         )
         encoding = toys.encoding_options(max_length=rng.choice([60, 2048]), split_special_tokens=rng.random() < 0.5)
-        pictures = toys.picture_options(aspect_ratio=rng.choice(["square", "pad", "anyres"]))
+        image_options = toys.image_options(aspect_ratio=rng.choice(["square", "pad", "anyres"]))
         preflight = PreflightOptions(str(folder / "cache"), 1, "skip" if skip else "stop", 1.0 if skip else 0.0)
-        data = open_encoded(sources, tokenizer, encoding, pictures, preflight)
+        data = open_encoded(sources, tokenizer, encoding, image_options, preflight)
     except (ConfigError, DataError) as error:
         assert str(error).strip() and len(str(error)) < 60_000, "a message that nobody reads"
         str(error).encode("utf-8", "backslashreplace")
@@ -253,7 +253,7 @@ def outcome(folder: Path, seed: int, tokenizer) -> str:
         if isinstance(sample, BrokenSample):
             assert sample.reason
         else:
-            batch = collate([sample], data.pictures)
+            batch = collate([sample], data.image_options)
             assert len(batch.targets) > 0, "nothing to learn from"
     return f"trained {kind}: {len(data) - broken} {len(rejected)} {broken}"
 

@@ -27,14 +27,14 @@ from llava_ds.data.images import resize as resize_module
 from llava_ds.data.images.decode import load_image, load_media, probe, to_rgb
 from llava_ds.data.images.square import to_pixels
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import PictureOptions, Size, media_layout, parse_pinpoints
+from llava_ds.geometry import ImageOptions, Size, media_layout, parse_pinpoints
 
 SIZE = 24
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 MANY = 10**9
-SQUARE = PictureOptions(SIZE, 8, MEAN)
+SQUARE = ImageOptions(SIZE, 8, MEAN)
 PAD = {"aspect_ratio": "pad"}
-ANYRES = PictureOptions(SIZE, 8, MEAN, "anyres", merge_type="spatial_unpad")
+ANYRES = ImageOptions(SIZE, 8, MEAN, "anyres", merge_type="spatial_unpad")
 FORMATS = ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "TGA", "JPEG2000"]
 
 
@@ -223,7 +223,7 @@ def media_of(*paths: Path, kind: str = "image") -> Media:
     return Media(kind, tuple(FileRef(str(path)) for path in paths))
 
 
-def loaded(media: Media, options: PictureOptions, num_media: int = 1) -> tuple[tuple[Size, ...], torch.Tensor]:
+def loaded(media: Media, options: ImageOptions, num_media: int = 1) -> tuple[tuple[Size, ...], torch.Tensor]:
     """The probed sizes and the tiles."""
     sizes = probe(media, options)
     layout = media_layout(media.kind, sizes, num_media, options)

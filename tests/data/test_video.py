@@ -10,9 +10,9 @@ import pytest
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import PictureOptions, media_layout
+from llava_ds.geometry import ImageOptions, media_layout
 
-OPTIONS = PictureOptions(24, 8, (0.5, 0.5, 0.5), video_fps=5, frames_upbound=8)
+OPTIONS = ImageOptions(24, 8, (0.5, 0.5, 0.5), video_fps=5, frames_upbound=8)
 needs_av = pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="PyAV is not installed")
 
 
@@ -30,7 +30,7 @@ def write_video(path, num_frames: int, rate: int = 10) -> Media:
     return Media("video", (FileRef(str(path)),))
 
 
-def brightness(media: Media, options: PictureOptions) -> list[float]:
+def brightness(media: Media, options: ImageOptions) -> list[float]:
     sizes = probe(media, options)
     layout = media_layout("video", sizes, 1, options)
     tiles = load_media(media, sizes, layout, options)

@@ -161,7 +161,7 @@ def test_a_picture_that_breaks_is_left_out_alike_on_any_ranks_and_layout(runs):
 
 def test_a_qwen_on_tiles_ends_as_a_model_that_answers_in_its_own_template(runs):
     loaded = load_model(runs["qwen"])
-    assert (loaded.version, loaded.pictures.aspect_ratio) == ("chatml", "anyres")
+    assert (loaded.version, loaded.image_options.aspect_ratio) == ("chatml", "anyres")
     messages = (Message("human", "<image>\nWhat is it?"),)
     picture = runs["qwen"].parent / "torn" / "images" / "0.png"
     ids = prompt_ids(loaded, Prompt(messages, (str(picture),)))

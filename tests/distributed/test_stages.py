@@ -14,7 +14,7 @@ from llava_ds.data.collate import collate
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.engine.construct import build_model
 from llava_ds.files.jsonl import read_metrics
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
@@ -126,7 +126,7 @@ def plain_torch(runs) -> dict[str, list[float]]:
         str(folder / "mixed/images"),
         tokenizer=plan.tokenizer,
         cache_dir=folder / "cache",
-        pictures=PictureOptions(spec.size, spec.patch_size, spec.mean),
+        images=ImageOptions(spec.size, spec.patch_size, spec.mean),
     )
     curves = {}
     for reduction in ("token", "micro_batch"):
@@ -146,7 +146,7 @@ def plain_torch(runs) -> dict[str, list[float]]:
             for group, rate in zip(optimizer.param_groups, peak):
                 group["lr"] = rate * factor
             samples = [dataset[i] for i in order[step * BATCH : (step + 1) * BATCH]]
-            losses_of = [model(collate([sample], dataset.pictures)) for sample in samples]
+            losses_of = [model(collate([sample], dataset.image_options)) for sample in samples]
             counts = [int((sample.labels[1:] != -100).sum()) for sample in samples]
             if reduction == "token":
                 loss = sum(losses_of) / sum(counts)

@@ -30,7 +30,7 @@ from llava_ds.evaluation.scores import Scored, exact_match, shown_reference, yes
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.evaluation.verdicts import answer_rows
 from llava_ds.export.card import write_conversion_card
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import load_model
 from llava_ds.model.plan import plan_model
@@ -45,8 +45,8 @@ def model(tmp_path_factory):
     args = ModelArguments(**toys.write_base(folder / "base"))
     plan = plan_model(args, 512)
     built = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
-    pictures = PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
-    export(built, plan, args, pictures, folder / "out")
+    image_options = ImageOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
+    export(built, plan, args, image_options, folder / "out")
     return folder / "out"
 
 

@@ -18,7 +18,7 @@ from launching import ROOT, environment
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.construct import build_model
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.model.plan import plan_model
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
@@ -55,7 +55,7 @@ def write_model(folder: Path, ratio: str) -> None:
         model,
         plan,
         args,
-        PictureOptions(spec.size, spec.patch_size, spec.mean, ratio, merge_type=merge_type),
+        ImageOptions(spec.size, spec.patch_size, spec.mean, ratio, merge_type=merge_type),
         folder,
     )
 

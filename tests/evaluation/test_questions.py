@@ -148,7 +148,7 @@ def test_gqa(tmp_path):
 
 def test_mmbench(tmp_path):
     from llava_ds.data.images.decode import probe
-    from llava_ds.geometry import PictureOptions
+    from llava_ds.geometry import ImageOptions
 
     def encoded(width: int) -> str:
         buffer = io.BytesIO()
@@ -169,7 +169,7 @@ def test_mmbench(tmp_path):
     assert rotated.reference[:2] == [241, "A"] and rotated.more["round_id"] == 1
     assert rotated.prompt.images == first.prompt.images != other.prompt.images
     assert other.asked == "Look.\nWho?\nA. a\nB. b\nC. c" and other.kinds == ("name", "fine")
-    options = PictureOptions(24, 8, (0.5, 0.5, 0.5))
+    options = ImageOptions(24, 8, (0.5, 0.5, 0.5))
     assert [probe(q.prompt.images[0], options) for q in (first, other)] == [((30, 20),), ((31, 20),)]
     test_split = tmp_path / "test.tsv"
     test_split.write_text("\n".join("\t".join(row[:7] + row[8:]) for row in [columns, *rows]) + "\n")

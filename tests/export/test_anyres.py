@@ -19,7 +19,7 @@ from llava_ds.data.templates import Message, render_prompt
 from llava_ds.engine.construct import build_model
 from llava_ds.export.check import compare_reloaded
 from llava_ds.export.write import export_live_projector
-from llava_ds.geometry import PictureOptions, media_layout
+from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model
 from llava_ds.model.plan import plan_model
@@ -35,23 +35,23 @@ def anyres(tmp_path_factory):
     args = ModelArguments(**toys.write_base(folder / "base"), mm_patch_merge_type="spatial_unpad")
     plan = plan_model(args, 512)
     spec = plan.images
-    pictures = PictureOptions(spec.size, spec.patch_size, spec.mean, "anyres", merge_type="spatial_unpad")
+    image_options = ImageOptions(spec.size, spec.patch_size, spec.mean, "anyres", merge_type="spatial_unpad")
     model = build_model(plan, args, STAGE_0, torch.float32, 0, RANKS)
-    export(model, plan, args, pictures, folder / "out")
+    export(model, plan, args, image_options, folder / "out")
     paths = []
     for i, (width, height) in enumerate(SIZES):
         paths.append(str(folder / f"{i}.png"))
         pixels = np.random.default_rng(i).integers(0, 256, (height, width, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(paths[-1])
-    return model, plan, args, pictures, folder / "out", paths
+    return model, plan, args, image_options, folder / "out", paths
 
 
-def sample_of(media: list[Media], pictures: PictureOptions) -> LoadedSample:
+def sample_of(media: list[Media], image_options: ImageOptions) -> LoadedSample:
     loaded = []
     for one in media:
-        sizes = probe(one, pictures)
-        layout = media_layout(one.kind, sizes, len(media), pictures)
-        loaded.append((load_media(one, sizes, layout, pictures), layout))
+        sizes = probe(one, image_options)
+        layout = media_layout(one.kind, sizes, len(media), image_options)
+        loaded.append((load_media(one, sizes, layout, image_options), layout))
     ids = [1, 5]
     for _, layout in loaded:
         ids += [-200] * layout.num_tokens + [9, 8]
@@ -64,7 +64,7 @@ def picture(path: str) -> Media:
 
 @pytest.mark.parametrize("shown", ["one", "several", "frames", "none"])
 def test_transformers_computes_the_same_logits(anyres, shown):
-    model, _, _, pictures, folder, paths = anyres
+    model, _, _, image_options, folder, paths = anyres
     media = {
         "one": [[picture(path)] for path in paths],
         "several": [[picture(path) for path in paths[:2]]],
@@ -73,8 +73,8 @@ def test_transformers_computes_the_same_logits(anyres, shown):
     }[shown]
     tower = model.vision_tower
     for one in media:
-        sample = sample_of(one, pictures)
-        batch, layouts = collate([sample], pictures), [layout for _, layout in sample.media]
+        sample = sample_of(one, image_options)
+        batch, layouts = collate([sample], image_options), [layout for _, layout in sample.media]
         with torch.no_grad():
             logits = model(batch, logits_at=torch.arange(batch.input_ids.shape[1]))
         assert compare_reloaded(folder, batch, layouts, tower.mean, tower.std, logits) < 2e-5
@@ -86,7 +86,7 @@ def test_transformers_computes_the_same_logits(anyres, shown):
 def test_transformers_own_processor_gives_the_ids_and_the_answer_of_training(anyres):
     *_, folder, paths = anyres
     loaded = load_model(folder)
-    assert loaded.pictures == anyres[3] and loaded.version == "v1"
+    assert loaded.image_options == anyres[3] and loaded.version == "v1"
     hf, processor = (
         LlavaNextForConditionalGeneration.from_pretrained(folder).eval(),
         AutoProcessor.from_pretrained(folder),
@@ -126,12 +126,12 @@ def test_a_folder_of_others_is_read_by_its_class_and_processor(anyres, tmp_path)
     AutoProcessor.from_pretrained(anyres[4]).save_pretrained(tmp_path)
     again = load_model(tmp_path)
     five = ((24, 48), (48, 24), (48, 48), (72, 24), (24, 72))
-    assert again.pictures == dataclasses.replace(anyres[3], pinpoints=five) and again.version == "v1"
+    assert again.image_options == dataclasses.replace(anyres[3], pinpoints=five) and again.version == "v1"
 
 
 def test_the_newline_goes_with_the_projector_and_comes_back(anyres, tmp_path, capsys):
-    model, plan, args, pictures, _, _ = anyres
-    paths = export_live_projector(finished(model, plan, args, pictures), model, tmp_path, RANKS)
+    model, plan, args, image_options, _, _ = anyres
+    paths = export_live_projector(finished(model, plan, args, image_options), model, tmp_path, RANKS)
     assert len({path.stat().st_mode for path in paths}) == 1  # all readable to whom the umask lets read
     written = torch.load(paths[0])
     assert torch.equal(written["model.image_newline"], model.newline.embedding) and len(written) == 5

@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
     args = Arguments(model_args, DataArguments(data_path="/d/mine.json"), TrainingArguments(), frozenset())
     plan = plan_model(args.model, 512)
     model = build_model(plan, args.model, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
-    export(model, plan, args.model, plan.tower.pictures(args), out)
+    export(model, plan, args.model, plan.tower.image_options(args), out)
     rows = [
         {"step": n, "epoch": n / 20, "loss": 3 / n, "samples": 2, "tokens": 1000, "supervised_tokens": 10}
         for n in range(1, 41)

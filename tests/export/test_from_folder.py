@@ -43,7 +43,7 @@ def trained(request, tmp_path_factory):
     )
     plan = plan_model(args.model, 512)
     model = build_model(plan, args.model, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
-    return (model, plan, args.model, plan.tower.pictures(args)), base["vision_tower"]
+    return (model, plan, args.model, plan.tower.image_options(args)), base["vision_tower"]
 
 
 def convert(*arguments: object) -> None:

@@ -32,7 +32,7 @@ def planned(flags: dict, ratio: str, given: frozenset = frozenset(), form: str =
         given,
     )
     plan = plan_model(args.model, 512)
-    return args, plan, plan.tower.pictures(args)
+    return args, plan, plan.tower.image_options(args)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def planned(flags: dict, ratio: str, given: frozenset = frozenset(), form: str =
     ],
 )
 def test_transformers_has_a_class_for_what_llava_trains(bases, ratio, flags, kind):
-    args, plan, pictures = planned(bases["clip"], ratio, **flags)
-    assert hf_kind(plan, args.model, pictures) == (kind, "")
-    assert export_format(args, plan, pictures) == ("hf", [])
+    args, plan, image_options = planned(bases["clip"], ratio, **flags)
+    assert hf_kind(plan, args.model, image_options) == (kind, "")
+    assert export_format(args, plan, image_options) == ("hf", [])
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_transformers_has_a_class_for_what_llava_trains(bases, ratio, flags, kin
     ],
 )
 def test_where_there_is_no_class_llavas_format_takes_its_place(bases, ratio, flags, message):
-    args, plan, pictures = planned(bases["clip"], ratio, **flags)
-    form, [line] = export_format(args, plan, pictures)
+    args, plan, image_options = planned(bases["clip"], ratio, **flags)
+    form, [line] = export_format(args, plan, image_options)
     assert form == "llava" and message in line
     with pytest.raises(ConfigError, match="--export_format hf is not possible: ") as error:
-        export_format(replace(args, given=frozenset({"export_format"})), plan, pictures)
+        export_format(replace(args, given=frozenset({"export_format"})), plan, image_options)
     assert message in str(error.value) and str(error.value).endswith("; or give --export_format llava")
     asked = planned(bases["clip"], ratio, form="llava", **flags)
     assert export_format(*asked) == ("llava", [])
@@ -79,14 +79,14 @@ def test_where_there_is_no_class_llavas_format_takes_its_place(bases, ratio, fla
 
 def test_a_siglip_2_goes_out_in_llavas_format_and_a_siglip_to_transformers(bases):
     for kind, expected in (("siglip", None), ("siglip2", "take another --vision_tower")):
-        args, plan, pictures = planned(bases[kind], "pad")
-        form, lines = export_format(args, plan, pictures)
+        args, plan, image_options = planned(bases[kind], "pad")
+        form, lines = export_format(args, plan, image_options)
         assert (form, lines) == ("hf", []) if expected is None else form == "llava" and expected in lines[0]
 
 
 def test_stage_1_leaves_a_projector_whatever_it_is(bases):
-    args, plan, pictures = planned(bases["clip"], "pad", mm_projector_type="linear", tune_mm_mlp_adapter=True)
-    assert export_format(args, plan, pictures) == ("hf", [])
+    args, plan, image_options = planned(bases["clip"], "pad", mm_projector_type="linear", tune_mm_mlp_adapter=True)
+    assert export_format(args, plan, image_options) == ("hf", [])
 
 
 def test_sizes_of_shards():

@@ -59,45 +59,45 @@ def exported(request, tmp_path_factory):
     model_args = ModelArguments(**base, version=version, **flags)
     args = Arguments(model_args, DataArguments(image_aspect_ratio=ratio), TrainingArguments(), frozenset())
     plan = plan_model(args.model, 512)
-    pictures = plan.tower.pictures(args)
+    image_options = plan.tower.image_options(args)
     model = build_model(plan, args.model, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
-    export(model, plan, args.model, pictures, folder / "out")
-    return model, pictures, folder / "out", version
+    export(model, plan, args.model, image_options, folder / "out")
+    return model, image_options, folder / "out", version
 
 
-def sample_of(media: list[Media], pictures) -> LoadedSample:
+def sample_of(media: list[Media], image_options) -> LoadedSample:
     ids, loaded = [1, 5], []
     for one in media:
-        sizes = probe(one, pictures)
-        layout = media_layout(one.kind, sizes, len(media), pictures)
-        loaded.append((load_media(one, sizes, layout, pictures), layout))
+        sizes = probe(one, image_options)
+        layout = media_layout(one.kind, sizes, len(media), image_options)
+        loaded.append((load_media(one, sizes, layout, image_options), layout))
         ids += [-200] * layout.num_tokens + [9, 8]
     return LoadedSample(torch.tensor(ids), torch.full((len(ids),), IGNORE_INDEX), loaded)
 
 
 def test_transformers_computes_the_same_logits(exported, paths):
-    model, pictures, folder, _ = exported
+    model, image_options, folder, _ = exported
     tower = model.vision_tower
     alone = [[Media("image", (FileRef(path),))] for path in paths]
-    frames = [Media("frames", tuple(FileRef(path) for path in paths[:3]))] if not pictures.class_token else []
+    frames = [Media("frames", tuple(FileRef(path) for path in paths[:3]))] if not image_options.class_token else []
     for media in [*alone, alone[0] + alone[1], frames, []]:
-        sample = sample_of(media, pictures)
-        batch, layouts = collate([sample], pictures), [layout for _, layout in sample.media]
+        sample = sample_of(media, image_options)
+        batch, layouts = collate([sample], image_options), [layout for _, layout in sample.media]
         with torch.no_grad():
             logits = model(batch, logits_at=torch.arange(batch.input_ids.shape[1]))
         assert compare_reloaded(folder, batch, layouts, tower.mean, tower.std, logits) < 2e-5
 
 
 def test_the_processor_gives_the_ids_pixels_and_answer_of_training(exported, paths):
-    model, pictures, folder, version = exported
+    model, image_options, folder, version = exported
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     loaded = load_model(folder)
-    assert loaded.pictures == pictures and loaded.version == version
+    assert loaded.image_options == image_options and loaded.version == version
     images, exact = AutoImageProcessor.from_pretrained(folder), 0
     for path in paths:
         media = Media("image", (FileRef(path),))
-        shown = sample_of([media], pictures)
-        batch = collate([shown], pictures)
+        shown = sample_of([media], image_options)
+        batch = collate([shown], image_options)
         ours = (batch.pixel_values.float() / 255 - model.vision_tower.mean) / model.vision_tower.std
         theirs = torch.as_tensor(np.asarray(images(load_image(path), return_tensors="pt")["pixel_values"]))
         difference = (theirs.reshape(ours.shape) - ours).abs().max().item()
@@ -127,7 +127,7 @@ def test_the_processor_gives_the_ids_pixels_and_answer_of_training(exported, pat
 
 
 def test_the_folder_says_what_others_need(exported):
-    model, pictures, folder, _ = exported
+    model, image_options, folder, _ = exported
     config = json.loads((folder / "config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert config["image_token_index"] == tokenizer.convert_tokens_to_ids("<image>")
@@ -139,7 +139,7 @@ def test_the_folder_says_what_others_need(exported):
     processor = json.loads((folder / "processor_config.json").read_text())
     has_class_token = model.vision_tower.plan.has_class_token
     if config["model_type"] == "llava_onevision":
-        assert processor["num_image_tokens"] == pictures.tokens_per_tile + has_class_token
+        assert processor["num_image_tokens"] == image_options.tokens_per_tile + has_class_token
         assert config["video_token_index"] == tokenizer.convert_tokens_to_ids("<video>")
     else:
         assert processor["patch_size"] == 8 and processor["num_additional_image_tokens"] == has_class_token

@@ -13,7 +13,7 @@ from llava_ds.export.plan import Finished
 from llava_ds.export.tensors import Entry
 from llava_ds.export.trial import try_export
 from llava_ds.export.write import planned_entries
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.model.plan import plan_model
 
 SHARD = 10**9
@@ -23,8 +23,8 @@ SHARD = 10**9
 def finished(tmp_path_factory) -> Finished:
     args = ModelArguments(**toys.write_base(tmp_path_factory.mktemp("trial") / "base"))
     plan = plan_model(args, 512)
-    pictures = PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
-    return Finished(plan, args, pictures, torch.bfloat16, 512)
+    image_options = ImageOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
+    return Finished(plan, args, image_options, torch.bfloat16, 512)
 
 
 def test_it_opens_what_will_be_written_and_leaves_nothing(finished, tmp_path):

@@ -163,15 +163,15 @@ def encoding_options(**changed):
     return EncodingOptions(**{"template": "v1", "max_length": 512, **changed})
 
 
-def picture_options(**changed):
+def image_options(**changed):
     """How pictures are prepared for the toy tower."""
-    from llava_ds.geometry import PictureOptions
+    from llava_ds.geometry import ImageOptions
 
     defaults = {"size": IMAGE_SIZE, "patch_size": PATCH_SIZE, "mean": (0.5, 0.4, 0.3), "aspect_ratio": "square"}
-    return PictureOptions(**{**defaults, "max_pixels": 10**6, **changed})
+    return ImageOptions(**{**defaults, "max_pixels": 10**6, **changed})
 
 
-def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, pictures=None, **preflight):
+def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, images=None, **preflight):
     """The toy data opened as training opens it."""
     from llava_ds.data.dataset import PreflightOptions, open_encoded
     from llava_ds.data.sources import SourceOptions, open_sources
@@ -181,7 +181,7 @@ def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, pic
         sources,
         tokenizer,
         encoding or encoding_options(),
-        pictures or picture_options(),
+        images or image_options(),
         PreflightOptions(cache_dir=str(cache_dir), **preflight),
     )
 

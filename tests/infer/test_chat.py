@@ -19,7 +19,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.sources import read_samples
 from llava_ds.engine.construct import build_model
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.infer.chat import Conversation, Session, ask, checked_media, converse
 from llava_ds.infer.generate import Prompt, Sampling, _Pieces, answer, make_encoder, prompt_ids, stream
 from llava_ds.infer.load import load_model
@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
     spec = plan.images
-    export(model, plan, args, PictureOptions(spec.size, spec.patch_size, spec.mean), folder / "out")
+    export(model, plan, args, ImageOptions(spec.size, spec.patch_size, spec.mean), folder / "out")
     return folder / "out"
 
 

@@ -14,7 +14,7 @@ from launching import ROOT, environment
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.infer.chat import Conversation, checked_media
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model
@@ -49,7 +49,7 @@ def page(tmp_path, tmp_path_factory):
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
     spec = plan.images
-    export(model, plan, args, PictureOptions(spec.size, spec.patch_size, spec.mean), tmp_path / "out")
+    export(model, plan, args, ImageOptions(spec.size, spec.patch_size, spec.mean), tmp_path / "out")
     pictures = sorted(Path(toys.write_data(tmp_path / "data", "ii")["image_folder"]).glob("*.png"))
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"\x89PNG\r\n\x1a\nno more")

@@ -16,7 +16,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.engine.construct import build_model
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.tasks import read_questions
-from llava_ds.geometry import PictureOptions, media_layout
+from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.infer.described import described
 from llava_ds.infer.generate import answer
 from llava_ds.infer.load import load_model
@@ -32,9 +32,9 @@ def toy(tmp_path_factory) -> dict[str, Path]:
     args = ModelArguments(**base)
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
-    pictures = PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean, "pad")
-    export(model, plan, args, pictures, folder / "hf")
-    export(model, plan, args, pictures, folder / "llava", form="llava")
+    image_options = ImageOptions(plan.images.size, plan.images.patch_size, plan.images.mean, "pad")
+    export(model, plan, args, image_options, folder / "hf")
+    export(model, plan, args, image_options, folder / "llava", form="llava")
     projector = {
         f"model.mm_projector.{name.removeprefix('layers.')}": tensor.detach().clone()
         for name, tensor in model.projector.named_parameters()
@@ -63,7 +63,7 @@ def test_all_formats_answer_alike(toy, tmp_path):
     first, *others = (answer(each, prompts, max_new_tokens=5) for each in loaded)
     assert others == [first, first] and len(set(first)) > 1
     assert "LoRA adapter over" in loaded[2].notes[0] and loaded[0].notes == ()
-    assert [each.pictures for each in loaded] == [loaded[0].pictures] * 3
+    assert [each.image_options for each in loaded] == [loaded[0].image_options] * 3
     assert sorted(toy["llava"].rglob("*")) + sorted(toy["adapter"].rglob("*")) == before
 
 
@@ -109,21 +109,21 @@ def test_tiles_that_transformers_does_not_have_are_asked_by_trainings_own_code(t
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
     spec = plan.images
-    pictures = PictureOptions(
+    image_options = ImageOptions(
         spec.size, spec.patch_size, spec.mean, ratio, merge_type=merge, pool_mode="max", newline_position="frame"
     )
-    export(model, plan, args, pictures, tmp_path / "llava", form="llava")
+    export(model, plan, args, image_options, tmp_path / "llava", form="llava")
     loaded = load_model(tmp_path / "llava", moved={"vision_tower": str(base["vision_tower"])})
     shown = [
-        media_layout("image", ((70, 30),), 1, loaded.pictures),
-        media_layout("video", ((9, 9),) * 2, 1, loaded.pictures),
+        media_layout("image", ((70, 30),), 1, loaded.image_options),
+        media_layout("video", ((9, 9),) * 2, 1, loaded.image_options),
     ]
     samples = []
     for layout in shown:
         ids = torch.tensor([1, *[-200] * layout.num_tokens, 5])
         tiles = torch.randint(256, (layout.num_tiles, 3, spec.size, spec.size), dtype=torch.uint8)
         samples.append(LoadedSample(ids, ids.clamp(min=-100), [(tiles, layout)]))
-    batch = collate(samples, loaded.pictures)
+    batch = collate(samples, loaded.image_options)
     pixels = (batch.pixel_values.float() / 255 - torch.tensor(spec.mean).view(1, 3, 1, 1)) / torch.tensor(
         spec.std
     ).view(1, 3, 1, 1)

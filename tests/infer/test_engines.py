@@ -16,7 +16,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.native_ops import extensions_folder
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.tasks import read_questions
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.infer import engines
 from llava_ds.infer.described import described
 from llava_ds.infer.engines import CAN_BE_CUT, NO_KERNELS, EngineOptions, load_for_inference, zero_config
@@ -38,8 +38,8 @@ def exported(folder: Path, base: dict[str, str], dtype: torch.dtype = torch.floa
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, dtype, 0, RANKS)
     spec = plan.images
     ratio = "anyres" if anyres else "square"
-    pictures = PictureOptions(spec.size, spec.patch_size, spec.mean, ratio, merge_type=merge_type)
-    export(model, plan, args, pictures, folder)
+    image_options = ImageOptions(spec.size, spec.patch_size, spec.mean, ratio, merge_type=merge_type)
+    export(model, plan, args, image_options, folder)
     return folder
 
 

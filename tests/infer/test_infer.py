@@ -30,7 +30,7 @@ from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.llava_questions import llava
 from llava_ds.evaluation.question import Question, with_blank_image, without_image
 from llava_ds.export.check import compare_reloaded
-from llava_ds.geometry import PictureOptions, media_layout
+from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.infer.generate import (
     Prompt,
     _batch,
@@ -46,8 +46,8 @@ from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import printable
 
 
-def square(plan) -> PictureOptions:
-    return PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
+def square(plan) -> ImageOptions:
+    return ImageOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_the_picture_changes_the_prompt_only_where_it_is_shown(built, data):
     image_token = loaded.model.config.image_token_id
     question = questions_of(data)[0]
     shown, withheld = prompt_ids(loaded, question.prompt), prompt_ids(loaded, without_image(question).prompt)
-    assert shown.count(image_token) == loaded.pictures.tokens_per_tile
+    assert shown.count(image_token) == loaded.image_options.tokens_per_tile
     assert image_token not in withheld
     assert without_image(question).prompt.images == ()
 
@@ -93,7 +93,7 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(built, data):
     loaded = load_model(built[3])
     prompts = [question.prompt for question in questions_of(data)]
     for prompt, found in zip(prompts, greedy_answers(loaded, prompts, batch_size=3, max_new_tokens=5), strict=True):
-        batch = _batch(loaded, [_laid_out(loaded, prompt, make_encoder(loaded)).decoded(loaded.pictures)])
+        batch = _batch(loaded, [_laid_out(loaded, prompt, make_encoder(loaded)).decoded(loaded.image_options)])
         new = loaded.model.generate(**batch, max_new_tokens=found.num_tokens, do_sample=False)
         embeds = torch.cat([batch["inputs_embeds"], loaded.model.get_input_embeddings()(new)], dim=1)
         with torch.no_grad():
@@ -118,12 +118,12 @@ def test_a_blank_image_leaves_the_prompt_as_it_is_and_nothing_to_see(built, data
     question = next(question for question in questions_of(data) if question.prompt.images)
     blank = with_blank_image(question).prompt
     assert prompt_ids(loaded, blank) == prompt_ids(loaded, question.prompt)
-    media = _laid_out(loaded, blank, make_encoder(loaded)).decoded(loaded.pictures).media
-    seen = _laid_out(loaded, question.prompt, make_encoder(loaded)).decoded(loaded.pictures).media
+    media = _laid_out(loaded, blank, make_encoder(loaded)).decoded(loaded.image_options).media
+    seen = _laid_out(loaded, question.prompt, make_encoder(loaded)).decoded(loaded.image_options).media
     for (tiles, layout), (shown, as_shown) in zip(media, seen, strict=True):
         assert tiles.shape == shown.shape and tiles.dtype == shown.dtype and layout == as_shown
         assert tiles.unique().numel() <= 3 and shown.unique().numel() > 3  # one colour
-        assert tiles[0, :, 0, 0].tolist() == [int(255 * mean) for mean in loaded.pictures.mean]
+        assert tiles[0, :, 0, 0].tolist() == [int(255 * mean) for mean in loaded.image_options.mean]
     as_large = Image.new("RGB", Image.open(question.prompt.images[0]).size, "red")
     as_large.save(Path(data["image_folder"]) / "red.png")
     other = dataclasses.replace(blank, images=(str(Path(data["image_folder"]) / "red.png"),))

@@ -97,7 +97,7 @@ def count(text, flags: dict, vision=None) -> tuple[int, float]:
     ids[:places] = -200
     labels = torch.full((LENGTH,), -100)
     labels[-TARGETS:] = 7
-    options = toys.picture_options(size=spec.size, patch_size=spec.patch_size)
+    options = toys.image_options(size=spec.size, patch_size=spec.patch_size)
     layout = media_layout("image", ((spec.size, spec.size),), 1, options)
     pixels = torch.randint(0, 255, (1, 3, spec.size, spec.size), dtype=torch.uint8)
     batch = collate([LoadedSample(ids, labels, [(pixels, layout)])], options)

@@ -163,9 +163,9 @@ def opened_for_training(flags: dict[str, str], version: str | None, output_dir: 
     args = args.replaced(version=resolve_template(args.model.version))
     plan = plan_model(args.model, 512)
     refuse_unfit_tokenizer(args.model, plan.tokenizer)
-    pictures = plan.tower.pictures(args)
-    form, _ = export_format(args, plan, pictures)
-    finished = Finished(plan, args.model, pictures, torch.float32, 512)
+    image_options = plan.tower.image_options(args)
+    form, _ = export_format(args, plan, image_options)
+    finished = Finished(plan, args.model, image_options, torch.float32, 512)
     try_export(finished, planned_entries(finished), form, output_dir, 10**9)
     build_model(plan, args.model, llavas.STAGE_0, torch.float32, 0, llavas.RANKS)
 

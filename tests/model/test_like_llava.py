@@ -52,12 +52,12 @@ def opened(name: str, folder, base, **more: object):
         tokenizer=plan.tokenizer,
         cache_dir=folder / "cache",
         encoding=EncodingOptions("v1", args.data.model_max_length),
-        pictures=plan.tower.pictures(args),
+        images=plan.tower.image_options(args),
         num_workers=1,
     )
     model = build_model(plan, args.model, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
     choose_trainable(model, args)
-    return model, collate([dataset[i] for i in range(len(dataset))], dataset.pictures)
+    return model, collate([dataset[i] for i in range(len(dataset))], dataset.image_options)
 
 
 def gradient_norms(model, kind: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.construct import build_model
-from llava_ds.geometry import MediaLayout, PictureOptions, media_layout
+from llava_ds.geometry import ImageOptions, MediaLayout, media_layout
 from llava_ds.model.llava import LlavaModel, merged
 from llava_ds.model.open import names as formats
 from llava_ds.model.plan import ModelPlan, plan_model
@@ -41,8 +41,10 @@ def model(plan, tmp_path_factory) -> LlavaModel:
 def dataset(plan, tmp_path_factory) -> EncodedDataset:
     data = toys.write_data(tmp_path_factory.mktemp("data"), SAMPLES)
     spec = plan.images
-    pictures = PictureOptions(spec.size, spec.patch_size, spec.mean, "pad")
-    return toys.encoded(**data, tokenizer=plan.tokenizer, cache_dir=tmp_path_factory.mktemp("cache"), pictures=pictures)
+    image_options = ImageOptions(spec.size, spec.patch_size, spec.mean, "pad")
+    return toys.encoded(
+        **data, tokenizer=plan.tokenizer, cache_dir=tmp_path_factory.mktemp("cache"), images=image_options
+    )
 
 
 def arguments(tmp_path_factory) -> ModelArguments:
@@ -50,7 +52,7 @@ def arguments(tmp_path_factory) -> ModelArguments:
 
 
 def batch_of(dataset: EncodedDataset, indices: list[int]) -> Batch:
-    return collate([dataset[i] for i in indices], dataset.pictures)
+    return collate([dataset[i] for i in indices], dataset.image_options)
 
 
 def loss_and_gradients(model: LlavaModel, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -74,14 +76,30 @@ def test_laid_end_to_end_equals_one_at_a_time(model, dataset):
 
 def test_the_loss_is_what_the_data_sources_add_up_to(model, dataset):
     samples = [dataclasses.replace(dataset[i], source=source) for i, source in enumerate([2, 0, 2, 0])]
-    loss, by_source = model(collate(samples, dataset.pictures), num_sources=3)
+    loss, by_source = model(collate(samples, dataset.image_options), num_sources=3)
     for source in range(3):
-        batch = collate([sample for sample in samples if sample.source == source], dataset.pictures)
+        batch = collate([sample for sample in samples if sample.source == source], dataset.image_options)
         assert by_source[0, source].item() == pytest.approx(model(batch).item(), rel=1e-5)
         assert by_source[1, source] == len(batch.targets)
     assert by_source[0].sum().item() == pytest.approx(loss.item(), rel=1e-6)
     assert loss.requires_grad and not by_source.requires_grad
-    assert torch.equal(loss, model(collate(samples, dataset.pictures)))
+    assert torch.equal(loss, model(collate(samples, dataset.image_options)))
+
+
+def test_samples_that_share_images_give_what_copies_give(model, dataset):
+    def copied(one: LoadedSample) -> LoadedSample:
+        return dataclasses.replace(one, media=[(tiles.clone(), layout) for tiles, layout in one.media])
+
+    shared = [one for i in range(4) for one in (dataset[i],) * 2]
+    copies = [copied(one) for one in shared]
+    once, twice = (collate(samples, dataset.image_options) for samples in (shared, copies))
+    assert len(twice.pixel_values) == 2 * len(once.pixel_values) > 2
+    assert torch.allclose(model.embed(once), model.embed(twice), atol=1e-6)
+    loss, gradients = loss_and_gradients(model, [once])
+    loss_of_copies, gradients_of_copies = loss_and_gradients(model, [twice])
+    assert loss == pytest.approx(loss_of_copies, rel=1e-6)
+    for name, gradient in gradients_of_copies.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
 
 
 def test_a_sample_does_not_see_its_neighbours(model, dataset):
@@ -139,16 +157,14 @@ def test_logits_equal_those_of_transformers_llava(model, plan, dataset):
 
 
 @pytest.fixture(scope="module")
-def unpadding(plan, tmp_path_factory) -> tuple[LlavaModel, PictureOptions]:
+def unpadding(plan, tmp_path_factory) -> tuple[LlavaModel, ImageOptions]:
     """A model with a newline, and what it is shown: pictures in tiles, pooled frames."""
     args = dataclasses.replace(arguments(tmp_path_factory), mm_patch_merge_type="spatial_unpad")
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
     model.vision_tower.requires_grad_(False)
     spec = plan.images
     ratio, merge = "anyres_max_1", "spatial_unpad"
-    return model, PictureOptions(
-        spec.size, spec.patch_size, spec.mean, ratio, merge_type=merge, newline_position="frame"
-    )
+    return model, ImageOptions(spec.size, spec.patch_size, spec.mean, ratio, merge_type=merge, newline_position="frame")
 
 
 def sample_of(layouts: list[MediaLayout], size: int) -> LoadedSample:

@@ -142,7 +142,7 @@ def batch(base, tmp_path_factory):
         tokenizer=AutoTokenizer.from_pretrained(base["model_name_or_path"]),
         cache_dir=folder / "cache",
     )
-    return collate([dataset[0]], dataset.pictures)
+    return collate([dataset[0]], dataset.image_options)
 
 
 def built(base: dict[str, str], **more: object):
@@ -162,7 +162,7 @@ def logits_of(model: nn.Module, batch) -> torch.Tensor:
 
 def written(model: nn.Module, plan, args: ModelArguments, folder: Path) -> Path:
     folder.mkdir(parents=True)
-    export_adapter(model, plan, args, toys.picture_options(), folder, RANKS)
+    export_adapter(model, plan, args, toys.image_options(), folder, RANKS)
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # all readable to whom the umask lets read
     return folder
 

@@ -13,7 +13,7 @@ from transformers import LlavaConfig
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.geometry import PictureOptions, media_layout
+from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model.open.folder import read_folder, take_from_model
 from llava_ds.model.plan import plan_model
 from llava_ds.planning.shapes import shape_of_folders
@@ -81,14 +81,14 @@ def test_every_parameter_arrives_whatever_the_format(kind, base, llava, tmp_path
     assert args.data.image_aspect_ratio == ("square" if kind.startswith("hf") else "pad")
 
 
-def batch_for(plan, pictures: PictureOptions, ids: list[int], size: tuple[int, int] = (30, 22)):
+def batch_for(plan, image_options: ImageOptions, ids: list[int], size: tuple[int, int] = (30, 22)):
     """A sample with one picture."""
-    layout = media_layout("image", (size,), 1, pictures)
+    layout = media_layout("image", (size,), 1, image_options)
     generator = torch.Generator().manual_seed(3)
     side = plan.images.size
     pixels = torch.randint(0, 256, (layout.num_tiles, 3, side, side), dtype=torch.uint8, generator=generator)
     ids = torch.tensor([1, *ids, *[-200] * layout.num_tokens, 9, 8])
-    return collate([LoadedSample(ids, ids, [(pixels, layout)])], pictures)
+    return collate([LoadedSample(ids, ids, [(pixels, layout)])], image_options)
 
 
 def test_the_same_batch_gives_the_same_logits_whatever_the_format(base, llava, tmp_path):
@@ -96,8 +96,8 @@ def test_the_same_batch_gives_the_same_logits_whatever_the_format(base, llava, t
     logits = []
     for given in flags:
         model, plan, _ = opened(given)
-        pictures = PictureOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
-        batch = batch_for(plan, pictures, [5, 6])
+        image_options = ImageOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
+        batch = batch_for(plan, image_options, [5, 6])
         with torch.no_grad():
             logits.append(model(batch, logits_at=torch.arange(batch.input_ids.shape[1])))
     assert all(torch.equal(logits[0], other) for other in logits[1:])
@@ -149,9 +149,9 @@ def test_models_of_tiles_say_how_they_are_shown_pictures(kind, tower, base, tmp_
     assert args.data.image_aspect_ratio == {"llava_next": "anyres", "llava_onevision": "anyres_max_9"}[kind]
     assert args.data.image_grid_pinpoints == "[(48,24),(24,48),(48,48)]"  # width first
     assert args.model.mm_vision_select_layer == (-2 if tower == "clip" else -1)
-    pictures = plan.tower.pictures(args)
+    image_options = plan.tower.image_options(args)
     size = (45, 46)
-    batch = batch_for(plan, pictures, [5, 6], size)
+    batch = batch_for(plan, image_options, [5, 6], size)
     pixels = (batch.pixel_values.float() / 255 - model.vision_tower.mean) / model.vision_tower.std
     with torch.no_grad():
         logits = model(batch, logits_at=torch.arange(batch.input_ids.shape[1]))
@@ -368,7 +368,7 @@ def test_families_without_a_class_of_llavas_are_read_again_from_its_format(famil
     """Also where transformers' own reading of the tokenizer's folder trips over the rotary angles (Phi-3)."""
     flags = {**toys.write_language_model(tmp_path / "llm", family), **toys.write_tower(tmp_path / "tower")}
     model, plan, args = opened({**flags, "version": "v1"})
-    export(model, plan, args.model, plan.tower.pictures(args), tmp_path / "llava", "llava")
+    export(model, plan, args.model, plan.tower.image_options(args), tmp_path / "llava", "llava")
     again, _, said = opened({**flags, "model_name_or_path": str(tmp_path / "llava")})
     assert said.model.version == "v1" and said.model.mm_projector_type == args.model.mm_projector_type
     assert dict(again.named_parameters()).keys() == dict(model.named_parameters()).keys()

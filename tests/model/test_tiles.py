@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from llava_ds.batch import Batch
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.geometry import PictureOptions, Size, best_pinpoint, media_layout
+from llava_ds.geometry import ImageOptions, Size, best_pinpoint, media_layout
 from llava_ds.model.llava import merged
 from llava_ds.model.projector import Newline
 
 SIDE, WIDTH = 5, 3  # an odd side, so that pooling leaves something out
-OPTIONS = PictureOptions(SIDE, 1, (0.5,) * 3, "anyres", merge_type="spatial_unpad", frames_upbound=0)
+OPTIONS = ImageOptions(SIDE, 1, (0.5,) * 3, "anyres", merge_type="spatial_unpad", frames_upbound=0)
 MERGE_TYPES = [
     f"spatial{unpad}{pool}{nobase}"
     for unpad in ("", "_unpad")
@@ -42,7 +42,7 @@ def with_row_ends(image: torch.Tensor, newline: torch.Tensor) -> torch.Tensor:
     return torch.cat([image, ends], 2).flatten(1).T
 
 
-def next_picture(features: torch.Tensor, size: Size, options: PictureOptions, newline: torch.Tensor) -> torch.Tensor:
+def next_picture(features: torch.Tensor, size: Size, options: ImageOptions, newline: torch.Tensor) -> torch.Tensor:
     """What a single picture's features (n, P, D) become."""
     merge, ratio = options.merge_type, options.aspect_ratio
     if len(features) == 1:
@@ -68,7 +68,7 @@ def next_picture(features: torch.Tensor, size: Size, options: PictureOptions, ne
     return tokens if "nobase" in merge else torch.cat([base, tokens])
 
 
-def next_video(features: torch.Tensor, options: PictureOptions, newline: torch.Tensor) -> torch.Tensor:
+def next_video(features: torch.Tensor, options: ImageOptions, newline: torch.Tensor) -> torch.Tensor:
     """What a video's features (frames, P, D) become with a newline behind each row."""
     stride = options.pool_stride
     frames = features.view(len(features), SIDE, SIDE, WIDTH).permute(0, 3, 1, 2)
@@ -81,7 +81,7 @@ def next_video(features: torch.Tensor, options: PictureOptions, newline: torch.T
     return torch.cat([with_row_ends(frame, newline) for frame in frames])
 
 
-def batch_of(shown: list[tuple[str, tuple[Size, ...]]], options: PictureOptions) -> tuple[Batch, list[int]]:
+def batch_of(shown: list[tuple[str, tuple[Size, ...]]], options: ImageOptions) -> tuple[Batch, list[int]]:
     """A batch of samples that show one picture or video each, and how many tiles each has."""
     layouts = [media_layout(kind, sizes, 1, options) for kind, sizes in shown]
     samples = []

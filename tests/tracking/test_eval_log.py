@@ -9,7 +9,7 @@ import pytest
 import toys
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.data.splits import divide
+from llava_ds.data.splits import split_datasets
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.eval_log import Evals
@@ -54,7 +54,7 @@ def test_the_record_says_how_many_samples_are_held_out_and_from_where(tmp_path, 
     data = toys.write_data(tmp_path / "data", "ittiitti")
     dataset = toys.encoded(**data, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
     args = Arguments(ModelArguments(), DataArguments(eval_fraction=0.25), TrainingArguments(seed=7), frozenset())
-    rest, held_out, _ = divide(args, dataset, tokenizer, dataset.pictures, ALONE)
+    rest, held_out, _ = split_datasets(args, dataset, tokenizer, dataset.image_options, ALONE)
     said = "\n".join(held_out_summary(args, held_out))
     assert "2 samples of the accepted records" in said and "--eval_fraction 0.25, drawn by seed 7" in said
     assert "8 records: 8 accepted, 0 rejected; 2 of the accepted are held out" in rest.summary()

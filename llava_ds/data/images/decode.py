@@ -19,7 +19,7 @@ from llava_ds.data.images import video
 from llava_ds.data.images.resize import bands
 from llava_ds.data.images.square import cut, to_pixels, too_narrow
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import MediaLayout, PictureOptions, Size
+from llava_ds.geometry import ImageOptions, MediaLayout, Size
 
 # Raster formats whose decoders run no program and open no other file. Not ICO: it hides pictures of other sizes.
 FORMATS = (
@@ -41,7 +41,7 @@ _TURNS = {
 }
 
 
-def probe(media: Media, options: PictureOptions) -> tuple[Size, ...]:
+def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
     """The upright (width, height) of a picture, or of every frame that is taken of a video, from headers only.
 
     Nothing is decoded. Raises DataError for what can't be a picture, or is too large as it is or once resized, and
@@ -57,7 +57,7 @@ def probe(media: Media, options: PictureOptions) -> tuple[Size, ...]:
     return tuple(sizes)
 
 
-def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, options: PictureOptions) -> torch.Tensor:
+def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, options: ImageOptions) -> torch.Tensor:
     """(n, 3, S, S) uint8: the tiles of a picture or the frames of a video, whose sizes probe gave.
 
     Raises DataError for a broken file, and FileChanged for one of another size than it was probed with where the
@@ -83,7 +83,7 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     return torch.stack(tiles)
 
 
-def load_pictures(media: Media, sizes: tuple[Size, ...], options: PictureOptions) -> Iterator[Image.Image]:
+def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
     """The RGB picture, or the frames that are taken of a video, upright and as large as they are."""
     if media.kind == "video":
         yield from video.frames(media.refs[0], sizes, options)
@@ -208,21 +208,21 @@ def _check_tiff_tiles(ref: FileRef, image: Image.Image, max_pixels: int) -> None
             raise DataError(f"{ref.path} is stored in tiles of {tile[0]} x {tile[1]} pixels: save it in smaller ones")
 
 
-def taken(media: Media, options: PictureOptions) -> list[FileRef]:
+def taken(media: Media, options: ImageOptions) -> list[FileRef]:
     """The files that are shown: all of them, or no more frames than --frames_upbound."""
     if media.kind != "frames":
         return list(media.refs)
     return [media.refs[i] for i in geometry.even_frames(len(media.refs), options.frames_upbound)]
 
 
-def _aspect_ratio(media: Media, options: PictureOptions) -> str:
+def _aspect_ratio(media: Media, options: ImageOptions) -> str:
     """How a picture becomes one square. Frames go to the tower's processor as they are, as in LLaVA-NeXT."""
     if media.kind == "image" and (options.is_anyres or options.aspect_ratio == "pad"):
         return "pad"
     return "stretch" if options.stretch else "square"
 
 
-def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: PictureOptions) -> None:
+def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOptions) -> None:
     """Refuse a picture so narrow that some step on its way to the tower would have many more pixels than the bound."""
     if aspect_ratio == "pad":
         padded = max(size) * size[1]  # narrowed a band at a time: takes time, but no room

@@ -9,14 +9,14 @@ from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileChanged
 from llava_ds.data.file_slices import opened_file
 from llava_ds.data.sample import FileRef
-from llava_ds.geometry import PictureOptions, Size
+from llava_ds.geometry import ImageOptions, Size
 
 # Containers that hold their own frames. Playlists are not among them, for they name other files and addresses.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,mpeg,mpegts,m4v,ogg"
 _QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
 
-def probe(ref: FileRef, options: PictureOptions) -> tuple[Size, ...]:
+def probe(ref: FileRef, options: ImageOptions) -> tuple[Size, ...]:
     """(width, height) for every frame that is taken, from the container, without decoding.
 
     Raises DataError for what is no video, and ConfigError when PyAV is missing.
@@ -26,7 +26,7 @@ def probe(ref: FileRef, options: PictureOptions) -> tuple[Size, ...]:
         return (size,) * len(_indices(ref, options))
 
 
-def frames(ref: FileRef, sizes: tuple[Size, ...], options: PictureOptions) -> Iterator[Image.Image]:
+def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
     """The taken frames in RGB and upright, one at a time. Raises DataError when they are not those that were probed."""
     wanted = _indices(ref, options)
     if len(wanted) != len(sizes):
@@ -51,7 +51,7 @@ def frames(ref: FileRef, sizes: tuple[Size, ...], options: PictureOptions) -> It
     raise DataError(f"{ref.path} ends before its frame {due}, which its header promises: replace it or leave it out")
 
 
-def _indices(ref: FileRef, options: PictureOptions) -> list[int]:
+def _indices(ref: FileRef, options: ImageOptions) -> list[int]:
     """Which frames are taken. Where the header does not count them, the packets are, still without decoding."""
     with _opened(ref) as (container, stream):
         count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))

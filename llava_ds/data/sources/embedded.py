@@ -63,7 +63,7 @@ def rejected(reason: str) -> str:
     return json.dumps({REJECTED: reason})
 
 
-class PictureStore:
+class ImageStore:
     """Takes the bytes of pictures, one after the other."""
 
     def __init__(self, file: BinaryIO, final_path: str) -> None:
@@ -90,7 +90,7 @@ class PictureStore:
         return value
 
 
-def spooled(folder: str, rows: Callable[[PictureStore], Iterator[Row]]) -> Iterator[Row]:
+def spooled(folder: str, rows: Callable[[ImageStore], Iterator[Row]]) -> Iterator[Row]:
     """The rows, with the pictures that they gave to the store in a file; made once, then read from the folder.
 
     The folder appears in one rename, so any number of processes may do this at once. Raises ConfigError when it
@@ -109,9 +109,9 @@ def spooled(folder: str, rows: Callable[[PictureStore], Iterator[Row]]) -> Itera
             yield int(number), int(line), text
 
 
-def _spool(scratch: Path, final: Path, rows: Callable[[PictureStore], Iterator[Row]]) -> None:
+def _spool(scratch: Path, final: Path, rows: Callable[[ImageStore], Iterator[Row]]) -> None:
     with open(scratch / PICTURES, "wb") as pictures, open(scratch / RECORDS, "wb") as records:
-        for number, line, text in rows(PictureStore(pictures, str(final / PICTURES))):
+        for number, line, text in rows(ImageStore(pictures, str(final / PICTURES))):
             records.write(f"{number} {line} {text}\n".encode("utf-8", "surrogateescape"))
         for file in (pictures, records):
             file.flush()

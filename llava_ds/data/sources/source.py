@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from llava_ds.data.file_slices import told_as_unreadable
-from llava_ds.data.sources.embedded import PICTURES, PictureStore, Row, embed, rejected, spooled
+from llava_ds.data.sources.embedded import PICTURES, ImageStore, Row, embed, rejected, spooled
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 from llava_ds.data.sources.locate import KINDS
 from llava_ds.data.sources.options import Columns, RawRecord
@@ -89,7 +89,7 @@ class Source:
 
     def first(self, num_records: int) -> list[RawRecord]:
         """The first records, pictures inside them left out; of long ones fewer."""
-        rows, names = islice(self._parse(PictureStore(_Nowhere(), "")), num_records), self._names()
+        rows, names = islice(self._parse(ImageStore(_Nowhere(), "")), num_records), self._names()
         found: list[RawRecord] = []
         left = MAX_FIRST_CHARS
         for i, (file, line, text) in enumerate(rows):
@@ -114,12 +114,12 @@ class Source:
             return spooled(self.spool, self._without_data_uris)
         return self._parse(None)
 
-    def _parse(self, store: PictureStore | None) -> Iterator[Row]:
+    def _parse(self, store: ImageStore | None) -> Iterator[Row]:
         """Rows from the files; `store` takes the pictures inside tables."""
         with told_as_unreadable(self.path):
             yield from self._parsed(store)
 
-    def _parsed(self, store: PictureStore | None) -> Iterator[Row]:
+    def _parsed(self, store: ImageStore | None) -> Iterator[Row]:
         if self.kind == "parquet":
             yield from read_parquet(self.files, self.columns, store)
         elif self.kind == "datasets":
@@ -129,7 +129,7 @@ class Source:
                 for line, text in self._parse_file(path, store):
                     yield number, line, text
 
-    def _parse_file(self, path: str, store: PictureStore | None) -> Iterator[tuple[int, str]]:
+    def _parse_file(self, path: str, store: ImageStore | None) -> Iterator[tuple[int, str]]:
         if self.kind == "webdataset":
             return read_shard(path, self.columns)
         if self.kind == "json":
@@ -137,11 +137,11 @@ class Source:
         if path.endswith(".csv"):
             return read_csv(path)
         if path.endswith(".parquet"):
-            store = store or PictureStore(_Nowhere(), "")  # a metadata.parquet names its pictures
+            store = store or ImageStore(_Nowhere(), "")  # a metadata.parquet names its pictures
             return ((line, text) for _, line, text in read_parquet((path,), self.columns, store))
         return read_jsonl(path)
 
-    def _without_data_uris(self, store: PictureStore) -> Iterator[Row]:
+    def _without_data_uris(self, store: ImageStore) -> Iterator[Row]:
         for number, line, text in self._parse(None):
             try:
                 record = json.loads(text)

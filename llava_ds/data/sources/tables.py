@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.sources.embedded import PictureStore, Row, embed, rejected
+from llava_ds.data.sources.embedded import ImageStore, Row, embed, rejected
 from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.options import Columns
 
@@ -28,7 +28,7 @@ def num_parquet_rows(path: str) -> int:
     return _open_parquet(path).metadata.num_rows
 
 
-def read_parquet(files: tuple[str, ...], columns: Columns, store: PictureStore) -> Iterator[Row]:
+def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) -> Iterator[Row]:
     """The rows of parquet files as records, of the columns that count; pictures go to the store."""
     for number, path in enumerate(files):
         table = _open_parquet(path)
@@ -70,7 +70,7 @@ def other_splits(folder: str) -> list[str]:
         return [name for name in json.load(file)["splits"] if name != "train"]
 
 
-def read_saved(folder: str, columns: Columns, store: PictureStore) -> Iterator[Row]:
+def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row]:
     """The rows of a saved `datasets` folder as records; pictures go to the store, undecoded."""
     saved = open_saved(folder)
     saved = saved.select_columns(_wanted(saved.column_names, columns)).with_format("arrow")
@@ -112,7 +112,7 @@ def _wanted(names: list[str], columns: Columns) -> list[str]:
     return [name for name in names if name in known]
 
 
-def _as_text(record: dict, columns: Columns, store: PictureStore) -> str:
+def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
     try:
         record = embed(record, columns, store.keep)
         text = json.dumps({key: value for key, value in record.items() if value is not None}, default=_plain)

@@ -15,7 +15,7 @@ MAX_NAME_BYTES = 1 << 20  # of an extended header; real ones have some hundred
 MAX_TEXT_BYTES = 32 << 20
 
 TEXT_SUFFIXES = ("json", "txt")
-PICTURE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif", "jfif")
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif", "jfif")
 VIDEO_SUFFIXES = ("mp4", "avi", "mkv", "mov", "webm", "m4v", "mpg", "mpeg", "flv", "wmv", "ts")
 
 
@@ -118,7 +118,7 @@ def _as_text(group: list[Member], columns: Columns, file: BinaryIO, path: str) -
                 record.pop(name, None)
             record[columns.text[0]] = _bytes_of(texts["txt"], file).decode("utf-8").strip()
         record.setdefault(columns.id[0], group[0].key)
-        for names, suffixes in ((columns.image, PICTURE_SUFFIXES), (columns.video, VIDEO_SUFFIXES)):
+        for names, suffixes in ((columns.image, IMAGE_SUFFIXES), (columns.video, VIDEO_SUFFIXES)):
             _name_members(record, names, [member for member in group if member.suffix in suffixes])
         return json.dumps(embed(record, columns, _resolver(group, path)))
     except RecursionError:

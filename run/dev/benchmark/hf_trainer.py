@@ -37,9 +37,9 @@ def main(argv: list[str]) -> None:
     args, _ = take_from_model(parse_arguments(rest)[0])
     ranks = init_ranks()  # as run/train.py: DeepSpeed's collectives are not compiled on CPU
     plan = plan_model(args.model, args.data.model_max_length)
-    pictures = plan.tower.pictures(args)
+    image_options = plan.tower.image_options(args)
     with first_rank_first(ranks):
-        dataset = open_data(args, plan.tokenizer, pictures)
+        dataset = open_data(args, plan.tokenizer, image_options)
     options = training_arguments(args, own.recompute, on_cpu=ranks.device.type == "cpu")
     # After the options: under ZeRO-3 they make from_pretrained build every parameter as a partition.
     model = LlavaForConditionalGeneration.from_pretrained(

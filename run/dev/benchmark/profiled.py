@@ -1,5 +1,5 @@
-"""run/train.py as it is, but for four things: weights are drawn on the device, the last step is profiled, nothing is
-exported, and the speed of matrix products is measured in the same process.
+"""Run run/train.py with four changes: weights are drawn on the device, the last step is profiled, nothing is exported,
+and the speed of matrix products is measured in the same process.
 
 Started by the deepspeed launcher: profiled.py FILE.json run/train.py FLAGS. The model's folder may hold zeros,
 so that 14 GB of random weights need not lie on a disk; products of zeros, which a GPU computes faster, are not timed.
@@ -21,13 +21,18 @@ from torch import nn
 from llava_ds.tracking.peak import gemm_peak
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     def change(train: ModuleType, report: dict[str, object]) -> None:
         report.update(idle_share=None, kernel_seconds=None)
         train.build_model = drawn_after(train.build_model)
         train.train = profiled(train.train, report)
 
-    run_changed(argv, change)
+    run_changed(own_arguments(), change)
+
+
+def own_arguments() -> list[str]:
+    """The command line without the --local_rank that the launcher puts first; the environment says it, too."""
+    return [token for token in sys.argv[1:] if not token.startswith("--local_rank=")]
 
 
 def run_changed(argv: list[str], change: Callable[[ModuleType, dict[str, object]], None]) -> None:
@@ -83,7 +88,7 @@ def profiled(train: Callable[..., None], report: dict[str, object]) -> Callable[
     """The training loop, after a measurement of matrix products. Into the report go the seconds of every step, and on
     CUDA what a profile of the last one says."""
 
-    def run(engine, steps, state, num_steps, reduction, ranks, after_step) -> None:
+    def run(engine, steps, state, num_steps, reduction, num_sources, ranks, after_step) -> None:
         on_cuda = ranks.device.type == "cuda"
         dtype = next(engine.module.parameters()).dtype
         report["gemm_flops_per_rank"] = gemm_peak(ranks.device, dtype)
@@ -99,7 +104,7 @@ def profiled(train: Callable[..., None], report: dict[str, object]) -> Callable[
                     profilers.append(stack.enter_context(torch.profiler.profile(activities=activities)))
                 return after_step(result)
 
-            train(engine, steps, state, num_steps, reduction, ranks, after)
+            train(engine, steps, state, num_steps, reduction, num_sources, ranks, after)
         report["step_time_s"] = [end - start for start, end in itertools.pairwise(ends)]
         if profilers:
             report.update(idle_of(profilers[0].events()))
@@ -124,5 +129,4 @@ def idle_of(events: Iterable) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    # The launcher puts its own --local_rank first; the environment says it, too.
-    main([token for token in sys.argv[1:] if not token.startswith("--local_rank=")])
+    main()

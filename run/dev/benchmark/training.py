@@ -1,4 +1,4 @@
-"""The same training by run/train.py and by transformers' Trainer, each run in processes of its own, in turns."""
+"""Train the same with run/train.py and with transformers' Trainer, each run in processes of its own, in turns."""
 
 import json
 import os
@@ -26,6 +26,7 @@ from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 BESIDE_PEAK, HF_TRAINER, LOOP_OVERHEAD = (
     HERE / f"{name}.py" for name in ("beside_peak", "hf_trainer", "loop_overhead")
 )
@@ -94,7 +95,7 @@ def write_case(case: Case, folder: Path, write_tokenizer: Callable[[Path, int], 
     stage = 2 if case.captions else 3
     flags = {
         **data_flags(model, data, folder / "cache", case.captions),
-        "deepspeed_config": HERE.parents[2] / "ds_configs" / f"zero{stage}.json",
+        "deepspeed_config": ROOT / "ds_configs" / f"zero{stage}.json",
         "group_by_modality_length": case.grouped,
         "per_device_train_batch_size": case.batch_size,
         "gradient_accumulation_steps": case.accumulation,
@@ -109,7 +110,7 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
     """Of every optimizer step, from the encoded data."""
     args, _ = take_from_model(parse_arguments(flags, to_train=False)[0])
     plan = plan_model(args.model, args.data.model_max_length)
-    dataset = open_data(args, plan.tokenizer, plan.tower.pictures(args))
+    dataset = open_data(args, plan.tokenizer, plan.tower.image_options(args))
     flops = model_flops(plan.text_config, plan.tower, args.model)
     training = args.training
     layout = training.gradient_accumulation_steps, training.per_device_train_batch_size
@@ -163,7 +164,8 @@ def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -
     if on_cpu:
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    paths = [str(HERE.parents[2]), environment.get("PYTHONPATH")]
+    # The scripts are started as scripts: their folder is not where they find llava_ds and each other.
+    paths = [str(ROOT), str(HERE.parent), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     with log.open("w") as file:
         done = subprocess.run([*launcher, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)

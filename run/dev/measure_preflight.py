@@ -1,4 +1,4 @@
-"""How fast text records are checked and encoded: python run/dev/measure/preflight.py [--records N] [--workers N]
+"""How fast text records are checked and encoded: python run/dev/measure_preflight.py [--records N] [--workers N]
 
 Made-up English conversations of one to three turns, some 600 characters each; a Llama-like tokenizer of their words, or
 the one that --tokenizer names. Prints records a second and process, of the first run and of the second.
@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from llava_ds.data.dataset import PreflightOptions, open_encoded
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.sources import SourceOptions, open_sources
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 from llava_ds.tokenizer import open_tokenizer
 
@@ -46,7 +46,7 @@ def main() -> None:
                 open_sources(str(data), SourceOptions(cache_dir=folder)),
                 tokenizer,
                 EncodingOptions("v1", 2048),
-                PictureOptions(336, 14, (0.5, 0.5, 0.5)),
+                ImageOptions(336, 14, (0.5, 0.5, 0.5)),
                 PreflightOptions(folder, num_workers=args.workers),
             )
             seconds = time.perf_counter() - started

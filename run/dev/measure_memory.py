@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-TRAIN = Path(__file__).parents[2] / "run" / "train.py"
+TRAIN = Path(__file__).parents[1] / "train.py"
 
 
 class _MeasuredError(Exception):

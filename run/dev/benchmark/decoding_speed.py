@@ -15,7 +15,7 @@ from transformers import CLIPImageProcessorPil
 
 from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import PictureOptions, Size, media_layout
+from llava_ds.geometry import ImageOptions, Size, media_layout
 
 SIDE = 336
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -78,7 +78,7 @@ def llava_pixels(path: str, processor: CLIPImageProcessorPil, aspect_ratio: str)
 
 
 def _measured(paths: list[str], ratio: str, seconds: float) -> dict[str, float]:
-    exact = PictureOptions(SIDE, 14, MEAN, ratio)
+    exact = ImageOptions(SIDE, 14, MEAN, ratio)
     ways: dict[str, Callable[[str], torch.Tensor]] = {
         "ours": lambda path: _loaded(path, exact),
         "fast": lambda path: _loaded(path, dataclasses.replace(exact, fast_decoding=True)),
@@ -107,7 +107,7 @@ def _measured(paths: list[str], ratio: str, seconds: float) -> dict[str, float]:
     return found | {"max_error": max(int(one.max()) for one in errors), "mean_error": error}
 
 
-def _loaded(path: str, options: PictureOptions) -> torch.Tensor:
+def _loaded(path: str, options: ImageOptions) -> torch.Tensor:
     media = Media("image", (FileRef(path),))
     sizes = probe(media, options)  # once before training, in truth; small beside the rest
     return load_media(media, sizes, media_layout("image", sizes, 1, options), options)

@@ -1,4 +1,4 @@
-"""What logging costs per step, and what it leaves on disk: python run/dev/measure/logging_cost.py
+"""What logging costs per step, and what it leaves on disk: python run/dev/measure_logging_cost.py
 
 CPU time of the process, all threads, so that a busy machine disturbs it less: rounds of steps that are logged every one
 (metrics.jsonl, metrics.csv, TensorBoard, loss.png, the bar, the watch for bad steps) alternate with rounds of the same
@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from test_progress import Result
 
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.files.jsonl import MetricsLog
@@ -24,6 +23,7 @@ from llava_ds.tracking import progress as module
 from llava_ds.tracking.metrics_csv import MetricsTable
 from llava_ds.tracking.progress import Progress
 from llava_ds.tracking.trackers import TensorBoard, Trackers
+from llava_ds.train.loop import StepResult
 from llava_ds.train.loss_spikes import LossSpikes
 from llava_ds.train.skipped_samples import SkippedLog
 from llava_ds.train.skipped_steps import SkippedSteps
@@ -109,13 +109,24 @@ def tensorboard(folder: Path, num_steps: int) -> Trackers:
     return Trackers({"tensorboard": TensorBoard(None, folder, 0)}, num_steps)
 
 
-def result_of(step: int) -> Result:
+def result_of(step: int) -> StepResult:
     """Numbers with as many digits as real ones have, of four parameter groups."""
     rate, vary = 2e-5 * drawn.random(), drawn.random()
     counts = torch.tensor([128, 108_416 + int(9_000 * vary), 17_000 + int(2_000 * vary), 16, 5e7, 300])
     rates = [rate, rate, rate / 7, rate / 7]
-    norm, times = 1 + vary, (vary / 100, 3.2 + vary / 10)
-    return Result(step, torch.tensor(0.7 + vary / 10), counts.double(), norm, 0, rates, 128, [], *times)
+    return StepResult(
+        step=step,
+        loss=torch.tensor(0.7 + vary / 10),
+        by_source=None,
+        counts=counts.double(),
+        grad_norm=1 + vary,
+        skipped_steps=0,
+        lr=rates,
+        num_planned=128,
+        broken=[],
+        data_wait_s=vary / 100,
+        step_time_s=3.2 + vary / 10,
+    )
 
 
 def row_of(progress: Progress, step: int) -> dict:

@@ -1,4 +1,4 @@
-"""What knowing image files again costs: python run/dev/measure/seen_files.py [--images N] [--side N]
+"""What knowing image files again costs: python run/dev/measure_seen_files.py [--images N] [--side N]
 
 Prints the seconds of a preflight of small image files, how many of them go into hashing what the files hold, and what
 the next start takes: with the stamps as they were, and with all of them changed (as by a copy without times).
@@ -21,7 +21,7 @@ from llava_ds.data.dataset import PreflightOptions, open_encoded
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.preflight import media_of_text
 from llava_ds.data.sources import SourceOptions, open_sources
-from llava_ds.geometry import PictureOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 from llava_ds.tokenizer import open_tokenizer
 
@@ -52,7 +52,7 @@ def main() -> None:
         write_data(folder, args.images, args.side)
         size = (folder / "images" / "0.jpg").stat().st_size
         save_tokenizer(train_tokenizer([ANSWER, "What is it?"], max_vocab_size=400), folder)
-        tokenizer, pictures = open_tokenizer(name), PictureOptions(336, 14, (0.5, 0.5, 0.5))
+        tokenizer, image_options = open_tokenizer(name), ImageOptions(336, 14, (0.5, 0.5, 0.5))
         sources = open_sources(str(folder / "data.json"), SourceOptions(image_folder=str(folder / "images")))
         spent, genuine = [0.0], preflight.seen_files
 
@@ -66,7 +66,7 @@ def main() -> None:
 
         def opened():
             return open_encoded(
-                sources, tokenizer, EncodingOptions("v1", 2048), pictures, PreflightOptions(name, num_workers=1)
+                sources, tokenizer, EncodingOptions("v1", 2048), image_options, PreflightOptions(name, num_workers=1)
             )
 
         started = time.perf_counter()
@@ -80,7 +80,7 @@ def main() -> None:
                 for path in (folder / "images").iterdir():
                     os.utime(path, ns=(1, 1))
             started = time.perf_counter()
-            assert not seen_files.changed_files(data.table, pictures, media_of_text)
+            assert not seen_files.changed_files(data.table, image_options, media_of_text)
             print(f"the next start, stamps {what}: {time.perf_counter() - started:.2f} s")
 
 

@@ -1,4 +1,4 @@
-"""How full and how even packs are, and what planning costs: python run/dev/measure/packing.py
+"""How full and how even packs are, and what planning costs: python run/dev/measure_packing.py
 
 On the length mix of LLaVA-1.5's stage 2 (run/dev/benchmark/length_mix.py), 665,000 samples in random order.
 fill: tokens / (packs * bound). balance: the mean rank's work / the slowest one's, round by round, in tokens.
@@ -25,7 +25,7 @@ def fill_and_balance(
     for samples in steps:
         own = [lengths[i] for i in samples]
         cost = [int(n + pair_cost * n**2) for n in own]
-        plan = plan_by_tokens(samples, own, world_size, max_tokens, cost)
+        plan = plan_by_tokens([(i,) for i in samples], own, world_size, max_tokens, cost)
         costs = [[sum(lengths[i] + pair_cost * lengths[i] ** 2 for i in micro) for micro in rank] for rank in plan]
         tokens += sum(own)
         packs += world_size * len(plan[0])
