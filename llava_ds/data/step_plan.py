@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llava_ds.config.arguments import Arguments, TrainingArguments, steps_go_across_epochs
-from llava_ds.config.parsing import GROUPINGS
+from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 from llava_ds.data.sample_order import SampleOrder
@@ -78,7 +78,8 @@ class Packing:
             return plan_by_count(samples, self.dp, self.num_micro_batches, self.micro_batch_size)
         tokens = np.array([lengths[i] for i in samples])
         costs = tokens + (self.pair_cost * tokens**2).astype(np.int64)
-        return plan_by_tokens(samples, tokens, self.dp, self.tokens_per_micro_batch, costs)
+        units = [(sample,) for sample in samples]  # samples that share images would be one
+        return plan_by_tokens(units, tokens, self.dp, self.tokens_per_micro_batch, costs)
 
     def lay_out_all(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         """Lay out a whole data set as one step, with as many micro-batches on every rank. lengths: its own."""
