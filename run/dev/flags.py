@@ -10,8 +10,10 @@ import typing
 from dataclasses import fields
 from pathlib import Path
 
-from llava_ds.config.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava_ds.config.parsing import CHECKPOINTING, PATHS, WITHOUT_EFFECT, build_parser, read_recipe
+from llava_ds.config.arguments import FLAGS, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT
+from llava_ds.config.parsing import build_parser
+from llava_ds.config.recipes import read_recipe
 from llava_ds.data.templates import ALIASES
 from llava_ds.runtime.command import given_path, new_folder
 
@@ -83,7 +85,7 @@ def train_flags() -> list[str]:
 
 def value_of(name: str, kind: object, action: argparse.Action) -> str:
     """What may stand behind a flag, in a word or as the words themselves."""
-    if name in PATHS:
+    if FLAGS[name].path:
         return "path"
     if name == "gradient_checkpointing":
         return ", ".join(f"`{word}`" for word in dict.fromkeys(CHECKPOINTING.values()))
