@@ -37,8 +37,7 @@ from llava_ds.engine.check import check_engine
 from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.compilation import deep_compiles
-from llava_ds.engine.ds_config.moments import num_moments
-from llava_ds.engine.ds_config.optimizer import kernels_of
+from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe, parameter_groups
