@@ -1,4 +1,4 @@
-"""The tensors of one micro-batch: all that data and model know of each other.
+"""The tensors of one micro-batch: the only interface between data and model.
 
 T tokens of all samples laid end to end, M image positions among them, S supervised positions, N image tiles of
 P patches each, R pooled features made of up to K others.
@@ -15,23 +15,26 @@ class Batch:
     """One micro-batch without padding.
 
     input_ids (1, T) int64, 0 at image positions; position_ids (1, T) int64, from 0 in every sample;
-    cu_seqlens (samples + 1,) int32, where samples start, and T; max_seqlen, the longest sample;
+    cu_seqlens (samples + 1,) int32, where samples start, and T; max_seqlen, length of the longest sample;
+    sources (samples,) int64, the number of each sample's data source;
     target_positions (S,) int64, positions whose output is supervised; targets (S,) int64, the ids expected there;
-    target_sources (S,) int64, the data source of each, by number;
-    pixel_values (N, 3, H, W) uint8, at least one tile (a blank one placed nowhere if the samples have none);
-    pool_index (R, K) int64, which of the N * P features are pooled; pool_weight (R, K) float32, their weights,
-    infinity where the largest of them is taken, which pools_by_max says of some row;
-    image_positions (M,) int64, where in T something of a picture goes, newlines last; feature_index (F,) int64, what
-    goes to the first F of them: a row of the N * P features and, behind them, the R pooled ones.
+    target_samples (S,) int64, the sample of the micro-batch that each belongs to;
+    pixel_values (N, 3, H, W) uint8, at least one tile (a blank tile, placed nowhere, if the samples have no images);
+    pool_index (R, K) int64, the rows of the N * P features that are pooled; pool_weight (R, K) float32, their weights,
+    infinity where the largest of them is taken; pools_by_max: True if any row is of that kind;
+    image_positions (M,) int64, positions in T of image features and then of newlines; feature_index (F,) int64, the
+    rows that go to the first F of them, of a table with the N * P features and then the R pooled features. Samples
+    that share an image use the same rows.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
+    sources: torch.Tensor
     target_positions: torch.Tensor
     targets: torch.Tensor
-    target_sources: torch.Tensor
+    target_samples: torch.Tensor
     pixel_values: torch.Tensor
     pool_index: torch.Tensor
     pool_weight: torch.Tensor

@@ -1,5 +1,8 @@
 """Values with one meaning in the whole package, and the two errors that a user may see."""
 
+import difflib
+from collections.abc import Iterable
+
 IGNORE_INDEX = -100  # label of a position that is not supervised (torch's cross-entropy default)
 IMAGE_TOKEN_INDEX = -200  # id of one image-feature position in encoded ids, before the collator replaces it (LLaVA)
 IMAGE_TOKEN = "<image>"
@@ -35,10 +38,15 @@ class FileChanged(DataError):
     """A file is not the one that its record was checked with: the data have to be checked anew."""
 
 
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The most similar of the known names, to suggest in a message; None where none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)), None)
+
+
 def in_short(value: object) -> str:
-    """A value as a message shows it, for what was written may be very long."""
+    """A value as a message shows it: what was written may be very long."""
     try:
         text = str(value)
-    except ValueError:  # Python spells no whole number with more than 4,300 digits
+    except ValueError:  # Python converts no whole number with more than 4,300 digits
         return "a number with thousands of digits"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"

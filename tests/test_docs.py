@@ -15,7 +15,10 @@ from launching import ROOT
 
 from llava_ds.checkpoint import base_weights as sources
 from llava_ds.checkpoint.resume import OF_A_RUN
-from llava_ds.config.parsing import ELSEWHERE, WITHOUT_EFFECT, parse_arguments
+from llava_ds.config.arguments import SECTIONS
+from llava_ds.config.bounds import bounds_of
+from llava_ds.config.other_trainers import ELSEWHERE, WITHOUT_EFFECT
+from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.runtime import output_lock
 from llava_ds.runtime.launchers import free_port
@@ -81,7 +84,7 @@ def known(parsers) -> dict[str, set[str]]:
     sources = {
         "deepspeed": packages / "deepspeed" / "launcher" / "runner.py",
         "torchrun": packages / "torch" / "distributed" / "run.py",
-        **{path.name: path for path in (ROOT / "run" / "dev" / "measure").glob("*.py")},
+        **{path.name: path for path in (ROOT / "run" / "dev").glob("measure_*.py")},
     }
     theirs = {name: set(re.findall(r"[\"'](--[\w-]+)[\"']", path.read_text())) for name, path in sources.items()}
     # LLaVA's script, whose flags are ours, and ours under Slurm
@@ -129,18 +132,14 @@ def test_every_flag_in_a_page_exists(path, known):
 def test_ranges_are_those_that_are_checked(tmp_path):
     """A value just outside of what the help says is refused by name."""
     given = ["--deepspeed_config", str(ROOT / "ds_configs" / "zero2.json"), "--output_dir", str(tmp_path)]
-    count = 0
-    for option in flags_script().build_parser()._actions:
-        outside = []
-        if found := re.search(r"\(at least (\d+)", option.help):
-            outside = [int(found[1]) - 1]
-        elif found := re.search(r"\(0 (to below 1|to 1|or more)", option.help):
-            outside = {"to below 1": [-0.1, 1], "to 1": [-0.1, 1.1], "or more": [-0.1]}[found[1]]
-        for value in outside:
-            count += 1
-            with pytest.raises(ConfigError, match=f"--{option.dest} "):
-                parse_arguments([*given, "--lora_enable", "True", f"--{option.dest}={value}"])
-    assert count > 20
+    options = {option.dest: option for option in flags_script().build_parser()._actions}
+    bounds = {name: each for section in SECTIONS for name, each in bounds_of(section).items() if each.range}
+    for name, each in bounds.items():
+        assert options[name].help.endswith(each.range)
+        value = each.least if each.above else each.least - (1 if each.most > 1 else 0.1)
+        with pytest.raises(ConfigError, match=f"--{name} "):
+            parse_arguments([*given, "--lora_enable", "True", f"--{name}={value}"])
+    assert len(bounds) > 20
 
 
 def slug(heading: str) -> str:

@@ -10,9 +10,9 @@ from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.random_states import random_states, seed_random_states, set_random_states
 from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
 from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
-from llava_ds.checkpoint.run_identity import ENGINE, FREE_FLAGS, RunIdentity, saved_identity
+from llava_ds.checkpoint.run_identity import ENGINE, RunIdentity, saved_identity
 from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.arguments import Arguments, flags_free_on_resume
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine import safe_load
 from llava_ds.engine.shards import has_layout, layout_of, read_layout
@@ -66,7 +66,7 @@ def find_resume_point(
     allowed: --allow_changed_flags; about_data: how the data set differs from that of a run in a folder, in a clause.
     """
     known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
-    may_change = permitted(allowed, known, FREE_FLAGS)
+    may_change = permitted(allowed, known, flags_free_on_resume())
     # DeepSpeed 0.19.8 goes on with a rate of 0, and without the states that never left memory.
     if identity.optimizer_on_nvme and identity.flags["on_loss_spike"] == "rewind":
         raise ConfigError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import read_trainer
-from llava_ds.config.arguments import Arguments, flag_default
+from llava_ds.config.arguments import FLAGS, Arguments, flag_default, flags_free_on_resume
 from llava_ds.constants import DataError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.ds_config.zero import offload_device
@@ -15,26 +15,8 @@ from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
 
 ENGINE = "engine"  # the tag under which DeepSpeed writes its part
 
-# Flags that say where a run lies or how it is watched: another value gives the same model.
-FREE_FLAGS = {
-    "output_dir", "resume", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "cache_dir",
-    "async_save", "save_only_model", "eval_strategy",
-    "dataloader_num_workers", "deepspeed_config", "max_image_pixels", "model_name_or_path", "model_base",
-    "vision_tower", "data_path", "image_folder", "video_folder", "pretrain_mm_mlp_adapter", "lora_weight_path",
-    "preprocessing_num_workers", "on_bad_sample", "max_bad_fraction", "dry_run", "export_format",
-    "max_shard_size", "max_run_time", "max_skipped_steps", "report_to", "run_name", "verbose",
-    "check_divergence_steps", "allow_changed_flags", "loss_spike_sigma", "loss_spike_window",
-    "eval_steps", "eval_data_path", "sample_steps", "sample_data_path", "num_sample_questions", "sample_max_new_tokens",
-    "watchdog_start_s", "watchdog_step_s", "watchdog_save_s",
-    # Which layers run again in backward changes no result: what runs out of memory goes on with other values.
-    "gradient_checkpointing", "gradient_checkpointing_every_n_layers", "activation_memory_gb",
-}  # fmt: skip
-
-# What says when a run goes back, where it does (--on_loss_spike rewind).
-REWIND_FLAGS = {"loss_spike_sigma", "loss_spike_window", "logging_steps", "save_steps"}
-
 # Flags that say on which rank and in which micro-batch a sample of the step is computed, and nothing else.
-LAYOUT_FLAGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_micro_batch")
+LAYOUT_FLAGS = tuple(name for name, flag in FLAGS.items() if flag.resume == "layout")
 
 # Orders of LLaVA-NeXT's sampler, and the flag of the layout that the samples of their steps depend on all the same.
 ORDERED_BY_LAYOUT = {
@@ -64,7 +46,7 @@ class RunIdentity:
 
     @classmethod
     def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
-        free = FREE_FLAGS - REWIND_FLAGS if args.training.on_loss_spike == "rewind" else FREE_FLAGS
+        free = flags_free_on_resume(rewinds=args.training.on_loss_spike == "rewind")
         flags = {name: value for name, value in args.as_dict().items() if name not in free}
         # What lies behind a path counts, not the path.
         projector = args.model.pretrain_mm_mlp_adapter

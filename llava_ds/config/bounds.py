@@ -1,4 +1,4 @@
-"""Bounds of numbers that people write: named once beside the field or flag, and checked in one place."""
+"""Numbers and lengths of time that people write: bounds, declared beside the field or flag and checked in one place."""
 
 import argparse
 import math
@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated
 
-from llava_ds.constants import in_short
+from llava_ds.constants import ConfigError, in_short
 
-MOST = 2**31 - 1  # of counts: what torch, numpy and C take without a thought, and more than anybody means
+MOST = 2**31 - 1  # of counts: what torch, numpy and C accept everywhere, and more than anybody needs
+_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The values that a number may have; above and below: the end itself is not one of them. nan never is."""
+    """The values that a number may have; above and below: without the end itself. nan is never one."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -29,8 +30,19 @@ class Bounds:
         over = value > self.least if self.above else value >= self.least
         return over and (value < self.most if self.below else value <= self.most)
 
+    @property
+    def range(self) -> str:
+        """A sentence for the help text, like "At least 1."; empty where any whole number is allowed."""
+        if self.least <= -MOST:
+            return ""
+        if self.most >= MOST:
+            return f"{'Above' if self.above else 'At least'} {self.least:g}."
+        if self.above:
+            return f"Above {self.least:g}, at most {self.most:,.10g}."
+        return f"{self.least:g} to {'below ' * self.below}{self.most:,.10g}."
+
     def expected(self, value: float) -> str:
-        """Return what to give instead of a value outside: "1 or more"."""
+        """The values to give in place of one outside: "1 or more"."""
         if 1 < self.most < value < math.inf:
             return f"{self.most:,} or less"
         if self.least == -math.inf:
@@ -55,14 +67,14 @@ PartBelowOne = Annotated[float, Bounds(0, 1, below=True)]
 
 
 def bounds_of(section: type) -> dict[str, Bounds]:
-    """The bounds of a dataclass's fields, by name, where their types say some (also in `Count | None`)."""
+    """The bounds of a dataclass's fields by name, of those whose types have some (also in `Count | None`)."""
     assert is_dataclass(section)
     kinds = typing.get_type_hints(section, include_extras=True)
     return {name: bounds for name, kind in kinds.items() if (bounds := _bounds_in(kind)) is not None}
 
 
 def out_of_bounds(values: dict[str, object], sections: Iterable[type]) -> list[str]:
-    """A line for every number that its field does not take; words, which some fields take too, are passed over."""
+    """A line for every number outside the bounds of its field; words, which some fields take too, are skipped."""
     problems = []
     for name, bounds in (pair for section in sections for pair in bounds_of(section).items()):
         value = values[name]
@@ -88,8 +100,21 @@ def number(kind: type) -> Callable[[str], float]:
     return read
 
 
+def seconds_of(text: str) -> int:
+    """The seconds in 3h50m, 90s, 1d or a plain number of seconds. Raises ConfigError for anything else, and for 0."""
+    if text.isdecimal():
+        total = int(text)
+    else:
+        found = _UNITS.fullmatch(text)
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total == 0:
+        raise ConfigError(f"{text!r} is no length of time: write it like 3h50m, 45m, 90s or 5400 (seconds)")
+    return total
+
+
 def in_a_line(message: str) -> str:
-    """argparse's "argument --limit: is 0: ..." as "--limit is 0: ...", and its own words behind a colon."""
+    """Rewrite argparse's "argument --limit: is 0: ..." as "--limit is 0: ...", and its own words behind a colon."""
     pattern = r"^argument ([^\s:/]+)[^\s:]*:( (?:invalid|expected|ignored|not allowed) )?"
     return re.sub(pattern, lambda found: f"{found[1]}:{found[2]}" if found[2] else found[1], message)
 

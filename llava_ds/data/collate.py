@@ -1,6 +1,6 @@
 # T tokens of all samples laid end to end, M image positions, S supervised positions, N tiles, P patches each,
-# n tiles of one picture or video, R pooled features made of up to K others
-"""Samples laid end to end: encoded ids and uint8 pictures to a Batch."""
+# n tiles of one image or video, R pooled features made of up to K others
+"""Collation of encoded samples and their uint8 tiles, laid end to end, to a Batch."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ from llava_ds.geometry import ImageOptions, MediaLayout
 class LoadedSample:
     """input_ids and labels (length,) int64, IMAGE_TOKEN_INDEX at image positions.
 
-    media: per picture or video in reading order, its tiles (n, 3, S, S) uint8 and their layout; source: the number of
-    the data source that it is from.
+    media: per image or video in reading order, its tiles (n, 3, S, S) uint8 and their layout. Samples that share an
+    image hold the same tensor, which is computed once. source: the number of the data source of the sample.
     """
 
     input_ids: torch.Tensor
@@ -29,8 +29,8 @@ class LoadedSample:
 def collate(samples: list[LoadedSample], options: ImageOptions) -> Batch:
     """One micro-batch of any samples, or of none.
 
-    A rank with nothing to do takes part with one token that is not supervised, and a batch without pictures with one
-    blank picture that is placed nowhere: both count for nothing, and the ranks' collectives match.
+    A rank without samples takes part with one unsupervised token, and a batch without images with one blank tile that
+    is placed nowhere. Both count for nothing; they are there so that the collectives of all ranks match.
     """
     if not samples:
         token = torch.zeros(1, dtype=torch.int64)
@@ -40,16 +40,16 @@ def collate(samples: list[LoadedSample], options: ImageOptions) -> Batch:
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = torch.cat([sample.input_ids for sample in samples])  # (T,)
     labels = torch.cat([sample.labels for sample in samples])  # (T,)
-    labels[cu_seqlens[:-1]] = IGNORE_INDEX  # what comes before a sample's first token is another sample
+    labels[cu_seqlens[:-1]] = IGNORE_INDEX  # the position before a sample's first token is in another sample
     supervised = (labels != IGNORE_INDEX).nonzero()[:, 0]  # (S,)
-    sources = torch.tensor([sample.source for sample in samples])
 
     is_image = ids == IMAGE_TOKEN_INDEX
-    pixels = [tiles for sample in samples for tiles, _ in sample.media]
-    if not pixels:
-        pixels = [torch.zeros(1, 3, options.size, options.size, dtype=torch.uint8)]
-    pixel_values = torch.cat(pixels)  # (N, 3, S, S)
-    rows, pool_index, pool_weight = _rows(samples, len(pixel_values), options.tokens_per_tile)
+    distinct = {id(tiles): (tiles, layout) for sample in samples for tiles, layout in sample.media}
+    blank = torch.zeros(1, 3, options.size, options.size, dtype=torch.uint8)
+    pixel_values = torch.cat([tiles for tiles, _ in distinct.values()] or [blank])  # (N, 3, S, S)
+    layouts = {key: layout for key, (_, layout) in distinct.items()}
+    rows_of, pool_index, pool_weight = _feature_table(layouts, len(pixel_values), options.tokens_per_tile)
+    rows = torch.from_numpy(np.concatenate([_rows(sample, rows_of) for sample in samples]))  # (M,)
     positions = is_image.nonzero()[:, 0]  # (M,)
     is_newline = rows < 0
     return Batch(
@@ -57,45 +57,50 @@ def collate(samples: list[LoadedSample], options: ImageOptions) -> Batch:
         position_ids=torch.cat([torch.arange(length) for length in lengths.tolist()])[None],
         cu_seqlens=cu_seqlens.to(torch.int32),
         max_seqlen=int(lengths.max()),
+        sources=torch.tensor([sample.source for sample in samples]),
         target_positions=supervised - 1,
         targets=labels[supervised],
-        target_sources=sources.repeat_interleave(lengths)[supervised],
+        target_samples=torch.arange(len(samples)).repeat_interleave(lengths)[supervised],
         pixel_values=pixel_values,
         pool_index=pool_index,
         pool_weight=pool_weight,
         image_positions=torch.cat([positions[~is_newline], positions[is_newline]]),
         feature_index=rows[~is_newline],
-        pools_by_max=any(layout.pools_by_max for sample in samples for _, layout in sample.media),
+        pools_by_max=any(layout.pools_by_max for layout in layouts.values()),
     )
 
 
-def _rows(samples: list[LoadedSample], num_tiles: int, patches: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What stands at each image position (M,), and pool_index and pool_weight (R, K): the layouts' indices, moved.
+def _feature_table(
+    layouts: dict[int, MediaLayout], num_tiles: int, patches: int
+) -> tuple[dict[int, np.ndarray], torch.Tensor, torch.Tensor]:
+    """The rows of the batch's features that each image or video uses, and pool_index and pool_weight (R, K).
 
-    Rows are those of the N * P features with the pooled ones behind them, -1 for a newline. A sample cut inside a
-    picture uses its first rows only.
+    These are the layouts' own indices, moved: the N * P features of all tiles come first, then all pooled features; -1
+    is a newline.
     """
-    rows, indices, weights = [np.zeros(0, np.int64)], [], []
+    rows, indices, weights = {}, [], []
     tiles = pooled = 0
-    for sample in samples:
-        own = [np.zeros(0, np.int64)]
-        for _, layout in sample.media:
-            newline = layout.num_tiles * patches
-            first_pooled = num_tiles * patches + pooled
-            local = layout.rows
-            moved = np.where(local < newline, local + tiles * patches, local - newline - 1 + first_pooled)
-            own.append(np.where(local == newline, -1, moved))
-            indices.append(layout.pool_index + tiles * patches)
-            weights.append(layout.pool_weight)
-            tiles += layout.num_tiles
-            pooled += len(layout.pool_index)
-        wanted = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
-        rows.append(np.concatenate(own)[:wanted])
-    return torch.from_numpy(np.concatenate(rows)), _stacked(indices, np.int64), _stacked(weights, np.float32)
+    for key, layout in layouts.items():
+        newline = layout.num_tiles * patches
+        first_pooled = num_tiles * patches + pooled
+        local = layout.rows
+        moved = np.where(local < newline, local + tiles * patches, local - newline - 1 + first_pooled)
+        rows[key] = np.where(local == newline, -1, moved)
+        indices.append(layout.pool_index + tiles * patches)
+        weights.append(layout.pool_weight)
+        tiles += layout.num_tiles
+        pooled += len(layout.pool_index)
+    return rows, _stacked(indices, np.int64), _stacked(weights, np.float32)
+
+
+def _rows(sample: LoadedSample, rows_of: dict[int, np.ndarray]) -> np.ndarray:
+    """The rows at a sample's image positions. A sample cut inside an image uses its first rows only."""
+    wanted = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
+    return np.concatenate([np.zeros(0, np.int64), *(rows_of[id(tiles)] for tiles, _ in sample.media)])[:wanted]
 
 
 def _stacked(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
-    """(R, K), zeros where a part is made of fewer others than the widest."""
+    """(R, K), with zeros where a part has fewer columns than the widest."""
     wide = max((part.shape[1] for part in parts), default=1)
     stacked = np.zeros((sum(map(len, parts)), wide), dtype)
     first = 0

@@ -72,7 +72,9 @@ class LlavaModel(nn.Module):
         if logits_at is not None:
             return final_logits(output_layer(hidden), self.language_model.config)
         loss, row_losses = output_layer(hidden, targets=batch.targets, softcap=self._softcap)
-        return loss if num_sources is None else (loss, _by_source(row_losses, batch.target_sources, num_sources))
+        if num_sources is None:
+            return loss
+        return loss, _by_source(row_losses, batch.sources.index_select(0, batch.target_samples), num_sources)
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """Token embeddings with the pictures' features in their places: (1, T, D).

@@ -5,7 +5,6 @@ A script of run/ calls begin() above the imports that take seconds, and leave_wi
 
 import argparse
 import contextlib
-import difflib
 import logging
 import os
 import re
@@ -16,8 +15,8 @@ from types import FrameType
 from typing import NoReturn
 
 from llava_ds.config.bounds import in_a_line
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, in_short
-from llava_ds.files.atomic import can_be_made, path_problem
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, in_short, nearest_name
+from llava_ds.files.writing import can_be_made, path_problem
 from llava_ds.runtime.launchers import check_variables
 from llava_ds.runtime.output import check_output, exit_for_bad_input, exit_for_failure, keep_streams
 from llava_ds.runtime.processes import watch_launcher
@@ -59,8 +58,8 @@ def _unknown(token: str, known: list[str]) -> str:
     flag = token.split("=", 1)[0]
     if not flag.startswith("-"):
         return f"unexpected argument {flag!r}: every value belongs behind a --flag"
-    nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
-    return f"unknown flag {flag}: {f'did you mean {nearest[0]}?' if nearest else '--help lists all flags'}"
+    nearest = nearest_name(flag, known)
+    return f"unknown flag {flag}: {f'did you mean {nearest}?' if nearest else '--help lists all flags'}"
 
 
 def given_path(text: str) -> str:

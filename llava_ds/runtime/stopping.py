@@ -20,7 +20,7 @@ from enum import Enum
 import numpy as np
 import torch
 
-from llava_ds.config.durations import seconds_of
+from llava_ds.config.bounds import seconds_of
 from llava_ds.constants import EXIT_NOT_RESUMABLE, EXIT_STOPPED
 from llava_ds.runtime.processes import (
     GONE,

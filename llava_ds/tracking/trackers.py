@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.parsing import is_installed
+from llava_ds.config.rules import is_installed
 from llava_ds.constants import ConfigError
 from llava_ds.files.jsonl import rows_of
 from llava_ds.runtime.ranks import Ranks, from_first, print_first

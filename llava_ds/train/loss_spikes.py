@@ -6,9 +6,8 @@ from collections import deque
 from pathlib import Path
 
 from llava_ds.config.arguments import TrainingArguments
-from llava_ds.data.dataset import EncodedDataset, sample_ids
-from llava_ds.data.loader import Layout
-from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.dataset import sample_ids
+from llava_ds.data.step_plan import StepPlan
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, from_first
 
@@ -21,26 +20,18 @@ class LossSpikes:
     """Judges every loss by those of the --loss_spike_window steps before it.
 
     A spike is more than --loss_spike_sigma standard deviations above their mean. Spikes and losses that are not finite
-    are left out of both, and nothing is judged before half a window is known. What a run is told after a resume is
-    what it would have been told without one, for all that decides lies in the run's files.
+    are left out of both, and nothing is judged before half a window is known. A resumed run judges as one that was
+    never stopped, because everything that decides lies in the run's files.
     Source: the rule of OLMo-core's SkipStepOptimizer, applied to the loss.
     """
 
     def __init__(
-        self,
-        output_dir: Path,
-        dataset: EncodedDataset,
-        layout: Layout,
-        order: SampleOrder,
-        training: TrainingArguments,
-        resume_step: int,
-        ranks: Ranks,
+        self, output_dir: Path, plan: StepPlan, training: TrainingArguments, resume_step: int, ranks: Ranks
     ) -> None:
         self.path, self.sigma, self.ranks = output_dir / FILE, training.loss_spike_sigma, ranks
         self.rewinds = training.on_loss_spike == "rewind"
-        self.found: list[dict] = []  # those that nothing was done about yet, the same on every rank
-        self._plan = lambda step: next(layout.steps(order, dataset.lengths, step - 1))[1]
-        self._dataset = dataset
+        self.found: list[dict] = []  # spikes that are not settled yet, the same on every rank
+        self._plan = plan
         window = training.loss_spike_window
 
         def read() -> tuple[list[tuple[int, float]], list[dict]]:
@@ -53,7 +44,7 @@ class LossSpikes:
         self._rewound = [row["rewound_to"] for row in earlier if row["last"] and row["rewound_to"] is not None]
         known = {row["step"] for row in earlier}
         self._losses: deque[float | None] = deque((None if step in known else loss for step, loss in losses), window)
-        self.problem: str | None = None  # why the run can't go on, the same on every rank
+        self.problem: str | None = None  # the reason to end the run, the same on every rank
 
     def add(self, results: list) -> None:
         """Judge some steps: StepResults with numbers, the same on every rank."""
@@ -71,11 +62,11 @@ class LossSpikes:
             self._losses.append(result.loss if spike is None else None)
 
     def settle(self, rewound_to: str | None) -> None:
-        """Write down what was found. rewound_to: the checkpoint that the weights are those of again, if they are."""
+        """Record the spikes that were found. rewound_to: the checkpoint that the run went back to, if it did."""
         for row in self.found:
-            plan = self._plan(row["step"])
-            samples = [sample for rank in plan for micro_batch in rank for sample in micro_batch]
-            row["samples"] = sample_ids(self._dataset, samples)
+            of_ranks = self._plan.step(row["step"]).of_ranks
+            samples = [sample for rank in of_ranks for micro_batch in rank for sample in micro_batch]
+            row["samples"] = sample_ids(self._plan.dataset, samples)
             row["rewound_to"], row["last"] = rewound_to, row is self.found[-1]
         if self.ranks.is_first:
             self.log.write(self.found)
@@ -95,7 +86,7 @@ class LossSpikes:
         )
 
     def describe(self) -> str:
-        """What was found, in a few words."""
+        """Describe the spikes that were found, in a few words."""
         first = self.found[0]
         more = f" and {len(self.found) - 1} more" if len(self.found) > 1 else ""
         return (

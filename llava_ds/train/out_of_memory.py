@@ -1,4 +1,4 @@
-"""Out of memory, said once and so that a person can act on it: what was computed, what was in use, what to change."""
+"""The message for running out of memory: what was computed, what was in use, and what to change."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,36 +9,22 @@ from llava_ds.batch import Batch
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, sample_ids
-from llava_ds.data.loader import Layout
-from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.warm_up import Heaviest
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.loop import TrainState
+from llava_ds.train.state import TrainState
 
 GB = 10**9
 MOST_NAMED = 8  # samples
 
 
 class MemoryWatch:
-    """Within it, running out of memory becomes a ConfigError that names the samples and the flags to change.
+    """Context in which running out of memory becomes a ConfigError that names the samples and the flags to change."""
 
-    It notes what the engine is given, so that it can be said.
-    """
-
-    def __init__(
-        self,
-        engine,
-        resolved: ResolvedConfig,
-        dataset: EncodedDataset,
-        layout: Layout,
-        order: SampleOrder,
-        state: TrainState,
-        ranks: Ranks,
-    ) -> None:
-        self._resolved, self._dataset, self._ranks, self._state = resolved, dataset, ranks, state
-        self._steps = lambda step: layout.steps(order, dataset.lengths, step)
+    def __init__(self, engine, resolved: ResolvedConfig, plan: StepPlan, state: TrainState, ranks: Ranks) -> None:
+        self._resolved, self._plan, self._ranks, self._state = resolved, plan, ranks, state
         self._rehearsed: list[int] | None = None
         self._step = self._index = -1  # the step, and which of its micro-batches
         self._batch: Batch | None = None
@@ -53,7 +39,7 @@ class MemoryWatch:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError) and _is_out_of_memory(error):
-            longest = max(self._dataset.lengths)
+            longest = max(self._plan.dataset.lengths)
             said = [
                 f"out of memory on {self._where()}",
                 f"  {in_use(self._ranks.device)}, ZeRO stage {self._resolved.zero_stage}: {str(error).splitlines()[0]}",
@@ -63,14 +49,14 @@ class MemoryWatch:
 
     @contextmanager
     def rehearsal(self, heaviest: Heaviest) -> Iterator[None]:
-        """The same for what is run before the first step."""
+        """Context for the warm-up before the first step."""
         self._rehearsed = heaviest.samples
         with self:
             yield
         self._rehearsed = None
 
     def _where(self) -> str:
-        """The rank, the step, and the micro-batch with its samples."""
+        """Describe the rank, the step, and the micro-batch with its samples."""
         said = f"rank {self._ranks.rank} ({self._ranks.device})"
         if self._batch is None:
             return f"{said} before the first micro-batch"
@@ -78,36 +64,34 @@ class MemoryWatch:
             said += f" in the rehearsal of the largest micro-batch, before step {self._step + 1:,}"
             samples = self._rehearsed
         else:
-            _, plan = next(self._steps(self._step))
-            mine = plan[self._ranks.rank]
+            mine = self._plan.of_rank(self._step + 1, self._ranks.rank)
             samples = mine[self._index]
             said += f" in step {self._step + 1:,}, micro-batch {self._index + 1} of {len(mine)}"
         return (
             f"{said}: {self._batch.input_ids.shape[1]:,} tokens, {len(self._batch.pixel_values):,} image tiles, "
-            f"{name_samples(self._dataset, samples)}"
+            f"{name_samples(self._plan.dataset, samples)}"
         )
 
 
 def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
-    """How many, and the ids of the first."""
+    """Return the number of samples, and the ids of the first."""
     ids = sample_ids(dataset, samples[:MOST_NAMED])
     more = f" and {len(samples) - MOST_NAMED:,} more" if len(samples) > MOST_NAMED else ""
     return f"{len(samples):,} samples ({', '.join(ids)}{more})"
 
 
-def samples_of_step(dataset: EncodedDataset, layout: Layout, order: SampleOrder, step: int, rank: int) -> str:
+def name_samples_of(plan: StepPlan, step: int, rank: int) -> str:
     """Name the samples of one rank in an optimizer step."""
-    _, plan = next(layout.steps(order, dataset.lengths, step - 1))
-    return name_samples(dataset, [sample for micro_batch in plan[rank] for sample in micro_batch])
+    return name_samples(plan.dataset, [sample for micro_batch in plan.of_rank(step, rank) for sample in micro_batch])
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """On a CPU torch has no type of its own for it."""
+    """True for running out of memory; on a CPU torch has no type of its own for it."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def in_use(device: torch.device) -> str:
-    """What the device's memory holds."""
+    """Describe the use of the device's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return (
@@ -122,22 +106,22 @@ def in_use(device: torch.device) -> str:
 
 
 def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:
-    """What to change, the cheapest first."""
+    """List what to change, the cheapest first."""
     training, stage = resolved.args.training, resolved.zero_stage
     lines = [*_about_layers(training), *_about_tokens(training, batch, longest_sample)]
     if stage < 3:
-        lines.append(f"--deepspeed_config ds_configs/zero{stage + 1}.json, or higher, on several GPUs: shares more out")
+        lines.append(f"--deepspeed_config ds_configs/zero{stage + 1}.json, or higher, on several GPUs: shards more")
     if offload_device(resolved.config, "offload_optimizer") == "none":
         name = "zero3_offload" if stage == 3 else "zero2_offload"
         lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states into the node's memory, slower")
     # A checkpoint belongs to its layout and stage.
-    anew = "all but --gradient_checkpointing begin the run anew, with --resume never"
+    anew = "all but --gradient_checkpointing start the run again, with --resume never"
     return [f"to need less, the cheapest first ({anew}):", *(f"  {line}" for line in lines)]
 
 
 def _about_layers(training: TrainingArguments) -> list[str]:
     if training.gradient_checkpointing == "off":
-        return ["--gradient_checkpointing auto: layers run again in backward, as few as fit (all: every one)"]
+        return ["--gradient_checkpointing auto: checkpoints as few layers as it takes to fit (all: every one)"]
     if training.gradient_checkpointing == "auto" or training.gradient_checkpointing_every_n_layers > 1:
         return ["--gradient_checkpointing all, of every layer: the least that layers can keep"]
     return []

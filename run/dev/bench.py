@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 from benchmark import comparison, preset, workload
-from benchmark.bench_loader import measure_decoding
-from benchmark.bench_output import measure_output_loss
 from benchmark.comparison import OURS, PADDED, RECOMPUTED, SIDES, Spread
+from benchmark.decoding_speed import measure_decoding
+from benchmark.loss_cost import measure_output_loss
 from benchmark.table import Row, markdown, plot_steps
 from benchmark.training import LOOP_OVERHEAD, Case, launch, run_case, work_of_steps, write_case, write_json
 from benchmark.workload import Shape

@@ -10,8 +10,10 @@ import typing
 from dataclasses import fields
 from pathlib import Path
 
-from llava_ds.config.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava_ds.config.parsing import CHECKPOINTING, PATHS, WITHOUT_EFFECT, build_parser, read_recipe
+from llava_ds.config.arguments import FLAGS, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT
+from llava_ds.config.parsing import build_parser
+from llava_ds.config.recipes import read_recipe
 from llava_ds.data.templates import ALIASES
 from llava_ds.runtime.command import given_path, new_folder
 
@@ -53,9 +55,9 @@ def page(parsers: dict[str, argparse.ArgumentParser]) -> str:
 
 
 def all_parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every script in run/ and run/dev/, by file name; run/train.py's without opening DeepSpeed."""
+    """The parser of every script in run/, the bench's and build_tiny's; run/train.py's without opening DeepSpeed."""
     others = [path for path in sorted(RUN.glob("*.py")) if path.name != "train.py"]
-    others += [path for path in sorted(DEV.glob("*.py")) if path.name != Path(__file__).name]
+    others += [DEV / "bench.py", DEV / "build_tiny.py"]
     return {"train.py": build_parser(), **{path.name: parser_of(path) for path in others}}
 
 
@@ -83,7 +85,7 @@ def train_flags() -> list[str]:
 
 def value_of(name: str, kind: object, action: argparse.Action) -> str:
     """What may stand behind a flag, in a word or as the words themselves."""
-    if name in PATHS:
+    if FLAGS[name].path:
         return "path"
     if name == "gradient_checkpointing":
         return ", ".join(f"`{word}`" for word in dict.fromkeys(CHECKPOINTING.values()))

@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from llava_ds.config.arguments import ModelArguments, trained_parts, trains_projector_only
-from llava_ds.config.bounds import Bounds, bounds_of
-from llava_ds.config.flag_groups import GROUPS
-from llava_ds.config.parsing import (
+from llava_ds.config.arguments import (
+    FLAGS,
     SECTIONS,
-    WITHOUT_EFFECT,
-    build_parser,
-    is_installed,
-    parse_arguments,
-    read_recipe,
-    tiny_defaults,
+    ModelArguments,
+    flags_free_on_resume,
+    trained_parts,
+    trains_projector_only,
 )
+from llava_ds.config.bounds import Bounds, bounds_of
+from llava_ds.config.flags import GROUPS
+from llava_ds.config.other_trainers import WITHOUT_EFFECT
+from llava_ds.config.parsing import build_parser, parse_arguments, tiny_defaults
+from llava_ds.config.recipes import read_recipe
+from llava_ds.config.rules import is_installed
 from llava_ds.config.shipped import RECIPES
 from llava_ds.constants import ConfigError
 
@@ -31,7 +33,8 @@ NEEDED = ["--deepspeed_config", ZERO2, "--output_dir", "out"]
 @pytest.fixture(autouse=True)
 def everything_to_report_to(monkeypatch):
     """LLaVA's scripts report to W&B, which has no part in these tests."""
-    monkeypatch.setattr("llava_ds.config.parsing.is_installed", lambda name: True)
+    for module in ("parsing", "rules"):
+        monkeypatch.setattr(f"llava_ds.config.{module}.is_installed", lambda name: True)
 
 
 def parse(*argv: object, **more):
@@ -451,7 +454,7 @@ def test_the_demos_split_is_not_that_of_ones_own_data(tmp_path):
         assert own.training.eval_steps == 0.1  # what is asked for is measured as often as in the demo
     asked = parse_tiny("--data_path", path, "--eval_fraction", 0.5, "--eval_steps", 3)
     assert (asked.data.eval_fraction, asked.training.eval_steps) == (0.5, 3)
-    with pytest.raises(ConfigError, match="--eval_steps 3 measures the loss on held-out samples"):
+    with pytest.raises(ConfigError, match="--eval_steps 3 computes the loss on eval samples"):
         parse_tiny("--data_path", path, "--eval_steps", 3)
 
 
@@ -459,7 +462,7 @@ def test_no_split_means_no_steps_to_measure_it_at(tmp_path):
     path = recipe(tmp_path, "eval_fraction: 0.02\neval_steps: 0.1\n")
     for args in (parse_tiny("--eval_fraction", 0), parse("--recipe", path, "--eval-fraction=0")):
         assert (args.data.eval_fraction, args.training.eval_steps) == (0.0, None) and "eval_steps" not in args.given
-    with pytest.raises(ConfigError, match="--eval_steps 3 measures the loss on held-out samples"):
+    with pytest.raises(ConfigError, match="--eval_steps 3 computes the loss on eval samples"):
         parse_tiny("--eval_fraction", 0, "--eval_steps", 3)
 
 
@@ -509,7 +512,8 @@ def test_report_to_takes_names_with_blanks_or_commas_between(lora_script, given,
 
 
 def test_a_tracker_that_is_unknown_or_missing_is_named_with_its_extra(lora_script, monkeypatch):
-    monkeypatch.setattr("llava_ds.config.parsing.is_installed", lambda name: name == "tensorboard")
+    for module in ("parsing", "rules"):
+        monkeypatch.setattr(f"llava_ds.config.{module}.is_installed", lambda name: name == "tensorboard")
     with pytest.raises(
         ConfigError, match=r"--report_to wandb: wandb is not installed: pip install 'llava_ds\[wandb\]'"
     ):
@@ -661,11 +665,23 @@ def test_a_recipes_value_may_begin_with_hyphens(tmp_path):
     assert parse("--recipe", recipe(tmp_path, 'run_name: "--seed"')).training.run_name == "--seed"
 
 
-def test_every_flag_is_in_one_group():
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert len(grouped) == len(set(grouped))
-    flags = {field.name for section in SECTIONS for field in dataclasses.fields(section)} | {"recipe", "local_rank"}
-    assert flags == set(grouped), "llava_ds/config/flag_groups.py says which flags --help shows together"
+def test_every_field_is_declared_as_a_flag():
+    names = [field.name for section in SECTIONS for field in dataclasses.fields(section)]
+    assert names == list(FLAGS) and len(set(names)) == len(names)
+    assert {flag.group for flag in FLAGS.values()} == set(GROUPS)
+
+
+def test_paths_and_workers_may_differ_between_machines():
+    values = parse().same_on_every_rank()
+    assert "--learning_rate" in values and "--seed" in values
+    assert not {"--output_dir", "--data_path", "--cache_dir", "--resume", "--dataloader_num_workers"} & set(values)
+
+
+def test_a_resume_may_change_what_decides_nothing():
+    free, rewinding = flags_free_on_resume(), flags_free_on_resume(rewinds=True)
+    assert {"output_dir", "save_total_limit", "gradient_checkpointing"} <= rewinding < free
+    assert free - rewinding == {"loss_spike_sigma", "loss_spike_window", "logging_steps", "save_steps"}
+    assert not {"learning_rate", "seed", "version", "train_batch_size"} & free
 
 
 def test_help_spells_each_flag_once_under_its_groups_title():
@@ -674,7 +690,7 @@ def test_help_spells_each_flag_once_under_its_groups_title():
     assert len(flags) == len(set(flags)) > 120
     assert "--model-name-or-path" not in text and "--no_shuffle" not in text
     titles = re.findall(r"^(\S.*):\n  ", text, re.MULTILINE)
-    assert titles == [*GROUPS, "accepted without effect, for LLaVA's scripts"]
+    assert titles == [*GROUPS.values(), "accepted without effect, for LLaVA's scripts"]
     assert max(map(len, text.splitlines())) < 130
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from llava_ds.batch import Batch
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.geometry import ImageOptions, MediaLayout, media_layout
@@ -64,7 +65,8 @@ def test_a_batch_is_its_samples_end_to_end(seed, options):
     assert batch.cu_seqlens.dtype == torch.int32 and starts[0] == 0 and starts[-1] == batch.input_ids.shape[1]
     assert batch.max_seqlen == max(len(one.input_ids) for one in samples) and isinstance(batch.max_seqlen, int)
     targets = dict(zip(batch.target_positions.tolist(), batch.targets.tolist()))
-    for one, start, end in zip(samples, starts, starts[1:]):
+    sample_of = dict(zip(batch.target_positions.tolist(), batch.target_samples.tolist()))
+    for number, (one, start, end) in enumerate(zip(samples, starts, starts[1:])):
         ids, labels = one.input_ids.tolist(), one.labels.tolist()
         assert end - start == len(ids)
         assert batch.position_ids[0, start:end].tolist() == list(range(len(ids)))
@@ -72,6 +74,7 @@ def test_a_batch_is_its_samples_end_to_end(seed, options):
         # What is expected at a position is the next token of the same sample, and only where that is supervised.
         expected = {start + i - 1: label for i, label in enumerate(labels) if i > 0 and label != IGNORE_INDEX}
         assert {at: targets[at] for at in targets if start <= at < end} == expected
+        assert {sample_of[at] for at in expected} <= {number}
     assert len(targets) == len(batch.targets) == len(batch.target_positions)
     shown = [tile for one in samples for tiles, _ in one.media for tile in tiles]
     assert len(batch.pixel_values) == max(1, len(shown))
@@ -109,6 +112,36 @@ def test_every_image_position_gets_what_its_own_layout_says(seed, options):
         assert [found.pop(at) for at in places] == expected[: len(places)]
         start += len(one.input_ids)
     assert not found
+
+
+def lookup(batch: Batch, features: torch.Tensor) -> torch.Tensor:
+    """(T,): what stands at every position, for features (N * P,), with -1 for newlines and -2 for text."""
+    pooled = (features[batch.pool_index] * batch.pool_weight).sum(1)
+    table = torch.cat([features, pooled])
+    found = torch.full((batch.input_ids.shape[1],), -2.0)
+    found[batch.image_positions] = -1.0
+    found[batch.image_positions[: len(batch.feature_index)]] = table[batch.feature_index]
+    return found
+
+
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize("seed", range(8))
+def test_samples_that_share_images_use_the_same_tiles(seed, options):
+    """Two answers to one question: the tiles are there once, and every position finds what a copy would give it."""
+    chosen = random_samples(seed, options)
+    shared = [each for one in chosen for each in (one, dataclasses.replace(one, labels=one.labels.clone()))]
+    copies = [
+        dataclasses.replace(one, media=[(tiles.clone(), layout) for tiles, layout in one.media]) for one in shared
+    ]
+    once, twice = collate(shared, options), collate(copies, options)
+    tiles = [tiles for one in chosen for tiles, _ in one.media]
+    assert len(once.pixel_values) == max(1, sum(map(len, tiles)))
+    assert len(twice.pixel_values) == max(1, 2 * sum(map(len, tiles)))
+    # A feature that depends on its tile's pixels and its place in the tile, as the tower's do.
+    feature = [(b.pixel_values[:, 0, 0, :1].float() * P + torch.arange(P)).flatten() for b in (once, twice)]
+    assert torch.equal(lookup(once, feature[0]), lookup(twice, feature[1]))
+    for name in ("input_ids", "target_positions", "targets", "target_samples", "sources", "cu_seqlens"):
+        assert torch.equal(getattr(once, name), getattr(twice, name)), name
 
 
 def test_a_sample_cut_inside_a_picture_does_not_shift_the_next_samples_features():

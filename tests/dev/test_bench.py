@@ -125,7 +125,7 @@ def test_the_padded_side_sees_the_same_tokens(toy_base, tokenizer, tmp_path):
 def test_quick_runs_end_to_end(tmp_path):
     import subprocess
 
-    command = [sys.executable, str(ROOT / "run" / "bench.py"), "--quick", "--only", "stage2"]
+    command = [sys.executable, str(ROOT / "run" / "dev" / "bench.py"), "--quick", "--only", "stage2"]
     done = subprocess.run(
         [*command, "--output_dir", str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=1200
     )
@@ -143,7 +143,7 @@ def test_quick_runs_end_to_end(tmp_path):
 def test_the_preset_runs_without_a_gpu_and_says_so(tmp_path):
     import subprocess
 
-    command = [sys.executable, str(ROOT / "run" / "bench.py"), "--preset", "gpu-7b", "--rounds", "1"]
+    command = [sys.executable, str(ROOT / "run" / "dev" / "bench.py"), "--preset", "gpu-7b", "--rounds", "1"]
     done = subprocess.run(
         [*command, "--output_dir", str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=600
     )

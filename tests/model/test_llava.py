@@ -86,6 +86,22 @@ def test_the_loss_is_what_the_data_sources_add_up_to(model, dataset):
     assert torch.equal(loss, model(collate(samples, dataset.image_options)))
 
 
+def test_samples_that_share_images_give_what_copies_give(model, dataset):
+    def copied(one: LoadedSample) -> LoadedSample:
+        return dataclasses.replace(one, media=[(tiles.clone(), layout) for tiles, layout in one.media])
+
+    shared = [one for i in range(4) for one in (dataset[i],) * 2]
+    copies = [copied(one) for one in shared]
+    once, twice = (collate(samples, dataset.image_options) for samples in (shared, copies))
+    assert len(twice.pixel_values) == 2 * len(once.pixel_values) > 2
+    assert torch.allclose(model.embed(once), model.embed(twice), atol=1e-6)
+    loss, gradients = loss_and_gradients(model, [once])
+    loss_of_copies, gradients_of_copies = loss_and_gradients(model, [twice])
+    assert loss == pytest.approx(loss_of_copies, rel=1e-6)
+    for name, gradient in gradients_of_copies.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
 def test_a_sample_does_not_see_its_neighbours(model, dataset):
     batch = batch_of(dataset, [0, 1, 2])
     first, second, _ = batch.cu_seqlens[:-1].tolist()

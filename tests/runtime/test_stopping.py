@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from llava_ds.config.durations import seconds_of
+from llava_ds.config.bounds import seconds_of
 from llava_ds.constants import EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError
 from llava_ds.runtime import stopping
 from llava_ds.runtime.processes import Above, LauncherWatch, hold, look_above, obey_only_parent

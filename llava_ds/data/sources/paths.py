@@ -9,7 +9,7 @@ import urllib.parse
 from pathlib import Path
 
 from llava_ds.constants import DataError, FileProblem
-from llava_ds.files.side_files import KINDS
+from llava_ds.files.reading import KINDS
 
 MAX_PATH_BYTES = 4096  # Linux's own limit; a longer name is not worth asking the system, nor keeping
 

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llava_ds.config.arguments import Arguments, ModelArguments, trains_projector_only
-from llava_ds.config.parsing import data_problems
+from llava_ds.config.rules import data_problems
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.model_files import check_folder, is_there, library_errors, own_file, read_config, shown
 from llava_ds.model.language import config_of, read_text_config, trunk_name

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from benchmark.profiled import own_arguments
 
 from llava_ds.tracking.peak import gemm_peak
 
@@ -27,5 +28,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # The launcher puts its own --local_rank first; the environment says it, too.
-    main([token for token in sys.argv[1:] if not token.startswith("--local_rank=")])
+    main(own_arguments())

@@ -11,7 +11,7 @@ from benchmark import workload
 from benchmark.comparison import Spread
 from benchmark.length_mix import FINETUNE, PRETRAIN, length_mix
 from benchmark.table import Row
-from benchmark.training import HERE, SEED, data_flags, launch, work_of_steps
+from benchmark.training import HERE, ROOT, SEED, data_flags, launch, work_of_steps
 from benchmark.workload import Shape
 
 from llava_ds.files.jsonl import read_metrics
@@ -120,7 +120,7 @@ def run_stage(
     workload.write_samples(data, shape, mix, captions=stage.captions)
     flags = {
         **data_flags(model, data, own / "cache", stage.captions),
-        "deepspeed_config": HERE.parents[2] / "ds_configs" / f"zero{stage.zero_stage}.json",
+        "deepspeed_config": ROOT / "ds_configs" / f"zero{stage.zero_stage}.json",
         "output_dir": own / "output",
         "bf16": True,
         "per_device_train_batch_size": stage.samples,

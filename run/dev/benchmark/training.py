@@ -1,4 +1,4 @@
-"""The same training by run/train.py and by transformers' Trainer, each run in processes of its own, in turns."""
+"""Train the same with run/train.py and with transformers' Trainer, each run in processes of its own, in turns."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from benchmark.workload import Shape
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import open_data
-from llava_ds.data.loader import sample_order
 from llava_ds.data.packing import plan_by_count
+from llava_ds.data.step_plan import sample_order
 from llava_ds.model.flops import model_flops
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
@@ -26,6 +26,7 @@ from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 BESIDE_PEAK, HF_TRAINER, LOOP_OVERHEAD = (
     HERE / f"{name}.py" for name in ("beside_peak", "hf_trainer", "loop_overhead")
 )
@@ -94,7 +95,7 @@ def write_case(case: Case, folder: Path, write_tokenizer: Callable[[Path, int], 
     stage = 2 if case.captions else 3
     flags = {
         **data_flags(model, data, folder / "cache", case.captions),
-        "deepspeed_config": HERE.parents[2] / "ds_configs" / f"zero{stage}.json",
+        "deepspeed_config": ROOT / "ds_configs" / f"zero{stage}.json",
         "group_by_modality_length": case.grouped,
         "per_device_train_batch_size": case.batch_size,
         "gradient_accumulation_steps": case.accumulation,
@@ -163,7 +164,8 @@ def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -
     if on_cpu:
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    paths = [str(HERE.parents[2]), environment.get("PYTHONPATH")]
+    # The scripts are started as scripts: their folder is not where they find llava_ds and each other.
+    paths = [str(ROOT), str(HERE.parent), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     with log.open("w") as file:
         done = subprocess.run([*launcher, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)

@@ -1,8 +1,8 @@
-"""How far --fast_image_decoding is from the exact path, and how much faster: python run/dev/measure/decoding.py"""
+"""How far --fast_image_decoding is from the exact path, and how much faster: python run/dev/measure_decoding.py"""
 
 import argparse
 
-from benchmark.bench_loader import PHOTO_SIZES, measure_decoding
+from benchmark.decoding_speed import PHOTO_SIZES, measure_decoding
 
 
 def main() -> None:

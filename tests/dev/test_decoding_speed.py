@@ -1,7 +1,7 @@
 """The bench of decoding: all ways make the same picture of a file, and what is reported follows from the times."""
 
 import pytest
-from benchmark.bench_loader import RATIOS, measure_decoding
+from benchmark.decoding_speed import RATIOS, measure_decoding
 
 
 def test_decoding_is_measured_and_its_error_known():

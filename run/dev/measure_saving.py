@@ -1,6 +1,6 @@
 """How long training waits for a save, at once and in the background.
 
-PYTHONPATH=tests/helpers python run/dev/measure/saving.py
+PYTHONPATH=tests/helpers python run/dev/measure_saving.py
 Two CPU ranks, ZeRO-2, a toy with 12 million weights that train; the runs alternate. Prints medians.
 """
 

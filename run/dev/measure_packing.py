@@ -1,4 +1,4 @@
-"""How full and how even packs are, and what planning costs: python run/dev/measure/packing.py
+"""How full and how even packs are, and what planning costs: python run/dev/measure_packing.py
 
 On the length mix of LLaVA-1.5's stage 2 (run/dev/benchmark/length_mix.py), 665,000 samples in random order.
 fill: tokens / (packs * bound). balance: the mean rank's work / the slowest one's, round by round, in tokens.
@@ -12,9 +12,9 @@ import time
 
 from benchmark.length_mix import FINETUNE, length_mix
 
-from llava_ds.data.loader import Layout
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import Packing
 
 
 def fill_and_balance(
@@ -25,7 +25,7 @@ def fill_and_balance(
     for samples in steps:
         own = [lengths[i] for i in samples]
         cost = [int(n + pair_cost * n**2) for n in own]
-        plan = plan_by_tokens(samples, own, world_size, max_tokens, cost)
+        plan = plan_by_tokens([(i,) for i in samples], own, world_size, max_tokens, cost)
         costs = [[sum(lengths[i] + pair_cost * lengths[i] ** 2 for i in micro) for micro in rank] for rank in plan]
         tokens += sum(own)
         packs += world_size * len(plan[0])
@@ -52,12 +52,12 @@ def main() -> None:
     print("\nbatch  ranks   order, us a sample   planning, us a sample   (processor time, all samples)")
     for batch_size, world_size in itertools.product((128, 1024), (1, 8)):
         order = SampleOrder(args.num_samples, batch_size, seed=0)
-        layout = Layout(0, world_size, batch_size // world_size, 1, args.max_tokens, pair_cost=args.pair_cost)
+        packing = Packing(world_size, batch_size // world_size, 1, args.max_tokens, pair_cost=args.pair_cost)
         started = time.process_time()
         for _ in itertools.islice(order.steps(), order.steps_per_epoch):
             pass
         drawn = time.process_time()
-        for _ in itertools.islice(layout.steps(order, lengths, 0), order.steps_per_epoch):
+        for _ in itertools.islice(packing.steps(order, lengths, 0), order.steps_per_epoch):
             pass
         both = time.process_time() - drawn
         alone = drawn - started

@@ -1,4 +1,4 @@
-"""What the probabilities of answers cost: python run/dev/measure/logprobs.py --model_path output/tiny-finetune
+"""What the probabilities of answers cost: python run/dev/measure_logprobs.py --model_path output/tiny-finetune
 
 Asks the same held-out questions with and without recording them, in turns, and prints the medians of the rounds' CPU
 seconds: those of this process, so that others on the machine count for little.

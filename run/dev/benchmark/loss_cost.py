@@ -1,9 +1,10 @@
 # T tokens of all samples laid end to end, S supervised positions, D width of the language model, V vocabulary
-"""What the loss over supervised rows costs beside the usual one: logits of all tokens, then cross-entropy."""
+"""Cost of the loss over supervised rows, beside the usual one: logits of all tokens, then cross-entropy."""
 
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,58 +23,61 @@ def measure_output_loss(
     supervised_fraction: float = 0.167,
     repeats: int = 3,
     trains: bool = True,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
 ) -> dict[str, object]:
     """Seconds and bytes of output layer and loss, forward and backward, both ways in turn; the medians and ratios.
 
     ours: rows of supervised positions through the output layer's own loss; full: all rows through the output layer,
-    float32, torch's cross-entropy with the others ignored. bytes: the most that tensors made on the way took at once,
-    gradients among them, weights and hidden states not. trains: whether the output layer does. On CPU as many threads
-    as torch has now: set one before.
+    torch's cross-entropy with the others ignored. bytes: the most that tensors made on the way took at once,
+    gradients among them, weights and hidden states not. trains: the output layer's weights do. In float32 on the CPU,
+    with as many threads as torch has now: set one before.
     """
     torch.manual_seed(0)
-    layer = nn.Linear(hidden_size, vocabulary, bias=False, device=device, dtype=dtype).requires_grad_(trains)
-    hidden = torch.randn(num_tokens, hidden_size, device=device, dtype=dtype)  # (T, D)
-    positions = torch.randperm(num_tokens, device=device)[: round(num_tokens * supervised_fraction)].sort().values
-    labels = torch.full((num_tokens,), IGNORE_INDEX, device=device)
-    labels[positions] = targets = torch.randint(vocabulary, positions.shape, device=device)  # (S,)
+    layer = nn.Linear(hidden_size, vocabulary, bias=False).requires_grad_(trains)
+    hidden = torch.randn(num_tokens, hidden_size)  # (T, D)
+    positions = torch.randperm(num_tokens)[: round(num_tokens * supervised_fraction)].sort().values
+    labels = torch.full((num_tokens,), IGNORE_INDEX)
+    labels[positions] = targets = torch.randint(vocabulary, positions.shape)  # (S,)
     add_loss(layer)
 
     def full(states: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(layer(states).float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return F.cross_entropy(layer(states), labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
     def ours(states: torch.Tensor) -> torch.Tensor:
         return layer(states.index_select(0, positions), targets=targets)[0]
 
-    def once(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    def run_once(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, torch.Tensor]:
         layer.weight.grad = None
         states = hidden.clone().requires_grad_()
         loss = loss_of(states)
         loss.backward()
         return loss.item(), states.grad
 
-    ways = {"ours": ours, "full": full}
-    values = {name: once(way) for name, way in ways.items()}  # warms up
-    memory = {name: _peak_bytes(lambda way=way: once(way), device) for name, way in ways.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            _wait(device)
-            started = time.perf_counter()
-            once(way)
-            _wait(device)
-            times[name].append(time.perf_counter() - started)
-    seconds = {name: statistics.median(found) for name, found in times.items()}
-    (our_loss, our_gradient), (full_loss, full_gradient) = values["ours"], values["full"]
+    found = _compare({"ours": partial(run_once, ours), "full": partial(run_once, full)}, repeats)
     return {
         "num_tokens": num_tokens,
         "num_supervised": len(positions),
         "hidden_size": hidden_size,
         "vocabulary": vocabulary,
         "output_layer_trains": trains,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": "float32",
         "threads": torch.get_num_threads(),
+        **found,
+    }
+
+
+def _compare(ways: dict[str, Callable[[], tuple[float, torch.Tensor]]], repeats: int) -> dict[str, object]:
+    """Seconds, bytes and results of the two ways; each returns loss and gradient."""
+    values = {name: way() for name, way in ways.items()}  # warms up
+    memory = {name: _peak_bytes(way) for name, way in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - started)
+    seconds = {name: statistics.median(found) for name, found in times.items()}
+    (our_loss, our_gradient), (full_loss, full_gradient) = values["ours"], values["full"]
+    return {
         "seconds": seconds,
         "all_seconds": times,
         "peak_bytes": memory,
@@ -84,18 +88,7 @@ def measure_output_loss(
     }
 
 
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
-def _peak_bytes(run: Callable[[], object], device: str) -> int:
-    if device != "cpu":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
+def _peak_bytes(run: Callable[[], object]) -> int:
     with _Storages() as storages:
         run()
     return storages.peak

@@ -1,0 +1,58 @@
+"""The declaration of a flag: one dataclass field with its default, its help text and all that code asks about it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers.hf_argparser import HfArg
+
+# Titles under which --help shows the flags, in its order.
+GROUPS = {
+    "run": "the run",
+    "model": "the model",
+    "tower": "the vision tower",
+    "trainable": "what trains",
+    "lora": "LoRA and quantization",
+    "data": "the data",
+    "images": "images and videos",
+    "order": "order of the samples",
+    "steps": "steps and batches",
+    "optimizer": "optimizer and schedule",
+    "speed": "precision, memory and speed",
+    "eval": "eval loss and sample answers",
+    "logging": "logging",
+    "checkpoints": "checkpoints and the finished model",
+    "failures": "when something goes wrong",
+}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """All that code asks about a flag beside its type, bounds, default and help.
+
+    group: a key of GROUPS.
+    path: None for a flag that is no path. model: a model's folder, which might be mistaken for a name on the hub; data:
+    a file or folder; pattern: the same, or a pattern like shard-*.tar; output: a folder that can be created; unchecked:
+    one that is looked at later.
+    only_to_train: whether the path is checked for training alone, and not for scripts that only read the flags.
+    resume: the value that a resumed run may have. compared: that of the checkpoint, unless --allow_changed_flags names
+    the flag; free: any, for it gives the same model (of a path: what lies there is compared); rewind: any, unless
+    --on_loss_spike rewind makes it decide about steps; layout: any, where the loss does not depend on the layout.
+    per_machine: whether each machine may have another value. A path may be another on each.
+    """
+
+    group: str
+    path: Literal["file", "folder", "model", "data", "pattern", "output", "unchecked"] | None = None
+    only_to_train: bool = False
+    resume: Literal["compared", "free", "rewind", "layout"] = "compared"
+    per_machine: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.group in GROUPS, self.group
+
+
+def flag(
+    default: object, help: str, *, aliases: tuple[str, ...] = (), argparse: dict | None = None, **about: object
+) -> object:
+    """Declare a field that is a flag. about: the fields of Flag; argparse: more options of add_argument."""
+    metadata = {**(argparse or {}), "flag": Flag(**about)}
+    return HfArg(default=default, help=help, aliases=list(aliases), metadata=metadata)

@@ -1,0 +1,95 @@
+"""Flags and words of other trainers' scripts: those that are accepted without effect, and those that have another name.
+
+LLaVA's and LLaVA-NeXT's scripts run as they are; ms-swift's, TRL's and LLaMA-Factory's names lead to ours.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+
+from llava_ds.constants import nearest_name
+
+NO = ("False", "false", "0")
+
+# Values of --gradient_checkpointing: True and False in LLaVA's and Hugging Face's scripts.
+CHECKPOINTING = {
+    **{name: name for name in ("off", "all", "auto")},
+    **dict.fromkeys(("true", "t", "yes", "y", "1"), "all"),
+    **dict.fromkeys(("false", "f", "no", "n", "0"), "off"),
+}
+
+# Flags of LLaVA's and LLaVA-NeXT's scripts that change nothing: the values that may be given (None: any), and the
+# reason why no code reads them. Those that are given are printed at the start of a run.
+WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
+    "mm_resampler_type": (("None", "none", ""), "there is no resampler between tower and projector"),
+    "image_crop_resolution": (None, "it belongs to ways of cropping images that are not supported"),
+    "image_split_resolution": (None, "it belongs to ways of cropping images that are not supported"),
+    "lazy_preprocess": (None, "images are always decoded when they are needed, and text is encoded once"),
+    "is_multimodal": (None, "text-only records are always allowed"),
+    "early_mix_text": (NO, "--group_by_modality_length always gives text-only records steps of their own"),
+    "add_time_instruction": (NO, "writing a video's times before its question is not supported yet"),
+    "dataloader_drop_last": (None, "no sample is dropped, the last step of an epoch may be smaller"),
+    "attn_implementation": (None, "the fastest attention that this machine has is chosen"),
+    "per_device_eval_batch_size": (None, "eval samples are laid out as those of training"),
+}
+
+# Data parallelism and ZeRO are the only parallelism yet: there is no such flag to suggest.
+NO_PARALLELISM = re.compile(r"--\w*(tensor|pipeline|expert|context|sequence)\w*_parallel\w*|--[tpec]p(_size)?")
+
+# Other trainers' names of our flags, where the most similar name would mislead.
+ELSEWHERE = {
+    "--cutoff_len": "--model_max_length",
+    "--data_split": "--data_path with the files of that split",
+    "--dataset": "--data_path",
+    "--dataset_config": "--data_path",
+    "--dataset_dir": "--data_path",
+    "--dataset_name": "--data_path",
+    "--dataset_split": "--data_path with the files of that split",
+    "--dataset_train_split": "--data_path with the files of that split",
+    "--ddp_timeout": "the variable DEEPSPEED_TIMEOUT (minutes)",
+    "--finetuning_type": "--lora_enable",
+    "--lora_rank": "--lora_r",
+    "--max_length": "--model_max_length",
+    "--max_seq_len": "--model_max_length",
+    "--max_seq_length": "--model_max_length",
+    "--media_dir": "--image_folder",
+    "--optim": "an optimizer in the DeepSpeed JSON",
+    "--overwrite_output_dir": "--resume never",
+    "--quantization_bit": "--bits",
+    "--resume_from_checkpoint": "--resume",
+    "--template": "--version",
+    "--use_peft": "--lora_enable",
+    "--val_size": "--eval_fraction",
+    "--zero_stage": '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)',
+}
+
+
+def without_effect(values: object) -> tuple[list[str], list[str]]:
+    """Lines for the flags of WITHOUT_EFFECT that were given: problems, and notes. values: by attribute."""
+    problems, notes = [], []
+    for name, (allowed, reason) in WITHOUT_EFFECT.items():
+        value = getattr(values, name)
+        if value is None:
+            continue
+        if allowed is not None and value not in allowed:
+            problems.append(f"--{name} {value} is not supported ({reason}): leave it out or give {allowed[0]}")
+        else:
+            notes.append(f"--{name} {value} has no effect: {reason}")
+    return problems, notes
+
+
+def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
+    """A line for every flag that the parser left over, with our name for it. known: all options."""
+    after_flag = False
+    for token in unknown:
+        flag = token.split("=", 1)[0]
+        if not flag.startswith("-"):
+            if not after_flag:
+                yield f"unexpected argument {flag!r}: every value belongs behind a --flag"
+            continue
+        after_flag = "=" not in token
+        if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
+            yield f"unknown flag {flag}: leave it out, for ZeRO over all ranks is the only parallelism here"
+            continue
+        nearest = ELSEWHERE.get(flag) or nearest_name(flag, known)
+        hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help lists all flags"
+        yield f"unknown flag {flag}{hint}"

@@ -1,0 +1,58 @@
+"""Recipes: YAML files of flags."""
+
+import os
+import re
+from pathlib import Path
+
+import yaml
+
+from llava_ds.config.shipped import RECIPES, found
+from llava_ds.constants import ConfigError, in_short
+from llava_ds.files.writing import path_problem
+
+MAX_RECIPE_BYTES = 1_000_000
+NOT_IN_RECIPES = ("recipe", "help", "h", "local_rank")
+FLAT = "a YAML mapping of flag names to single values"
+
+
+def recipe_of(argv: list[str]) -> str | None:
+    """The recipe that a command line names; of two the last counts, as for every flag."""
+    path = None
+    for i, token in enumerate(argv):
+        if token.startswith("--recipe="):
+            path = token.split("=", 1)[1]
+        elif token == "--recipe":
+            if i + 1 == len(argv):
+                raise ConfigError("--recipe needs the path of a YAML file")
+            path = argv[i + 1]
+    return path
+
+
+def read_recipe(path: str | Path) -> dict[str, object]:
+    """The flags of a recipe. Raises ConfigError when it is not a flat mapping of scalars."""
+    if problem := path_problem(str(path)):
+        raise ConfigError(f"--recipe {problem}")
+    file = Path(os.path.expanduser(found(str(path), RECIPES, ".yaml")))
+    if not os.path.isfile(file):  # opening a FIFO would wait for a writer
+        problem = "that is no file" if os.path.exists(file) else "there is no such file"
+        raise ConfigError(f"--recipe {in_short(path)} can't be read: {problem}")
+    try:
+        if file.stat().st_size > MAX_RECIPE_BYTES:
+            raise ConfigError(f"--recipe {path} has more than {MAX_RECIPE_BYTES:,} bytes: give a YAML file of flags")
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ConfigError(f"--recipe {path} is nested too deeply: it must be {FLAT}") from error
+    except ConfigError:
+        raise
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that no calendar has
+        raise ConfigError(f"--recipe {path} can't be read: {error}") from error
+    if not isinstance(recipe, dict) or any(isinstance(v, (dict, list, set, bytes)) for v in recipe.values()):
+        raise ConfigError(f"--recipe {path} must be {FLAT}")
+    for name, value in recipe.items():
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
+            raise ConfigError(f"--recipe {path}: {in_short(repr(name))} is no flag's name, like learning_rate")
+        if name in NOT_IN_RECIPES:
+            raise ConfigError(f"--recipe {path} names {name}, which goes on the command line: leave it out")
+        if isinstance(value, int) and value.bit_length() > 64:
+            raise ConfigError(f"--recipe {path}: {name} is {in_short(value)}, which no flag takes")
+    return recipe

@@ -1,0 +1,264 @@
+"""The checks of flags that concern more than one flag, or a path: small rules, each of which yields lines."""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
+from llava_ds.config.bounds import out_of_bounds, seconds_of
+from llava_ds.config.data_flags import GROUPINGS
+from llava_ds.config.model_flags import TUNABLE_PARTS, trained_parts
+from llava_ds.config.training_flags import TRACKERS
+from llava_ds.constants import ConfigError
+from llava_ds.files.writing import can_be_made, path_problem
+
+CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
+_HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
+_HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
+
+# Flags that change nothing without the one that they belong to.
+LORA_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_weight_path")
+QUANTIZATION_FLAGS = ("quant_type", "double_quant")
+
+Rule = Callable[[Arguments], Iterator[str]]
+
+
+def problems_of(args: Arguments, to_train: bool) -> list[str]:
+    """A line for everything that is wrong with the flags. to_train: whether to check what only training needs."""
+    problems = out_of_bounds(args.as_dict(), SECTIONS)
+    problems += [f"--{name} {problem}" for name, value in _paths(args) if (problem := path_problem(value))]
+    problems += data_problems(args)
+    if to_train:
+        problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
+    return [*problems, *_lines(LORA_RULES, args)]
+
+
+def data_problems(args: Arguments) -> list[str]:
+    """The same of the flags that say what is read, which a model's folder may give values to."""
+    return [*_missing_paths(args, only_to_train=False), *_lines(DATA_RULES, args)]
+
+
+def _lines(rules: tuple[Rule, ...], args: Arguments) -> list[str]:
+    return [line for rule in rules for line in rule(args)]
+
+
+def _paths(args: Arguments) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in args.as_dict().items() if FLAGS[name].path and value is not None]
+
+
+def _missing_paths(args: Arguments, only_to_train: bool) -> Iterator[str]:
+    for name, value in _paths(args):
+        if FLAGS[name].only_to_train == only_to_train and (problem := missing_path(name, value)):
+            yield f"--{name} {value}{problem}"
+
+
+def missing_path(name: str, value: str) -> str | None:
+    """The rest of a message about a path that is not there, or None where it is as its flag needs it."""
+    kind = FLAGS[name].path
+    if kind in ("folder", "model") and not os.path.isdir(value):
+        return f": there is no such folder{_HUB_HINT if kind == 'model' and _HUB_NAME.fullmatch(value) else ''}"
+    if kind in ("data", "pattern") and not os.path.exists(value):
+        is_pattern = kind == "pattern" and any(mark in value for mark in "*?[{")
+        return None if is_pattern else ": there is no such file or folder"
+    chosen = name == "deepspeed_config" and value == CHOOSE_DS_CONFIG
+    if kind == "file" and not chosen and not os.path.isfile(value):
+        return ": that is a folder: name a file in it" if os.path.isdir(value) else ": there is no such file"
+    if kind == "output" and not can_be_made(value):
+        return " can't be written to: name another folder"
+    return None
+
+
+def image_shape(args: Arguments) -> Iterator[str]:
+    data = args.data
+    if not re.fullmatch(r"square|pad|original|anyres|anyres_max_[1-9]\d*", data.image_aspect_ratio):
+        yield (
+            f"--image_aspect_ratio {data.image_aspect_ratio} is unknown: give square, pad, original, anyres or "
+            "anyres_max_N with a number of tiles, like anyres_max_9"
+        )
+    if data.image_grid_pinpoints is not None and not data.image_aspect_ratio.startswith("anyres"):
+        yield (
+            f"--image_grid_pinpoints {data.image_grid_pinpoints} needs --image_aspect_ratio anyres, which is "
+            f"{data.image_aspect_ratio}"
+        )
+    if data.force_sample and data.frames_upbound == 0:
+        yield "--force_sample takes --frames_upbound frames of every video, which is 0: give a number of frames"
+
+
+def sample_order(args: Arguments) -> Iterator[str]:
+    groupings = [name for name in GROUPINGS if getattr(args.data, name)]
+    if len(groupings) > 1:
+        yield f"--{' and --'.join(groupings)} are orders that exclude each other: choose one"
+    if groupings and not args.data.shuffle:
+        yield f"--shuffle False keeps the files' order, --{groupings[0]} makes another: choose one"
+
+
+def own_data(args: Arguments) -> Iterator[str]:
+    model = args.model
+    if model.model_name_or_path is None and model.vision_tower is not None:
+        yield "--vision_tower goes with --model_name_or_path: give both, or neither for the tiny model"
+    if model.model_name_or_path is not None and args.data.data_path is None:
+        yield "--data_path is missing: the generated scenes go with the tiny model only; name your records"
+
+
+def needed_paths(args: Arguments) -> Iterator[str]:
+    if args.training.output_dir is None:
+        yield "--output_dir is missing: name the folder for what the run leaves"
+    if args.training.deepspeed_config is None:
+        yield (
+            "--deepspeed_config is missing: give zero3 or another of ds_configs/, the path of a DeepSpeed JSON, or auto"
+        )
+
+
+def precision_and_memory(args: Arguments) -> Iterator[str]:
+    training = args.training
+    if training.bf16 and training.fp16:
+        yield "--bf16 and --fp16 are both set: choose one"
+    budget = training.activation_memory_gb
+    if budget is not None and "auto" not in (training.gradient_checkpointing, training.tokens_per_micro_batch):
+        yield (
+            f"--activation_memory_gb {budget} is what --gradient_checkpointing auto and --tokens_per_micro_batch auto "
+            "may use: give one of them, or leave it out"
+        )
+
+
+def steps_and_layout(args: Arguments) -> Iterator[str]:
+    training, steps = args.training, args.training.warmup_steps
+    if math.isfinite(steps) and steps >= 1 and steps != int(steps):
+        yield f"--warmup_steps is {steps}: give a whole number, or their part of all steps from 0 to below 1"
+    if training.tokens_per_micro_batch is not None and training.loss_reduction != "token":
+        yield (
+            "--loss_reduction micro_batch depends on the layout, which --tokens_per_micro_batch changes: give one of "
+            "them"
+        )
+    if training.tokens_per_micro_batch is not None and training.steps_across_epochs:
+        yield (
+            "--steps_across_epochs True counts in micro-batches of --per_device_train_batch_size samples, "
+            "--tokens_per_micro_batch makes others: give one of them"
+        )
+    if training.max_run_time is not None:
+        try:
+            seconds_of(training.max_run_time)
+        except ConfigError as error:
+            yield f"--max_run_time: {error}"
+
+
+def installed_trackers(args: Arguments) -> Iterator[str]:
+    for name in (args.training.report_to or "").split(","):
+        if name in TRACKERS and not is_installed(name):
+            yield f"--report_to {name}: {name} is not installed: pip install 'llava_ds[{name}]', or --report_to none"
+
+
+def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
+    data, training = args.data, args.training
+    if data.eval_fraction and data.eval_data_path:
+        yield "--eval_fraction and --eval_data_path are both given: choose one"
+    for name in ("eval_steps", "sample_steps"):
+        value = getattr(training, name)
+        if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
+            yield f"--{name} is {value:g}: give a whole number of steps, or a part of all steps below 1"
+    has_samples = data.eval_fraction or data.eval_data_path is not None
+    remedy = "computes the loss on eval samples: give --eval_data_path or --eval_fraction, too"
+    if training.eval_steps and not has_samples and training.eval_strategy is None:
+        yield f"--eval_steps {training.eval_steps:g} {remedy}"
+    if training.eval_strategy not in (None, "no") and not has_samples:
+        yield f"--eval_strategy {training.eval_strategy} {remedy}"
+    if data.sample_data_path is not None and not training.sample_steps:
+        yield f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too"
+
+
+def checkpoints(args: Arguments) -> Iterator[str]:
+    training = args.training
+    if training.on_loss_spike == "rewind" and training.save_strategy == "no":
+        yield "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps"
+    if training.save_only_model and training.save_strategy == "no":
+        yield (
+            "--save_only_model True and --save_strategy no: the one says how checkpoints are saved, the other that "
+            "none is, give one of them"
+        )
+    wholes = {"--on_loss_spike rewind": training.on_loss_spike == "rewind", "--async_save True": training.async_save}
+    for flag, is_set in wholes.items():
+        if training.save_only_model and is_set:
+            yield (
+                f"--save_only_model True and {flag}: {flag.split()[0]} goes with checkpoints of the whole training "
+                "state, leave one of them out"
+            )
+
+
+def template_of_stage(args: Arguments) -> Iterator[str]:
+    if args.model.version == "plain" and "language_model" in trained_parts(args.model):
+        yield "--version plain is the template of stage 1: give --tune_mm_mlp_adapter True with it, or --version v1"
+
+
+def trainable_parts(args: Arguments) -> Iterator[str]:
+    """Flags that contradict each other about a part that trains."""
+    model, parts = args.model, trained_parts(args.model)
+    four = ("tune_mm_mlp_adapter", "freeze_mm_mlp_adapter", "freeze_backbone", "unfreeze_mm_vision_tower")
+    if model.mm_tunable_parts is not None:
+        for name in (name.strip() for name in model.mm_tunable_parts.split(",")):
+            if name not in TUNABLE_PARTS:
+                yield f"--mm_tunable_parts names {name!r}, which is no part: give some of {', '.join(TUNABLE_PARTS)}"
+        for name in four:
+            if getattr(model, name):
+                yield f"--{name} True and --mm_tunable_parts both say what trains: give one of them"
+    elif model.tune_mm_mlp_adapter and model.freeze_mm_mlp_adapter:
+        yield "--tune_mm_mlp_adapter True trains the projector only, --freeze_mm_mlp_adapter True does not: choose one"
+    for name, part in (("mm_projector_lr", "projector"), ("mm_vision_tower_lr", "vision_tower")):
+        if getattr(args.training, name) is not None and parts and part not in parts:
+            yield f"--{name} is a rate for the {part.replace('_', ' ')}, which does not train: leave it out"
+
+
+def lora_and_quantization(args: Arguments) -> Iterator[str]:
+    model = args.model
+    if model.lora_enable and "language_model" not in trained_parts(model):
+        freezing = "--tune_mm_mlp_adapter" if model.tune_mm_mlp_adapter else "--mm_tunable_parts"
+        yield f"--lora_enable trains adapters of the language model, which {freezing} leaves alone: choose one"
+    if model.bits != 16 and not model.lora_enable:
+        yield (
+            f"--bits {model.bits} needs --lora_enable True: packed weights can't train themselves, LoRA beside them can"
+        )
+    given = _given(args, LORA_FLAGS)
+    if given and not model.lora_enable and "lora_enable" not in args.given:
+        yield (
+            f"{', '.join(f'--{name}' for name in given)} without --lora_enable would train the whole language model: "
+            "give --lora_enable True, or --lora_enable False if that is meant"
+        )
+
+
+DATA_RULES: tuple[Rule, ...] = (image_shape, sample_order)
+TRAINING_RULES: tuple[Rule, ...] = (
+    needed_paths,
+    own_data,
+    precision_and_memory,
+    steps_and_layout,
+    installed_trackers,
+    eval_and_sample_steps,
+    checkpoints,
+    template_of_stage,
+    trainable_parts,
+)
+LORA_RULES: tuple[Rule, ...] = (lora_and_quantization,)
+
+
+def unused_lora_flags(args: Arguments) -> list[str]:
+    """A line for every flag of LoRA and quantization that was given and changes nothing.
+
+    Without --lora_enable on the command line it would be a misunderstanding, which lora_and_quantization reports.
+    """
+    model, unused = args.model, []
+    if not model.lora_enable and "lora_enable" in args.given:
+        unused += [(name, "--lora_enable is False") for name in _given(args, LORA_FLAGS)]
+    if model.bits != 4:
+        unused += [(name, f"--bits is {model.bits}, not 4") for name in _given(args, QUANTIZATION_FLAGS)]
+    return [f"--{name} {getattr(model, name)} has no effect: {why}" for name, why in unused]
+
+
+def _given(args: Arguments, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if name in args.given and getattr(args.model, name) is not None]
+
+
+def is_installed(package: str) -> bool:
+    """True if a package can be imported; a folder of its name, as W&B creates them, is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
