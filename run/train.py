@@ -42,6 +42,7 @@ from llava_ds.engine.ds_config.optimizer import kernels_of
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe, parameter_groups
+from llava_ds.engine.process_group import init_ranks
 from llava_ds.engine.schedule import total_steps, with_steps_of_epochs
 from llava_ds.engine.start import start_engine
 from llava_ds.engine.warm_up import heaviest_micro_batch, missing_states, rehearse
@@ -66,7 +67,6 @@ from llava_ds.runtime.ranks import (
     check_shared_folder,
     first_rank_first,
     from_first,
-    init_ranks,
     print_first,
     quiet_libraries,
     together,
