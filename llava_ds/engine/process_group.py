@@ -37,7 +37,7 @@ def init_ranks() -> Ranks:
     local_size = local_ranks()
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        _use_gloo_without_compiling(accelerator)
+        use_gloo_without_compiling(accelerator)
         if "OMP_NUM_THREADS" not in os.environ:
             # Two ranks with every core each would run slower than one: share the cores out.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
@@ -63,7 +63,7 @@ def init_ranks() -> Ranks:
     return ranks
 
 
-def _use_gloo_without_compiling(accelerator) -> None:
+def use_gloo_without_compiling(accelerator) -> None:
     """Keep DeepSpeed from building its shared-memory collective, which needs a C++ compiler and gains nothing.
 
     DeepSpeed 0.19 has no public switch: init_distributed asks this private table whether the op can be built.
