@@ -26,7 +26,7 @@ from llava_ds.config.parsing import CHOOSE_DS_CONFIG
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.data.dataset import open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
-from llava_ds.data.file_slices import told_as_unwritable
+from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Layout, sample_order, windows
 from llava_ds.data.seen_files import changes_since, write_data_files
 from llava_ds.data.splits import split_datasets
@@ -269,7 +269,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
 
 def _leave(output_dir: Path, *writes: Callable[[], None]) -> None:
     """Write what says what is run. Raises ConfigError where a file can't be written."""
-    with told_as_unwritable(output_dir, "what the run is", "--output_dir"):
+    with write_errors(output_dir, "what the run is", "--output_dir"):
         for write in writes:
             write()
 

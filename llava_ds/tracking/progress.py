@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from llava_ds.data.loader import Counts
-from llava_ds.data.source_names import means_by_source
+from llava_ds.data.sources.source import means_by_source
 from llava_ds.files.jsonl import MetricsLog, read_metrics
 from llava_ds.model.flops import ModelFlops
 from llava_ds.runtime.ranks import Ranks, all_sum, progress_bar

@@ -19,7 +19,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.encode import end_markers
 from llava_ds.data.loader import Layout, micro_batches
-from llava_ds.data.source_names import means_by_source
+from llava_ds.data.sources.source import means_by_source
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.schedule import steps_between
 from llava_ds.runtime.ranks import Ranks, all_sum, from_first, gather
