@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
-from llava_ds.files.atomic import write_output
+from llava_ds.files.writing import write_output
 from llava_ds.runtime.redact import redact
 from llava_ds.tracking.compare_runs import comparison_page, in_terminal
 from llava_ds.tracking.run_files import is_run, read_run

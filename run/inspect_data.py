@@ -30,7 +30,7 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.preflight import media_from_text
-from llava_ds.files.atomic import write_output
+from llava_ds.files.writing import write_output
 from llava_ds.model.language import length_note, length_problem
 from llava_ds.model.open.adapters import is_adapter
 from llava_ds.model.open.folder import read_parts, take_from_model

@@ -11,10 +11,8 @@ from pathlib import Path
 from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.files.atomic import write_whole
-from llava_ds.files.contents import FileState, state_of
-from llava_ds.files.hashed import sha256
-from llava_ds.files.side_files import move_aside, read_json, why_not_regular
+from llava_ds.files.reading import FileState, move_aside, read_json, state_of, why_not_regular
+from llava_ds.files.writing import sha256, write_whole
 from llava_ds.model.open.weight_files import weight_files
 
 REMEMBERED = "weight_hashes.json"  # in a run's folder

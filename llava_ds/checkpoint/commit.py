@@ -21,8 +21,8 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
-from llava_ds.files.hashed import Entry, damage, described, flush, flush_and_hash, sha256, write_file
-from llava_ds.files.side_files import read_json
+from llava_ds.files.reading import read_json
+from llava_ds.files.writing import Entry, damage, described, flush, flush_and_hash, sha256, write_file
 from llava_ds.runtime.ranks import Ranks, gather
 
 MANIFEST = "manifest.json"

@@ -16,7 +16,7 @@ from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem
 from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.engine.shards import layout_file, layout_text
-from llava_ds.files.hashed import described
+from llava_ds.files.writing import described
 from llava_ds.runtime.ranks import Ranks, from_first, print_first
 
 MAX_FAILED_SAVES = 3  # in a row, until the run ends

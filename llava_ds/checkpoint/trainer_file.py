@@ -8,7 +8,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.checkpoint import commit
 from llava_ds.constants import DataError
-from llava_ds.files.side_files import read_json
+from llava_ds.files.reading import read_json
 
 TRAINER = "trainer.json"
 MODEL_ONLY = "it holds the model alone (--save_only_model), no optimizer states"

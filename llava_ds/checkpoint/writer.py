@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from llava_ds.checkpoint.run_identity import ENGINE
-from llava_ds.files.hashed import Entry, damage, described, not_cached, write_file
+from llava_ds.files.writing import Entry, damage, described, not_cached, write_file
 
 
 class CheckpointWriter(TorchCheckpointEngine):

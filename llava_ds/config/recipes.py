@@ -8,7 +8,7 @@ import yaml
 
 from llava_ds.config.shipped import RECIPES, found
 from llava_ds.constants import ConfigError, in_short
-from llava_ds.files.atomic import path_problem
+from llava_ds.files.writing import path_problem
 
 MAX_RECIPE_BYTES = 1_000_000
 NOT_IN_RECIPES = ("recipe", "help", "h", "local_rank")

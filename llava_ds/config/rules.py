@@ -12,7 +12,7 @@ from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import TUNABLE_PARTS, trained_parts
 from llava_ds.config.training_flags import TRACKERS
 from llava_ds.constants import ConfigError
-from llava_ds.files.atomic import can_be_made, path_problem
+from llava_ds.files.writing import can_be_made, path_problem
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")

@@ -19,7 +19,7 @@ import pyarrow as pa
 from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
-from llava_ds.files.side_files import read_json
+from llava_ds.files.reading import read_json
 
 DONE = "files.json"  # lists a generation's files in their order, and is written last
 STALE = "stale"  # lies beside it once an image was found changed

@@ -15,9 +15,8 @@ from llava_ds.constants import DataError
 from llava_ds.data.file_slices import read_errors, write_errors
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import shard_contents
-from llava_ds.files.atomic import write_whole
-from llava_ds.files.contents import FileState, state_of
-from llava_ds.files.side_files import read_json
+from llava_ds.files.reading import FileState, read_json, state_of
+from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")

@@ -1,6 +1,6 @@
 """The files of images and videos that a data set's rows were made from: whether they still hold the same.
 
-The preflight notes of each its stamp and a hash of what it holds (llava_ds.files.contents). The hashes are part of a
+The preflight notes of each its stamp and a hash of what it holds (llava_ds.files.reading). The hashes are part of a
 data set's fingerprint; the stamps tell, when rows are taken from the cache, which files have to be read again.
 """
 
@@ -19,9 +19,8 @@ import pyarrow.parquet
 from llava_ds.constants import DataError
 from llava_ds.data.images.decode import taken
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.files.atomic import write_whole
-from llava_ds.files.contents import Stamp, blocks_digest, stamp_of
-from llava_ds.files.side_files import why_not_regular
+from llava_ds.files.reading import Stamp, blocks_digest, stamp_of, why_not_regular
+from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 
 FILE = "data_files.parquet"  # in a run's folder: which files it was trained on

@@ -1,45 +1,11 @@
-"""How many optimizer steps there are, and the learning rate of each."""
+"""The learning rate of each optimizer step."""
 
-import math
 from collections.abc import Callable
 
 import torch
 
-from llava_ds.config.arguments import Arguments, TrainingArguments
+from llava_ds.config.arguments import TrainingArguments
 from llava_ds.engine.ds_config.scheduler import PER_GROUP, parsed_kwargs, scheduler_class, warmup_steps
-
-
-def total_steps(args: TrainingArguments, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run."""
-    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
-
-
-def with_steps_of_epochs(args: Arguments, steps_per_epoch: int) -> Arguments:
-    """The flags with --save_steps and --eval_steps as the strategies mean them, in optimizer steps (--eval_steps may
-    still be a part of all steps: see steps_between).
-
-    Source: transformers' TrainingArguments, where eval_strategy "steps" without eval_steps takes logging_steps.
-    """
-    training = args.training
-    if training.save_strategy == "epoch":
-        args = args.replaced(save_steps=steps_per_epoch)
-    eval_steps = {
-        None: training.eval_steps,
-        "no": None,
-        "steps": training.eval_steps or training.logging_steps,
-        "epoch": steps_per_epoch,
-    }
-    return args.replaced(eval_steps=eval_steps[training.eval_strategy])
-
-
-def steps_between(every: float | None, num_steps: int) -> int | None:
-    """Optimizer steps from one measurement to the next; None for None and 0: there is none before the end.
-
-    every: steps, or below 1 a part of num_steps, which is rounded up. Source: transformers' TrainerState.compute_steps.
-    """
-    if not every:
-        return None
-    return math.ceil(every * num_steps) if every < 1 else int(every)
 
 
 def describe_schedule(args: TrainingArguments, num_steps: int, block: dict | None = None) -> str:

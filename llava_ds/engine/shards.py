@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.files.side_files import read_json
+from llava_ds.files.reading import read_json
 
 # Kinds of optimizer, by what wraps the one that the user chose.
 PLAIN, UNFUSED, FUSED, ZERO, BF16_ZERO, ZERO_3 = "plain", "unfused", "fused", "zero", "bf16_zero", "zero_3"

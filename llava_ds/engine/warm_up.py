@@ -16,9 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 
 from llava_ds.batch import Batch
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.data.dataset import EncodedDataset
-from llava_ds.data.loader import Layout
-from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import StepPlan
 
 STEPS_LOOKED_AT = 20  # for whether a step has several micro-batches
 
@@ -36,21 +34,13 @@ class Heaviest:
     accumulates: bool
 
 
-def heaviest_micro_batch(
-    dataset: EncodedDataset,
-    layout: Layout,
-    order: SampleOrder,
-    start_step: int,
-    num_steps: int,
-    device: torch.device,
-) -> Heaviest:
-    """The heaviest micro-batch of all ranks from start_step to num_steps, with its pictures, on the device."""
-    samples = layout.heaviest(order, dataset.lengths, start_step, num_steps)
-    loaded = [sample for sample in map(dataset.__getitem__, samples) if isinstance(sample, LoadedSample)]
-    steps = layout.steps(order, dataset.lengths, start_step)
-    plans = (plan for _, plan in itertools.islice(steps, min(STEPS_LOOKED_AT, num_steps - start_step)))
-    accumulates = any(len(plan[0]) > 1 for plan in plans)
-    return Heaviest(collate(loaded, dataset.image_options).to(device), samples, accumulates)
+def heaviest_micro_batch(plan: StepPlan, done: int, device: torch.device) -> Heaviest:
+    """The heaviest micro-batch that is left on any rank when `done` steps are done, with its images, on the device."""
+    samples = plan.heaviest(done)
+    loaded = [sample for sample in map(plan.dataset.__getitem__, samples) if isinstance(sample, LoadedSample)]
+    layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
+    accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)
+    return Heaviest(collate(loaded, plan.dataset.image_options).to(device), samples, accumulates)
 
 
 def rehearse(engine, heaviest: Heaviest, held_bytes: int = 0) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TextIO
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.files.atomic import write_whole
-from llava_ds.files.side_files import read_json
+from llava_ds.files.reading import read_json
+from llava_ds.files.writing import write_whole
 from llava_ds.infer.generate import Answer
 from llava_ds.runtime.ranks import Ranks, barrier, from_first, gather, print_first
 

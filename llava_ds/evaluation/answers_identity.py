@@ -10,9 +10,8 @@ import transformers
 from llava_ds import __version__
 from llava_ds.checkpoint import commit
 from llava_ds.constants import ConfigError
-from llava_ds.files.contents import blocks_digest, stamp_of
 from llava_ds.files.model_files import check_folder, library_errors, own_file
-from llava_ds.files.side_files import MAX_JSON_BYTES, read_bytes
+from llava_ds.files.reading import MAX_JSON_BYTES, blocks_digest, read_bytes, stamp_of
 from llava_ds.infer.engines import EngineOptions
 
 # What decides about answers beside the weights.

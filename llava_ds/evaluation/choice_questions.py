@@ -25,7 +25,7 @@ from llava_ds.evaluation.benchmark_files import (
 )
 from llava_ds.evaluation.option_letters import LETTERS
 from llava_ds.evaluation.question import Question, about
-from llava_ds.files.atomic import write_whole
+from llava_ds.files.writing import write_whole
 from llava_ds.infer.generate import Prompt
 
 LETTER_ONLY = "\nAnswer with the option's letter from the given choices directly."  # LLaVA-1.5's, for both

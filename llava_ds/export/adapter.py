@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.gather import gathered
 from llava_ds.export.llava_config import llava_config
-from llava_ds.files.hashed import write_file, write_tensors
+from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.geometry import ImageOptions
 from llava_ds.model import lora, quantize
 from llava_ds.model.hf import TOLERANCE

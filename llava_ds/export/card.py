@@ -7,9 +7,9 @@ from pathlib import Path
 
 from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.constants import DataError
-from llava_ds.files.atomic import write_whole
 from llava_ds.files.model_files import own_file
-from llava_ds.files.side_files import read_bytes
+from llava_ds.files.reading import read_bytes
+from llava_ds.files.writing import write_whole
 from llava_ds.runtime.redact import redact
 from llava_ds.tracking.run_files import read_run
 

@@ -22,7 +22,7 @@ from llava_ds.export.check import compare_reloaded, room_to_compare
 from llava_ds.export.plan import Finished
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.export.write import export_live, export_live_projector, planned_entries
-from llava_ds.files.hashed import REMEDIES, described
+from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.quantize import exact_products
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.tracking.run_record import read_run_record

@@ -12,7 +12,7 @@ from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import write_llava_tokenizer
 from llava_ds.export.transformers_folder import write_generation_config
-from llava_ds.files.hashed import write_file, write_tensors
+from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model.open import names as formats
 
 PROJECTOR_FILES = ("mm_projector.bin", "mm_projector.safetensors", "config.json")

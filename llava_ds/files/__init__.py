@@ -1,1 +1,1 @@
-"""Files read and written safely, whoever has touched them."""
+"""Reading and writing of files, safely."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llava_ds.constants import DataError
-from llava_ds.files.atomic import write_whole
-from llava_ds.files.side_files import read_rows
+from llava_ds.files.reading import read_rows
+from llava_ds.files.writing import write_whole
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
 

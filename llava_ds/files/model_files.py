@@ -15,8 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.files.contents import Stamp, stamp_of
-from llava_ds.files.side_files import read_bytes
+from llava_ds.files.reading import Stamp, read_bytes, stamp_of
 
 MAX_BYTES = 2**27  # of a JSON file; the largest tokenizer.json that is published has 35 MB
 MAX_TEMPLATE_BYTES = 2**20  # of a chat template; published ones have 20 kB

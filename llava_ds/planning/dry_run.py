@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.data.dataset import EncodedDataset
-from llava_ds.data.loader import Layout, windows
-from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.loader import windows
+from llava_ds.data.step_plan import StepPlan
 from llava_ds.planning.fit import GB, Run, advice, description, table, verdict
 from llava_ds.planning.sample_text import shown_sample
 from llava_ds.runtime.ranks import Ranks
@@ -21,42 +20,25 @@ LONGEST_TEXT = 800  # characters shown of a sample
 STATES = {"too big": "would run out of memory", "tight": "may run out of memory", "fits": "ready"}
 
 
-def first_batch(
-    dataset: EncodedDataset,
-    layout: Layout,
-    order: SampleOrder,
-    start_step: int,
-    num_steps: int,
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[str]:
+def first_batch(plan: StepPlan, done: int, rank: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The first step that would be taken, this rank's first micro-batch in it, and that one's first sample.
 
-    Its pictures are really decoded.
+    Its images are really decoded.
     """
-    if start_step >= num_steps:
-        return [f"the run is complete: {start_step:,} of {num_steps:,} steps are done"]
-    samples, plan = next(layout.steps(order, dataset.lengths, start_step))
-    window = next(
-        windows(
-            dataset,
-            layout,
-            order,
-            start_step=start_step,
-            num_steps=start_step + 1,
-            num_workers=0,
-            device=torch.device("cpu"),
-        )
-    )
+    if done >= plan.num_steps:
+        return [f"the run is complete: {done:,} of {plan.num_steps:,} steps are done"]
+    dataset, (samples, of_ranks) = plan.dataset, plan.step(done + 1)
+    window = next(windows(plan, rank, done=done, num_workers=0, device=torch.device("cpu")))
     micro = window.micro_batches[0]
     lines = [
-        f"step {start_step + 1:,}: {len(samples)} samples, {sum(dataset.lengths[i] for i in samples):,} tokens, "
-        f"{sum(dataset.num_targets[i] for i in samples):,} supervised, on {len(plan)} ranks in {len(plan[0])} "
-        "micro-batches",
-        f"rank {layout.rank}'s first: {micro.num_samples} samples, {micro.num_tokens:,} tokens, {micro.num_targets:,} "
+        f"step {done + 1:,}: {len(samples)} samples, {sum(dataset.lengths[i] for i in samples):,} tokens, "
+        f"{sum(dataset.num_targets[i] for i in samples):,} supervised, on {len(of_ranks)} ranks in "
+        f"{len(of_ranks[0])} micro-batches",
+        f"rank {rank}'s first: {micro.num_samples} samples, {micro.num_tokens:,} tokens, {micro.num_targets:,} "
         f"supervised, {len(micro.batch.pixel_values)} image tiles",
         *(f"left out: {broken.id} ({broken.reason})" for broken in micro.broken),
     ]
-    if mine := plan[layout.rank][0]:
+    if mine := of_ranks[rank][0]:
         text = in_terminal(shown_sample(dataset, mine[0], tokenizer), coloured=False)
         lines.append(text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)")
     return lines

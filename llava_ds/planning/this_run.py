@@ -6,8 +6,8 @@ from pathlib import Path
 
 from llava_ds.checkpoint.run_identity import saved_identity
 from llava_ds.data.dataset import EncodedDataset
-from llava_ds.data.loader import Layout
 from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.activation_budget import free_memory
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.schedule import describe_schedule
@@ -20,16 +20,14 @@ from llava_ds.runtime.ranks import Ranks, from_first, gather, local_ranks, print
 MOST_TOKENS_ON_CPU = 8192  # more gain nothing there
 
 
-def plan_lines(
-    resolved: ResolvedConfig, dataset: EncodedDataset, layout: Layout, num_steps: int, per_epoch: int
-) -> list[str]:
-    """What will be trained on what, and how, for a person to read before it begins. per_epoch: optimizer steps."""
-    training = resolved.args.training
-    epochs = num_steps / per_epoch
+def plan_lines(resolved: ResolvedConfig, steps: StepPlan) -> list[str]:
+    """Describe the data, the steps and the DeepSpeed configuration of a run, before it begins."""
+    training, num_steps = resolved.args.training, steps.num_steps
+    epochs = num_steps / steps.steps_per_epoch
     schedule = describe_schedule(training, num_steps, resolved.config.get("scheduler"))
     return [
-        *dataset.summary(),
-        f"{num_steps:,} optimizer steps of {layout.batch_size} samples ({epochs:.2f} epochs), {schedule}",
+        *steps.dataset.summary(),
+        f"{num_steps:,} optimizer steps of {steps.batch_size} samples ({epochs:.2f} epochs), {schedule}",
         f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
         *resolved.explain(),
     ]

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from llava_ds.config.bounds import in_a_line
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, in_short, nearest_name
-from llava_ds.files.atomic import can_be_made, path_problem
+from llava_ds.files.writing import can_be_made, path_problem
 from llava_ds.runtime.launchers import check_variables
 from llava_ds.runtime.output import check_output, exit_for_bad_input, exit_for_failure, keep_streams
 from llava_ds.runtime.processes import watch_launcher

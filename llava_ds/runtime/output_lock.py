@@ -21,7 +21,7 @@ import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
 from llava_ds.constants import EXIT_BAD_INPUT, ConfigError, DataError
-from llava_ds.files.hashed import described
+from llava_ds.files.writing import described
 from llava_ds.runtime.launchers import rank_variables
 from llava_ds.runtime.processes import process_namespace, say_now, watch_launcher
 from llava_ds.runtime.ranks import Ranks, from_first, gather, print_first

@@ -13,7 +13,7 @@ import numpy as np
 
 from llava_ds.constants import DataError
 from llava_ds.data.file_slices import write_errors
-from llava_ds.files.side_files import read_json
+from llava_ds.files.reading import read_json
 from llava_ds.tiny.questions import CAPTION_REQUESTS, KINDS, Balance, all_questions, caption, conversation
 from llava_ds.tiny.scenes import draw_scene, sample_scene
 

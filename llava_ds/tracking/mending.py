@@ -8,7 +8,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.jsonl import replace_rows
-from llava_ds.files.side_files import move_aside, read_rows, why_not_regular
+from llava_ds.files.reading import move_aside, read_rows, why_not_regular
 from llava_ds.runtime.ranks import Ranks, from_first, print_first
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from llava_ds.files.atomic import write_whole
 from llava_ds.files.jsonl import append, read_metrics
+from llava_ds.files.writing import write_whole
 
 COLUMNS = (
     "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "supervised_tokens", "step_time_s", "data_wait_s",

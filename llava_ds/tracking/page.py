@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llava_ds.config.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava_ds.engine.ds_config.draft import value_at
-from llava_ds.files.atomic import write_output, write_whole
+from llava_ds.files.writing import write_output, write_whole
 from llava_ds.tracking.chart import short
 from llava_ds.tracking.curves import learning_curves, machine_curves
 from llava_ds.tracking.data_part import data_part

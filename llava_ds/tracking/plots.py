@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from llava_ds.files.atomic import write_whole
+from llava_ds.files.writing import write_whole
 from llava_ds.tracking.chart import is_far_apart, short
 from llava_ds.tracking.series import running_mean, thinned
 

@@ -1,170 +1,151 @@
-"""What a person sees while it trains, and the files that hold the same: the bar, metrics.jsonl and .csv, loss.png."""
+"""The numbers of a run as it trains: the bar, metrics.jsonl and .csv, loss.png, and the trackers of --report_to."""
 
 import dataclasses
 import math
 import resource
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from llava_ds.config.arguments import TrainingArguments
 from llava_ds.data.loader import Counts
 from llava_ds.data.sources.source import means_by_source
+from llava_ds.data.step_plan import StepPlan
 from llava_ds.files.jsonl import MetricsLog, read_metrics
 from llava_ds.model.flops import ModelFlops
-from llava_ds.runtime.ranks import Ranks, all_sum, progress_bar
+from llava_ds.runtime.mesh import Mesh, sum_over
+from llava_ds.runtime.ranks import Ranks, progress_bar
 from llava_ds.tracking.metrics_csv import MetricsTable
-from llava_ds.tracking.page import leave_report
 from llava_ds.tracking.plots import LossPlot
 from llava_ds.tracking.series import Smoothed
 from llava_ds.tracking.trackers import Trackers
 
 
+@dataclass(frozen=True)
+class Speed:
+    """The FLOPs that training needs, and those that one rank's device can do in a second at most."""
+
+    flops: ModelFlops
+    peak_flops: float
+
+
 class Progress:
-    """Takes every step's result, reads the device only every logging_steps, and writes on rank 0."""
+    """Takes the result of every step, reads the device only every --logging_steps, and writes on rank 0.
+
+    A new number in the log is one line in _row, or one entry of the objective's metrics.
+    """
 
     def __init__(
         self,
-        output_dir: Path,
         title: str,
+        training: TrainingArguments,
+        plan: StepPlan,
+        speed: Speed,
+        ranks: Ranks,
         *,
         resume_step: int,
-        max_steps: int,
-        steps_per_epoch: int,
-        batch_size: int,
-        logging_steps: int,
-        sources: list[str],
-        flops: ModelFlops,
-        peak_flops: float,
-        skipped,
-        skipped_steps,
-        spikes,
-        ranks: Ranks,
-        monitor,
         trackers: Trackers,
     ) -> None:
-        """title: of loss.png; batch_size: samples of an optimizer step; sources: the data's names; peak_flops: of this
-        rank's device, per second; monitor: the engine's, which feeds what the DeepSpeed JSON switches on (TensorBoard,
-        CSV, W&B, Comet); trackers: what --report_to switches on."""
-        self.batch_size, self.monitor, self.trackers = batch_size, monitor, trackers
-        self.output_dir, self.ranks = output_dir, ranks
-        self.max_steps, self.steps_per_epoch, self.logging_steps = max_steps, steps_per_epoch, logging_steps
-        # Of long runs every n-th step has a loss for each source, so that logs of mixtures stay small.
-        self.sources, self.source_steps = sources, trackers.every
-        self.flops, self.peak_flops = flops, peak_flops * ranks.world_size
-        self.skipped, self.skipped_steps, self.spikes = skipped, skipped_steps, spikes
+        """title: of loss.png; trackers: what --report_to switches on. All ranks call it together."""
+        self.plan, self.speed, self.trackers = plan, speed, trackers
+        self.mesh, self.ranks, self.logging_steps = Mesh.of(ranks), ranks, training.logging_steps
+        self.sources = plan.dataset.sources
+        self.output_dir = Path(training.output_dir)
         self.pending: list = []
         self.waited_s = 0.0  # for the device when it was last read, which is in the time of the step that followed
-        self.smoothed, self.bad_samples = Smoothed(), 0
+        self.smoothed, self.num_broken = Smoothed(), 0
         if ranks.is_first:
-            metrics = output_dir / "metrics.jsonl"
+            metrics = self.output_dir / "metrics.jsonl"
             self.log = MetricsLog(metrics, resume_step)
-            self.table = MetricsTable(output_dir / "metrics.csv", metrics)
-            self.plot = LossPlot(output_dir / "loss.png", title, read_metrics(metrics))
-        self.bar = progress_bar(total=max_steps, initial=resume_step, desc=output_dir.name, unit="step")
+            self.table = MetricsTable(self.output_dir / "metrics.csv", metrics)
+            self.plot = LossPlot(self.output_dir / "loss.png", title, read_metrics(metrics))
+        self.bar = progress_bar(total=plan.num_steps, initial=resume_step, desc=self.output_dir.name, unit="step")
 
-    def after_step(self, result, flush: bool = False) -> None:
-        """result: a StepResult of the loop; flush: whether to write at once, so that the log does not lag behind a
-        checkpoint, whose time is not a step's."""
+    def after_step(self, result, flush: bool = False) -> tuple[list, list[dict]]:
+        """Take a StepResult of the loop. Return the results that were read from the device, and their rows.
+
+        flush: write at once, so that the log does not lag behind a checkpoint, whose time is not a step's.
+        """
         self.pending.append(result)
-        if flush or result.step % self.logging_steps == 0 or result.step == self.max_steps:
-            self.flush()
+        read = [], []
+        if flush or result.step % self.logging_steps == 0 or result.step == self.plan.num_steps:
+            read = self.flush()
         if flush:
             self.trackers.flush()
             self.waited_s = 0.0
+        return read
 
-    def flush(self) -> None:
-        """Write what is pending. All ranks call it together."""
+    def flush(self) -> tuple[list, list[dict]]:
+        """Write what is pending, and return it as after_step does. All ranks call it together."""
         if not self.pending:
-            return
+            return [], []
         started = time.perf_counter()
-        read = [_on_host(result, *values) for result, values in zip(self.pending, self._values())]
+        read = self._read()
         waited_s = time.perf_counter() - started
         # Steps are queued faster than the device takes them: only those read together have a time of their own.
         seconds = sum(result.step_time_s for result in read) - self.waited_s + waited_s
         self.waited_s = waited_s
-        tokens = sum(result.counts.tokens for result in read)
-        flops = sum(self.flops.of(c.tokens, c.pairs, c.tiles, c.targets) for c in (result.counts for result in read))
-        rates = {"tokens_per_s": round(tokens / seconds, 1), "mfu": round(flops / seconds / self.peak_flops, 6)}
+        rates = self._rates(read, seconds)
         rows = [self._row(result, rates) for result in read]
         if self.ranks.is_first:
-            self._write(rows)
+            for log in (self.log, self.table, self.plot, self.trackers):
+                log.write(rows)
             self._show(rows, wait=sum(result.data_wait_s for result in read) / seconds)
-        self.skipped.add(read)
-        self.skipped_steps.add(read, [result.loss for result in self.pending])
-        self.spikes.add(read)
         self.pending.clear()
+        return read, rows
 
     def close(self) -> None:
-        """End the bar, draw the curve, and leave the report."""
+        """End the bar and draw the curve."""
         self.flush()
         self.bar.close()
         if self.ranks.is_first:
-            for other in (self.skipped, self.skipped_steps, self.spikes):
-                other.log.write([])  # what waits for room on the disk
             self.plot.close()
             self.log.close()
-            leave_report(self.output_dir)
 
-    def _write(self, rows: list[dict]) -> None:
-        self.log.write(rows)
-        self.table.write(rows)
-        self.plot.write(rows)
-        self.trackers.write(rows)
-        if self.monitor.enabled:
-            # DeepSpeed's own name and axis for the loss, which its engine does not write.
-            name = "Train/Samples/train_loss"
-            self.monitor.write_events([(name, row["loss"], row["step"] * self.batch_size) for row in rows])
-
-    def _show(self, rows: list[dict], wait: float) -> None:
-        """wait: the part of the time that went by without data, on this rank."""
-        for row in rows:
-            self.smoothed.add(row["loss"])
-        last = rows[-1]
-        bad = [f"{last['skipped_steps']:,} steps skipped"] if last["skipped_steps"] else []
-        self.bad_samples += sum(row["broken_samples"] for row in rows)
-        bad += [f"{self.bad_samples:,} samples broken"] if self.bad_samples else []
-        loss, speed = f"loss {self.smoothed.value:.4f}", f"{last['tokens_per_s']:,.0f} tokens/s"
-        rate, memory = f"lr {max(last['lr']):.2e}", f"{last['peak_memory_bytes'] / 1e9:.1f} GB"
-        wait = f"{max(0.0, wait):.1%}"
-        update_bar(
-            self.bar,
-            len(rows),
-            [loss, rate, speed, f"MFU {last['mfu']:.1%}", f"waiting for data {wait}", memory, *bad],
-            [loss, speed, f"waiting {wait}", *bad],
-        )
-
-    def _values(self) -> list[list]:
-        """Loss, gradient norm, skipped steps, counts and means of what is pending, in one look at the device."""
-        results, device = self.pending, self.ranks.device
+    def _read(self) -> list:
+        """Return what is pending with numbers in place of tensors, in one look at the device."""
         several = len(self.sources) > 1
-        sums = [result.loss.reshape(1) for result in results]
-        sums += [result.by_source.flatten() for result in results if several]
-        rest = [value for result in results for value in (result.grad_norm, result.skipped_steps)]
-        on_device = [value for value in rest if isinstance(value, torch.Tensor)]
-        # The counts are float64, so all of it will be.
-        table = [all_sum(torch.cat(sums)), *(result.counts for result in results)]
-        table += [value.to(device).reshape(1) for value in on_device]
-        numbers = iter(torch.cat(table).tolist())
-        losses = [next(numbers) for _ in results]
-        by_source = [[[next(numbers) for _ in self.sources] for _ in range(2)] if several else None for _ in results]
-        counts = [Counts(*(int(next(numbers)) for _ in Counts._fields)) for _ in results]
-        rest = iter([next(numbers) if isinstance(value, torch.Tensor) else value for value in rest])
-        means = [None if result.means is None else self._means_of_all(result.means) for result in results]
-        return [[loss, next(rest), next(rest), *others] for loss, *others in zip(losses, counts, means, by_source)]
+        parts = [{"loss": r.loss, **({"by_source": r.by_source} if several else {}), **r.metrics} for r in self.pending]
+        same = [
+            {"counts": r.counts, "grad_norm": r.grad_norm, "skipped_steps": r.skipped_steps, "own_loss": r.loss}
+            for r in self.pending
+        ]
+        both = [{**a, **b} for a, b in zip(summed(parts, self.mesh), same)]
+        read = []
+        for result, found in zip(self.pending, to_host(both, self.ranks.device)):
+            counts = Counts(*map(int, found["counts"]))
+            changes = {
+                **{name: found[name] for name in ("loss", "grad_norm", "skipped_steps", "own_loss")},
+                "counts": counts,
+                "by_source": found.get("by_source"),
+                "metrics": {name: found[name] / max(1, counts.targets) for name in result.metrics},
+                "means": None if result.means is None else self._means_of_all(result.means),
+            }
+            read.append(dataclasses.replace(result, **changes))
+        return read
 
     def _means_of_all(self, means: torch.Tensor) -> list[list[float]]:
         """(ranks, micro-batches) of each rank's (micro-batches,)."""
-        table = means.new_zeros(self.ranks.world_size, len(means))
-        table[self.ranks.rank] = means
-        return all_sum(table).tolist()
+        table = means.new_zeros(self.mesh.dp, len(means))
+        table[self.mesh.dp_rank] = means
+        return sum_over(self.mesh.data_group, table).tolist()
+
+    def _rates(self, read: list, seconds: float) -> dict[str, float]:
+        """Tokens per second and MFU of the steps that were read together."""
+        counts = [result.counts for result in read]
+        flops = sum(self.speed.flops.of(c.tokens, c.pairs, c.tiles, c.targets) for c in counts)
+        peak = self.speed.peak_flops * self.ranks.world_size
+        tokens = sum(c.tokens for c in counts)
+        return {"tokens_per_s": round(tokens / seconds, 1), "mfu": round(flops / seconds / peak, 6)}
 
     def _row(self, result, rates: dict[str, float]) -> dict:
         norm = result.grad_norm
         row = {
             "step": result.step,
-            "epoch": round(result.step / self.steps_per_epoch, 5),
+            "epoch": round(result.step / self.plan.steps_per_epoch, 5),
             "loss": result.loss,
             "lr": [float(f"{rate:.7g}") for rate in result.lr],  # more digits say nothing and fill the disk
             "grad_norm": None if norm is None or not math.isfinite(norm) else float(f"{norm:.7g}"),
@@ -177,10 +158,53 @@ class Progress:
             "peak_memory_bytes": peak_memory_bytes(self.ranks.device),
             "skipped_steps": int(result.skipped_steps),
             "broken_samples": result.num_planned - result.counts.samples,
+            **result.metrics,
         }
-        if result.by_source is not None and (result.step % self.source_steps == 0 or result.step == self.max_steps):
+        # Of long runs every n-th step has a loss for each source, so that logs of mixtures stay small.
+        shown = result.step % self.trackers.every == 0 or result.step == self.plan.num_steps
+        if result.by_source is not None and shown:
             row["source_losses"] = means_by_source(self.sources, *result.by_source)
         return row if result.means is None else {**row, "micro_batch_losses": result.means}
+
+    def _show(self, rows: list[dict], wait: float) -> None:
+        """wait: the part of the time that went by without data, on this rank."""
+        for row in rows:
+            self.smoothed.add(row["loss"])
+        last = rows[-1]
+        bad = [f"{last['skipped_steps']:,} steps skipped"] if last["skipped_steps"] else []
+        self.num_broken += sum(row["broken_samples"] for row in rows)
+        bad += [f"{self.num_broken:,} samples broken"] if self.num_broken else []
+        loss, speed = f"loss {self.smoothed.value:.4f}", f"{last['tokens_per_s']:,.0f} tokens/s"
+        rate, memory = f"lr {max(last['lr']):.2e}", f"{last['peak_memory_bytes'] / 1e9:.1f} GB"
+        wait = f"{max(0.0, wait):.1%}"
+        update_bar(
+            self.bar,
+            len(rows),
+            [loss, rate, speed, f"MFU {last['mfu']:.1%}", f"waiting for data {wait}", memory, *bad],
+            [loss, speed, f"waiting {wait}", *bad],
+        )
+
+
+def summed(steps: list[dict[str, torch.Tensor]], mesh: Mesh) -> list[dict[str, torch.Tensor]]:
+    """Sum the tensors of some steps over the data group, in one collective, as float64."""
+    tensors = [tensor for step in steps for tensor in step.values()]
+    flat = sum_over(mesh.data_group, torch.cat([tensor.double().flatten() for tensor in tensors]))
+    parts = iter(flat.split([tensor.numel() for tensor in tensors]))
+    return [{name: next(parts).view(tensor.shape) for name, tensor in step.items()} for step in steps]
+
+
+def to_host(steps: list[dict[str, object]], device: torch.device) -> list[dict[str, object]]:
+    """Replace the tensors in some dicts by numbers, or lists of them, in one copy from the device."""
+    tensors = [value for step in steps for value in step.values() if isinstance(value, torch.Tensor)]
+    flat = torch.cat([tensor.to(device, torch.float64).flatten() for tensor in tensors]).cpu()
+    parts = iter(flat.split([tensor.numel() for tensor in tensors]))
+    return [
+        {
+            name: next(parts).view(value.shape).tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in step.items()
+        }
+        for step in steps
+    ]
 
 
 # What stands before the numbers, with less and less room.
@@ -208,20 +232,6 @@ def update_bar(bar: tqdm, num_steps: int, everything: list[str], least: list[str
             break
     bar.bar_format = None if layout == _BARS[0] else layout
     bar.update(num_steps)
-
-
-def _on_host(
-    result,
-    loss: float,
-    grad_norm: float | None,
-    skipped_steps: float,
-    counts: Counts,
-    means: list | None,
-    by_source: list | None,
-):
-    """A StepResult with numbers in the place of tensors."""
-    values = {"loss": loss, "counts": counts, "skipped_steps": skipped_steps, "means": means, "by_source": by_source}
-    return dataclasses.replace(result, **values, grad_norm=None if grad_norm is None else float(grad_norm))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

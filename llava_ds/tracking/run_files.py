@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llava_ds.constants import DataError
-from llava_ds.files.side_files import read_json, read_rows
+from llava_ds.files.reading import read_json, read_rows
 from llava_ds.tracking.series import Smoothed
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -20,8 +20,8 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
-from llava_ds.files.atomic import write_whole
-from llava_ds.files.side_files import mismatch, read_json
+from llava_ds.files.reading import mismatch, read_json
+from llava_ds.files.writing import write_whole
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.redact import redact
 

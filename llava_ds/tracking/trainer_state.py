@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from llava_ds.files.atomic import write_whole
 from llava_ds.files.jsonl import read_metrics
+from llava_ds.files.writing import write_whole
 
 
 def write_trainer_state(output_dir: Path, batch_size: int, num_epochs: float) -> None:

@@ -13,16 +13,19 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.config.arguments import Arguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.encode import end_markers
-from llava_ds.data.loader import Layout, micro_batches
+from llava_ds.data.loader import micro_batches
 from llava_ds.data.sources.source import means_by_source
+from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
-from llava_ds.engine.schedule import steps_between
+from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.ranks import Ranks, all_sum, from_first, gather
+from llava_ds.tracking.eval_log import Evals
+from llava_ds.tracking.trackers import Trackers
+from llava_ds.train.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -48,17 +51,17 @@ class HeldOutLoss(NamedTuple):
 
 
 @torch.no_grad()
-def held_out_loss(engine, dataset: EncodedDataset, layout: Layout, num_workers: int, ranks: Ranks) -> HeldOutLoss:
+def held_out_loss(engine, dataset: EncodedDataset, packing: Packing, num_workers: int, ranks: Ranks) -> HeldOutLoss:
     """The loss over a data set. All ranks call it together.
 
     It is laid out as an optimizer step would be that takes all of it: on all ranks, which then have equally many
     micro-batches, as ZeRO-3 needs.
     """
-    plan = layout.plan_all(dataset.lengths)
+    of_ranks = packing.lay_out_all(dataset.lengths)
     engine.eval()
     num_sources, num_samples = len(dataset.sources), 0
     total = torch.zeros(1 + 2 * num_sources, dtype=torch.float64, device=ranks.device)
-    for micro in micro_batches(dataset, plan[ranks.rank], num_workers, ranks.device):
+    for micro in micro_batches(dataset, of_ranks[ranks.rank], num_workers, ranks.device):
         _, by_source = engine(micro.batch, num_sources=num_sources)
         total[1:] += by_source.flatten()
         num_samples += micro.num_samples
@@ -118,30 +121,31 @@ def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
     return shown
 
 
-@torch.no_grad()
-def answers(
-    engine,
-    prompts: list[SampleQuestion],
-    dataset: EncodedDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    max_new_tokens: int,
-    max_length: int,
-    ranks: Ranks,
-) -> list[str]:
-    """The greedy answer to each prompt, by the engine as it trains, whatever its ZeRO stage.
+@dataclass(frozen=True)
+class Decoding:
+    """Greedy decoding. images: the layout of images; max_length: the length at which training cuts samples, beyond
+    which a language model may have no positions."""
 
-    All ranks call it together, and compute all of it, for at ZeRO-3 none can compute alone. What was said is computed
-    anew for every token, which a few short answers can afford: no cache has to fit the language model of training.
-    dataset: for how pictures are laid out; max_length: where samples of training are cut, beyond which a language model
-    may have no positions.
+    tokenizer: PreTrainedTokenizerBase
+    template: str
+    images: ImageOptions
+    max_new_tokens: int
+    max_length: int
+
+
+@torch.no_grad()
+def answers(engine, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ranks) -> list[str]:
+    """Return the greedy answer to each prompt, by the engine as it trains, at any ZeRO stage.
+
+    All ranks call it together and compute all of it, for at ZeRO-3 no rank can compute alone. The whole sequence is
+    computed again for every token, which a few short answers can afford: no cache has to fit the language model.
     """
     engine.eval()
-    ends = set(end_markers(template, tokenizer))
-    said: list[list[int]] = [[] for _ in prompts]
+    ends = set(end_markers(decoding.template, decoding.tokenizer))
+    decoded: list[list[int]] = [[] for _ in prompts]
     going = list(range(len(prompts)))
     while going:
-        batch = collate([_continued(prompts[i].sample, said[i]) for i in going], dataset.image_options).to(ranks.device)
+        batch = collate([_continued(prompts[i].sample, decoded[i]) for i in going], decoding.images).to(ranks.device)
         logits = engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)  # (B, V)
         chosen = logits.argmax(-1)
         if ranks.world_size > 1:  # the same on every rank, on whatever hardware
@@ -150,44 +154,35 @@ def answers(
             if token in ends:
                 going.remove(i)
                 continue
-            said[i].append(token)
-            if len(said[i]) == min(max_new_tokens, max_length - len(prompts[i].sample.input_ids)):
+            decoded[i].append(token)
+            if len(decoded[i]) == min(decoding.max_new_tokens, decoding.max_length - len(prompts[i].sample.input_ids)):
                 going.remove(i)
     engine.train()
-    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in said]
+    return [decoding.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in decoded]
 
 
-def _continued(sample: LoadedSample, said: list[int]) -> LoadedSample:
-    ids = torch.cat([sample.input_ids, torch.tensor(said, dtype=torch.int64)])
+def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:
+    ids = torch.cat([sample.input_ids, torch.tensor(decoded, dtype=torch.int64)])
     return dataclasses.replace(sample, input_ids=ids, labels=torch.full_like(ids, IGNORE_INDEX))
 
 
 class Evaluation:
-    """Measures and asks when it is time to, and hands what it finds to a log (llava_ds.tracking.eval_log)."""
+    """Measures the eval loss and asks sample questions when that is due, and logs both (evals.jsonl, samples.jsonl)."""
 
-    def __init__(
-        self,
-        engine,
-        args: Arguments,
-        held_out: EncodedDataset | None,
-        asked: EncodedDataset | None,
-        layout: Layout,
-        tokenizer: PreTrainedTokenizerBase,
-        log,
-        ranks: Ranks,
-        *,
-        num_steps: int,
-    ) -> None:
-        """args: with the template's own name; held_out: what the loss is measured on; asked: what questions are taken
-        from; None of either: it is not; num_steps: of the whole run."""
-        self._eval_steps = steps_between(args.training.eval_steps, num_steps)
-        self._sample_steps = steps_between(args.training.sample_steps, num_steps)
-        self._engine, self._training, self._held_out, self._asked = engine, args.training, held_out, asked
-        self._layout, self._num_workers, self._log, self._ranks = layout, args.data.dataloader_num_workers, log, ranks
-        self._tokenizer, self._template, self._max_length = tokenizer, args.model.version, args.data.model_max_length
-        number = args.training.num_sample_questions
-        prompts = prompts_of(asked, number, tokenizer, self._template) if asked else []
-        # A picture may be missing on one machine only.
+    def __init__(self, engine, plan: Plan, trackers: Trackers, ranks: Ranks) -> None:
+        """All ranks call it together."""
+        args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
+        self._eval_steps = steps_between(training.eval_steps, num_steps)
+        self._sample_steps = steps_between(training.sample_steps, num_steps)
+        self._engine, self._ranks, self._packing = engine, ranks, plan.steps.packing
+        self._num_workers, self._held_out = args.data.dataloader_num_workers, plan.evals.held_out
+        self._log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
+        self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
+        tokenizer, template, questions = plan.model.tokenizer, args.model.version, plan.evals.questions
+        length = args.data.model_max_length
+        self._decoding = Decoding(tokenizer, template, plan.images, training.sample_max_new_tokens, length)
+        prompts = prompts_of(questions, training.num_sample_questions, tokenizer, template) if questions else []
+        # An image may be missing on one machine only.
         shown = set.intersection(*(set(part) for part in gather([prompt.index for prompt in prompts], ranks)))
         self._prompts = [prompt for prompt in prompts if prompt.index in shown]
 
@@ -199,28 +194,25 @@ class Evaluation:
         """Whether it was due at the step that a run goes on from, whose stop left no time. All ranks call it."""
         return self.is_due(step, last) and not from_first(self._ranks, lambda: self._log.has(step))
 
+    def ahead_s(self, step: int) -> float:
+        """Seconds of an evaluation that comes before the next chance to stop, judged by the last one."""
+        due = any(self.is_due(at, at == self._num_steps) for at in (step, step + 1))
+        return self._last_s if due else 0.0
+
     def run(self, step: int, last: bool) -> None:
         """Do what is due. All ranks call it together."""
+        began = time.perf_counter()
         if self._measures(step, last):
-            started = time.perf_counter()
-            found = held_out_loss(self._engine, self._held_out, self._layout, self._num_workers, self._ranks)
-            broken, seconds = len(self._held_out) - found.samples, time.perf_counter() - started
+            found = held_out_loss(self._engine, self._held_out, self._packing, self._num_workers, self._ranks)
+            broken, seconds = len(self._held_out) - found.samples, time.perf_counter() - began
             self._log.add_loss(step, *found, broken=broken, seconds=seconds)
         if self._asks(step, last):
             started = time.perf_counter()
-            said = answers(
-                self._engine,
-                self._prompts,
-                self._asked,
-                self._tokenizer,
-                self._template,
-                self._training.sample_max_new_tokens,
-                self._max_length,
-                self._ranks,
-            )
+            decoded = answers(self._engine, self._prompts, self._decoding, self._ranks)
             shown = ("id", "question", "images", "reference")
-            rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, said)]
+            rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, decoded)]
             self._log.add_answers(step, rows, seconds=time.perf_counter() - started)
+        self._last_s = time.perf_counter() - began
 
     def _measures(self, step: int, last: bool) -> bool:
         return self._held_out is not None and (last or _is_multiple(step, self._eval_steps))

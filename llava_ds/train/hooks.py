@@ -1,116 +1,212 @@
-"""What happens between two optimizer steps."""
+"""What happens between two optimizer steps: hooks, in a list whose order is the policy.
+
+run/train.py takes Stop, Log, Health, Evaluate, Save: a request to stop is heard first, so that what follows knows
+which step is the last; numbers are written before anything judges them; a run that goes back to a checkpoint neither
+evaluates nor saves what it gave up.
+"""
 
 import time
+from dataclasses import dataclass, field
 
-from torch import nn
-
-from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import DataError
 from llava_ds.engine.non_finite import settle_skipped_steps
-from llava_ds.runtime.ranks import Ranks, print_first
-from llava_ds.runtime.stopping import Stopping
-from llava_ds.runtime.watchdog import Watchdog
-from llava_ds.train.evals import Evaluation
-from llava_ds.train.loop import StepResult, TrainState
+from llava_ds.runtime.ranks import print_first
+from llava_ds.tracking.page import leave_report
+from llava_ds.tracking.peak import peak_flops
+from llava_ds.tracking.progress import Progress, Speed
+from llava_ds.tracking.trackers import called
+from llava_ds.train.loss_spikes import LossSpikes
 from llava_ds.train.replicas import check_replicas
+from llava_ds.train.session import Session
+from llava_ds.train.skipped_samples import SkippedLog
+from llava_ds.train.skipped_steps import SkippedSteps
+from llava_ds.train.state import StepResult
 
 
-class Boundary:
-    """Stopping, logging, going back, checking, evaluating and saving, in this order, on every rank after every step."""
+@dataclass
+class StepEnd:
+    """The boundary after an optimizer step, handed from hook to hook.
 
-    def __init__(
-        self,
-        engine,
-        model: nn.Module,
-        state: TrainState,
-        num_steps: int,
-        training: TrainingArguments,
-        stop: Stopping,
-        watchdog: Watchdog,
-        progress,
-        evaluation: Evaluation,
-        saver,
-        ranks: Ranks,
-    ) -> None:
-        """progress: of llava_ds.report; saver: of llava_ds.checkpoint."""
-        self.engine, self.model, self.state, self.num_steps, self.ranks = engine, model, state, num_steps, ranks
-        self.save_steps = training.save_steps if training.save_strategy != "no" else None
-        self.check_divergence_steps = training.check_divergence_steps
-        self.stop, self.watchdog, self.progress, self.evaluation = stop, watchdog, progress, evaluation
-        self.skipped, self.skipped_steps, self.spikes = progress.skipped, progress.skipped_steps, progress.spikes
-        self.saver, self.logging_steps, self._evaluation_s = saver, training.logging_steps, 0.0
+    finished: the run's last step; stops: the run was asked to stop here; read: the results, with numbers, of the steps
+    that were read from the device here; problems: reasons why the run has to end; at_checkpoint: the weights are those
+    of the last checkpoint; keeps_all: no older checkpoint gives way to the next one; paused: the time since the step is
+    not a step's.
+    """
+
+    result: StepResult
+    finished: bool
+    stops: bool = False
+    read: list[StepResult] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    at_checkpoint: bool = False
+    keeps_all: bool = False
+    paused: bool = False
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def step(self) -> int:
+        """The number of the step that is done."""
+        return self.result.step
+
+    @property
+    def last(self) -> bool:
+        """True if nothing comes after this step."""
+        return self.finished or self.stops or bool(self.problems)
+
+    def raise_problems(self) -> None:
+        """End the run, on every rank, if there are reasons to. Raises DataError."""
+        if self.problems:
+            raise DataError("\n".join(self.problems))
+
+    def paused_s(self) -> float:
+        """Seconds since the step that are not the next step's."""
+        return time.perf_counter() - self.began if self.paused else 0.0
+
+
+class Hook:
+    """Something that acts between two steps, on every rank. Collectives are allowed: all ranks call in one order."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.training = session.plan.args.training
 
     def begin(self) -> None:
-        """Make the evaluation that the stop before this start left no time for. All ranks call it together."""
-        step = self.state.step
-        if step and self.evaluation.was_missed(step, step == self.num_steps):
-            self._evaluate(step, step == self.num_steps)
-        self.watchdog.enters("step", step + 1)
+        """Act before the first step."""
 
-    def after_step(self, result: StepResult) -> float:
-        """What the loop calls. Returns the seconds that are not the step's.
+    def after_step(self, end: StepEnd) -> None:
+        """Act after a step."""
 
-        Raises DataError, on every rank, where the run can't go on: too many broken samples or skipped steps, copies
-        that differ between ranks, a disk that takes no checkpoint.
-        """
-        started, step = time.perf_counter(), result.step
-        finished = step == self.num_steps
-        self.state.stops = self.stop.agreed(result.step_time_s, self._evaluation_ahead_s(step))
-        evaluates = not self.state.stops and self.evaluation.is_due(step, finished)
-        last = finished or self.state.stops
-        saves = self.save_steps is not None and (last or step % self.save_steps == 0)
-        self.progress.after_step(result, flush=saves or evaluates)
+    def close(self) -> None:
+        """Act after the last step, if training ended as it should."""
+
+
+class Stop(Hook):
+    """Hears that the run is asked to stop, on all ranks at the same step."""
+
+    def after_step(self, end: StepEnd) -> None:
+        ahead_s = self.session.evaluation.ahead_s(end.step)
+        end.stops = self.session.state.stops = self.session.stop.agreed(end.result.step_time_s, ahead_s)
+
+
+class Log(Hook):
+    """Writes and shows the numbers of the steps, and leaves the report at the end."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        plan, ranks = session.plan, session.ranks
+        peak, line = peak_flops(ranks.device, plan.resolved.compute_dtype)
+        print_first(line)
+        steps, zero = f"{plan.steps.num_steps} steps", f"ZeRO-{plan.resolved.zero_stage}"
+        title = f"{called(plan.args)}: {steps}, {zero}, {ranks.world_size} ranks"
+        self.progress = Progress(
+            title,
+            self.training,
+            plan.steps,
+            Speed(plan.flops, peak),
+            ranks,
+            resume_step=plan.resumed_step,
+            trackers=session.trackers,
+        )
+
+    def after_step(self, end: StepEnd) -> None:
+        saves = self.session.saves_at(end.step, end.last)
+        evaluates = not end.stops and self.session.evaluation.is_due(end.step, end.finished)
+        end.read, rows = self.progress.after_step(end.result, flush=saves or evaluates or end.last)
+        monitor = self.session.engine.monitor
+        if self.session.ranks.is_first and monitor.enabled and rows:
+            # DeepSpeed's own name and axis for the loss, which its engine does not write.
+            name, size = "Train/Samples/train_loss", self.session.plan.steps.batch_size
+            monitor.write_events([(name, row["loss"], row["step"] * size) for row in rows])
+
+    def close(self) -> None:
+        self.progress.close()
+        if self.session.ranks.is_first:
+            leave_report(self.session.plan.output_dir)
+
+
+class Health(Hook):
+    """Judges what was logged: broken samples, skipped steps, spikes of the loss, and copies that differ.
+
+    A run may end or go back to its last checkpoint by it.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        plan, ranks, data = session.plan, session.ranks, session.plan.args.data
+        folder, dataset, step = plan.output_dir, plan.steps.dataset, plan.resumed_step
+        allowed = 0 if data.on_bad_sample == "stop" else data.max_bad_fraction * dataset.num_records
+        before = (step, session.engine.skipped_steps)
+        self.skipped = SkippedLog(folder / "skipped.jsonl", dataset.rejections(), allowed, step, ranks)
+        self.skipped_steps = SkippedSteps(folder, plan.steps, self.training.max_skipped_steps, before, ranks)
+        self.spikes = LossSpikes(folder, plan.steps, self.training, step, ranks)
+
+    def after_step(self, end: StepEnd) -> None:
+        for watch in (self.skipped, self.skipped_steps, self.spikes):
+            watch.add(end.read)
         # Not wherever the log was read: where a run goes back may not depend on who looks at it when.
-        rewinds = bool(self.spikes.found) and (saves or finished or step % self.logging_steps == 0)
-        if rewinds:
-            self._meet_spike(step)
-        check_replicas(self.model, step, self.check_divergence_steps, self.ranks)
+        regular = end.finished or end.step % self.training.logging_steps == 0
+        if self.spikes.found and (regular or self.session.saves_at(end.step, end.last)):
+            end.paused = True
+            self._meet_spike(end.step)
+        check_replicas(self.session.model, end.step, self.training.check_divergence_steps, self.session.ranks)
         # Weights that steps have left as they were, or that were brought back, are in the last checkpoint.
-        ends = [p for p in (self.skipped_steps.problem, self.spikes.problem) if p is not None]
-        last = last or bool(ends) or self.skipped.problem is not None
-        saves = (saves or (last and self.save_steps is not None)) and not ends
-        if evaluates and not ends:
-            self._evaluate(step, finished)
+        unchanged = [p for p in (self.skipped_steps.problem, self.spikes.problem) if p is not None]
+        end.at_checkpoint = bool(unchanged)
+        end.problems += [p for p in (self.skipped.problem, *unchanged) if p is not None]
         # What was saved before steps that change nothing is kept until one changes something.
-        failed = self._save(step, saves, last, keeps_all=self.skipped_steps.in_a_row > 0)
-        if problems := [p for p in (self.skipped.problem, *ends, failed) if p is not None]:
-            raise DataError("\n".join(problems))
-        self.watchdog.enters("step", step + 1)
-        return time.perf_counter() - started if saves or evaluates or rewinds else 0.0
+        end.keeps_all = self.skipped_steps.in_a_row > 0
 
-    def _save(self, step: int, saves: bool, last: bool, keeps_all: bool) -> str | None:
-        """Let the saver do what is due. Returns why the run has to end, if it has to."""
-        started = time.perf_counter()
-        if saves:
-            self.watchdog.enters("save", step)
-            settle_skipped_steps(self.engine)
-        failed = self.saver.after_step(step, saves, last, keeps_all=keeps_all)
-        if saves:
-            self.stop.saved(time.perf_counter() - started)
-        return failed
-
-    def _evaluate(self, step: int, finished: bool) -> None:
-        started = time.perf_counter()
-        self.watchdog.enters("evaluation", step)
-        self.evaluation.run(step, finished)
-        self._evaluation_s = time.perf_counter() - started
-
-    def _evaluation_ahead_s(self, step: int) -> float:
-        """Seconds of an evaluation that would come before the next chance to stop."""
-        due = any(self.evaluation.is_due(at, at == self.num_steps) for at in (step, step + 1))
-        return self._evaluation_s if due else 0.0
+    def close(self) -> None:
+        if self.session.ranks.is_first:
+            for watch in (self.skipped, self.skipped_steps, self.spikes):
+                watch.log.write([])  # what waits for room on the disk
 
     def _meet_spike(self, step: int) -> None:
-        """Say it, and go back to the last checkpoint where that is asked for: what came since then is passed over."""
-        went_back = None
+        """Report a spike, and go back to the last checkpoint if asked to: the samples since then are passed over."""
+        session, went_back = self.session, None
         if self.spikes.rewinds:
-            self.watchdog.enters("save", step)
-            settle_skipped_steps(self.engine)
-            went_back = self.saver.rewind()
-        what = self.spikes.describe()
+            session.watchdog.enters("save", step)
+            settle_skipped_steps(session.engine)
+            went_back = session.saver.rewind()
+        message = self.spikes.describe()
         if went_back is not None:
-            what += f": back to {went_back.name}, and on with the samples after step {step:,}"
+            message += f": back to {went_back.name}, and on with the samples after step {step:,}"
         elif self.spikes.rewinds:
-            what += ": there is no checkpoint yet to go back to"
-        print_first(what)
+            message += ": there is no checkpoint yet to go back to"
+        print_first(message)
         self.spikes.settle(went_back and went_back.name)
+
+
+class Evaluate(Hook):
+    """Measures the eval loss and asks the sample questions when that is due."""
+
+    def begin(self) -> None:
+        """Make the evaluation that the stop before this start left no time for."""
+        step, finished = self.session.state.step, self.session.state.step == self.session.plan.steps.num_steps
+        if step and self.session.evaluation.was_missed(step, finished):
+            self._run(step, finished)
+
+    def after_step(self, end: StepEnd) -> None:
+        if not end.stops and not end.at_checkpoint and self.session.evaluation.is_due(end.step, end.finished):
+            end.paused = True
+            self._run(end.step, end.finished)
+
+    def _run(self, step: int, finished: bool) -> None:
+        self.session.watchdog.enters("evaluation", step)
+        self.session.evaluation.run(step, finished)
+
+
+class Save(Hook):
+    """Saves checkpoints, and ends the run when the disk takes none."""
+
+    def after_step(self, end: StepEnd) -> None:
+        session, started = self.session, time.perf_counter()
+        saves = session.saves_at(end.step, end.last) and not end.at_checkpoint
+        if saves:
+            end.paused = True
+            session.watchdog.enters("save", end.step)
+            settle_skipped_steps(session.engine)
+        if problem := session.saver.after_step(end.step, saves, end.last, keeps_all=end.keeps_all):
+            end.problems.append(problem)
+        if saves:
+            session.stop.saved(time.perf_counter() - started)

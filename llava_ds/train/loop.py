@@ -1,89 +1,80 @@
 """The training loop."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from llava_ds.data.dataset import BrokenSample
-from llava_ds.data.loader import Window
+from llava_ds.data.loader import Window, windows
 from llava_ds.engine.non_finite import skipped_steps
-from llava_ds.runtime.ranks import Ranks, all_sum
-from llava_ds.train.loss import loss_scales
+from llava_ds.runtime.mesh import Mesh, sum_over
+from llava_ds.train.hooks import Hook, StepEnd
+from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.session import Session
+from llava_ds.train.state import StepResult, TrainState
 
 
-@dataclass
-class TrainState:
-    """How far the run is. All else that a resume needs follows from it or lies in the engine."""
+def train(session: Session, hooks: Sequence[Hook]) -> None:
+    """Train to the last step, or until the run is asked to stop. After every step the hooks act in their order.
 
-    step: int = 0
-    stops: bool = False  # the run was asked to, and ends at this boundary
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step was. Tensors are on the device: reading one waits for the step.
-
-    loss: this rank's part, which those of all ranks add up to; counts: Window.counts of all ranks, (6,);
-    skipped_steps: so far; num_planned: samples with the broken ones, of all ranks; broken: those of this rank;
-    by_source: (2, sources), the summed loss and the supervised tokens that this rank had of each data source;
-    means: (micro-batches,), this rank's mean losses, where those are what is averaged. Losses and counts are float64.
-    No batch is kept alive by it.
+    Raises DataError, on every rank, where the run can't go on.
     """
+    plan, state, watchdog = session.plan, session.state, session.watchdog
+    num_steps = plan.steps.num_steps
 
-    step: int
-    loss: torch.Tensor
-    by_source: torch.Tensor
-    counts: torch.Tensor
-    grad_norm: object  # as the engine gives it: a number, a tensor, or None
-    skipped_steps: object  # a number or a tensor
-    lr: list[float]
-    num_planned: int
-    broken: list[BrokenSample]
-    data_wait_s: float
-    step_time_s: float
-    means: torch.Tensor | None = None
+    def after_step(result: StepResult) -> float:
+        end = StepEnd(result, finished=result.step == num_steps)
+        for hook in hooks:
+            hook.after_step(end)
+        end.raise_problems()
+        watchdog.enters("step", result.step + 1)
+        return end.paused_s()
+
+    steps = windows(
+        plan.steps,
+        session.mesh.dp_rank,
+        done=state.step,
+        num_workers=plan.args.data.dataloader_num_workers,
+        device=session.ranks.device,
+    )
+    with session.memory:
+        for hook in hooks:
+            hook.begin()
+        watchdog.enters("step", state.step + 1)
+    with session.memory, session.stop.training(plan.args.training.max_run_time, session.ranks):
+        run_steps(session.engine, steps, state, num_steps, session.objective, session.mesh, after_step)
+    watchdog.enters("export", state.step)
+    for hook in hooks:
+        hook.close()
 
 
-def train(
+def run_steps(
     engine,
     windows: Iterator[Window],
     state: TrainState,
-    max_steps: int,
-    loss_reduction: str,
-    num_sources: int,
-    ranks: Ranks,
+    num_steps: int,
+    objective: SFT,
+    mesh: Mesh,
     after_step: Callable[[StepResult], float],
 ) -> None:
-    """Run optimizer steps until max_steps, or until state.stops is set, without ever waiting for the device.
+    """Run optimizer steps until num_steps, or until state.stops is set, without ever waiting for the device.
 
-    after_step sees every one of them on every rank: it logs and saves, and returns the seconds that are not the
-    step's. A step's time runs from the end of the one before, so that work still queued on the device is counted once.
+    after_step is called after every step on every rank; it returns the seconds that are not the step's. A step's time
+    runs from the end of the one before, so that work still queued on the device is counted once.
     """
     engine.train()
     started = time.perf_counter()
-    while state.step < max_steps and not state.stops:
+    while state.step < num_steps and not state.stops:
         window = next(windows)  # this rank's micro-batches of one optimizer step
         lr = [group["lr"] for group in engine.optimizer.param_groups]
-        # A picture may break after it was checked: what counts is what the ranks really have, not what was planned.
-        counts = all_sum(_on_device(window.counts, ranks.device))
-        scales = loss_scales(window, loss_reduction, counts, ranks.world_size)
-        by_source = []  # of each micro-batch
-        for i, (batch, scale) in enumerate(zip(window.batches, scales)):
-            loss_sum, of_sources = engine(batch, num_sources=num_sources)  # over this micro-batch's supervised tokens
-            engine.set_gradient_accumulation_boundary(i == len(scales) - 1)
-            engine.backward(loss_sum * scale.float(), scale_wrt_gas=False)
-            engine.step()
-            by_source.append(of_sources)
+        # An image may break after it was checked: only what the ranks really have is counted.
+        counts = sum_over(mesh.data_group, _on_device(window.counts, engine.device))
+        sums = micro_steps(engine, window, counts, objective)
         state.step += 1
         finished = time.perf_counter()
-        sums = torch.stack(by_source)  # (micro-batches, 2, sources)
-        losses = sums[:, 0].sum(1)  # each what backward began with, but added up in float64
         result = StepResult(
             step=state.step,
-            loss=losses.dot(torch.stack(scales)) / ranks.world_size,
-            by_source=sums.sum(0),
             counts=counts,
             grad_norm=engine.get_global_grad_norm(),
             skipped_steps=skipped_steps(engine),
@@ -92,17 +83,50 @@ def train(
             broken=window.broken,
             data_wait_s=window.data_wait_s,
             step_time_s=finished - started,
-            means=_means(losses, window) if loss_reduction == "micro_batch" else None,
+            **vars(sums),
         )
         started = finished + after_step(result)
 
 
+@dataclass(frozen=True)
+class StepSums:
+    """What the micro-batches of one step add up to on this rank: the fields of StepResult with these names."""
+
+    loss: torch.Tensor
+    by_source: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+    means: torch.Tensor | None
+
+
+def micro_steps(engine, window: Window, counts: torch.Tensor, objective: SFT) -> StepSums:
+    """Run forward, backward and step of every micro-batch of one optimizer step.
+
+    counts: Window.counts summed over the data group, a tensor in the order of Counts.
+    """
+    scales = objective.scales(window, counts)
+    done = []
+    for i, (batch, scale) in enumerate(zip(window.batches, scales)):
+        micro = objective.forward(engine, batch)
+        engine.set_gradient_accumulation_boundary(i == len(scales) - 1)
+        engine.backward(micro.loss_sum * scale.float(), scale_wrt_gas=False)
+        engine.step()
+        done.append(micro._replace(loss_sum=None))  # its graph is not kept alive
+    by_source = torch.stack([micro.by_source for micro in done])  # (micro-batches, 2, sources)
+    losses = by_source[:, 0].sum(1)  # each what backward began with, but added up in float64
+    return StepSums(
+        loss=losses.dot(torch.stack(scales)) / objective.grad_ranks,
+        by_source=by_source.sum(0),
+        metrics={name: torch.stack([micro.metrics[name] for micro in done]).sum() for name in done[0].metrics},
+        means=_means(losses, window) if objective.reduction == "micro_batch" else None,
+    )
+
+
 def _on_device(numbers: tuple, device: torch.device) -> torch.Tensor:
-    """(n,) float64. From pageable memory a copy would wait for all that is queued on the device."""
+    """Return numbers (n,) as float64 on the device. From pageable memory a copy would wait for all queued work."""
     values = torch.tensor(numbers, dtype=torch.float64)
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def _means(losses: torch.Tensor, window: Window) -> torch.Tensor:
-    """(micro-batches,) from the summed losses."""
+    """Return the mean loss of each micro-batch, (micro-batches,), from the summed ones."""
     return torch.stack([total / max(1, micro.num_targets) for total, micro in zip(losses, window.micro_batches)])

@@ -6,9 +6,8 @@ from collections import deque
 from pathlib import Path
 
 from llava_ds.config.arguments import TrainingArguments
-from llava_ds.data.dataset import EncodedDataset, sample_ids
-from llava_ds.data.loader import Layout
-from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.dataset import sample_ids
+from llava_ds.data.step_plan import StepPlan
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, from_first
 
@@ -27,20 +26,12 @@ class LossSpikes:
     """
 
     def __init__(
-        self,
-        output_dir: Path,
-        dataset: EncodedDataset,
-        layout: Layout,
-        order: SampleOrder,
-        training: TrainingArguments,
-        resume_step: int,
-        ranks: Ranks,
+        self, output_dir: Path, plan: StepPlan, training: TrainingArguments, resume_step: int, ranks: Ranks
     ) -> None:
         self.path, self.sigma, self.ranks = output_dir / FILE, training.loss_spike_sigma, ranks
         self.rewinds = training.on_loss_spike == "rewind"
         self.found: list[dict] = []  # those that nothing was done about yet, the same on every rank
-        self._plan = lambda step: next(layout.steps(order, dataset.lengths, step - 1))[1]
-        self._dataset = dataset
+        self._plan = plan
         window = training.loss_spike_window
 
         def read() -> tuple[list[tuple[int, float]], list[dict]]:
@@ -73,9 +64,9 @@ class LossSpikes:
     def settle(self, rewound_to: str | None) -> None:
         """Write down what was found. rewound_to: the checkpoint that the weights are those of again, if they are."""
         for row in self.found:
-            plan = self._plan(row["step"])
-            samples = [sample for rank in plan for micro_batch in rank for sample in micro_batch]
-            row["samples"] = sample_ids(self._dataset, samples)
+            of_ranks = self._plan.step(row["step"]).of_ranks
+            samples = [sample for rank in of_ranks for micro_batch in rank for sample in micro_batch]
+            row["samples"] = sample_ids(self._plan.dataset, samples)
             row["rewound_to"], row["last"] = rewound_to, row is self.found[-1]
         if self.ranks.is_first:
             self.log.write(self.found)

@@ -9,13 +9,12 @@ from llava_ds.batch import Batch
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, sample_ids
-from llava_ds.data.loader import Layout
-from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.warm_up import Heaviest
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.loop import TrainState
+from llava_ds.train.state import TrainState
 
 GB = 10**9
 MOST_NAMED = 8  # samples
@@ -27,18 +26,8 @@ class MemoryWatch:
     It notes what the engine is given, so that it can be said.
     """
 
-    def __init__(
-        self,
-        engine,
-        resolved: ResolvedConfig,
-        dataset: EncodedDataset,
-        layout: Layout,
-        order: SampleOrder,
-        state: TrainState,
-        ranks: Ranks,
-    ) -> None:
-        self._resolved, self._dataset, self._ranks, self._state = resolved, dataset, ranks, state
-        self._steps = lambda step: layout.steps(order, dataset.lengths, step)
+    def __init__(self, engine, resolved: ResolvedConfig, plan: StepPlan, state: TrainState, ranks: Ranks) -> None:
+        self._resolved, self._plan, self._ranks, self._state = resolved, plan, ranks, state
         self._rehearsed: list[int] | None = None
         self._step = self._index = -1  # the step, and which of its micro-batches
         self._batch: Batch | None = None
@@ -53,7 +42,7 @@ class MemoryWatch:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError) and _is_out_of_memory(error):
-            longest = max(self._dataset.lengths)
+            longest = max(self._plan.dataset.lengths)
             said = [
                 f"out of memory on {self._where()}",
                 f"  {in_use(self._ranks.device)}, ZeRO stage {self._resolved.zero_stage}: {str(error).splitlines()[0]}",
@@ -78,13 +67,12 @@ class MemoryWatch:
             said += f" in the rehearsal of the largest micro-batch, before step {self._step + 1:,}"
             samples = self._rehearsed
         else:
-            _, plan = next(self._steps(self._step))
-            mine = plan[self._ranks.rank]
+            mine = self._plan.of_rank(self._step + 1, self._ranks.rank)
             samples = mine[self._index]
             said += f" in step {self._step + 1:,}, micro-batch {self._index + 1} of {len(mine)}"
         return (
             f"{said}: {self._batch.input_ids.shape[1]:,} tokens, {len(self._batch.pixel_values):,} image tiles, "
-            f"{name_samples(self._dataset, samples)}"
+            f"{name_samples(self._plan.dataset, samples)}"
         )
 
 
@@ -95,10 +83,9 @@ def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
     return f"{len(samples):,} samples ({', '.join(ids)}{more})"
 
 
-def samples_of_step(dataset: EncodedDataset, layout: Layout, order: SampleOrder, step: int, rank: int) -> str:
+def name_samples_of(plan: StepPlan, step: int, rank: int) -> str:
     """Name the samples of one rank in an optimizer step."""
-    _, plan = next(layout.steps(order, dataset.lengths, step - 1))
-    return name_samples(dataset, [sample for micro_batch in plan[rank] for sample in micro_batch])
+    return name_samples(plan.dataset, [sample for micro_batch in plan.of_rank(step, rank) for sample in micro_batch])
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

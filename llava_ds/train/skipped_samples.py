@@ -28,7 +28,7 @@ class SkippedLog:
 
     def add(self, results: list) -> None:
         """Note the broken samples of some steps (StepResults, which have to be the same steps on every rank)."""
-        if all(result.num_planned == int(result.counts[0]) for result in results):
+        if all(result.num_planned == result.counts.samples for result in results):
             return  # so it is on all ranks, for the counts are theirs together
         mine = [{**dataclasses.asdict(broken), "step": result.step} for result in results for broken in result.broken]
         rows = [row for part in gather(mine, self.ranks) for row in part]

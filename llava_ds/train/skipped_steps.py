@@ -3,11 +3,8 @@
 import math
 from pathlib import Path
 
-import torch
-
-from llava_ds.data.dataset import EncodedDataset, sample_ids
-from llava_ds.data.loader import Layout
-from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.dataset import sample_ids
+from llava_ds.data.step_plan import StepPlan
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, from_first, gather, print_first
 
@@ -25,9 +22,7 @@ class SkippedSteps:
     def __init__(
         self,
         output_dir: Path,
-        dataset: EncodedDataset,
-        layout: Layout,
-        order: SampleOrder,
+        plan: StepPlan,
         most: int,
         before: tuple[int, int],
         ranks: Ranks,
@@ -35,8 +30,7 @@ class SkippedSteps:
         """most: --max_skipped_steps; before: the steps that the run goes on from, and how many of them were skipped."""
         self.path, self.most, self.ranks = output_dir / FILE, most, ranks
         resume_step, self._num_skipped = before
-        self._dataset = dataset
-        self._plan = lambda step: next(layout.steps(order, dataset.lengths, step - 1))[1]
+        self._plan = plan
         noted = from_first(ranks, lambda: rows_of(self.path))
         earlier = [row for row in noted if row["step"] <= resume_step]
         self.log = RowLog(self.path, earlier) if ranks.is_first else None
@@ -46,14 +40,13 @@ class SkippedSteps:
             self.in_a_row += 1
         self.problem: str | None = None  # why the run can't go on, the same on every rank
 
-    def add(self, results: list, losses: list[torch.Tensor]) -> None:
-        """Note what was skipped of some steps. results: StepResults with numbers, the same steps on every rank;
-        losses: this rank's part of each loss, which are read only of skipped steps."""
-        for result, loss in zip(results, losses, strict=True):
+    def add(self, results: list) -> None:
+        """Note which of some steps were skipped. results: StepResults with numbers, the same steps on every rank."""
+        for result in results:
             skipped, self._num_skipped = result.skipped_steps > self._num_skipped, result.skipped_steps
             self.in_a_row = self.in_a_row + 1 if skipped else 0
             if skipped:  # on all ranks, for the engines' counts are the same
-                self._note(result.step, float(loss))
+                self._note(result.step, result.own_loss)
             if self.in_a_row >= self.most:
                 self.problem = self._too_many(result.step)
 
@@ -67,9 +60,9 @@ class SkippedSteps:
 
     def _note(self, step: int, loss: float) -> None:
         wrong = [rank for rank, finite in enumerate(gather(math.isfinite(loss), self.ranks)) if not finite]
-        plan = self._plan(step)
-        samples = [sample for rank in wrong or range(len(plan)) for micro_batch in plan[rank] for sample in micro_batch]
-        ids = sample_ids(self._dataset, samples)
+        of_ranks = self._plan.step(step).of_ranks
+        samples = [i for rank in wrong or range(len(of_ranks)) for micro_batch in of_ranks[rank] for i in micro_batch]
+        ids = sample_ids(self._plan.dataset, samples)
         what = "loss" if wrong else "gradients"
         if self.ranks.is_first:
             self.log.write([{"step": step, "not_finite": what, "ranks": wrong, "samples": ids}])

@@ -12,9 +12,9 @@ import time
 
 from benchmark.length_mix import FINETUNE, length_mix
 
-from llava_ds.data.loader import Layout
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import Packing
 
 
 def fill_and_balance(
@@ -52,12 +52,12 @@ def main() -> None:
     print("\nbatch  ranks   order, us a sample   planning, us a sample   (processor time, all samples)")
     for batch_size, world_size in itertools.product((128, 1024), (1, 8)):
         order = SampleOrder(args.num_samples, batch_size, seed=0)
-        layout = Layout(0, world_size, batch_size // world_size, 1, args.max_tokens, pair_cost=args.pair_cost)
+        packing = Packing(world_size, batch_size // world_size, 1, args.max_tokens, pair_cost=args.pair_cost)
         started = time.process_time()
         for _ in itertools.islice(order.steps(), order.steps_per_epoch):
             pass
         drawn = time.process_time()
-        for _ in itertools.islice(layout.steps(order, lengths, 0), order.steps_per_epoch):
+        for _ in itertools.islice(packing.steps(order, lengths, 0), order.steps_per_epoch):
             pass
         both = time.process_time() - drawn
         alone = drawn - started

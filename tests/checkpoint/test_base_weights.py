@@ -13,7 +13,7 @@ import toys
 from llava_ds.checkpoint import base_weights as sources
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.constants import ConfigError
-from llava_ds.files import contents as file_contents
+from llava_ds.files import reading as file_contents
 
 
 def trainer(hashes: dict) -> dict:

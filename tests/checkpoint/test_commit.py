@@ -11,7 +11,7 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint import resume as state
-from llava_ds.files import hashed as files
+from llava_ds.files import writing as files
 from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llava_ds.checkpoint import commit
-from llava_ds.files import hashed as files
+from llava_ds.files import writing as files
 from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))

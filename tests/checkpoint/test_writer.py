@@ -9,7 +9,7 @@ import torch
 
 from llava_ds.checkpoint import writer as writer_module
 from llava_ds.checkpoint.writer import CheckpointWriter, snapshot
-from llava_ds.files import hashed as files
+from llava_ds.files import writing as files
 
 CONFIG = SimpleNamespace(checkpoint_config={"checkpoint_serialization": True})
 STATE = {"weights": torch.arange(5000.0), "steps": [1, 2], "name": "x"}

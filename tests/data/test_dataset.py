@@ -27,7 +27,7 @@ from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
 from llava_ds.data.preflight import Checker, reasons_in_short
 from llava_ds.data.sources import read_samples
-from llava_ds.files import contents as file_contents
+from llava_ds.files import reading as file_contents
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 

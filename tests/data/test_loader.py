@@ -8,11 +8,12 @@ import torch
 import toys
 
 from llava_ds.batch import Batch
-from llava_ds.data import loader
+from llava_ds.data import step_plan
 from llava_ds.data.dataset import EncodedDataset
-from llava_ds.data.loader import Counts, Layout, Window, windows
+from llava_ds.data.loader import Counts, Window, windows
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import Packing, StepPlan
 
 CPU = torch.device("cpu")
 KINDS = "itititiiittti"
@@ -28,15 +29,13 @@ def dataset(tmp_path_factory, tokenizer) -> EncodedDataset:
     return toys.encoded(**toys.write_data(folder, KINDS), tokenizer=tokenizer, cache_dir=folder / "cache")
 
 
-def order_of(dataset: EncodedDataset, layout: Layout) -> SampleOrder:
-    return SampleOrder(len(dataset), layout.batch_size, seed=3)
+def plan_of(dataset: EncodedDataset, packing: Packing, num_steps: int = 0) -> StepPlan:
+    return StepPlan(dataset, SampleOrder(len(dataset), packing.batch_size, seed=3), packing, num_steps)
 
 
-def collect(dataset: EncodedDataset, layout: Layout, num_steps: int, start_step: int = 0, workers: int = 0):
-    order = order_of(dataset, layout)
-    return list(
-        windows(dataset, layout, order, start_step=start_step, num_steps=num_steps, num_workers=workers, device=CPU)
-    )
+def collect(plan: StepPlan, num_steps: int, rank: int = 0, done: int = 0, workers: int = 0) -> list[Window]:
+    plan = dataclasses.replace(plan, num_steps=num_steps)
+    return list(windows(plan, rank, done=done, num_workers=workers, device=CPU))
 
 
 def samples_in(batch: Batch, dataset: EncodedDataset) -> list[int]:
@@ -60,37 +59,38 @@ def equal(one: Window, other: Window) -> bool:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_steps_across_epochs_take_all_samples_in_turn_and_can_be_started_anywhere(dataset, world_size):
-    layouts = [Layout(rank, world_size, 5, 2, None, across_epochs=True) for rank in range(world_size)]
-    order = order_of(dataset, layouts[0])
-    assert layouts[0].steps_per_epoch(order) == 1  # of 13 samples: 3 or 2 micro-batches on a rank
-    assert dataclasses.replace(layouts[0], across_epochs=False).steps_per_epoch(order) == 3 - world_size
-    ranks = [collect(dataset, one, 3) for one in layouts]
+    packing = Packing(world_size, 5, 2, None, across_epochs=True)
+    plan = plan_of(dataset, packing)
+    assert plan.steps_per_epoch == 1  # of 13 samples: 3 or 2 micro-batches on a rank
+    assert plan_of(dataset, dataclasses.replace(packing, across_epochs=False)).steps_per_epoch == 3 - world_size
+    ranks = [collect(plan, 3, rank) for rank in range(world_size)]
     seen = [
         sample for step in zip(*ranks) for batches in zip(*(w.batches for w in step)) for b in batches
         for sample in samples_in(b, dataset)
     ]  # fmt: skip
-    epochs = [order.epoch(e) for e in range(3)]
+    epochs = [plan.order.epoch(e) for e in range(3)]
     if world_size == 2:
         epochs = [epoch + epoch[:7] for epoch in epochs]
     drawn = list(itertools.chain(*epochs))
     assert len(seen) >= 26 and seen == drawn[: len(seen)]
     assert [window.num_planned for window in ranks[0]] == ([10, 8, 8] if world_size == 1 else [20, 20, 20])
-    assert equal(collect(dataset, layouts[0], 3, start_step=2)[0], ranks[0][2])
+    assert equal(collect(plan, 3, done=2)[0], ranks[0][2])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_ranks_together_see_each_steps_samples_once(dataset, layout, world_size):
-    layouts = [Layout(rank, world_size, **LAYOUTS[layout]) for rank in range(world_size)]
-    batch_size = layouts[0].batch_size
-    assert batch_size == 4 * world_size
-    num_steps = 2 * order_of(dataset, layouts[0]).steps_per_epoch  # the last step of an epoch is a short one
-    ranks = [collect(dataset, one, num_steps) for one in layouts]
-    expected = list(itertools.islice(order_of(dataset, layouts[0]).steps(), num_steps))
+    plan = plan_of(dataset, Packing(world_size, **LAYOUTS[layout]))
+    assert plan.batch_size == 4 * world_size
+    num_steps = 2 * plan.steps_per_epoch  # the last step of an epoch is a short one
+    ranks = [collect(plan, num_steps, rank) for rank in range(world_size)]
+    expected = list(itertools.islice(plan.order.steps(), num_steps))
+    assert [plan.samples(step) for step in range(1, num_steps + 1)] == expected
     assert all(len(made) == num_steps for made in ranks)
-    for samples, step in zip(expected, zip(*ranks)):
+    for number, (samples, step) in enumerate(zip(expected, zip(*ranks)), 1):
         assert len({len(window.batches) for window in step}) == 1
         seen = [samples_in(batch, dataset) for window in step for batch in window.batches]
+        assert seen == [micro for rank in range(world_size) for micro in plan.of_rank(number, rank)]
         assert sorted(itertools.chain(*seen)) == sorted(samples)
         for window in step:
             assert window.num_planned == len(samples) and window.broken == []
@@ -113,7 +113,8 @@ def test_a_step_holds_the_same_samples_on_any_number_of_ranks(dataset, layout):
     steps = {}
     for world_size in (1, 2):
         settings = LAYOUTS[layout] | {"num_micro_batches": per_micro[world_size]}
-        ranks = [collect(dataset, Layout(rank, world_size, **settings), 4) for rank in range(world_size)]
+        plan = plan_of(dataset, Packing(world_size, **settings))
+        ranks = [collect(plan, 4, rank) for rank in range(world_size)]
         steps[world_size] = [
             sorted(i for window in step for batch in window.batches for i in samples_in(batch, dataset))
             for step in zip(*ranks)
@@ -122,15 +123,15 @@ def test_a_step_holds_the_same_samples_on_any_number_of_ranks(dataset, layout):
 
 
 def test_worker_processes_give_the_same_batches(dataset):
-    layout = Layout(0, 1, **LAYOUTS["by count"])
-    alone, helped = (collect(dataset, layout, 6, workers=workers) for workers in (0, 2))
+    plan = plan_of(dataset, Packing(1, **LAYOUTS["by count"]))
+    alone, helped = (collect(plan, 6, workers=workers) for workers in (0, 2))
     assert len(alone) == len(helped) == 6
     assert all(equal(a, b) for a, b in zip(alone, helped))
 
 
 def test_starting_at_a_step_gives_the_windows_from_there(dataset):
-    layout = Layout(1, 2, **LAYOUTS["by count"])
-    whole, part = collect(dataset, layout, 6), collect(dataset, layout, 6, start_step=4)
+    plan = plan_of(dataset, Packing(2, **LAYOUTS["by count"]))
+    whole, part = collect(plan, 6, rank=1), collect(plan, 6, rank=1, done=4)
     assert len(part) == 2 and all(equal(a, b) for a, b in zip(whole[4:], part))
 
 
@@ -138,11 +139,11 @@ def test_starting_at_a_step_gives_the_windows_from_there(dataset):
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 9])
 @pytest.mark.parametrize("num_samples", [5, 12, 13])
 def test_steps_across_epochs_can_be_started_at_any(num_samples, num_micro_batches, world_size):
-    layout = Layout(0, world_size, 2, num_micro_batches, None, across_epochs=True)
-    order = SampleOrder(num_samples, layout.batch_size, seed=3)
-    steps = list(itertools.islice(layout.steps(order, [1] * num_samples, 0), 12))
+    packing = Packing(world_size, 2, num_micro_batches, None, across_epochs=True)
+    order = SampleOrder(num_samples, packing.batch_size, seed=3)
+    steps = list(itertools.islice(packing.steps(order, [1] * num_samples, 0), 12))
     for start in range(12):
-        assert list(itertools.islice(layout.steps(order, [1] * num_samples, start), 12 - start)) == steps[start:]
+        assert list(itertools.islice(packing.steps(order, [1] * num_samples, start), 12 - start)) == steps[start:]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -150,41 +151,38 @@ def test_nothing_before_the_step_to_start_at_is_read(dataset, layout, monkeypatc
     read = []
     one = EncodedDataset.__getitem__
     monkeypatch.setattr(EncodedDataset, "__getitem__", lambda self, index: read.append(index) or one(self, index))
-    layout, start = Layout(0, 1, **LAYOUTS[layout]), 7
-    collect(dataset, layout, 9, start_step=start)
-    expected = itertools.islice(order_of(dataset, layout).steps(start), 2)
+    plan, start = plan_of(dataset, Packing(1, **LAYOUTS[layout])), 7
+    collect(plan, 9, done=start)
+    expected = itertools.islice(plan.order.steps(start), 2)
     assert sorted(read) == sorted(itertools.chain.from_iterable(expected))
 
 
 @pytest.mark.parametrize("settings", [*LAYOUTS.values(), {**LAYOUTS["by count"], "across_epochs": True}], ids=str)
 def test_the_heaviest_micro_batch_of_the_steps_that_are_left(dataset, settings):
-    layouts = [Layout(rank, 2, **settings, pair_cost=1e-3) for rank in range(2)]
-    order = order_of(dataset, layouts[0])
-    for start_step, num_steps in ((0, 1), (1, 8), (7, 8)):
-        ranks = [collect(dataset, one, num_steps, start_step) for one in layouts]
+    plan = plan_of(dataset, Packing(2, **settings, pair_cost=1e-3))
+    for done, num_steps in ((0, 1), (1, 8), (7, 8)):
+        ranks = [collect(plan, num_steps, rank, done) for rank in range(2)]
         shown = [samples_in(batch, dataset) for rank in ranks for window in rank for batch in window.batches]
         tokens = [sum(dataset.lengths[i] for i in samples) for samples in shown]
-        for layout in layouts:  # every rank finds the same one
-            heaviest = layout.heaviest(order, dataset.lengths, start_step, num_steps)
-            assert sum(dataset.lengths[i] for i in heaviest) == max(tokens)
-            assert sorted(heaviest) in [sorted(samples) for samples in shown]
-    assert layouts[0].heaviest(order, dataset.lengths, 3, 3) == []
+        heaviest = dataclasses.replace(plan, num_steps=num_steps).heaviest(done)
+        assert sum(dataset.lengths[i] for i in heaviest) == max(tokens)
+        assert sorted(heaviest) in [sorted(samples) for samples in shown]
+    assert dataclasses.replace(plan, num_steps=3).heaviest(3) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_step_is_planned_once(dataset, workers, monkeypatch):
     planned = []
-    monkeypatch.setattr(loader, "plan_by_tokens", lambda *args: planned.append(args[0]) or plan_by_tokens(*args))
-    layout = Layout(0, 1, **LAYOUTS["by tokens"])
-    collect(dataset, layout, 5, workers=workers)
-    steps = itertools.islice(order_of(dataset, layout).steps(), 5)
-    assert planned == [[(sample,) for sample in samples] for samples in steps]
+    monkeypatch.setattr(step_plan, "plan_by_tokens", lambda *args: planned.append(args[0]) or plan_by_tokens(*args))
+    plan = plan_of(dataset, Packing(1, **LAYOUTS["by tokens"]))
+    collect(plan, 5, workers=workers)
+    assert planned == [[(sample,) for sample in samples] for samples in itertools.islice(plan.order.steps(), 5)]
 
 
 def test_loading_leaves_the_global_generator_alone(dataset):
     """A resumed run restores the generator and makes its windows anew: drawing from it would change what follows."""
     before = torch.get_rng_state()
-    collect(dataset, Layout(0, 1, **LAYOUTS["by count"]), 2)
+    collect(plan_of(dataset, Packing(1, **LAYOUTS["by count"])), 2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -194,9 +192,9 @@ def test_a_broken_picture_is_left_out_on_its_rank_and_counted(tmp_path, tokenize
     data = toys.encoded(**toys.write_data(tmp_path, KINDS), tokenizer=tokenizer, cache_dir=tmp_path / "cache")
     (tmp_path / "images" / "4.png").write_bytes(b"no picture")
     whole = toys.encoded(**toys.write_data(tmp_path / "w", KINDS), tokenizer=tokenizer, cache_dir=tmp_path / "cache")
-    layouts = [Layout(rank, 2, **LAYOUTS[layout]) for rank in range(2)]
-    num_steps = 2 * order_of(data, layouts[0]).steps_per_epoch
-    ranks, intact = ([collect(d, one, num_steps, workers=workers) for one in layouts] for d in (data, whole))
+    plans = [plan_of(d, Packing(2, **LAYOUTS[layout])) for d in (data, whole)]
+    num_steps = 2 * plans[0].steps_per_epoch
+    ranks, intact = ([collect(plan, num_steps, rank, workers=workers) for rank in range(2)] for plan in plans)
     times_met = 0
     for step, wanted in zip(zip(*ranks), zip(*intact)):
         met = [broken for window in step for broken in window.broken]

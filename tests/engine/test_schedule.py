@@ -3,7 +3,7 @@
 import pytest
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.engine.schedule import with_steps_of_epochs
+from llava_ds.data.step_plan import with_steps_of_epochs
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llava_ds.checkpoint import commit
-from llava_ds.files import hashed as files
+from llava_ds.files import writing as files
 from llava_ds.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.faults

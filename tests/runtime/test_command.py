@@ -114,7 +114,7 @@ def test_no_command_imports_a_large_library_before_it_hears_ctrl_c():
 def test_ctrl_c_leaves_no_half_written_file(tmp_path):
     body = f"""
         from pathlib import Path
-        from llava_ds.files.atomic import write_output
+        from llava_ds.files.writing import write_output
         def slowly(path):
             path.write_text("half")
             print("ready", flush=True)

@@ -26,9 +26,12 @@ from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.start import start_engine
 from llava_ds.model import attention
 from llava_ds.model.plan import plan_model
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, init_ranks
 from llava_ds.runtime.stopping import Agreement
-from llava_ds.train.loop import StepResult, TrainState, train
+from llava_ds.train.loop import run_steps
+from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.state import StepResult, TrainState
 
 aten = torch.ops.aten
 WAITING = {
@@ -155,7 +158,9 @@ def run(engine, window, ranks: Ranks, num_steps: int, agreement: Agreement | Non
         assert agreement is None or not agreement.exchange(0)
         return 0.0
 
-    train(engine, itertools.repeat(window), TrainState(), num_steps, "token", 2, ranks, after_step)
+    mesh = Mesh.of(ranks)
+    objective = SFT(num_sources=2, grad_ranks=mesh.grad_ranks)
+    run_steps(engine, itertools.repeat(window), TrainState(), num_steps, objective, mesh, after_step)
     return results
 
 

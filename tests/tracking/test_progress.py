@@ -8,65 +8,59 @@ import pty
 import re
 import struct
 import termios
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from llava_ds.data.dataset import BrokenSample
+from llava_ds.config.arguments import TrainingArguments
+from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import Packing, StepPlan
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.model.flops import ModelFlops
 from llava_ds.runtime.ranks import Ranks, progress_bar
-from llava_ds.tracking.progress import Progress, update_bar
+from llava_ds.tracking.progress import Progress, Speed, update_bar
 from llava_ds.tracking.trackers import Trackers
+from llava_ds.train.state import StepResult
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A StepResult, which lies beside this package."""
-
-    step: int
-    loss: object
-    counts: object
-    grad_norm: object
-    skipped_steps: object
-    lr: list
-    num_planned: int
-    broken: list[BrokenSample]
-    data_wait_s: float
-    step_time_s: float
-    by_source: object = None
-    means: object = None
-
-
-def result(step: int, time_s: float, grad_norm: object = 1.5, **more: object) -> Result:
+def result(step: int, time_s: float, grad_norm: object = 1.5, **more: object) -> StepResult:
     counts = torch.tensor([4, 100 * step, 10, 2, 5000, 3], dtype=torch.float64)
-    loss = torch.tensor(step / 2)
-    return Result(step, loss, counts, grad_norm, 0, [1e-3], 4, [], 0.0, time_s, **more)
+    values = {
+        "loss": torch.tensor(step / 2),
+        "by_source": torch.ones(2, 1),
+        "counts": counts,
+        "skipped_steps": 0,
+        **more,
+    }
+    return StepResult(
+        step=step,
+        grad_norm=grad_norm,
+        lr=[1e-3],
+        num_planned=4,
+        broken=[],
+        data_wait_s=0.0,
+        step_time_s=time_s,
+        **values,
+    )
+
+
+def make_progress(folder: Path, sources: tuple[str, ...] = ("one",)) -> Progress:
+    """logging_steps 2, and 5 steps of 4 samples."""
+    dataset = SimpleNamespace(sources=list(sources), lengths=[9] * 20)
+    plan = StepPlan(dataset, SampleOrder(20, 4, seed=0), Packing(1, 4, 1, None), 5)
+    training = TrainingArguments(output_dir=str(folder), logging_steps=2)
+    flops = ModelFlops(per_token=1e6, per_pair=1e3, per_tile=1e7, per_target=1e5)
+    ranks, trackers = Ranks(0, 0, 1, torch.device("cpu")), Trackers({}, 5)
+    return Progress("a run", training, plan, Speed(flops, 1e9), ranks, resume_step=0, trackers=trackers)
 
 
 @pytest.fixture
 def progress(tmp_path, monkeypatch) -> Progress:
-    monkeypatch.setattr("llava_ds.tracking.progress.all_sum", lambda values: values)
+    monkeypatch.setattr("llava_ds.tracking.progress.sum_over", lambda group, values: values)
     monkeypatch.setattr("llava_ds.tracking.progress.time.perf_counter", lambda: 0.0)
-    return Progress(
-        tmp_path,
-        "a run",
-        resume_step=0,
-        max_steps=5,
-        steps_per_epoch=5,
-        batch_size=4,
-        logging_steps=2,
-        sources=["one"],
-        flops=ModelFlops(per_token=1e6, per_pair=1e3, per_tile=1e7, per_target=1e5),
-        peak_flops=1e9,
-        skipped=SimpleNamespace(add=lambda results: None, log=SimpleNamespace(write=lambda rows: None)),
-        skipped_steps=SimpleNamespace(add=lambda results, losses: None, log=SimpleNamespace(write=lambda rows: None)),
-        spikes=SimpleNamespace(add=lambda results: None, log=SimpleNamespace(write=lambda rows: None)),
-        ranks=Ranks(0, 0, 1, torch.device("cpu")),
-        monitor=SimpleNamespace(enabled=False),
-        trackers=Trackers({}, 5),
-    )
+    return make_progress(tmp_path)
 
 
 def test_rates_are_of_useful_work_over_the_steps_that_are_read_together(progress, tmp_path):
@@ -92,7 +86,7 @@ def test_a_mixture_has_a_loss_for_each_data_source_that_a_step_met(progress, tmp
 
 
 def test_a_long_run_of_a_mixture_has_them_at_every_nth_step(progress, tmp_path):
-    progress.sources, progress.source_steps = ["captions", "questions"], 2
+    progress.sources, progress.trackers.every = ["captions", "questions"], 2
     for step in (1, 2, 3, 4, 5):
         progress.after_step(result(step, 0.1, by_source=torch.ones(2, 2)))
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if "source_losses" in row] == [2, 4, 5]
@@ -126,12 +120,17 @@ def test_the_bar_says_how_it_goes_and_what_went_wrong(progress):
     assert "waiting for data 25.0%" in progress.bar.postfix and "loss 0.7632" in progress.bar.postfix  # of 0.5 and 1.0
 
 
-def test_a_run_that_ends_leaves_its_files_and_its_report(progress, tmp_path, capsys):
+def test_the_objectives_metrics_are_means_per_supervised_token(progress, tmp_path):
+    read, rows = progress.after_step(result(1, 1.0, metrics={"margin": torch.tensor(5.0)}), flush=True)
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["margin"] == rows[0]["margin"] == 0.5  # of 10 tokens
+    assert (read[0].loss, read[0].own_loss, read[0].counts.targets) == (0.5, 0.5, 10)
+
+
+def test_a_run_that_ends_leaves_its_files(progress, tmp_path):
     for step in range(1, 6):
         progress.after_step(result(step, 1.0))
     progress.close()
-    assert {"metrics.jsonl", "metrics.csv", "loss.png", "report.html"} <= {path.name for path in tmp_path.iterdir()}
-    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
+    assert {"metrics.jsonl", "metrics.csv", "loss.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def on_a_terminal(columns: int, name: str, total: int, bad: list[str]) -> str:

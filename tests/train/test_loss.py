@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llava_ds.train.loss import loss_scales
+from llava_ds.train.objectives.sft import SFT
 
 
 def windows(targets: list[list[int]]):
@@ -23,7 +23,7 @@ def test_the_gradient_is_the_mean_over_all_ranks(targets, reduction):
     made, counts = windows(targets)
     total = 0.0
     for window, own in zip(made, targets):
-        scales = loss_scales(window, reduction, counts, len(targets))
+        scales = SFT(reduction, grad_ranks=len(targets)).scales(window, counts)
         assert all(scale.dtype == torch.float64 and scale.ndim == 0 for scale in scales)
         total += sum(n * scale.item() for n, scale in zip(own, scales)) / len(targets)
     assert total == pytest.approx(1.0, rel=1e-12)
@@ -32,5 +32,5 @@ def test_the_gradient_is_the_mean_over_all_ranks(targets, reduction):
 @pytest.mark.parametrize("reduction", ["token", "micro_batch"])
 def test_a_step_without_any_token_is_finite(reduction):
     made, counts = windows([[0, 0], [0]])
-    scales = [scale for window in made for scale in loss_scales(window, reduction, counts, 2)]
+    scales = [scale for window in made for scale in SFT(reduction, grad_ranks=2).scales(window, counts)]
     assert torch.isfinite(torch.stack(scales)).all()

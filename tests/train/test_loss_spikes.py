@@ -5,19 +5,20 @@ from types import SimpleNamespace
 
 import torch
 
+from llava_ds.data.step_plan import StepLayout
 from llava_ds.files.jsonl import MetricsLog, read_metrics
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.loss_spikes import LossSpikes
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 DATASET = SimpleNamespace(lengths=[9] * 2, rows=[1, 0], row=lambda index: {"id": f"id{index}"})
-LAYOUT = SimpleNamespace(steps=lambda order, lengths, start: iter([(None, [[[start % 2]]])]))
+PLAN = SimpleNamespace(dataset=DATASET, step=lambda step: StepLayout([], [[[(step - 1) % 2]]]))
 CALM = [2.0, 2.1, 1.9, 2.05]
 
 
 def spikes_in(folder: Path, resume_step: int = 0, sigma: float = 4.0, window: int = 8) -> LossSpikes:
     training = SimpleNamespace(on_loss_spike="rewind", loss_spike_sigma=sigma, loss_spike_window=window)
-    return LossSpikes(folder, DATASET, LAYOUT, None, training, resume_step, ALONE)
+    return LossSpikes(folder, PLAN, training, resume_step, ALONE)
 
 
 def give(spikes: LossSpikes, losses: list[float], first: int = 1, rewound_to: str | None = None) -> list[int]:

@@ -9,8 +9,8 @@ from ds_json import arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.loop import TrainState
 from llava_ds.train.out_of_memory import MemoryWatch
+from llava_ds.train.state import TrainState
 
 CPU = torch.device("cpu")
 BATCH = SimpleNamespace(input_ids=torch.zeros(1, 300), pixel_values=torch.zeros(4, 1))
@@ -34,9 +34,9 @@ def watched(whole: int, error: Exception, stage: int = 1, **flags: object) -> tu
     resolved = ResolvedConfig({"zero_optimization": zero}, arguments(**flags), {})
     dataset = SimpleNamespace(lengths=[40] * 20, rows=range(100, 120), row=lambda row: {"id": f"s{row}"})
     plans = {4: [[[0]], [[1, 2], [*range(3, 14)]]], 5: [[[14]], [[15]]]}  # by step, rank and micro-batch
-    layout = SimpleNamespace(steps=lambda order, lengths, step: iter([(None, plans[step])]))
+    plan = SimpleNamespace(dataset=dataset, of_rank=lambda step, rank: plans[step - 1][rank])
     engine, state = Engine(whole, error), TrainState(4)
-    return MemoryWatch(engine, resolved, dataset, layout, None, state, Ranks(1, 1, 2, CPU)), engine, state
+    return MemoryWatch(engine, resolved, plan, state, Ranks(1, 1, 2, CPU)), engine, state
 
 
 def said(watch: MemoryWatch, engine: Engine, batches: int = 1) -> str:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from llava_ds.data.dataset import BrokenSample
+from llava_ds.data.loader import Counts
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.skipped_samples import SkippedLog
 
@@ -21,9 +22,8 @@ def log_in(folder: Path, resume_step: int = 0, num_allowed: float = 10) -> Skipp
 def result(step: int, *ids: str, planned: int = 4):
     """A step's result, as far as the log looks at it."""
     broken = [BrokenSample("a.json", 1, ord(name), name, "torn") for name in ids]
-    return SimpleNamespace(
-        step=step, num_planned=planned, broken=broken, counts=torch.tensor([planned - len(ids), 9, 9])
-    )
+    counts = Counts(planned - len(ids), 9, 9, 1, 9, 1)
+    return SimpleNamespace(step=step, num_planned=planned, broken=broken, counts=counts)
 
 
 def lines(folder: Path) -> list[tuple]:
@@ -42,7 +42,7 @@ def test_rejected_and_broken_records_are_listed(tmp_path, capsys):
 
 def test_an_id_can_not_steer_the_terminal(tmp_path, capsys):
     broken = [BrokenSample("a.json", 1, 0, "b\x1b[2J", "torn")]
-    log_in(tmp_path).add([SimpleNamespace(step=1, num_planned=4, broken=broken, counts=torch.tensor([3, 9, 9]))])
+    log_in(tmp_path).add([SimpleNamespace(step=1, num_planned=4, broken=broken, counts=Counts(3, 9, 9, 1, 9, 1))])
     assert capsys.readouterr().out == "step 1: left out b\\x1b[2J: torn\n"
     assert lines(tmp_path)[-1] == ("b\x1b[2J", 1)
 

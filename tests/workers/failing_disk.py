@@ -16,7 +16,7 @@ from run_many import load_train
 
 from llava_ds.checkpoint import commit
 from llava_ds.constants import DataError
-from llava_ds.files import hashed as files
+from llava_ds.files import writing as files
 
 
 class Disk:

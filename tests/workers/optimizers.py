@@ -22,8 +22,11 @@ from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.non_finite import skipped_steps
 from llava_ds.engine.param_groups import parameter_groups
 from llava_ds.engine.start import start_engine
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import all_sum, init_ranks, quiet_libraries
-from llava_ds.train.loop import TrainState, train
+from llava_ds.train.loop import run_steps
+from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.state import TrainState
 
 STEPS = 4
 WIDTH = 8
@@ -102,7 +105,9 @@ def run(case: dict, folder: Path, ranks) -> dict:
         rates.append(result.lr)
         return 0.0
 
-    train(engine, windows(ranks.rank), TrainState(), STEPS, "token", 1, ranks, after_step)
+    mesh = Mesh.of(ranks)
+    objective = SFT(grad_ranks=mesh.grad_ranks)
+    run_steps(engine, windows(ranks.rank), TrainState(), STEPS, objective, mesh, after_step)
     answer = {
         "losses": losses,
         "rates": rates,

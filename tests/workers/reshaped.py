@@ -25,8 +25,11 @@ from llava_ds.engine.gather import gathered
 from llava_ds.engine.param_groups import parameter_groups
 from llava_ds.engine.shards import layout_file, layout_text
 from llava_ds.engine.start import start_engine
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, all_sum, init_ranks, quiet_libraries
-from llava_ds.train.loop import TrainState, train
+from llava_ds.train.loop import run_steps
+from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.state import TrainState
 
 STEPS, SAVED, MICRO_BATCHES = 6, 3, 4
 
@@ -97,7 +100,9 @@ def run(case: dict, ranks: Ranks) -> dict:
     if "after" in case:
         state.step = SAVED
         said = restore(engine, ResumePoint(folder, SAVED, case["world_size"]), ranks, seed=1)
-    train(engine, windows(ranks, state.step), state, STEPS, "token", 1, ranks, after_step)
+    mesh = Mesh.of(ranks)
+    objective = SFT(grad_ranks=mesh.grad_ranks)
+    run_steps(engine, windows(ranks, state.step), state, STEPS, objective, mesh, after_step)
     names = {p: name for name, p in engine.module.named_parameters()}
     weights = {name: tensor.tolist() for name, tensor in gathered(((names[p], p) for p in names), ranks)}
     keys = ("lr", "weight_decay", "betas", "momentum", "eps")

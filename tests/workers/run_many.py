@@ -22,10 +22,18 @@ def load_train():
     return train
 
 
+def leave_no_model() -> None:
+    """Let runs try and export no finished model, which takes as long as a few steps."""
+    from llava_ds.train import plan, session
+
+    plan.Export.try_out = lambda *_, **more: "no finished model is left"
+    session.leave_result = lambda *_: None
+
+
 def main() -> None:
     train = load_train()
-    if "--unfinished" in sys.argv:  # it takes as long as a few steps
-        train.try_export, train.leave_result = (lambda *_: "no finished model is left"), (lambda *_: None)
+    if "--unfinished" in sys.argv:
+        leave_no_model()
     for argv in json.loads(Path(sys.argv[-1]).read_text()):
         train.main(argv)
         torch.distributed.barrier()  # the next run may read what rank 0 has just written

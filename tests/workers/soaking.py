@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from run_many import load_train
 
-from llava_ds.train.hooks import Boundary
+from llava_ds.train.hooks import Save, StepEnd
 
 EVERY = 100  # steps, half-way between two saves
 
@@ -26,16 +26,16 @@ def main() -> None:
     *argv, folder = sys.argv[1:]
     libc, process = ctypes.CDLL("libc.so.6"), psutil.Process()
     libc.mallinfo2.restype = Mallinfo2
-    after_step, looks = Boundary.after_step, []
+    after_step, looks = Save.after_step, []  # the last hook
 
-    def look(boundary: Boundary, result) -> float:
-        others_s = after_step(boundary, result)
-        if result.step % EVERY == EVERY // 2:
+    def look(save: Save, end: StepEnd) -> None:
+        after_step(save, end)
+        if end.step % EVERY == EVERY // 2:
             gc.collect()
             heap = libc.mallinfo2()
             looks.append(
                 {
-                    "step": result.step,
+                    "step": end.step,
                     "in use": heap.uordblks + heap.hblkhd,
                     "resident": process.memory_info().rss,
                     "files": process.num_fds(),
@@ -43,9 +43,8 @@ def main() -> None:
                     "children": len(process.children()),
                 }
             )
-        return others_s
 
-    Boundary.after_step = look
+    Save.after_step = look
     load_train().main([argument for argument in argv if not argument.startswith("--local_rank")])
     (Path(folder) / f"soak-{os.environ['RANK']}.json").write_text(json.dumps(looks))
 

@@ -32,10 +32,10 @@ def main() -> None:
         mine = stops and int(os.environ["RANK"]) == rank
         timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGTERM)) if mine else None
 
-        def timed(*args: object, timer=timer) -> None:
+        def timed(*args: object, timer=timer, **more: object) -> None:
             if timer is not None:
                 timer.start()
-            loop(*args)
+            loop(*args, **more)
 
         train.train = timed
         code = train.main(task["argv"])

@@ -13,7 +13,7 @@ from llava_ds.data.sources.embedded import REFERENCE
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import VIDEO_SUFFIXES
-from llava_ds.files.side_files import KINDS
+from llava_ds.files.reading import KINDS
 
 MAX_PATH_BYTES = 4096  # Linux's own limit; a longer name is not worth asking the system, nor keeping
 MAX_FILES_PER_RECORD = 10_000

@@ -19,7 +19,7 @@ from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
 from llava_ds.data.sources.tables import open_saved, parquet_columns
-from llava_ds.files.contents import state_of
+from llava_ds.files.reading import state_of
 
 MAX_SHOWN = 5  # problems spelled out in one message; the rest are counted
 SPOOL_VERSION = 1  # raise it when the same files would be spooled in another way

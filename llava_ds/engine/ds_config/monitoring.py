@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from llava_ds.engine.ds_config.draft import Draft
-from llava_ds.files.atomic import can_be_made
+from llava_ds.files.writing import can_be_made
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 

@@ -22,7 +22,7 @@ from llava_ds.engine.ds_config.optimizer import offloads, resolve_optimizer
 from llava_ds.engine.ds_config.precision import resolve_precision, torch_dtype
 from llava_ds.engine.ds_config.scheduler import resolve_scheduler
 from llava_ds.engine.ds_config.zero import resolve_zero
-from llava_ds.files.side_files import MAX_JSON_BYTES, read_bytes
+from llava_ds.files.reading import MAX_JSON_BYTES, read_bytes
 
 DEEPEST = 20  # objects and lists within each other
 COMMENT = re.compile(

@@ -21,7 +21,7 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.dataset import EncodedDataset, open_data
-from llava_ds.data.loader import sample_order
+from llava_ds.data.step_plan import sample_order
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import first_rank_first, init_ranks, quiet_libraries

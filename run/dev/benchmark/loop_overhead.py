@@ -8,37 +8,37 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
 
 import torch
 from benchmark.profiled import own_arguments, run_changed
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
-from llava_ds.train.loop import TrainState
+from llava_ds.train import loop
+from llava_ds.train.state import TrainState
 
 STEPS, ROUNDS = 2, 5  # of a round; the rounds
 
 
 def main() -> None:
-    def change(script: ModuleType, report: dict[str, object]) -> None:
-        script.train = measured_before(script.train, report)
+    def change(report: dict[str, object]) -> None:
+        loop.run_steps = measured_before(loop.run_steps, report)
 
     run_changed(own_arguments(), change)
 
 
-def measured_before(train: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
+def measured_before(run_steps: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
     """The training loop for its last step, after a measurement on the windows before that."""
 
-    def run(engine, windows, state, num_steps, reduction, num_sources, ranks, after_step) -> None:
+    def run(engine, windows, state, num_steps, objective, mesh, after_step) -> None:
         repeated = list(itertools.islice(windows, num_steps - 1))
 
-        def loop(batches: Iterator[Window]) -> None:
-            train(engine, batches, TrainState(), STEPS, reduction, num_sources, ranks, lambda result: 0.0)
+        def ours(batches: Iterator[Window]) -> None:
+            run_steps(engine, batches, TrainState(), STEPS, objective, mesh, lambda result: 0.0)
 
-        report.update(measure_overhead(engine, repeated, loop))
+        report.update(measure_overhead(engine, repeated, ours))
         state.step = num_steps - 1
-        train(engine, windows, state, num_steps, reduction, num_sources, ranks, after_step)
+        run_steps(engine, windows, state, num_steps, objective, mesh, after_step)
 
     return run
 

@@ -13,19 +13,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import nn
 
 from llava_ds.tracking.peak import gemm_peak
+from llava_ds.train import loop, plan, session
 
 
 def main() -> None:
-    def change(train: ModuleType, report: dict[str, object]) -> None:
+    def change(report: dict[str, object]) -> None:
         report.update(idle_share=None, kernel_seconds=None)
-        train.build_model = drawn_after(train.build_model)
-        train.train = profiled(train.train, report)
+        session.build_model = drawn_after(session.build_model)
+        loop.run_steps = profiled(loop.run_steps, report)
 
     run_changed(own_arguments(), change)
 
@@ -35,9 +35,9 @@ def own_arguments() -> list[str]:
     return [token for token in sys.argv[1:] if not token.startswith("--local_rank=")]
 
 
-def run_changed(argv: list[str], change: Callable[[ModuleType, dict[str, object]], None]) -> None:
-    """Run a script without what it exports, after change gave its names other meanings; rank 0 writes the report that
-    these fill.
+def run_changed(argv: list[str], change: Callable[[dict[str, object]], None]) -> None:
+    """Run a script without its export, after change has replaced functions of llava_ds.train; rank 0 writes the report
+    that these fill.
 
     argv: the report's file, the script, its flags.
     """
@@ -46,20 +46,14 @@ def run_changed(argv: list[str], change: Callable[[ModuleType, dict[str, object]
     train = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
     report: dict[str, object] = {}
-    change(train, report)
-    without_export(train)
+    change(report)
+    # Neither is timed, and 7B takes minutes.
+    plan.Export.try_out = lambda *_, **more: "nothing is exported"
+    session.leave_result = lambda *_: None
     train.main(flags)
     if torch.distributed.get_rank() == 0:
         Path(report_file).write_text(json.dumps(report), encoding="utf-8")
     torch.distributed.destroy_process_group()
-
-
-def without_export(train: ModuleType) -> None:
-    """Leave out what run/train.py tries before training and writes after it: neither is timed, and 7B takes minutes."""
-    instead = {"try_export": lambda *_: "nothing is exported", "leave_result": lambda *_: None}
-    for name, function in instead.items():
-        assert hasattr(train, name), f"run/train.py has no {name}"
-        setattr(train, name, function)
 
 
 def drawn_after(build_model: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -84,14 +78,14 @@ def draw(model: nn.Module, std: float = 0.02) -> None:
             held.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def profiled(train: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
+def profiled(run_steps: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
     """The training loop, after a measurement of matrix products. Into the report go the seconds of every step, and on
     CUDA what a profile of the last one says."""
 
-    def run(engine, steps, state, num_steps, reduction, num_sources, ranks, after_step) -> None:
-        on_cuda = ranks.device.type == "cuda"
+    def run(engine, windows, state, num_steps, objective, mesh, after_step) -> None:
+        on_cuda = engine.device.type == "cuda"
         dtype = next(engine.module.parameters()).dtype
-        report["gemm_flops_per_rank"] = gemm_peak(ranks.device, dtype)
+        report["gemm_flops_per_rank"] = gemm_peak(engine.device, dtype)
         with contextlib.ExitStack() as stack:
             profilers, ends = [], [time.perf_counter()]
 
@@ -104,7 +98,7 @@ def profiled(train: Callable[..., None], report: dict[str, object]) -> Callable[
                     profilers.append(stack.enter_context(torch.profiler.profile(activities=activities)))
                 return after_step(result)
 
-            train(engine, steps, state, num_steps, reduction, num_sources, ranks, after)
+            run_steps(engine, windows, state, num_steps, objective, mesh, after)
         report["step_time_s"] = [end - start for start, end in itertools.pairwise(ends)]
         if profilers:
             report.update(idle_of(profilers[0].events()))

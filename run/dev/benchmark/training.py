@@ -17,8 +17,8 @@ from benchmark.workload import Shape
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import open_data
-from llava_ds.data.loader import sample_order
 from llava_ds.data.packing import plan_by_count
+from llava_ds.data.step_plan import sample_order
 from llava_ds.model.flops import model_flops
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model

@@ -1,26 +1,33 @@
-"""Small files beside data, weights and checkpoints, read safely whoever has touched them since they were written.
+"""Reading of files safely, whoever has changed them since they were written.
 
 Only regular files of a bounded size are opened, so that no named pipe, device or folder in their place makes a program
-wait, or take all memory; and what they hold is compared with a type before anybody uses it.
+wait, or takes all memory; their JSON is compared with a type before it is used; and a stamp and a hash of some blocks
+tell a file from any other that takes its place, without reading all of a large one.
 """
 
+import hashlib
 import json
 import os
 import stat
 import time
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
 
-MAX_JSON_BYTES = 16 << 20  # a manifest of 4,096 ranks has 3 MB; read, nested lists take twenty times their text
+MAX_JSON_BYTES = 16 << 20  # a manifest of 4,096 ranks has 3 MB; nested lists take twenty times their text in memory
 MAX_LINE_BYTES = 16 << 20
 MAX_ROWS_BYTES = 2 << 30  # of a JSONL file: more than a million steps
 
-KINDS = {  # of what is no regular file
+WHOLE_BYTES = 64 << 10  # of a file that blocks_digest hashes as a whole
+BLOCK_BYTES, NUM_BLOCKS = 4 << 10, 16  # of a larger one
+READ_BYTES = 1 << 20  # at a time
+
+KINDS = {  # of files that are not regular
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -40,7 +47,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def why_not_regular(path: Path) -> str | None:
-    """Why a path can't be read or replaced as a file; None for a regular file and where there is nothing."""
+    """The reason why a path can't be read or replaced as a file; None for a regular file and where there is nothing."""
     try:
         open_regular(path).close()
     except FileNotFoundError:
@@ -53,7 +60,7 @@ def why_not_regular(path: Path) -> str | None:
 
 
 def read_bytes(path: str | Path, max_bytes: int) -> bytes:
-    """All of a regular file. Raises FileNotFoundError, and DataError with the reason alone for all else."""
+    """The content of a regular file. Raises FileNotFoundError, and DataError with the reason alone for all else."""
     try:
         with open_regular(path) as file:
             content = file.read(max_bytes + 1)
@@ -69,7 +76,7 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
 def read_json(path: str | Path, expected: object, max_bytes: int = MAX_JSON_BYTES):
     """Read a JSON file and compare it with a type (a TypedDict, dict[str, int], …) in pydantic's strict mode.
 
-    Raises FileNotFoundError, and DataError with the reason alone: the caller says which file, and what to do.
+    Raises FileNotFoundError, and DataError with the reason alone: the caller adds the file and what to do.
     """
     value = _parsed(read_bytes(path, max_bytes))
     if (problem := mismatch(value, expected)) is not None:
@@ -78,21 +85,20 @@ def read_json(path: str | Path, expected: object, max_bytes: int = MAX_JSON_BYTE
 
 
 def mismatch(value: object, expected: object) -> str | None:
-    """Say where a value is first not of a type, and what was expected there; None where it is of it."""
+    """The first place at which a value is not of a type, and what was expected there; None where it is."""
     try:
         _adapter(expected).validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part)[:80] for part in first["loc"])
-        said = first["msg"][:1].lower() + first["msg"][1:]
-        return f"{place or 'it'}: {said}"
+        return f"{place or 'it'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
     except RecursionError:
         return "it is nested too deeply"
     return None
 
 
 def read_rows(path: Path, expected: object = dict) -> tuple[list[dict], list[int]]:
-    """The rows of a JSONL file, and the numbers (from 1) of lines that hold none: no UTF-8, no JSON, another type.
+    """The rows of a JSONL file, and the numbers (from 1) of damaged lines: no UTF-8, no JSON, another type.
 
     A last line that a kill cut short counts as neither. Raises FileNotFoundError, and DataError with the reason alone.
     """
@@ -124,13 +130,73 @@ def read_rows(path: Path, expected: object = dict) -> tuple[list[dict], list[int
 
 
 def move_aside(path: Path) -> Path:
-    """Rename what can't be used, so that a sound one can take its place and nothing is lost. Returns its new path."""
+    """Rename a file that can't be used, and return its new path: a new one can take its place, and nothing is lost."""
     name = f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
     target, count = path.with_name(name), 1
     while os.path.lexists(target):
         count += 1
         target = path.with_name(f"{name}-{count}")
     return path.rename(target)
+
+
+class Stamp(NamedTuple):
+    """A file system's record of a file. Writing to the file changes one of these, whatever is restored afterwards."""
+
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int  # of its 64 bits the lower 63, for tables have no unsigned numbers; some file systems use all
+
+
+def stamp_of(path: str | Path) -> Stamp:
+    """The stamp of a file, links followed. Raises OSError."""
+    stat = os.stat(path)
+    return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino & (2**63 - 1))
+
+
+class FileState(TypedDict):
+    """A file's stamp and digest, by which it differs from any other in its place, also one with its size and time."""
+
+    stamp: list[int]
+    blocks: str
+
+
+def state_of(path: str | Path) -> FileState:
+    """A file's stamp, and a hash of some of its blocks for file systems without change times.
+
+    Raises OSError, and DataError for what is no regular file.
+    """
+    return {"stamp": list(stamp_of(path)), "blocks": blocks_digest(path)}
+
+
+def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_bytes: int = WHOLE_BYTES) -> str:
+    """A hash of the content of a file, or a slice of one: all of it up to whole_bytes, else size and NUM_BLOCKS blocks
+    from its first byte to its last.
+
+    32 hexadecimal digits. Raises OSError, and DataError for what is no regular file.
+    """
+    with open_regular(path) as file:
+        handle = file.fileno()
+        if num_bytes < 0:
+            num_bytes = os.fstat(handle).st_size - offset
+        digest = hashlib.sha256(num_bytes.to_bytes(8, "big"))
+        if num_bytes <= whole_bytes:
+            for start in range(0, num_bytes, READ_BYTES):
+                digest.update(os.pread(handle, min(READ_BYTES, num_bytes - start), offset + start))
+            return digest.hexdigest()[:32]
+        last = num_bytes - BLOCK_BYTES
+        for i in range(NUM_BLOCKS):
+            digest.update(os.pread(handle, BLOCK_BYTES, offset + last * i // (NUM_BLOCKS - 1)))
+        return digest.hexdigest()[:32]
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal. Raises OSError, and DataError for what is no regular file."""
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _parsed(content: bytes) -> object:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llava_ds.constants import ConfigError
-from llava_ds.files.atomic import can_be_made, path_problem, write_output, write_whole
+from llava_ds.files.writing import can_be_made, path_problem, write_output, write_whole
 
 
 def test_what_breaks_off_leaves_the_old_file_and_nothing_else(tmp_path):

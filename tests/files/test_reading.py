@@ -5,7 +5,7 @@ import os
 import pytest
 
 from llava_ds.constants import DataError
-from llava_ds.files.side_files import MAX_JSON_BYTES, move_aside, read_json, read_rows, why_not_regular
+from llava_ds.files.reading import MAX_JSON_BYTES, move_aside, read_json, read_rows, why_not_regular
 
 OBJECT = dict[str, int]
 

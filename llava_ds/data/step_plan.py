@@ -1,0 +1,193 @@
+"""The plan of all optimizer steps: the samples of each, and the rank and micro-batch that computes which."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from llava_ds.config.arguments import Arguments, TrainingArguments, steps_go_across_epochs
+from llava_ds.config.data_flags import GROUPINGS
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
+from llava_ds.data.sample_order import SampleOrder
+
+
+class StepLayout(NamedTuple):
+    """One optimizer step: its samples in their order, and the micro-batches ([rank][micro-batch] -> samples)."""
+
+    samples: list[int]
+    of_ranks: list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The rule that lays the samples of a step out on ranks and micro-batches.
+
+    dp: data-parallel ranks. tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None:
+    micro-batches by count. across_epochs: steps of whole micro-batches that run on into the next epoch, as in LLaVA's
+    trainer. pair_cost: a sample of L tokens costs L + pair_cost * L**2, the second part for attention.
+    """
+
+    dp: int
+    micro_batch_size: int
+    num_micro_batches: int
+    tokens_per_micro_batch: int | None
+    across_epochs: bool = False
+    pair_cost: float = 0.0
+
+    @classmethod
+    def of(cls, training: TrainingArguments, dp: int, tokens: int | None, pair_cost: float) -> "Packing":
+        """Read the flags. tokens: the number that --tokens_per_micro_batch auto has become."""
+        size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+        return cls(dp, size, accumulation, tokens, steps_go_across_epochs(training), pair_cost)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of an optimizer step over all ranks."""
+        return self.dp * self.micro_batch_size * self.num_micro_batches
+
+    def micro_batches_per_epoch(self, num_samples: int) -> int:
+        """Micro-batches of each rank in one pass over the data."""
+        return math.ceil(num_samples / (self.dp * self.micro_batch_size))
+
+    def steps(self, order: SampleOrder, lengths: Sequence[int], done: int) -> Iterator[StepLayout]:
+        """Lay out step after step, from the one after `done`, without end. lengths: of the whole data set."""
+        if not self.across_epochs:
+            for samples in order.steps(done):
+                yield StepLayout(samples, self.lay_out(samples, lengths))
+            return
+        # Steps are cut from one stream of micro-batches, so that any of them can be started from at once; except for
+        # epochs that are shorter than a step.
+        per_epoch = self.micro_batches_per_epoch(order.num_samples)
+        first, begun, passed = 0, 0, done
+        if per_epoch > self.num_micro_batches:
+            first, begun = divmod(done * self.num_micro_batches, per_epoch)
+            passed = 0
+        epochs = map(order.epoch, itertools.count(first))
+        plans = plans_across_epochs(epochs, self.dp, self.num_micro_batches, self.micro_batch_size, begun)
+        for of_ranks in itertools.islice(plans, passed, None):
+            in_turn = itertools.chain.from_iterable(zip(*of_ranks))  # the first micro-batch of every rank, and so on
+            yield StepLayout([sample for micro_batch in in_turn for sample in micro_batch], of_ranks)
+
+    def lay_out(self, samples: list[int], lengths: Sequence[int]) -> list[list[list[int]]]:
+        """Lay out the samples of one step: [rank][micro-batch] -> samples."""
+        if self.tokens_per_micro_batch is None:
+            return plan_by_count(samples, self.dp, self.num_micro_batches, self.micro_batch_size)
+        tokens = np.array([lengths[i] for i in samples])
+        costs = tokens + (self.pair_cost * tokens**2).astype(np.int64)
+        units = [(sample,) for sample in samples]  # samples that share images would be one
+        return plan_by_tokens(units, tokens, self.dp, self.tokens_per_micro_batch, costs)
+
+    def lay_out_all(self, lengths: Sequence[int]) -> list[list[list[int]]]:
+        """Lay out a whole data set as one step, with as many micro-batches on every rank. lengths: its own."""
+        samples = list(range(len(lengths)))
+        if self.tokens_per_micro_batch is not None:
+            return self.lay_out(samples, lengths)
+        return plan_by_count(samples, self.dp, self.micro_batches_per_epoch(len(samples)), self.micro_batch_size)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Data set, order and packing of a run. It follows from data and flags alone, so every rank makes the same one.
+
+    Steps are counted as the log counts them: step 1 is the first.
+    """
+
+    dataset: EncodedDataset
+    order: SampleOrder
+    packing: Packing
+    num_steps: int
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of an optimizer step over all ranks."""
+        return self.packing.batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps that count as one pass over the data."""
+        return steps_per_epoch(self.order, self.packing)
+
+    def after(self, done: int) -> Iterator[StepLayout]:
+        """The steps that are left when `done` are done."""
+        every = self.packing.steps(self.order, self.dataset.lengths, done)
+        return itertools.islice(every, self.num_steps - done)
+
+    def step(self, step: int) -> StepLayout:
+        """The layout of one step."""
+        return next(self.packing.steps(self.order, self.dataset.lengths, step - 1))
+
+    def samples(self, step: int) -> list[int]:
+        """The samples of one step, in their order."""
+        return self.step(step).samples
+
+    def of_rank(self, step: int, rank: int) -> list[list[int]]:
+        """The micro-batches of one data-parallel rank in a step, as lists of samples."""
+        return self.step(step).of_ranks[rank]
+
+    def heaviest(self, done: int) -> list[int]:
+        """The samples of the micro-batch with most tokens that is left on any rank; the first one of several.
+
+        Empty if no step is left.
+        """
+        lengths = self.dataset.lengths
+        micro_batches = (micro for layout in self.after(done) for rank in layout.of_ranks for micro in rank)
+        return max(micro_batches, key=lambda micro: sum([lengths[i] for i in micro]), default=[])
+
+
+def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrder:
+    """The order of the samples that the flags ask for."""
+    data, training = args.data, args.training
+    how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), "random" if data.shuffle else "file")
+    return SampleOrder(
+        num_samples=len(dataset),
+        batch_size=dp * training.per_device_train_batch_size * training.gradient_accumulation_steps,
+        seed=training.seed if training.data_seed is None else training.data_seed,
+        how=how,
+        lengths=dataset.lengths_for(how),
+        micro_batch_size=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+    )
+
+
+def steps_per_epoch(order: SampleOrder, packing: Packing) -> int:
+    """Optimizer steps that count as one pass over the data."""
+    if not packing.across_epochs:
+        return order.steps_per_epoch
+    return max(1, packing.micro_batches_per_epoch(order.num_samples) // packing.num_micro_batches)
+
+
+def total_steps(args: TrainingArguments, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+
+
+def with_steps_of_epochs(args: Arguments, steps_per_epoch: int) -> Arguments:
+    """Return the flags with --save_steps and --eval_steps in optimizer steps, as --save_strategy and --eval_strategy
+    ask. --eval_steps may still be a part of all steps: see steps_between.
+
+    Source: transformers' TrainingArguments, where eval_strategy "steps" without eval_steps takes logging_steps.
+    """
+    training = args.training
+    if training.save_strategy == "epoch":
+        args = args.replaced(save_steps=steps_per_epoch)
+    eval_steps = {
+        None: training.eval_steps,
+        "no": None,
+        "steps": training.eval_steps or training.logging_steps,
+        "epoch": steps_per_epoch,
+    }
+    return args.replaced(eval_steps=eval_steps[training.eval_strategy])
+
+
+def steps_between(every: float | None, num_steps: int) -> int | None:
+    """Optimizer steps from one measurement to the next; None for None and 0: there is none before the end.
+
+    every: steps, or below 1 a part of num_steps, which is rounded up. Source: transformers' TrainerState.compute_steps.
+    """
+    if not every:
+        return None
+    return math.ceil(every * num_steps) if every < 1 else int(every)

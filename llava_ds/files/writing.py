@@ -1,0 +1,229 @@
+"""Writing of files: whole or not at all, and flushed to the disk and hashed while they are written."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llava_ds.constants import ConfigError, DataError, in_short
+from llava_ds.files.reading import open_regular, sha256
+
+if TYPE_CHECKING:
+    import torch
+
+Entry = dict[str, object]  # of one file: its "bytes" and its "sha256"
+
+NAME_MAX = 255  # bytes of a file's name on Linux' file systems
+BUFFER_BYTES = 1 << 20
+
+REMEDIES = {
+    errno.ENOSPC: "free space there, or keep fewer checkpoints with --save_total_limit",
+    errno.EDQUOT: "free some of your quota there, or keep fewer checkpoints with --save_total_limit",
+    errno.EROFS: "the file system is mounted read-only: mount it writable again",
+    errno.EACCES: "give this user the right to write there",
+    errno.EPERM: "give this user the right to write there",
+    errno.ENOENT: "the folder has vanished: see that it is mounted and that nothing removes it",
+    errno.EIO: "the disk reports errors: look into the system's log",
+}
+
+
+def write_whole(path: Path, content: str | Callable[[Path], object], shared: bool = False) -> None:
+    """Replace a file in one rename: a reader finds all of the old one or all of the new one, also after a kill.
+
+    content: its text, or a function that writes it to a path; shared: whether other processes may write the same file
+    at the same time. Nothing is flushed to the disk. Raises OSError and the function's errors, with the old file
+    unchanged.
+    """
+    # One name for all starts of a run, so that the next one overwrites the rest that a kill left.
+    mark = f".{os.getpid()}" if shared else ""
+    scratch = path.with_name(f".{path.name}{mark}.tmp")
+    try:
+        if isinstance(content, str):
+            scratch.write_text(content, encoding="utf-8")
+        else:
+            content(scratch)
+        os.replace(scratch, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the folder is missing, or can't be written to
+            scratch.unlink()
+        raise
+
+
+def write_output(path: Path, content: str | Callable[[Path], object], flag: str) -> None:
+    """Write a file that the user named with a flag, as write_whole does; a device or pipe directly.
+
+    Raises ConfigError where that fails.
+    """
+    try:
+        # Nothing may be renamed over /dev/null, or over /dev/stdout, which is a link to a file.
+        if path.absolute().is_relative_to("/dev") or (path.exists() and not stat.S_ISREG(path.stat().st_mode)):
+            if path.is_fifo():
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # fails where nobody reads, instead of waiting
+            if isinstance(content, str):
+                path.write_text(content, encoding="utf-8")
+            else:
+                content(path)
+        else:
+            write_whole(path, content)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} can't be written ({error.strerror}): name another file") from error
+
+
+def path_problem(text: str) -> str | None:
+    """The reason why no file can have this path, to follow the flag in a message; None if one can."""
+    if not text:
+        return "is empty: name a path, or leave it out"
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        return f"{in_short(text)}: there is no such user"
+    try:
+        os.lstat(os.path.expanduser(text))
+    except FileNotFoundError:
+        too_long = any(len(os.fsencode(part)) > NAME_MAX for part in Path(text).parts)
+        return f"{in_short(text)}: a name in it has more than {NAME_MAX} bytes" if too_long else None
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        if isinstance(error, PermissionError | NotADirectoryError):
+            return None  # the flag's own check says what it needs
+        return f"{in_short(text)}: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
+def can_be_made(folder: str) -> bool:
+    """True if the folder, or the nearest one above it that exists, can be written to.
+
+    It is tried with a nameless file: permissions tell nothing about /proc or a read-only disk.
+    """
+    if path_problem(folder) is not None:
+        return False
+    path = Path(os.path.expanduser(folder)).absolute()
+    try:
+        while not path.exists():
+            path = path.parent
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+class HashedFile:
+    """A file that torch.save can write to.
+
+    It never raises while it is written, because torch's C++ writer in between does not survive that well. close()
+    raises the error.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.error: OSError | None = None
+        self._file = path.open("wb", buffering=BUFFER_BYTES)
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, data) -> int:
+        size = memoryview(data).nbytes
+        if self.error is None:
+            try:
+                self._file.write(data)
+                self._digest.update(data)
+                self._bytes += size
+            except OSError as error:
+                self.error = error
+        return size
+
+    def flush(self) -> None:
+        """Nothing: close flushes once."""
+
+    def close(self) -> Entry:
+        """Flush all of it to the disk. Raises the first OSError of the file."""
+        try:
+            if self.error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self.error = error
+        try:
+            self._file.close()
+        except OSError as error:  # the rest of the buffer can't be written either
+            self.error = self.error or error
+        if self.error is not None:
+            raise self.error
+        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
+
+
+def write_file(path: Path, write: Callable[[HashedFile], object]) -> Entry:
+    """Write a file by calling `write` with it, and flush it to the disk. Raises OSError."""
+    file = HashedFile(path)
+    try:
+        write(file)
+    except BaseException:
+        file.error = file.error or OSError(errno.EIO, "writing it was interrupted")
+        with contextlib.suppress(OSError):  # the other error is the cause
+            file.close()
+        raise
+    return file.close()
+
+
+def write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
+    """Write a safetensors file with the rights that any new file gets: safetensors lets only its owner read it."""
+    from safetensors.torch import save_file  # imports torch, which takes seconds
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
+def flush(path: Path) -> None:
+    """Flush a file or a folder's entries to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def flush_and_hash(path: Path) -> Entry:
+    """Flush a file that others wrote to the disk, and hash it."""
+    flush(path)
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def not_cached(path: Path) -> None:
+    """Drop a flushed file from the page cache, so that the next read comes from the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
+
+
+def damage(folder: Path, name: str, entry: Entry) -> str | None:
+    """The difference of a file from its entry; None when there is none. Reads all of it."""
+    try:
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            return f"{name} is a link that leads out of the checkpoint"
+        with open_regular(folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != entry["bytes"]:
+            return f"{name} has {size} bytes, not {entry['bytes']}"
+        return None if sha256(folder / name) == entry["sha256"] else f"{name} has changed since it was saved"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except DataError as error:
+        return f"{name} can't be read ({error})"
+    except OSError as error:
+        return f"{name} can't be read ({error.strerror})"
+    except (RuntimeError, ValueError) as error:  # a link to itself; a name that no file can have
+        return f"{name[:200]!r} can't be read ({error})"
+
+
+def described(path: Path | str, error: Exception) -> str:
+    """A message about an error of a file, with the remedy."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    remedy = REMEDIES.get(error.errno)
+    code = errno.errorcode.get(error.errno, error.errno)
+    return f"{path}: {error.strerror} ({code})" + (f"; {remedy}" if remedy else "")

@@ -1,0 +1,218 @@
+"""The plan of a run: all that is known, read and checked before a model is built."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from llava_ds.checkpoint.base_weights import weight_hashes
+from llava_ds.checkpoint.resume import ResumePoint, find_resume_point
+from llava_ds.checkpoint.run_identity import RunIdentity
+from llava_ds.config.arguments import Arguments, trains_projector_only
+from llava_ds.config.shipped import DS_CONFIGS
+from llava_ds.data.dataset import EncodedDataset, open_together
+from llava_ds.data.encode import refuse_unfit_tokenizer
+from llava_ds.data.seen_files import changes_since
+from llava_ds.data.splits import split_datasets
+from llava_ds.data.step_plan import Packing, StepPlan, sample_order, steps_per_epoch, total_steps, with_steps_of_epochs
+from llava_ds.data.templates import resolve_template
+from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
+from llava_ds.export.plan import Finished, export_format
+from llava_ds.export.safetensors_shards import parse_size
+from llava_ds.export.trial import try_export
+from llava_ds.export.write import planned_entries
+from llava_ds.geometry import ImageOptions
+from llava_ds.model.flops import ModelFlops, model_flops
+from llava_ds.model.language import length_note
+from llava_ds.model.plan import ModelPlan, plan_model
+from llava_ds.planning import dry_run
+from llava_ds.planning.choose import choose_for_ranks
+from llava_ds.planning.shapes import shape_of
+from llava_ds.planning.this_run import plan_lines, planned_here, tokens_per_micro_batch
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.ranks import (
+    Ranks,
+    check_same,
+    check_shared_folder,
+    first_rank_first,
+    from_first,
+    print_first,
+    together,
+)
+from llava_ds.tiny import default as tiny
+from llava_ds.train.start import Start
+
+
+@dataclass(frozen=True)
+class EvalSets:
+    """Data beside the training data. held_out: the eval loss is measured on it; questions: samples whose first
+    questions are answered; None of what no flag asks for."""
+
+    held_out: EncodedDataset | None
+    questions: EncodedDataset | None
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint to resume from, if any, and what makes this run the same as another.
+
+    weights: hashes of the folders that the model starts from.
+    """
+
+    point: ResumePoint
+    identity: RunIdentity
+    weights: dict
+
+
+@dataclass(frozen=True)
+class Export:
+    """The folder that the finished model becomes. form: "hf", "llava" or "adapter"; a run that trains the projector
+    alone exports only that."""
+
+    finished: Finished
+    form: str
+    max_shard_bytes: int
+
+    @property
+    def is_whole_model(self) -> bool:
+        """True for a model folder, false for an adapter and for a projector."""
+        return self.form != "adapter" and not trains_projector_only(self.finished.args)
+
+    def try_out(self, output_dir: Path, dry_run: bool = False) -> str:
+        """Try the export before training, on rank 0, and return a line about it. Raises ConfigError where it fails."""
+        entries = planned_entries(self.finished)
+        return try_export(self.finished, entries, self.form, output_dir, self.max_shard_bytes, dry_run=dry_run)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known of a run before a model is built. args: with every "auto" filled in."""
+
+    args: Arguments
+    resolved: ResolvedConfig
+    model: ModelPlan
+    images: ImageOptions
+    flops: ModelFlops
+    steps: StepPlan
+    evals: EvalSets
+    resume: Resume
+    export: Export
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder of --output_dir."""
+        return Path(self.args.training.output_dir)
+
+    @property
+    def resumed_step(self) -> int:
+        """Optimizer steps that are done."""
+        return self.resume.point.step
+
+    def describe(self) -> list[str]:
+        """Describe data, steps and DeepSpeed configuration."""
+        return plan_lines(self.resolved, self.steps)
+
+
+def make_plan(start: Start) -> Plan:
+    """Read and check everything: model folder, DeepSpeed JSON, data, and the checkpoint to resume from.
+
+    Prints what a person should see first. All ranks call it together. Raises ConfigError and DataError, on every rank.
+    """
+    ranks, max_shard_bytes = start.ranks, parse_size(start.args.training.max_shard_size)
+    with first_rank_first(ranks):
+        args = tiny.fill_in(start.args)
+    args = args.replaced(version=resolve_template(args.model.version))
+    model, images, form = _plan_model(args)
+    raw_config = start.raw_config
+    if raw_config is None:
+        shape = shape_of(model.text_config, model.tower, args)
+        raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, model.hidden_size, ranks)
+        print_first(line)
+    resolve = partial(
+        resolve_ds_config,
+        raw_config,
+        world_size=Mesh.of(ranks).dp,
+        hidden_size=model.hidden_size,
+        device_type=ranks.device.type,
+    )
+    flops = model_flops(model.text_config, model.tower, args.model)
+    resolved, steps, evals = _plan_steps(args, resolve, model, images, flops, ranks)
+    # A compiler that only some machines have decides which Adam is filled in.
+    same = {"the resolved optimizer": resolved.config.get("optimizer")}
+    check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
+    resume, lines = _plan_resume(resolved, steps.dataset, ranks)
+    args = resolved.args
+    finished = Finished(model, args.model, images, resolved.dtype, args.data.model_max_length)
+    export = Export(finished, form, max_shard_bytes)
+    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export)
+    print_first(*plan.describe(), *lines)
+    return plan
+
+
+def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
+    """Plan the model and the format of its export."""
+    model = plan_model(args.model, args.data.model_max_length)
+    if note := length_note(model.text_config, args.data.model_max_length):
+        print_first(note)
+    refuse_unfit_tokenizer(args.model, model.tokenizer)
+    images = model.tower.image_options(args)
+    form, lines = ("adapter", []) if args.model.lora_enable else export_format(args, model, images)
+    print_first(*lines)
+    return model, images, form
+
+
+def _plan_steps(
+    args: Arguments,
+    resolve: Callable[..., ResolvedConfig],
+    model: ModelPlan,
+    images: ImageOptions,
+    flops: ModelFlops,
+    ranks: Ranks,
+) -> tuple[ResolvedConfig, StepPlan, EvalSets]:
+    """Open the data, and lay out the optimizer steps. resolve: fills in the DeepSpeed JSON, by flags and num_steps."""
+    # What the data makes no difference to is refused before it is read.
+    known_steps = args.training.max_steps if args.training.max_steps > 0 else None
+    known = together(ranks, partial(resolve, args, num_steps=known_steps))
+    dp = Mesh.of(ranks).dp
+    dataset = open_together(known.args, model.tokenizer, images, ranks)
+    dataset, held_out, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
+    order = sample_order(known.args, dataset, dp)
+    tokens = tokens_per_micro_batch(known, model, dataset, order, ranks)
+    packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)
+    per_epoch = steps_per_epoch(order, packing)
+    num_steps = total_steps(known.args.training, per_epoch)
+    filled_in = args.replaced(tokens_per_micro_batch=tokens)
+    resolved = together(ranks, partial(resolve, filled_in, num_steps=num_steps))
+    final = with_steps_of_epochs(known.args.replaced(tokens_per_micro_batch=tokens), per_epoch)
+    resolved = dataclasses.replace(resolved, args=final)
+    return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(held_out, questions)
+
+
+def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks) -> tuple[Resume, list[str]]:
+    """Find the checkpoint to resume from, and lines about it. Rank 0 alone reads and hashes it."""
+    args = resolved.args
+    training, output_dir = args.training, Path(args.training.output_dir)
+    identity = RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.config)
+    if training.save_strategy != "no" and not training.dry_run:
+        check_shared_folder(output_dir, "--output_dir", ranks)
+    find = partial(find_resume_point, training.resume, output_dir, identity)
+    about_data = partial(changes_since, dataset.table)
+    point, lines = from_first(ranks, partial(find, training.allow_changed_flags, about_data))
+    weights = from_first(ranks, lambda: weight_hashes(args, output_dir, point.path))
+    return Resume(point, identity, weights), lines
+
+
+def show_dry_run(plan: Plan, ranks: Ranks) -> int:
+    """Print the first batch, the memory that training needs, and whether the run can start. Returns the exit code."""
+    steps, done = plan.steps, plan.resumed_step
+    planned = planned_here(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
+    if plan.export.is_whole_model:
+        print_first(from_first(ranks, partial(plan.export.try_out, plan.output_dir, dry_run=True)))
+    if ranks.is_first:
+        print_first(*dry_run.first_batch(steps, done, ranks.rank, plan.model.tokenizer))
+        print_first(*dry_run.memory(planned, ranks))
+        memory = dry_run.memory_of_gpu(ranks), dry_run.memory_of_host()
+        step_s = dry_run.measured_step_s(plan.output_dir, done)
+        print_first(dry_run.conclusion(planned, *memory, (done, steps.num_steps), steps.batch_size, step_s))
+    return 0

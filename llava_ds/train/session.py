@@ -1,0 +1,182 @@
+"""A run while it trains: its model, its engine, and what watches over them."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import deepspeed
+import torch
+
+from llava_ds.checkpoint.resume import OF_A_RUN, restore, set_aside
+from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, what_is_saved
+from llava_ds.config.arguments import trains_projector_only
+from llava_ds.data.file_slices import write_errors
+from llava_ds.data.seen_files import write_data_files
+from llava_ds.engine.activation_budget import choose_layers
+from llava_ds.engine.activation_checkpointing import mark_layers
+from llava_ds.engine.check import check_engine
+from llava_ds.engine.compile import compile_layers
+from llava_ds.engine.construct import build_model
+from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.moments import num_moments
+from llava_ds.engine.ds_config.optimizer import kernels_of
+from llava_ds.engine.native_ops import compiling_notes
+from llava_ds.engine.param_groups import choose_trainable, describe, parameter_groups
+from llava_ds.engine.start import seed_everything, start_engine
+from llava_ds.engine.warm_up import heaviest_micro_batch, missing_states, rehearse
+from llava_ds.export.finish import leave_result, write_model
+from llava_ds.model.attention import attention_report
+from llava_ds.model.liger import use_liger
+from llava_ds.model.llava import LlavaModel
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.ranks import Ranks, from_first, print_first
+from llava_ds.runtime.stopping import Stopping
+from llava_ds.runtime.watchdog import Watchdog
+from llava_ds.tracking.mending import mend_side_files
+from llava_ds.tracking.run_record import write_run_record
+from llava_ds.tracking.trackers import Trackers, open_trackers
+from llava_ds.train.evals import Evaluation
+from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
+from llava_ds.train.plan import Plan
+from llava_ds.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Session:
+    """What lives while a run trains. trackers: of --report_to; memory: explains running out of it."""
+
+    plan: Plan
+    ranks: Ranks
+    mesh: Mesh
+    model: LlavaModel
+    engine: deepspeed.DeepSpeedEngine
+    objective: SFT
+    state: TrainState
+    trackers: Trackers
+    evaluation: Evaluation
+    saver: Saver
+    memory: MemoryWatch
+    watchdog: Watchdog
+    stop: Stopping
+
+    def saves_at(self, step: int, last: bool) -> bool:
+        """True if a checkpoint is due after a step. last: nothing comes after it."""
+        training = self.plan.args.training
+        return training.save_strategy != "no" and (last or step % training.save_steps == 0)
+
+
+def build(plan: Plan, ranks: Ranks, watchdog: Watchdog, stop: Stopping) -> Session:
+    """Build model and engine, restore the checkpoint, and try the largest micro-batch. All ranks call it together.
+
+    Raises ConfigError where the export can't be written, a group of parameters is not trained as it was meant, or the
+    largest micro-batch runs out of memory.
+    """
+    _prepare_output(plan, ranks)
+    training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
+    seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
+    torch.backends.cuda.matmul.allow_tf32 = training.tf32
+    model, engine, recomputed = _build_engine(plan, ranks)
+    if point.path is not None:
+        print_first(restore(engine, point, ranks, training.seed))
+    state, mesh = TrainState(point.step), Mesh.of(ranks)
+    watchdog.knows(partial(name_samples_of, plan.steps))
+    memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
+    _warm_up(plan, model, engine, recomputed, memory, ranks)
+    trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
+    objective = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
+    evaluation = Evaluation(engine, plan, trackers, ranks)
+    saver = _saver(plan, engine, ranks)
+    return Session(
+        plan, ranks, mesh, model, engine, objective, state, trackers, evaluation, saver, memory, watchdog, stop
+    )
+
+
+def finish(session: Session) -> int:
+    """Export the model, or leave as the run was asked to. Returns the exit code."""
+    plan, ranks, training = session.plan, session.ranks, session.plan.args.training
+    if session.state.stops:
+        session.trackers.close()
+        return session.stop.leave(session.state.step, what_is_saved(training), can_be_resumed(training), ranks)
+    session.stop.ends(can_be_resumed(training))
+    if plan.resolved.config.get("comms_logger", {}).get("enabled"):
+        deepspeed.comm.log_summary()
+    export = plan.export
+    leave_result(
+        session.engine, export.finished, export.form, export.max_shard_bytes, plan.args, plan.steps.dataset, ranks
+    )
+    session.trackers.close()
+    return 0
+
+
+def _prepare_output(plan: Plan, ranks: Ranks) -> None:
+    """Clear and mend --output_dir, write run.json beside what the run will log, and try the export."""
+    output_dir = plan.output_dir
+    set_aside(output_dir, plan.resume.point, ranks)
+    mend_side_files(output_dir, OF_A_RUN, ranks)
+
+    def record() -> None:
+        with write_errors(output_dir, "what the run is", "--output_dir"):
+            write_run_record(
+                output_dir,
+                plan.args,
+                plan.resolved,
+                plan.steps.num_steps,
+                plan.steps.dataset,
+                plan.evals.held_out,
+                ranks,
+            )
+            write_data_files(output_dir, plan.steps.dataset.table)
+
+    from_first(ranks, record)
+    if plan.export.is_whole_model:
+        print_first(from_first(ranks, partial(plan.export.try_out, output_dir)))
+
+
+def _build_engine(plan: Plan, ranks: Ranks) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict]:
+    """Build the model and the engine over it. Returns them, and the parts whose layers may be checkpointed."""
+    args, resolved, text_config = plan.args, plan.resolved, plan.model.text_config
+    model = build_model(plan.model, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
+    print_first(attention_report(text_config, ranks.device, resolved.compute_dtype), plan.model.last_layer_note())
+    if args.training.use_liger_kernel:
+        print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
+    choose_trainable(model, args)
+    recomputed, lines = mark_layers(model, args, resolved.config)
+    print_first(*lines)
+    groups = parameter_groups(model, args, resolved.config.get("optimizer"))
+    print_first(*describe(model, groups))
+    print_first(*compiling_notes(list(kernels_of(resolved.config))))
+    engine = start_engine(model, groups, resolved, plan.steps.num_steps, ranks.device)
+    check_engine(engine, resolved)
+    return model, engine, recomputed
+
+
+def _warm_up(plan: Plan, model: LlavaModel, engine, recomputed: dict, memory: MemoryWatch, ranks: Ranks) -> None:
+    """Run the largest micro-batch that is left, choose the layers to checkpoint by it, and compile."""
+    training, config = plan.args.training, plan.resolved.config
+    done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
+    moments, heaviest = num_moments(config), None
+    if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
+        heaviest = heaviest_micro_batch(plan.steps, done, ranks.device)
+    if heaviest and chooses_layers:
+        with memory.rehearsal(heaviest):
+            print_first(*choose_layers(engine, heaviest, recomputed, moments, training.activation_memory_gb, ranks))
+    if deep_compiles(config):
+        engine.compile()
+    elif training.torch_compile:
+        count = compile_layers(model, training.torch_compile_backend)
+        print_first(f"{count} layers are compiled when they first run")
+    if heaviest:
+        with memory.rehearsal(heaviest):
+            rehearse(engine, heaviest, missing_states(engine, moments))
+
+
+def _saver(plan: Plan, engine, ranks: Ranks) -> Saver:
+    training, export, model_writer = plan.args.training, plan.export, None
+    if training.save_only_model:
+        write = partial(write_model, engine, export.finished, export.form, export.max_shard_bytes, ranks)
+        form = "projector" if trains_projector_only(plan.args.model) else export.form
+        model_writer = ModelWriter(form, write)
+    resume = plan.resume
+    return Saver(
+        engine, plan.output_dir, resume.identity, resume.weights, training, resume.point.path, ranks, model_writer
+    )

@@ -1,0 +1,50 @@
+"""The start of a run: flags, the lock on --output_dir, and the ranks, checked to be the same everywhere."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from llava_ds.checkpoint.resume import kept_batch_size
+from llava_ds.config.arguments import Arguments
+from llava_ds.config.parsing import CHOOSE_DS_CONFIG
+from llava_ds.engine.ds_config.resolve import read_ds_config
+from llava_ds.model.liger import check_liger
+from llava_ds.model.open.folder import take_from_model
+from llava_ds.runtime.cli import read_training_flags
+from llava_ds.runtime.output_lock import OutputLock
+from llava_ds.runtime.ranks import Ranks, check_same, from_first, init_ranks, print_first, quiet_libraries
+from llava_ds.runtime.watchdog import Watchdog
+
+
+class Start(NamedTuple):
+    """The flags, the DeepSpeed JSON as it was given (None: --deepspeed_config auto), and the ranks."""
+
+    args: Arguments
+    raw_config: dict | None
+    ranks: Ranks
+
+
+def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
+    """Read flags and DeepSpeed JSON, lock --output_dir, and meet the other ranks.
+
+    Raises ConfigError for flags that can't be used, and where the ranks were started with different ones.
+    """
+    args, notes = read_training_flags(argv)
+    quiet_libraries(args.training.verbose)
+    args, more_notes = take_from_model(args)
+    chosen = args.training.deepspeed_config == CHOOSE_DS_CONFIG
+    raw_config = None if chosen else read_ds_config(args.training.deepspeed_config)
+    output_dir, writes = Path(args.training.output_dir), not args.training.dry_run
+    if writes:
+        lock.take_early(output_dir)
+    ranks = init_ranks()
+    if writes:
+        lock.take_together(output_dir, ranks)
+    watchdog.starts(args.training, ranks)
+    same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
+    check_same(same, ranks, "start every machine with the same flags")
+    print_first(*notes, *more_notes)
+    if batch_size := from_first(ranks, lambda: kept_batch_size(args, ranks.world_size)):
+        args = args.replaced(train_batch_size=batch_size)
+    if args.training.use_liger_kernel:
+        check_liger(ranks.device)
+    return Start(args, raw_config, ranks)
