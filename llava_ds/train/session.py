@@ -122,7 +122,7 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
                 plan.resolved,
                 plan.steps.num_steps,
                 plan.steps.dataset,
-                plan.evals.held_out,
+                plan.evals.eval_set,
                 ranks,
             )
             write_data_files(output_dir, plan.steps.dataset.table)
