@@ -1,5 +1,5 @@
 # B questions, V vocabulary
-"""What a run tells of itself on samples that it does not train on: their loss, and answers to some questions.
+"""Evaluation while training: the loss on samples that are not trained on, and answers to sample questions.
 
 Nothing here draws random numbers or leaves anything in the engine: the steps after it are those of a run without it.
 """
@@ -18,11 +18,12 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.encode import end_markers
 from llava_ds.data.loader import micro_batches
-from llava_ds.data.source_names import means_by_source
+from llava_ds.data.sources.source import means_by_source
 from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.geometry import ImageOptions
-from llava_ds.runtime.ranks import Ranks, all_sum, from_first, gather
+from llava_ds.runtime.mesh import Mesh, sum_over
+from llava_ds.runtime.ranks import Ranks, from_first, gather
 from llava_ds.tracking.eval_log import Evals
 from llava_ds.tracking.trackers import Trackers
 from llava_ds.train.plan import Plan
@@ -41,8 +42,8 @@ class SampleQuestion:
     sample: LoadedSample
 
 
-class HeldOutLoss(NamedTuple):
-    """The mean loss per supervised token, those tokens, the samples, and the mean by data source, if there are some."""
+class EvalLoss(NamedTuple):
+    """The mean loss per supervised token, the number of those tokens and of samples, and the mean of each source."""
 
     loss: float
     tokens: int
@@ -51,32 +52,32 @@ class HeldOutLoss(NamedTuple):
 
 
 @torch.no_grad()
-def held_out_loss(engine, dataset: EncodedDataset, packing: Packing, num_workers: int, ranks: Ranks) -> HeldOutLoss:
-    """The loss over a data set. All ranks call it together.
+def eval_loss(engine, dataset: EncodedDataset, packing: Packing, num_workers: int, mesh: Mesh) -> EvalLoss:
+    """Measure the loss over a data set. All ranks call it together.
 
-    It is laid out as an optimizer step would be that takes all of it: on all ranks, which then have equally many
-    micro-batches, as ZeRO-3 needs.
+    The data are laid out as one optimizer step that takes all of them: every rank has as many micro-batches, as ZeRO-3
+    needs.
     """
     of_ranks = packing.lay_out_all(dataset.lengths)
     engine.eval()
     num_sources, num_samples = len(dataset.sources), 0
-    total = torch.zeros(1 + 2 * num_sources, dtype=torch.float64, device=ranks.device)
-    for micro in micro_batches(dataset, of_ranks[ranks.rank], num_workers, ranks.device):
+    total = torch.zeros(1 + 2 * num_sources, dtype=torch.float64, device=engine.device)
+    for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device):
         _, by_source = engine(micro.batch, num_sources=num_sources)
         total[1:] += by_source.flatten()
         num_samples += micro.num_samples
     total[0] = num_samples
     engine.train()
-    samples, *by_source = all_sum(total).tolist()
+    samples, *by_source = sum_over(mesh.data_group, total).tolist()
     losses, targets = by_source[:num_sources], by_source[num_sources:]
     means = means_by_source(dataset.sources, losses, targets) if num_sources > 1 else {}
-    return HeldOutLoss(sum(losses) / max(1.0, sum(targets)), int(sum(targets)), int(samples), means)
+    return EvalLoss(sum(losses) / max(1.0, sum(targets)), int(sum(targets)), int(samples), means)
 
 
 def prompts_of(
     dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> list[SampleQuestion]:
-    """The first samples of a data set that have an answer and whose pictures can be shown, at most `number`.
+    """Take the first samples of a data set that have an answer and whose images can be shown, at most `number`.
 
     Those with images come first: they tell more about a model that sees.
     """
@@ -111,7 +112,7 @@ def prompts_of(
 
 
 def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
-    """The pictures of a sample whose places all lie before a position."""
+    """Return the images of a sample whose places all lie before a position."""
     room, shown = int((sample.input_ids[:position] == IMAGE_TOKEN_INDEX).sum()), []
     for tiles, layout in sample.media:
         room -= layout.num_tokens
@@ -174,8 +175,8 @@ class Evaluation:
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._sample_steps = steps_between(training.sample_steps, num_steps)
-        self._engine, self._ranks, self._packing = engine, ranks, plan.steps.packing
-        self._num_workers, self._held_out = args.data.dataloader_num_workers, plan.evals.held_out
+        self._engine, self._ranks, self._mesh, self._packing = engine, ranks, Mesh.of(ranks), plan.steps.packing
+        self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self._log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
         tokenizer, template, questions = plan.model.tokenizer, args.model.version, plan.evals.questions
@@ -187,11 +188,11 @@ class Evaluation:
         self._prompts = [prompt for prompt in prompts if prompt.index in shown]
 
     def is_due(self, step: int, last: bool) -> bool:
-        """last: whether the run ends with this step."""
+        """True if there is something to do at a step. last: the run ends with it."""
         return self._measures(step, last) or self._asks(step, last)
 
     def was_missed(self, step: int, last: bool) -> bool:
-        """Whether it was due at the step that a run goes on from, whose stop left no time. All ranks call it."""
+        """True if it was due at the step that a run resumes from, whose stop left no time for it. All ranks call it."""
         return self.is_due(step, last) and not from_first(self._ranks, lambda: self._log.has(step))
 
     def ahead_s(self, step: int) -> float:
@@ -203,8 +204,8 @@ class Evaluation:
         """Do what is due. All ranks call it together."""
         began = time.perf_counter()
         if self._measures(step, last):
-            found = held_out_loss(self._engine, self._held_out, self._packing, self._num_workers, self._ranks)
-            broken, seconds = len(self._held_out) - found.samples, time.perf_counter() - began
+            found = eval_loss(self._engine, self._eval_set, self._packing, self._num_workers, self._mesh)
+            broken, seconds = len(self._eval_set) - found.samples, time.perf_counter() - began
             self._log.add_loss(step, *found, broken=broken, seconds=seconds)
         if self._asks(step, last):
             started = time.perf_counter()
@@ -215,7 +216,7 @@ class Evaluation:
         self._last_s = time.perf_counter() - began
 
     def _measures(self, step: int, last: bool) -> bool:
-        return self._held_out is not None and (last or _is_multiple(step, self._eval_steps))
+        return self._eval_set is not None and (last or _is_multiple(step, self._eval_steps))
 
     def _asks(self, step: int, last: bool) -> bool:
         every = self._sample_steps

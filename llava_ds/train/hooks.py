@@ -18,7 +18,7 @@ from llava_ds.tracking.trackers import called
 from llava_ds.train.loss_spikes import LossSpikes
 from llava_ds.train.replicas import check_replicas
 from llava_ds.train.session import Session
-from llava_ds.train.skipped_samples import SkippedLog
+from llava_ds.train.skipped_samples import SkippedSamples
 from llava_ds.train.skipped_steps import SkippedSteps
 from llava_ds.train.state import StepResult
 
@@ -136,7 +136,7 @@ class Health(Hook):
         folder, dataset, step = plan.output_dir, plan.steps.dataset, plan.resumed_step
         allowed = 0 if data.on_bad_sample == "stop" else data.max_bad_fraction * dataset.num_records
         before = (step, session.engine.skipped_steps)
-        self.skipped = SkippedLog(folder / "skipped.jsonl", dataset.rejections(), allowed, step, ranks)
+        self.skipped = SkippedSamples(folder / "skipped.jsonl", dataset.rejections(), allowed, step, ranks)
         self.skipped_steps = SkippedSteps(folder, plan.steps, self.training.max_skipped_steps, before, ranks)
         self.spikes = LossSpikes(folder, plan.steps, self.training, step, ranks)
 

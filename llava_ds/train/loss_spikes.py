@@ -20,8 +20,8 @@ class LossSpikes:
     """Judges every loss by those of the --loss_spike_window steps before it.
 
     A spike is more than --loss_spike_sigma standard deviations above their mean. Spikes and losses that are not finite
-    are left out of both, and nothing is judged before half a window is known. What a run is told after a resume is
-    what it would have been told without one, for all that decides lies in the run's files.
+    are left out of both, and nothing is judged before half a window is known. A resumed run judges as one that was
+    never stopped, because everything that decides lies in the run's files.
     Source: the rule of OLMo-core's SkipStepOptimizer, applied to the loss.
     """
 
@@ -30,7 +30,7 @@ class LossSpikes:
     ) -> None:
         self.path, self.sigma, self.ranks = output_dir / FILE, training.loss_spike_sigma, ranks
         self.rewinds = training.on_loss_spike == "rewind"
-        self.found: list[dict] = []  # those that nothing was done about yet, the same on every rank
+        self.found: list[dict] = []  # spikes that are not settled yet, the same on every rank
         self._plan = plan
         window = training.loss_spike_window
 
@@ -44,7 +44,7 @@ class LossSpikes:
         self._rewound = [row["rewound_to"] for row in earlier if row["last"] and row["rewound_to"] is not None]
         known = {row["step"] for row in earlier}
         self._losses: deque[float | None] = deque((None if step in known else loss for step, loss in losses), window)
-        self.problem: str | None = None  # why the run can't go on, the same on every rank
+        self.problem: str | None = None  # the reason to end the run, the same on every rank
 
     def add(self, results: list) -> None:
         """Judge some steps: StepResults with numbers, the same on every rank."""
@@ -62,7 +62,7 @@ class LossSpikes:
             self._losses.append(result.loss if spike is None else None)
 
     def settle(self, rewound_to: str | None) -> None:
-        """Write down what was found. rewound_to: the checkpoint that the weights are those of again, if they are."""
+        """Record the spikes that were found. rewound_to: the checkpoint that the run went back to, if it did."""
         for row in self.found:
             of_ranks = self._plan.step(row["step"]).of_ranks
             samples = [sample for rank in of_ranks for micro_batch in rank for sample in micro_batch]
@@ -86,7 +86,7 @@ class LossSpikes:
         )
 
     def describe(self) -> str:
-        """What was found, in a few words."""
+        """Describe the spikes that were found, in a few words."""
         first = self.found[0]
         more = f" and {len(self.found) - 1} more" if len(self.found) > 1 else ""
         return (

@@ -1,4 +1,4 @@
-"""Out of memory, said once and so that a person can act on it: what was computed, what was in use, what to change."""
+"""The message for running out of memory: what was computed, what was in use, and what to change."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +21,7 @@ MOST_NAMED = 8  # samples
 
 
 class MemoryWatch:
-    """Within it, running out of memory becomes a ConfigError that names the samples and the flags to change.
-
-    It notes what the engine is given, so that it can be said.
-    """
+    """Context in which running out of memory becomes a ConfigError that names the samples and the flags to change."""
 
     def __init__(self, engine, resolved: ResolvedConfig, plan: StepPlan, state: TrainState, ranks: Ranks) -> None:
         self._resolved, self._plan, self._ranks, self._state = resolved, plan, ranks, state
@@ -52,14 +49,14 @@ class MemoryWatch:
 
     @contextmanager
     def rehearsal(self, heaviest: Heaviest) -> Iterator[None]:
-        """The same for what is run before the first step."""
+        """Context for the warm-up before the first step."""
         self._rehearsed = heaviest.samples
         with self:
             yield
         self._rehearsed = None
 
     def _where(self) -> str:
-        """The rank, the step, and the micro-batch with its samples."""
+        """Describe the rank, the step, and the micro-batch with its samples."""
         said = f"rank {self._ranks.rank} ({self._ranks.device})"
         if self._batch is None:
             return f"{said} before the first micro-batch"
@@ -77,7 +74,7 @@ class MemoryWatch:
 
 
 def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
-    """How many, and the ids of the first."""
+    """Return the number of samples, and the ids of the first."""
     ids = sample_ids(dataset, samples[:MOST_NAMED])
     more = f" and {len(samples) - MOST_NAMED:,} more" if len(samples) > MOST_NAMED else ""
     return f"{len(samples):,} samples ({', '.join(ids)}{more})"
@@ -89,12 +86,12 @@ def name_samples_of(plan: StepPlan, step: int, rank: int) -> str:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """On a CPU torch has no type of its own for it."""
+    """True for running out of memory; on a CPU torch has no type of its own for it."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def in_use(device: torch.device) -> str:
-    """What the device's memory holds."""
+    """Describe the use of the device's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return (
@@ -109,22 +106,22 @@ def in_use(device: torch.device) -> str:
 
 
 def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:
-    """What to change, the cheapest first."""
+    """List what to change, the cheapest first."""
     training, stage = resolved.args.training, resolved.zero_stage
     lines = [*_about_layers(training), *_about_tokens(training, batch, longest_sample)]
     if stage < 3:
-        lines.append(f"--deepspeed_config ds_configs/zero{stage + 1}.json, or higher, on several GPUs: shares more out")
+        lines.append(f"--deepspeed_config ds_configs/zero{stage + 1}.json, or higher, on several GPUs: shards more")
     if offload_device(resolved.config, "offload_optimizer") == "none":
         name = "zero3_offload" if stage == 3 else "zero2_offload"
         lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states into the node's memory, slower")
     # A checkpoint belongs to its layout and stage.
-    anew = "all but --gradient_checkpointing begin the run anew, with --resume never"
+    anew = "all but --gradient_checkpointing start the run again, with --resume never"
     return [f"to need less, the cheapest first ({anew}):", *(f"  {line}" for line in lines)]
 
 
 def _about_layers(training: TrainingArguments) -> list[str]:
     if training.gradient_checkpointing == "off":
-        return ["--gradient_checkpointing auto: layers run again in backward, as few as fit (all: every one)"]
+        return ["--gradient_checkpointing auto: checkpoints as few layers as it takes to fit (all: every one)"]
     if training.gradient_checkpointing == "auto" or training.gradient_checkpointing_every_n_layers > 1:
         return ["--gradient_checkpointing all, of every layer: the least that layers can keep"]
     return []

@@ -46,10 +46,10 @@ from llava_ds.train.start import Start
 
 @dataclass(frozen=True)
 class EvalSets:
-    """Data beside the training data. held_out: the eval loss is measured on it; questions: samples whose first
+    """Data beside the training data. eval_set: the eval loss is measured on it; questions: samples whose first
     questions are answered; None of what no flag asks for."""
 
-    held_out: EncodedDataset | None
+    eval_set: EncodedDataset | None
     questions: EncodedDataset | None
 
 

@@ -1,4 +1,4 @@
-"""What every rank holds a copy of has to stay the same on all of them, bit for bit."""
+"""A check that the copies of a parameter stay the same on all ranks, bit for bit."""
 
 from collections import Counter
 
@@ -12,11 +12,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 
 
 def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) -> None:
-    """Raise DataError on every rank where a parameter that all hold whole is not the same on all, every so many steps.
+    """Raise DataError on every rank if a parameter that all ranks hold whole differs between them, every so many steps.
 
-    Those are all at ZeRO 0 to 2. At 3 they are the small ones that stay gathered, whose copies every step makes anew
-    from their parts, so that only the gathering can go wrong. every: steps; 0 never looks. All ranks call it together.
-    Reads every weight once, and waits for the device.
+    At ZeRO 0 to 2 that is every parameter. At 3 it is the small ones that stay gathered, whose copies are made again
+    from their shards after every step. every: steps; 0 never looks. All ranks call it together. Reads every weight
+    once, and waits for the device.
     """
     if every == 0 or step % every or ranks.world_size == 1:
         return
@@ -50,5 +50,5 @@ def replica_sums(model: torch.nn.Module) -> dict[str, int]:
 
 
 def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
-    """Whether ZeRO-3 holds it in parts (those below its persistence threshold are gathered after every step)."""
+    """True if ZeRO-3 holds it in shards; those below its persistence threshold are gathered after every step."""
     return hasattr(parameter, "ds_id") and not parameter.ds_persist

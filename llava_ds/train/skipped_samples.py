@@ -1,4 +1,4 @@
-"""skipped.jsonl: every record that is not trained on, with where it stands and why."""
+"""skipped.jsonl: every record that is not trained on, with its place and the reason."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -8,16 +8,16 @@ from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, from_first, gather, print_first
 
 
-class SkippedLog:
-    """The records left out before training, and those whose pictures broke on the way, with the step.
+class SkippedSamples:
+    """The records left out before training, and those whose images broke during training, with the step.
 
-    A resumed run meets the broken pictures behind its checkpoint again: their lines are dropped, as in metrics.jsonl.
+    A resumed run meets the broken images after its checkpoint again: their lines are dropped, as in metrics.jsonl.
     """
 
     def __init__(
         self, path: Path, rejections: Iterable[dict], num_allowed: float, resume_step: int, ranks: Ranks
     ) -> None:
-        """rejections: of the preflight; num_allowed: different records that may be left out, these included."""
+        """rejections: of the preflight; num_allowed: records that may be left out, these included."""
         self.path, self.num_allowed, self.ranks = path, num_allowed, ranks
         rejections = list(rejections)
         self.num_rejected = len(rejections)
@@ -27,7 +27,7 @@ class SkippedLog:
         self.log = RowLog(path, [*rejections, *earlier]) if ranks.is_first else None
 
     def add(self, results: list) -> None:
-        """Note the broken samples of some steps (StepResults, which have to be the same steps on every rank)."""
+        """Record the broken samples of some steps. results: StepResults with numbers, the same steps on every rank."""
         if all(result.num_planned == result.counts.samples for result in results):
             return  # so it is on all ranks, for the counts are theirs together
         mine = [{**dataclasses.asdict(broken), "step": result.step} for result in results for broken in result.broken]
@@ -40,11 +40,11 @@ class SkippedLog:
 
     @property
     def problem(self) -> str | None:
-        """Why the run can't go on, the same on every rank; None while it can."""
+        """The reason to end the run, the same on every rank, or None."""
         if not self.broken or self.num_rejected + len(self.broken) <= self.num_allowed:
             return None
         return (
             f"{len(self.broken)} samples broke while training, and {self.num_rejected} records had been left out "
             f"before: more than --on_bad_sample and --max_bad_fraction allow ({int(self.num_allowed)}). {self.path} "
-            "lists them: mend them or raise the limit, and start again to go on from the last checkpoint"
+            "lists them: mend them or raise the limit, and start again to resume from the last checkpoint"
         )

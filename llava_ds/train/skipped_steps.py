@@ -13,10 +13,10 @@ MOST_NAMED = 8  # samples, in what is printed
 
 
 class SkippedSteps:
-    """The steps that changed nothing, and how many of them came in a row.
+    """Records the steps that changed nothing, and counts how many came in a row.
 
-    Where losses were not finite, the samples are those of the ranks that had them; else those of all ranks, for the
-    gradients are judged together. A resumed run drops the lines behind its checkpoint, as in metrics.jsonl.
+    If losses were not finite, the samples are those of the ranks that had them; otherwise those of all ranks, for
+    gradients are judged together. A resumed run drops the lines after its checkpoint, as in metrics.jsonl.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class SkippedSteps:
         before: tuple[int, int],
         ranks: Ranks,
     ) -> None:
-        """most: --max_skipped_steps; before: the steps that the run goes on from, and how many of them were skipped."""
+        """most: --max_skipped_steps; before: the steps that are done, and how many of them were skipped."""
         self.path, self.most, self.ranks = output_dir / FILE, most, ranks
         resume_step, self._num_skipped = before
         self._plan = plan
@@ -38,7 +38,7 @@ class SkippedSteps:
         self.in_a_row = 0  # now, the same on every rank
         while resume_step - self.in_a_row in steps:
             self.in_a_row += 1
-        self.problem: str | None = None  # why the run can't go on, the same on every rank
+        self.problem: str | None = None  # the reason to end the run, the same on every rank
 
     def add(self, results: list) -> None:
         """Note which of some steps were skipped. results: StepResults with numbers, the same steps on every rank."""

@@ -24,7 +24,7 @@ from llava_ds.tracking import progress as module
 from llava_ds.tracking.progress import Progress, Speed
 from llava_ds.tracking.trackers import TensorBoard, Trackers
 from llava_ds.train.loss_spikes import LossSpikes
-from llava_ds.train.skipped_samples import SkippedLog
+from llava_ds.train.skipped_samples import SkippedSamples
 from llava_ds.train.skipped_steps import SkippedSteps
 from llava_ds.train.state import StepResult
 
@@ -92,7 +92,7 @@ class Logging:
         trackers = tensorboard(folder, min(num_steps, 5_000))
         self.progress = Progress("a run", training, plan, Speed(flops, 8e15), alone, resume_step=0, trackers=trackers)
         self.watches = (
-            SkippedLog(folder / "skipped.jsonl", [], 1, 0, alone),
+            SkippedSamples(folder / "skipped.jsonl", [], 1, 0, alone),
             SkippedSteps(folder, plan, 3, (0, 0), alone),
             LossSpikes(folder, plan, training, 0, alone),
         )

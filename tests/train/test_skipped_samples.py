@@ -9,14 +9,14 @@ import torch
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.loader import Counts
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.skipped_samples import SkippedLog
+from llava_ds.train.skipped_samples import SkippedSamples
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 REJECTED = [{"file": "a.json", "line": 3, "index": 2, "id": "r", "reason": "no answer"}]
 
 
-def log_in(folder: Path, resume_step: int = 0, num_allowed: float = 10) -> SkippedLog:
-    return SkippedLog(folder / "skipped.jsonl", REJECTED, num_allowed, resume_step, ALONE)
+def log_in(folder: Path, resume_step: int = 0, num_allowed: float = 10) -> SkippedSamples:
+    return SkippedSamples(folder / "skipped.jsonl", REJECTED, num_allowed, resume_step, ALONE)
 
 
 def result(step: int, *ids: str, planned: int = 4):
@@ -70,7 +70,7 @@ def test_too_many_different_ones_are_a_problem(tmp_path):
 
 
 def test_where_none_is_allowed_the_first_one_is_a_problem(tmp_path):
-    log = SkippedLog(tmp_path / "skipped.jsonl", [], 0, 0, ALONE)
+    log = SkippedSamples(tmp_path / "skipped.jsonl", [], 0, 0, ALONE)
     log.add([result(1)])
     assert log.problem is None
     log.add([result(2, "b")])
