@@ -1,5 +1,5 @@
-# P features of a tile (side x side of them), n tiles of one picture or video
-"""Sizes of pictures on their way to the model, and where their features go: pure arithmetic, no tensors, no files."""
+# P features of a tile (side x side of them), n tiles of one image or video
+"""Sizes of images on their way to the model, and where their features go: pure arithmetic, no tensors, no files."""
 
 import ast
 import dataclasses
@@ -19,17 +19,17 @@ Size = tuple[int, int]  # width, height
 MAX_GRID_SIDE = 100  # tiles: 10,000 grids, where LLaVA-NeXT has 36
 DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and down, in LLaVA-NeXT's order
 
-# A picture of many grids is small; the rows of its features are not.
+# An image of many grids is small; the rows of its features are not.
 _MAX_LAYOUTS, _MAX_ROWS = 4096, 64
 
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """All that the pixels of a picture or video, and the order of its features, depend on.
+    """All that the pixels of an image or video, and the order of its features, depend on.
 
     size: side of the tower's square in pixels; patch_size: side of what one feature stands for; mean: per channel, in
-    [0, 1]; pinpoints: sizes that an anyres picture may take, (width, height) in pixels, () for LLaVA-NeXT's five;
-    stretch: whether the tower's own processor stretches a picture to the square, rather than cutting its middle out;
+    [0, 1]; pinpoints: sizes that an anyres image may take, (width, height) in pixels, () for LLaVA-NeXT's five;
+    stretch: whether the tower's own processor stretches an image to the square, rather than cutting its middle out;
     class_token: whether a tile's first feature is of the whole tile; the rest are the flags of like names.
     """
 
@@ -77,12 +77,12 @@ class ImageOptions:
 
     @property
     def is_anyres(self) -> bool:
-        """Whether a picture on its own is cut into tiles."""
+        """Whether an image on its own is cut into tiles."""
         return self.aspect_ratio.startswith("anyres")
 
     @property
     def anyres_sizes(self) -> tuple[Size, ...]:
-        """The sizes that an anyres picture may take."""
+        """The sizes that an anyres image may take."""
         return self.pinpoints or parse_pinpoints(None, self.size)
 
     @property
@@ -180,7 +180,7 @@ def resized_size(width: int, height: int, short_side: int) -> Size:
 
 
 def centre_box(width: int, height: int, size: int) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of the size x size square in the middle, for a picture at least that large.
+    """(left, top, right, bottom) of the size x size square in the middle, for an image at least that large.
 
     Source: transformers' center_crop, which rounds the margins down.
     """
@@ -189,7 +189,7 @@ def centre_box(width: int, height: int, size: int) -> tuple[int, int, int, int]:
 
 
 def square_padding(width: int, height: int) -> tuple[int, int, int]:
-    """(side, left, top): the square that holds the picture, and where the picture's corner goes in it.
+    """(side, left, top): the square that holds the image, and where the image's corner goes in it.
 
     Source: LLaVA's expand2square.
     """
@@ -198,7 +198,7 @@ def square_padding(width: int, height: int) -> tuple[int, int, int]:
 
 
 def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:
-    """The pinpoint that keeps most of a picture's pixels and, among equals, wastes least of its own.
+    """The pinpoint that keeps most of an image's pixels and, among equals, wastes least of its own.
 
     Source: LLaVA's select_best_resolution.
     """
@@ -214,7 +214,7 @@ def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:
 
 
 def fitted_size(size: Size, target: Size) -> Size:
-    """The picture's size scaled to fill one side of the target and stay within the other.
+    """The image's size scaled to fill one side of the target and stay within the other.
 
     Source: LLaVA's resize_and_pad_image.
     """
@@ -226,9 +226,9 @@ def fitted_size(size: Size, target: Size) -> Size:
 
 
 def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of the features that show the picture and not its padding, of across x down.
+    """(left, top, right, bottom) of the features that show the image and not its padding, of across x down.
 
-    An extreme picture may have no column (or row) left. Source: LLaVA's unpad_image, which rounds the picture down.
+    An extreme image may have no column (or row) left. Source: LLaVA's unpad_image, which rounds the image down.
     """
     width, height = size
     if width / height > across / down:
@@ -260,9 +260,9 @@ def _spread(num_frames: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class MediaLayout:
-    """How the tiles of one picture or video become features in a sequence.
+    """How the tiles of one image or video become features in a sequence.
 
-    num_tiles, n: squares that the tower sees, an anyres picture's overview first, then its tiles row by row;
+    num_tiles, n: squares that the tower sees, an anyres image's overview first, then its tiles row by row;
     num_tokens: positions in the sequence, newlines included. The rest says which features, in which order; overview:
     whether the first tile is an overview, and is placed.
     """
@@ -301,9 +301,9 @@ class MediaLayout:
 def media_layout(
     kind: Literal["image", "frames", "video"], sizes: tuple[Size, ...], num_media: int, options: ImageOptions
 ) -> MediaLayout:
-    """The layout of one picture (a size) or video (a size per frame) of a sample that shows num_media of them.
+    """The layout of one image (a size) or video (a size per frame) of a sample that shows num_media of them.
 
-    A picture that is not alone is not cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
+    An image that is not alone is not cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
     """
     side, newline, class_token = options.side, options.has_newline, options.class_token
     whole = (0, 0, side, side)
@@ -368,7 +368,7 @@ def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         across, down = layout.grid
         overview = features[0].reshape(-1) if layout.overview else overview
         tiles = features[1:].reshape(down, across, side, side)
-        features = tiles.transpose(0, 2, 1, 3).reshape(1, down * side, across * side)  # the picture row by row
+        features = tiles.transpose(0, 2, 1, 3).reshape(1, down * side, across * side)  # the image row by row
     left, top, right, bottom = layout.box
     blocks = features[:, top:bottom, left:right]  # (blocks, height, width)
     newline = n * side * side

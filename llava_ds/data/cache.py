@@ -22,7 +22,7 @@ from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
 
 DONE = "files.json"  # lists a generation's files in their order, and is written last
-STALE = "stale"  # lies beside it once a picture was found changed
+STALE = "stale"  # lies beside it once an image was found changed
 NUM_KEPT = 2  # generations: a run that started before the newest was written reads the one before
 SCRATCH_AGE_S = 24 * 3600  # a folder that nothing was written to for so long is left from a kill
 

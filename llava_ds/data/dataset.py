@@ -22,7 +22,7 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, add_generation, note_stale, open_newest
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
-from llava_ds.data.file_slices import told_as_unwritable
+from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import (
     digest_of,
     file_digest,
@@ -34,25 +34,26 @@ from llava_ds.data.fingerprint import (
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.preflight import (
     Checker,
+    can_now_be_used,
     layout_of,
     media_from_text,
     media_of_text,
     place_of,
     reasons_in_short,
     rejections,
+    write_rows,
 )
 from llava_ds.data.sample import IMAGE_LEFT_OUT, TOLD_UNMARKED
 from llava_ds.data.seen_files import changed_files, contents_digest
-from llava_ds.data.source_names import short_names
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
-from llava_ds.data.sources.read_all import shown
+from llava_ds.data.sources.open import shown
+from llava_ds.data.sources.source import short_names
 from llava_ds.data.templates import resolve_template
-from llava_ds.data.writing import can_now_be_used, write_rows
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, print_first, printable
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
 
-LLAVA_TOKENS_PER_IMAGE = 128  # what LLaVA's data set adds to the words of a sample with pictures
+LLAVA_TOKENS_PER_IMAGE = 128  # what LLaVA's data set adds to the words of a sample with images
 
 EXAMPLES_TRIED = 100
 
@@ -63,7 +64,7 @@ PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 class PreflightOptions:
     """Where encoded data are kept, who encodes them, and what is done about records that can't be used.
 
-    retry: whether what was rejected for the sake of another file is tried again, and changed pictures are looked at.
+    retry: whether what was rejected for the sake of another file is tried again, and changed images are looked at.
     """
 
     cache_dir: str
@@ -75,7 +76,7 @@ class PreflightOptions:
 
 @dataclass(frozen=True)
 class BrokenSample:
-    """A sample that was accepted, but whose pictures can't be shown when it is its turn: where it is, and why."""
+    """A sample that was accepted, but whose images can't be shown when it is its turn: where it is, and why."""
 
     file: str
     line: int
@@ -85,7 +86,7 @@ class BrokenSample:
 
 
 class EncodedDataset(torch.utils.data.Dataset):
-    """The accepted samples by index, their pictures decoded when asked for.
+    """The accepted samples by index, their images decoded when asked for.
 
     sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; lengths
     and num_targets: per sample, tokens and supervised tokens (lists of int); rows: of these samples among all records.
@@ -115,8 +116,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> LoadedSample | BrokenSample:
-        """The sample, or why its pictures can't be shown."""
-        # By the Arrow table: its own row, in any format, takes longer than the picture.
+        """The sample, or why its images can't be shown."""
+        # By the Arrow table: its own row, in any format, takes longer than the image.
         row = self.table.data.fast_slice(int(self.rows[index]), 1)
         media = media_from_text(row.column("media")[0].as_py())
         loaded = []
@@ -135,7 +136,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         """Lengths that an order of the sampler goes by: all but "bucket" take the numbers of LLaVA's data set."""
         words = self._column("words")
         if how in ("modality", "modality_auto"):
-            return words.tolist()  # negative where there is no picture
+            return words.tolist()  # negative where there is no image
         if how in ("length", "varlen"):
             # Another field holds a video, for which LLaVA-NeXT adds nothing.
             media = self.table.data.column("media")
@@ -168,7 +169,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return self.table[index]
 
     def pictures_of(self, index: int) -> list[str | dict[str, object]]:
-        """Where a sample's pictures and videos lie, for a person to look at: paths, or all that a FileRef has of a
+        """Where a sample's images and videos lie, for a person to look at: paths, or all that a FileRef has of a
         slice of a file."""
         media = media_from_text(self.row(int(self.rows[index]))["media"])
         refs = [one.media.refs[0] for one in media]
@@ -194,7 +195,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return part
 
     def example(self) -> LoadedSample:
-        """A sample to try a model on: with a picture if one of the first of them can be read, else its text alone."""
+        """A sample to try a model on: with an image if one of the first of them can be read, else its text alone."""
         shown = self.has_images
         for index in (*np.flatnonzero(shown)[:EXAMPLES_TRIED], *np.flatnonzero(~shown)[:1]):
             sample = self[int(index)]
@@ -214,10 +215,10 @@ class EncodedDataset(torch.utils.data.Dataset):
         ]
         if len(self):
             lengths, targets = np.array(self.lengths), sum(self.num_targets)
-            cut, turns, pictures = (int(self._column(n).sum()) for n in ("truncated", "num_turns", "num_pictures"))
+            cut, turns, images = (int(self._column(n).sum()) for n in ("truncated", "num_turns", "num_pictures"))
             shown = ", ".join(f"{p} % {int(n):,}" for p, n in zip(PERCENTILES, np.percentile(lengths, PERCENTILES)))
             lines += [
-                f"{turns:,} answers, {pictures:,} pictures, {lengths.sum():,} tokens, of which {targets:,} "
+                f"{turns:,} answers, {images:,} images, {lengths.sum():,} tokens, of which {targets:,} "
                 f"({targets / lengths.sum():.1%}) are supervised" + (f"; {cut:,} samples cut short" if cut else ""),
                 f"lengths in tokens, shortest to longest: {shown}",
             ]
@@ -307,12 +308,12 @@ def open_encoded(
         repr((source.kind, source.format, source.columns, source.selection, source.on_unmarked_image))
         for source in sources
     ]
-    # Where pictures are looked for decides what is found, so it counts for the cache; moved data are the same data.
+    # Where images are looked for decides what is found, so it counts for the cache; moved data are the same data.
     roots = [f"{os.path.realpath(r)}" for s in sources for r in (s.image_root, s.video_root, s.path) if r is not None]
     stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
     folder = cache_dir / "encoded" / digest_of([*common, options_part(image_options), *stamps, *roots])
     rows = open_newest(folder)
-    with told_as_unwritable(cache_dir, "the encoded data"):
+    with write_errors(cache_dir, "the encoded data"):
         if rows is None or (options.retry and _is_outdated(rows, checker)):
             rows = add_generation(folder, lambda scratch: write_rows(scratch, checker, options.num_workers))
         table = rows.table

@@ -18,8 +18,8 @@ from llava_ds.constants import (
     DataError,
 )
 from llava_ds.data.chat_template import render_own, render_own_prompt
-from llava_ds.data.literal import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
 from llava_ds.data.sample import Message
+from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
@@ -207,7 +207,7 @@ class Encoder:
         text = "".join([segment.text for segment in segments])
         marks = text.count(IMAGE_TOKEN)
         if marks != len(features):
-            raise DataError(f"the text has {marks} {IMAGE_TOKEN} marks for {len(features)} pictures: make them equal")
+            raise DataError(f"the text has {marks} {IMAGE_TOKEN} marks for {len(features)} images: make them equal")
         texts = [text.replace(IMAGE_TOKEN, MARKED_IMAGE)] if self.template.whole else text.split(IMAGE_TOKEN)
         texts = [piece.replace(LITERAL_IMAGE, IMAGE_TOKEN) for piece in texts]
         before, base = self.first_ids, 0
@@ -250,7 +250,7 @@ class Encoder:
         spans: Sequence[tuple[int, int, int]],
         features: Sequence[int],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels (int32) of one conversation from its tokenized pieces and its pictures.
+        """Ids and labels (int32) of one conversation from its tokenized pieces and its images.
 
         Source: LLaVA's tokenizer_image_token for the ids.
         """

@@ -25,7 +25,7 @@ UNWRITABLE = (
 
 
 @contextlib.contextmanager
-def told_as_unreadable(path: str | os.PathLike) -> Iterator[None]:
+def read_errors(path: str | os.PathLike) -> Iterator[None]:
     """Raise DataError where the system can't read on, as on a disk that fails."""
     try:
         yield
@@ -35,7 +35,7 @@ def told_as_unreadable(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told_as_unwritable(folder: str | os.PathLike, what: str, flag: str = "--cache_dir") -> Iterator[None]:
+def write_errors(folder: str | os.PathLike, what: str, flag: str = "--cache_dir") -> Iterator[None]:
     """Raise ConfigError where the system can't write on below a folder that a flag names, as on a disk that is full, or
     lacks memory or open files for it. An OSError of something else passes through."""
     try:

@@ -12,7 +12,7 @@ import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import DataError
-from llava_ds.data.file_slices import told_as_unreadable, told_as_unwritable
+from llava_ds.data.file_slices import read_errors, write_errors
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import shard_contents
 from llava_ds.files.reading import FileState, read_json, state_of
@@ -47,7 +47,7 @@ def options_part(options: ImageOptions) -> str:
 def options_that_matter(image_options: ImageOptions, media: pa.ChunkedArray) -> ImageOptions:
     """The options with those at their defaults that change no sample of a table, given its column of media.
 
-    max_pixels is one of them: the rows themselves tell which pictures were too large.
+    max_pixels is one of them: the rows themselves tell which images were too large.
     """
     # A path may hold these words too, but not these quotes: JSON escapes them.
     found = [pa.compute.any(pa.compute.match_substring(media, f'["{kind}", [')) for kind in ("frames", "video")]
@@ -60,7 +60,7 @@ def file_stamp(source: Source, path: str, cache_dir: Path) -> str:
     """What tells the files of a source apart as far as encoded rows depend on them: where the slices lie, for tars."""
     if source.kind != "webdataset":
         return file_digest(source, path, cache_dir)
-    with told_as_unreadable(path):
+    with read_errors(path):
         return f"{os.path.basename(path)} {state_of(path)}"
 
 
@@ -71,7 +71,7 @@ class _Note(FileState):
 def file_digest(source: Source, path: str, cache_dir: Path) -> str:
     """A hash of what a file of a source holds, remembered in cache_dir while its stamp and some blocks stay."""
     file = Path(path)
-    with told_as_unreadable(path):
+    with read_errors(path):
         seen = state_of(file)
     note = cache_dir / "hashes" / f"{digest_of([str(file.resolve()), source.kind])}.json"
     try:
@@ -81,11 +81,11 @@ def file_digest(source: Source, path: str, cache_dir: Path) -> str:
     except (FileNotFoundError, DataError):
         pass  # not hashed before, or a kill cut the note short: it is written anew
     digest = hashlib.sha256()
-    with told_as_unreadable(path):
+    with read_errors(path):
         for block in shard_contents(path) if source.kind == "webdataset" else _blocks(file):
             digest.update(block)
     sha256 = digest.hexdigest()
-    with told_as_unwritable(cache_dir, "the hashes of files"):
+    with write_errors(cache_dir, "the hashes of files"):
         note.parent.mkdir(parents=True, exist_ok=True)
         write_whole(note, json.dumps({**seen, "sha256": sha256}), shared=True)
     return sha256

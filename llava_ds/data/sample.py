@@ -1,4 +1,4 @@
-"""What a record becomes: a conversation and the pictures that its marks stand for."""
+"""What a record becomes: a conversation and the images that its marks stand for."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Message:
-    """One turn: role is "system", "human" or "gpt"; pictures and videos stand in the text as <image> marks."""
+    """One turn: role is "system", "human" or "gpt"; images and videos stand in the text as <image> marks."""
 
     role: str
     text: str
@@ -14,7 +14,7 @@ class Message:
 
 @dataclass(frozen=True)
 class FileRef:
-    """A whole file (num_bytes -1), or a slice of one: a member of a tar, a picture out of a table."""
+    """A whole file (num_bytes -1), or a slice of one: a member of a tar, an image out of a table."""
 
     path: str
     offset: int = 0
@@ -23,7 +23,7 @@ class FileRef:
 
 @dataclass(frozen=True)
 class Media:
-    """What one <image> mark stands for: a picture, the frames of a video as pictures, or a video file."""
+    """What one <image> mark stands for: an image, the frames of a video as images, or a video file."""
 
     kind: Literal["image", "frames", "video"]
     refs: tuple[FileRef, ...]

@@ -1,4 +1,4 @@
-"""The files of pictures and videos that a data set's rows were made from: whether they still hold the same.
+"""The files of images and videos that a data set's rows were made from: whether they still hold the same.
 
 The preflight notes of each its stamp and a hash of what it holds (llava_ds.files.reading). The hashes are part of a
 data set's fingerprint; the stamps tell, when rows are taken from the cache, which files have to be read again.
@@ -43,7 +43,7 @@ class SeenFile:
 
 
 def stamps_of(media: Media, options: ImageOptions) -> list[Stamp]:
-    """Of the files that are shown of a picture or video, in order; to be taken before they are looked at."""
+    """Of the files that are shown of an image or video, in order; to be taken before they are looked at."""
     return [stamp_of(ref.path) for ref in taken(media, options)]
 
 

@@ -58,7 +58,7 @@ class Template:
     write: Writer | None  # None: the tokenizer's own Jinja template
     system: str
     end_markers: tuple[str, ...]  # after an answer
-    next_rules: bool = False  # LLaVA-NeXT's place of a picture in its message, not LLaVA-1.5's
+    next_rules: bool = False  # LLaVA-NeXT's place of an image in its message, not LLaVA-1.5's
     whole: bool = False  # one text with <image> as a token in it, and without a first token that it does not spell
     alternates: bool = True  # LLaVA refuses questions and answers that do not take turns
     drops_opening_answer: bool = True
@@ -81,7 +81,7 @@ def resolve_template(name: str) -> str:
 
 
 def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> tuple[list[Message], str]:
-    """The messages that are written, pictures at their places, and the system prompt.
+    """The messages that are written, images at their places, and the system prompt.
 
     Raises DataError when the messages don't fit the template.
     Source: LLaVA's preprocess_multimodal and the first lines of its preprocess_*.
@@ -134,9 +134,9 @@ def render_prompt(messages: Sequence[Message], template: str, mm_use_im_start_en
 
 
 def image_first(text: str) -> str:
-    """A message whose only picture stands at its beginning, on a line of its own.
+    """A message whose only image stands at its beginning, on a line of its own.
 
-    Several pictures in one message stay where they are: LLaVA-1.5 has one picture per record, and leaves one mark of
+    Several images in one message stay where they are: LLaVA-1.5 has one image per record, and leaves one mark of
     several; LLaVA-NeXT, which has the same templates, leaves them in place. Source: LLaVA-1.5's preprocess_multimodal.
     """
     if text.count(IMAGE_TOKEN) != 1:
@@ -145,12 +145,12 @@ def image_first(text: str) -> str:
 
 
 def _image_first_next(text: str) -> str:
-    """As LLaVA-NeXT's preprocess_multimodal does it: a message that begins with its picture stays as it is."""
+    """As LLaVA-NeXT's preprocess_multimodal does it: a message that begins with its image stays as it is."""
     return text if text.startswith(IMAGE_TOKEN) else image_first(text)
 
 
 def _plain(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA's preprocess_plain: whatever was asked, the picture is followed by the caption and a newline."""
+    """Source: LLaVA's preprocess_plain: whatever was asked, the image is followed by the caption and a newline."""
     if [m.role for m in messages] != ["human", "gpt"] or messages[0].text.count(IMAGE_TOKEN) != 1:
         raise DataError(
             "the plain template takes one question with one <image> and one answer (a caption), found "

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources import shown
-from llava_ds.data.sources.paths import find_file, short
+from llava_ds.data.sources.fields import find_file
+from llava_ds.data.sources.options import short
 from llava_ds.evaluation.question import Question
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.data.sources.paths import short
+from llava_ds.data.sources.options import short
 from llava_ds.evaluation.benchmark_files import (
     Given,
     Pictures,

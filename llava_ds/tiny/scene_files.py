@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from llava_ds.constants import DataError
-from llava_ds.data.file_slices import told_as_unwritable
+from llava_ds.data.file_slices import write_errors
 from llava_ds.files.reading import read_json
 from llava_ds.tiny.questions import CAPTION_REQUESTS, KINDS, Balance, all_questions, caption, conversation
 from llava_ds.tiny.scenes import draw_scene, sample_scene
@@ -39,7 +39,7 @@ def write_dataset(folder, *, seed=0, num_pretrain=5760, num_finetune=7200, num_h
         "num_finetune": num_finetune,
         "num_heldout": num_heldout,
     }
-    with told_as_unwritable(folder.parent, "the generated scenes"):
+    with write_errors(folder.parent, "the generated scenes"):
         _write_once(folder, made_from)
 
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.data.loader import Counts
-from llava_ds.data.source_names import means_by_source
+from llava_ds.data.sources.source import means_by_source
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.files.jsonl import MetricsLog, read_metrics
 from llava_ds.model.flops import ModelFlops

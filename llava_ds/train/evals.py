@@ -18,7 +18,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.encode import end_markers
 from llava_ds.data.loader import micro_batches
-from llava_ds.data.source_names import means_by_source
+from llava_ds.data.sources.source import means_by_source
 from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.geometry import ImageOptions

@@ -9,7 +9,7 @@ import torch
 from llava_ds.checkpoint.resume import OF_A_RUN, restore, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, what_is_saved
 from llava_ds.config.arguments import trains_projector_only
-from llava_ds.data.file_slices import told_as_unwritable
+from llava_ds.data.file_slices import write_errors
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.activation_budget import choose_layers
 from llava_ds.engine.activation_checkpointing import mark_layers
@@ -17,8 +17,7 @@ from llava_ds.engine.check import check_engine
 from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.compilation import deep_compiles
-from llava_ds.engine.ds_config.moments import num_moments
-from llava_ds.engine.ds_config.optimizer import kernels_of
+from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe, parameter_groups
 from llava_ds.engine.start import seed_everything, start_engine
@@ -115,7 +114,7 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
     mend_side_files(output_dir, OF_A_RUN, ranks)
 
     def record() -> None:
-        with told_as_unwritable(output_dir, "what the run is", "--output_dir"):
+        with write_errors(output_dir, "what the run is", "--output_dir"):
             write_run_record(
                 output_dir,
                 plan.args,

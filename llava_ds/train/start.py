@@ -7,11 +7,12 @@ from llava_ds.checkpoint.resume import kept_batch_size
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG
 from llava_ds.engine.ds_config.resolve import read_ds_config
+from llava_ds.engine.process_group import init_ranks
 from llava_ds.model.liger import check_liger
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.runtime.cli import read_training_flags
 from llava_ds.runtime.output_lock import OutputLock
-from llava_ds.runtime.ranks import Ranks, check_same, from_first, init_ranks, print_first, quiet_libraries
+from llava_ds.runtime.ranks import Ranks, check_same, from_first, print_first, quiet_libraries
 from llava_ds.runtime.watchdog import Watchdog
 
 

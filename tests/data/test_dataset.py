@@ -21,8 +21,8 @@ from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
+from llava_ds.data import preflight, seen_files
 from llava_ds.data import preflight as preflight_module
-from llava_ds.data import seen_files, writing
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
 from llava_ds.data.preflight import Checker, reasons_in_short
@@ -139,8 +139,8 @@ def test_several_processes_give_the_same_rows_in_the_same_order(opened, tmp_path
     records = [talk(f"Who is number {i}?", "yes" if i % 7 else "") for i in range(300)]
     path = write(tmp_path / "many.json", records)
     one = opened(data_path=path, num_workers=1, max_bad_fraction=0.5)
-    monkeypatch.setattr(writing, "RECORDS_PER_WORKER", 50)
-    monkeypatch.setattr(writing, "RECORDS_PER_CALL", 16)
+    monkeypatch.setattr(preflight, "RECORDS_PER_WORKER", 50)
+    monkeypatch.setattr(preflight, "RECORDS_PER_CALL", 16)
     many = opened(data_path=path, num_workers=3, max_bad_fraction=0.5, cache_dir=tmp_path / "other")
     assert len(many.table.cache_files) == 3
     assert many.fingerprint == one.fingerprint and same(one, many)
@@ -227,7 +227,7 @@ def test_the_summary_counts_what_there_is(opened, tmp_path):
     turns = sum(len(r["conversations"]) // 2 for r in json.loads((tmp_path / "data" / "data.json").read_text()))
     text = "\n".join(data.summary())
     assert "5 records: 5 accepted, 0 rejected" in text and "left out" not in text
-    assert f"{turns} answers, 2 pictures, {tokens:,} tokens, of which {targets:,} (" in text
+    assert f"{turns} answers, 2 images, {tokens:,} tokens, of which {targets:,} (" in text
     assert f"100 % {max(data.lengths):,}" in text and "cut short" not in text
     limit = max(data.lengths) - 1
     text = "\n".join(opened(encoding=toys.encoding_options(max_length=limit)).summary())
@@ -300,7 +300,7 @@ def test_another_reason_is_no_reason_to_encode_anew_and_few_are_tried_at_once(op
     first = opened(data_path=path, max_bad_fraction=1.0)
     for i in range(10, 20):
         (images / f"{i}.jpg").write_bytes(b"no picture")
-    monkeypatch.setattr(writing, "RECORDS_PER_CALL", 8)
+    monkeypatch.setattr(preflight, "RECORDS_PER_CALL", 8)
     tried, check = [], Checker.__call__
     monkeypatch.setattr(Checker, "__call__", lambda self, some: tried.append(len(some)) or check(self, some))
     assert opened(data_path=path, max_bad_fraction=1.0).folder == first.folder
@@ -423,7 +423,7 @@ def test_long_records_are_checked_a_few_at_a_time(opened, tmp_path, monkeypatch)
     rows = Checker._rows
     monkeypatch.setattr(Checker, "_rows", lambda self, part: seen.append(len(part)) or rows(self, part))
     monkeypatch.setattr(preflight_module, "PART_BYTES", 400)
-    monkeypatch.setattr(writing, "CHARS_PER_BATCH", 500)
+    monkeypatch.setattr(preflight, "CHARS_PER_BATCH", 500)
     again = opened(data_path=path, cache_dir=tmp_path / "other")
     assert same(once, again) and sum(seen) == 40 and 1 <= min(seen) < max(seen) < 8
 

@@ -156,7 +156,7 @@ def test_what_can_not_be_encoded_is_named_and_the_rest_is_encoded(tokenizer):
     encoder = Encoder(tokenizer, EncodingOptions("v1", 1000))
     first, wrong, empty, last = encoder.encode_batch([(good, [1]), (good, [1, 1]), ([], []), (good, [2])])
     assert len(last.input_ids) == len(first.input_ids) + 1
-    assert isinstance(wrong, DataError) and "1 <image> marks for 2 pictures" in str(wrong)
+    assert isinstance(wrong, DataError) and "1 <image> marks for 2 images" in str(wrong)
     assert isinstance(empty, DataError) and "no question" in str(empty)
 
 

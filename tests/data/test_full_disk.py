@@ -16,7 +16,7 @@ from PIL import Image
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data import dataset as dataset_module
-from llava_ds.data.file_slices import told_as_unreadable
+from llava_ds.data.file_slices import read_errors
 from llava_ds.data.sources import source as source_module
 from llava_ds.tiny.scene_files import write_dataset
 
@@ -125,7 +125,7 @@ def test_an_error_of_none_of_the_users_files_is_no_full_cache(tmp_path, tokenize
 
 def test_too_many_open_files_are_not_blamed_on_the_file(tmp_path):
     said = "a can't be read: Too many open files: raise the limit"
-    with pytest.raises(DataError, match=said) as caught, told_as_unreadable(tmp_path / "a"):
+    with pytest.raises(DataError, match=said) as caught, read_errors(tmp_path / "a"):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     assert "look at its disk" not in str(caught.value)
 

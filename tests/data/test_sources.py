@@ -160,7 +160,7 @@ def test_sharegpt_records(folder):
     assert source.format == "sharegpt"
     assert "ShareGPT records in a JSON list; conversation from 'conversations'" in source.describe()
     assert "image from 'images'" in source.describe() and "system from 'system'" in source.describe()
-    assert "pictures without a mark are shown at the start of the first question" in source.describe()
+    assert "images without a mark are shown at the start of the first question" in source.describe()
     first, second, third = read(folder, records)
     assert first.messages == (
         Message("system", "Be brief."),
@@ -211,7 +211,7 @@ def test_captions(folder):
     assert one.messages == (Message("human", "<image>"), Message("gpt", "A cat."))
     assert two.messages[0].text == "<image>\n<image>" and len(two.media) == 2
     good = {"image": "a.png", "text": "A cat."}
-    assert "has no picture under 'image' or 'images' (its keys: 'text')" in refused(folder, {"text": "A cat."}, good)
+    assert "has no image under 'image' or 'images' (its keys: 'text')" in refused(folder, {"text": "A cat."}, good)
     assert "has no caption under 'text' or 'caption'" in refused(folder, {"image": "a.png"}, good)
     assert "has 3 under 'text', expected a text" in refused(folder, {"image": "a.png", "text": 3}, good)
     assert "<image> mark in its caption" in refused(folder, {"image": "a.png", "text": "An <image>."}, good)
@@ -247,24 +247,24 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TEXT_ONLY, "system": "<image>"}, "has an <image> mark in its system message"),
         ({"conversations": TEXT_ONLY, "id": ["x"]}, "has ['x'] for an id, expected a text or a number"),
         ({"conversations": TALK, "image": ["a.png", 3]}, "under 'image', expected a path or a list of paths"),
-        ({"conversations": TALK, "image": {"bytes": "x"}}, "has None for a picture, expected a path"),
+        ({"conversations": TALK, "image": {"bytes": "x"}}, "has None as its image, expected a path"),
         (
             {"conversations": TALK},
-            "names 0 pictures under 'image' or 'images', but its text has 1 <image> marks",
+            "names 0 images under 'image' or 'images', but its text has 1 <image> marks",
         ),
-        ({"conversations": TALK, "image": ["a.png", "a.png"]}, "names 2 pictures under 'image'"),
+        ({"conversations": TALK, "image": ["a.png", "a.png"]}, "names 2 images under 'image'"),
         ({"conversations": TALK, "video": ["c d.mp4", "a.png"]}, "expected a video, its frames, or a list of these"),
         (
             {"conversations": [*TALK, *TALK], "video": "c d.mp4"},
             "names 1 videos under 'video' or 'videos', but its text",
         ),
         ({"conversations": TALK, "video": [["a.png"], []]}, "expected a video, its frames, or a list of these"),
-        ({"conversations": TALK, "image": "none.png"}, "names the picture 'none.png', but there is no file"),
-        ({"conversations": TALK, "image": "a.png/x.png"}, "names the picture 'a.png/x.png', but there is no file"),
-        ({"conversations": TALK, "image": "sub"}, "names the picture 'sub', but there is no file"),
+        ({"conversations": TALK, "image": "none.png"}, "names the image 'none.png', but there is no file"),
+        ({"conversations": TALK, "image": "a.png/x.png"}, "names the image 'a.png/x.png', but there is no file"),
+        ({"conversations": TALK, "image": "sub"}, "names the image 'sub', but there is no file"),
         ({"conversations": TALK, "image": "sub/"}, "it is a folder"),
         ({"conversations": TALK, "image": "pipe.png"}, "it is a named pipe"),
-        ({"conversations": TALK, "image": "loop.png"}, "names the picture 'loop.png', which can't be read"),
+        ({"conversations": TALK, "image": "loop.png"}, "names the image 'loop.png', which can't be read"),
         ({"conversations": TALK, "image": "x" * 300}, "which can't be read: File name too long"),
         ({"conversations": TALK, "image": "x/" * 3000}, "no file can be called: it is longer than 4096 bytes"),
         ({"conversations": TALK, "image": "a\0.png"}, "no file can be called"),
@@ -278,12 +278,12 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TALK, "image": "link.png"}, "'link.png', which lies outside the image folder"),
         ({"conversations": TALK, "image": "out/secret.png"}, "'out/secret.png', which lies outside the image folder"),
         ({"conversations": TALK, "image": "https://x.org/a.png"}, "a remote URL, which is never fetched"),
-        ({"conversations": TALK, "image": "data:text/html,x"}, "for a picture, expected a path (data:image/"),
+        ({"conversations": TALK, "image": "data:text/html,x"}, "as its image, expected a path (data:image/"),
         ({"conversations": TALK, "video": "../secret.png"}, "names the video '../secret.png', which lies outside"),
         ({"conversations": TALK, "video": ["../secret.png"]}, "names the frame '../secret.png', which lies outside"),
         (chat_of({"type": "audio"}), "turn 0 has the part {'type': 'audio'}, expected the type 'text', 'image'"),
         (chat_of({"type": "text", "text": 3}), "expected a text under 'text'"),
-        (chat_of({"type": "image"}), "names 0 pictures under 'image' or 'images', but its text has 1"),
+        (chat_of({"type": "image"}), "names 0 images under 'image' or 'images', but its text has 1"),
         (chat_of({"type": "video", "video": []}), "names a video of 0 frames"),
         (chat_of({"type": "image_url", "image_url": {"url": "/etc/hostname"}}), "which lies outside the image folder"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "turn 0 is"),
@@ -300,7 +300,7 @@ def test_marks_are_asked_for_where_the_format_has_them(folder):
     """A ShareGPT record may leave them out, but not name another number of them."""
     good = {"conversations": TALK, "images": ["a.png"]}
     record = {"conversations": TALK, "images": ["a.png", "a.png"]}
-    assert "names 2 pictures under 'image' or 'images', but its text has 1 <image>" in refused(folder, record, good)
+    assert "names 2 images under 'image' or 'images', but its text has 1 <image>" in refused(folder, record, good)
     lost = {"conversations": [{"from": "human", "value": "<video>?"}, TALK[1]]}
     assert "names 0 videos under 'video' or 'videos', but its text has 1" in refused(folder, lost, good)
     answer_only = {"conversations": [TALK[1]], "images": ["a.png"]}
@@ -318,7 +318,7 @@ def test_text_that_is_no_record_is_refused(folder, text):
 
 def test_pictures_without_an_image_folder_ask_for_it(folder):
     message = refused(folder, {"conversations": TALK, "image": "a.png"}, image_folder=None)
-    assert "names the picture 'a.png': give --image_folder" in message
+    assert "names the image 'a.png': give --image_folder" in message
 
 
 def test_a_record_can_not_bring_a_reference_of_its_own(folder):

@@ -311,7 +311,7 @@ def test_a_reference_stays_inside_the_spool(tmp_path, opened, change):
     text = json.loads(next(source.read()).text)
     to_sample(json.dumps(text), source, 0)
     text["image"].update(change)
-    with pytest.raises(DataError, match=r"for a picture, expected a path|picture without bytes"):
+    with pytest.raises(DataError, match=r"as its image, expected a path|image without bytes"):
         to_sample(json.dumps(text), source, 0)
 
 
@@ -401,7 +401,7 @@ def test_data_uris_are_spooled(tmp_path, opened):
         with pytest.raises(DataError) as caught:
             to_sample(records[number].text, source, number)
         reasons.append(str(caught.value))
-    assert "for a picture, expected a path" in reasons[0] and "can't be read as JSON" in reasons[1]
+    assert "as its image, expected a path" in reasons[0] and "can't be read as JSON" in reasons[1]
     assert "lies outside the image folder" in reasons[2] and "expected a path" in reasons[3]
 
 
@@ -419,7 +419,7 @@ def test_data_uris_are_found_wherever_a_window_ends(tmp_path, monkeypatch, text,
 def test_a_spool_that_can_not_be_written_is_named(tmp_path, opened):
     pyarrow.parquet.write_table(table(), tmp_path / "a.parquet")
     (tmp_path / "cache").write_text("no folder")
-    with pytest.raises(ConfigError, match="pictures inside the data can't be written to"):
+    with pytest.raises(ConfigError, match="images inside the data can't be written to"):
         list(opened(tmp_path / "a.parquet").read())
 
 
@@ -541,13 +541,13 @@ def test_shards_of_captions_and_their_bad_records(tmp_path, opened):
     for reason, expected in zip(
         reasons,
         [
-            "has no picture under",
+            "has no image under",
             "its .json or .txt can't be read",
             "its .json or .txt can't be read",
             "its .json is a list, expected an object",
             "the key '5' has several .json or .txt members",
-            "for a picture, expected a path",
-            "names the picture '../secret.png': give --image_folder",
+            "as its image, expected a path",
+            "names the image '../secret.png': give --image_folder",
             "its .json is nested too deeply",
         ],
         strict=True,
@@ -586,7 +586,7 @@ def test_links_in_shards_lead_nowhere(tmp_path, opened):
     source = opened(tmp_path / "s.tar")
     one, two, three = source.read()
     for record in (one, two):
-        with pytest.raises(DataError, match="has no picture"):
+        with pytest.raises(DataError, match="has no image"):
             to_sample(record.text, source, 0)
     assert bytes_of(to_sample(three.text, source, 0)) == [RED]
 

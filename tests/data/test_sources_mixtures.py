@@ -14,6 +14,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.data.sources import RawRecord, SourceOptions, open_sources, parse_columns, read_samples, to_sample
 from llava_ds.data.sources.locate import expand
 from llava_ds.data.sources.selection import parse_selection
+from llava_ds.data.sources.source import short_names
 
 TEXT_ONLY = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
@@ -304,3 +305,11 @@ def test_a_mixture_that_unfolds_without_end_is_refused(tmp_path, key):
     with pytest.raises(ConfigError) as caught:
         open_sources(str(path), SourceOptions())
     assert len(str(caught.value)) < 20_000
+
+
+def test_data_sources_have_short_names_that_differ():
+    assert short_names(["/data/llava.json", "/data/vqa.jsonl"]) == ["llava", "vqa"]
+    assert short_names(["/data/a/x.json", "/data/b/x.json"]) == ["a/x.json", "b/x.json"]
+    assert short_names(["/data/x.json"] * 2) == ["/data/x.json (1)", "/data/x.json (2)"]
+    assert short_names(["coco/train.json", "sqa/train.json"]) == ["coco/train.json", "sqa/train.json"]
+    assert short_names(["x.json", "x.json", "y.json"]) == ["x.json (1)", "x.json (2)", "y.json"]

@@ -81,5 +81,5 @@ def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_av)
-    with pytest.raises(ConfigError, match=r"install the extra llava_ds\[video\], or give videos as lists of pictures"):
+    with pytest.raises(ConfigError, match=r"install the extra llava_ds\[video\], or give videos as lists of images"):
         probe(Media("video", (FileRef(str(tmp_path / "a.mp4")),)), OPTIONS)

@@ -21,7 +21,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images.decode import load_image
-from llava_ds.data.images.square import to_pixels
+from llava_ds.data.images.resize import to_tile
 from llava_ds.data.sample import Message
 from llava_ds.data.sources import read_samples
 from llava_ds.data.templates import render_prompt
@@ -136,7 +136,7 @@ def test_a_wrong_export_is_noticed(built, data):
     ids = torch.tensor([1, 5, *[-200] * plan.images.num_tokens, 9, 8])
     spec = plan.images
     layout = media_layout("image", (picture.size,), 1, square(plan))
-    pixels = to_pixels(picture, spec.size, "square", spec.mean)[None]
+    pixels = to_tile(picture, spec.size, "square", spec.mean)[None]
     batch = collate([LoadedSample(ids, ids, [(pixels, layout)])], square(plan))
     tower = model.vision_tower
     with torch.no_grad():

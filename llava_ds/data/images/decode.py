@@ -1,5 +1,5 @@
-# n tiles of one picture or video, S side of the tower's square
-"""Pictures from disk to uint8 squares. Normalisation happens on the device, in the tower."""
+# n tiles of one image or video, S side of the tower's square
+"""Images from disk to uint8 squares. Normalisation happens on the device, in the tower."""
 
 import contextlib
 import functools
@@ -16,17 +16,16 @@ from llava_ds import geometry
 from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
 from llava_ds.data.file_slices import opened_file
 from llava_ds.data.images import video
-from llava_ds.data.images.resize import bands
-from llava_ds.data.images.square import cut, to_pixels, too_narrow
+from llava_ds.data.images.resize import bands, cut_tiles, to_tile, too_narrow
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, MediaLayout, Size
 
-# Raster formats whose decoders run no program and open no other file. Not ICO: it hides pictures of other sizes.
+# Raster formats whose decoders run no program and open no other file. Not ICO: it hides images of other sizes.
 FORMATS = (
     "JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "PCX", "TGA",
 )  # fmt: skip
 
-_PADDED_TIMES = 8  # how many times the bound of pixels a padded picture may have, some seconds of work
+_PADDED_TIMES = 8  # how many times the bound of pixels a padded image may have, some seconds of work
 _HEADER_BYTES = 8 << 20  # that may stand before the pixels: profiles, thumbnails, other metadata
 _BYTES_PER_PIXEL = 16  # of four floats; what is compressed has fewer
 _ORIENTATION = 0x0112  # the EXIF tag
@@ -42,9 +41,9 @@ _TURNS = {
 
 
 def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
-    """The upright (width, height) of a picture, or of every frame that is taken of a video, from headers only.
+    """The upright (width, height) of an image, or of every frame that is taken of a video, from headers only.
 
-    Nothing is decoded. Raises DataError for what can't be a picture, or is too large as it is or once resized, and
+    Nothing is decoded. Raises DataError for what can't be an image, or is too large as it is or once resized, and
     ConfigError for a video file without the extra that decodes it.
     """
     if media.kind == "video":
@@ -58,7 +57,7 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
 
 
 def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, options: ImageOptions) -> torch.Tensor:
-    """(n, 3, S, S) uint8: the tiles of a picture or the frames of a video, whose sizes probe gave.
+    """(n, 3, S, S) uint8: the tiles of an image or the frames of a video, whose sizes probe gave.
 
     Raises DataError for a broken file, and FileChanged for one of another size than it was probed with where the
     layout depends on it.
@@ -68,23 +67,23 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     if media.kind == "video":
         frames = video.frames(media.refs[0], sizes, options)
         ratio = _aspect_ratio(media, options)
-        return torch.stack([to_pixels(frame, size, ratio, mean, bound, fast) for frame in frames])
+        return torch.stack([to_tile(frame, size, ratio, mean, bound, fast) for frame in frames])
     tiles = []
     aspect_ratio = _aspect_ratio(media, options)
     tiled = media.kind == "image" and layout.num_tiles > 1
     for ref, expected in zip(taken(media, options), sizes, strict=True):
         pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
-        picture = _load(ref, bound, expected if tiled else None)
+        image = _load(ref, bound, expected if tiled else None)
         if tiled:
-            tiles += cut(picture, expected, pinpoint, size, fast)
+            tiles += cut_tiles(image, expected, pinpoint, size, fast)
         else:
-            _check_resized(ref, picture.size, aspect_ratio, options)  # it may have changed since it was probed
-            tiles.append(to_pixels(picture, size, aspect_ratio, mean, bound, fast))
+            _check_resized(ref, image.size, aspect_ratio, options)  # it may have changed since it was probed
+            tiles.append(to_tile(image, size, aspect_ratio, mean, bound, fast))
     return torch.stack(tiles)
 
 
 def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
-    """The RGB picture, or the frames that are taken of a video, upright and as large as they are."""
+    """The RGB image, or the frames that are taken of a video, upright and as large as they are."""
     if media.kind == "video":
         yield from video.frames(media.refs[0], sizes, options)
     else:
@@ -92,7 +91,7 @@ def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) ->
 
 
 def load_image(source: str | os.PathLike | FileRef, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """An RGB picture, turned as its EXIF data says, its transparent parts white.
+    """An RGB image, turned as its EXIF data says, its transparent parts white.
 
     The size is read from the header and checked before anything is decoded. Raises DataError with the path.
     """
@@ -100,7 +99,7 @@ def load_image(source: str | os.PathLike | FileRef, max_pixels: int = MAX_IMAGE_
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture as a person would see it on white, in RGB."""
+    """The image as a person would see it on white, in RGB."""
     if image.mode == "F":
         image = Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).round().astype(np.uint8))
     elif image.mode == "I" or image.mode.startswith("I;16"):
@@ -122,9 +121,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 @contextlib.contextmanager
 def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, Size]]:
-    """An open picture of which only the header was read, its EXIF orientation, and its size once upright.
+    """An open image of which only the header was read, its EXIF orientation, and its size once upright.
 
-    Whatever goes wrong with the picture, here or in the block, becomes a DataError with its path.
+    Whatever goes wrong with the image, here or in the block, becomes a DataError with its path.
     """
     try:
         with warnings.catch_warnings():
@@ -150,17 +149,17 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
     except UnidentifiedImageError as error:
         known = ", ".join(_known_formats())
         raise DataError(
-            f"{ref.path} can't be read as a picture (its header is none of {known}): replace it or leave it out"
+            f"{ref.path} can't be read as an image (its header is none of {known}): replace it or leave it out"
         ) from error
     except Exception as error:  # Pillow's decoders raise almost any type on broken files
         raise DataError(
-            f"{ref.path} can't be read as a picture ({type(error).__name__}: {_first_line(error)}): "
+            f"{ref.path} can't be read as an image ({type(error).__name__}: {_first_line(error)}): "
             "replace it or leave it out"
         ) from error
 
 
 def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
-    """An open picture. Headers can claim parts of any length, or be searched byte by byte to a huge file's end."""
+    """An open image. Headers can claim parts of any length, or be searched byte by byte to a huge file's end."""
     start = file.peek(16)
     if start.startswith(b"RIFF") or start[4:8] == b"ftyp":
         file.raw.max_bytes = max(_HEADER_BYTES, max_pixels)  # WebP and AVIF are read as a whole
@@ -170,7 +169,7 @@ def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
 
 
 def _load(ref: FileRef, max_pixels: int, expected: Size | None = None) -> Image.Image:
-    """The picture in RGB and upright."""
+    """The image in RGB and upright."""
     with _opened(ref, max_pixels) as (image, turn, size):
         if expected is not None and size != expected:
             raise FileChanged(
@@ -181,8 +180,8 @@ def _load(ref: FileRef, max_pixels: int, expected: Size | None = None) -> Image.
         image.load()
         if image.size != stored:
             raise DataError(f"{ref.path} is of another size than its header says: replace it or leave it out")
-        picture = to_rgb(image)
-        return picture.transpose(_TURNS[turn]) if turn in _TURNS else picture
+        shown = to_rgb(image)
+        return shown.transpose(_TURNS[turn]) if turn in _TURNS else shown
 
 
 def _orientation(image: Image.Image) -> int:
@@ -216,18 +215,18 @@ def taken(media: Media, options: ImageOptions) -> list[FileRef]:
 
 
 def _aspect_ratio(media: Media, options: ImageOptions) -> str:
-    """How a picture becomes one square. Frames go to the tower's processor as they are, as in LLaVA-NeXT."""
+    """How an image becomes one square. Frames go to the tower's processor as they are, as in LLaVA-NeXT."""
     if media.kind == "image" and (options.is_anyres or options.aspect_ratio == "pad"):
         return "pad"
     return "stretch" if options.stretch else "square"
 
 
 def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOptions) -> None:
-    """Refuse a picture so narrow that some step on its way to the tower would have many more pixels than the bound."""
+    """Refuse an image so narrow that some step on its way to the tower would have many more pixels than the bound."""
     if aspect_ratio == "pad":
         padded = max(size) * size[1]  # narrowed a band at a time: takes time, but no room
         if padded > _PADDED_TIMES * options.max_pixels or max(size) * options.size > options.max_pixels:
-            raise DataError(f"{ref.path}: a picture of {size[0]} x {size[1]} is too narrow to be padded: leave it out")
+            raise DataError(f"{ref.path}: an image of {size[0]} x {size[1]} is too narrow to be padded: leave it out")
         return
     stretched = options.size, size[1]  # half-way, see _resized
     resized = stretched if aspect_ratio == "stretch" else geometry.resized_size(*size, options.size)

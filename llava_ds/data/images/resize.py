@@ -1,9 +1,9 @@
-# h, w height and width of a picture
-"""Pictures in another size, bicubic: by Pillow, pixel for pixel LLaVA's, or by torch, several times as fast.
+# h, w height and width of an image, S side of the tower's square
+"""Bicubic resizing of images to tiles: by Pillow, pixel for pixel LLaVA's, or by torch, several times as fast.
 
-Both go over the width first and then over the height, and round to 8 bits between: the pixels are those of any Pillow
-before 13. torch has weights of 16 bits where Pillow has 22: a pixel may come out by 1 higher or lower after the first
-pass, and by 2 after the second, whose weights add up to 1.25 in magnitude.
+Both resize the width first and then the height, and round to 8 bits in between, as any Pillow before 13 does. torch has
+weights of 16 bits where Pillow has 22: a pixel may differ by 1 after the first pass, and by 2 after the second, whose
+weights add up to 1.25 in magnitude.
 """
 
 import sys
@@ -15,16 +15,69 @@ import torch
 from PIL import Image
 
 from llava_ds import geometry
+from llava_ds.constants import MAX_IMAGE_PIXELS, DataError
 from llava_ds.geometry import Size
 
-_BAND_PIXELS = 4_000_000  # converted or padded at a time, so that no second copy of a large picture is made
+_BAND_PIXELS = 4_000_000  # converted or padded at a time, so that a large image is never copied whole
+
+
+def to_tile(
+    image: Image.Image,
+    size: int,
+    aspect_ratio: str,
+    mean: tuple[float, ...],
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    fast: bool = False,
+) -> torch.Tensor:
+    """One tile of a whole image, (3, S, S) uint8.
+
+    aspect_ratio: "pad" keeps everything, on the mean colour; "square" and "original" crop the centre; "stretch" changes
+    the proportions.
+
+    size: S; fast: no value differs by more than 2. Raises DataError for an image so narrow that its resized form
+    would have more than max_pixels.
+    Source: LLaVA's process_images and transformers' CLIPImageProcessor (PIL), up to rescaling and normalisation.
+    """
+    if aspect_ratio == "pad":
+        return padded(image, size, tuple(int(value * 255) for value in mean), fast).contiguous()
+    if aspect_ratio == "stretch":
+        return resized(image, (size, size), fast).contiguous()
+    width, height = geometry.resized_size(*image.size, size)
+    if width * height > max_pixels:
+        raise DataError(too_narrow(image.size, (width, height)))
+    left, top, right, bottom = geometry.centre_box(width, height, size)
+    return resized(image, (width, height), fast)[:, top:bottom, left:right].contiguous()
+
+
+def cut_tiles(image: Image.Image, size: Size, pinpoint: Size, side: int, fast: bool = False) -> list[torch.Tensor]:
+    """Tiles of an anyres image: a stretched overview, then tiles row by row on black; (3, S, S) uint8 each.
+
+    side: S. Source: LLaVA's process_anyres_image, which resizes by Pillow's default for RGB, bicubic.
+    """
+    width, height = geometry.fitted_size(size, pinpoint)
+    left, top = (pinpoint[0] - width) // 2, (pinpoint[1] - height) // 2
+    canvas = torch.zeros((3, pinpoint[1], pinpoint[0]), dtype=torch.uint8)
+    canvas[:, top : top + height, left : left + width] = resized(image, (width, height), fast)
+    overview = resized(image, (side, side), fast)
+    tiles = [
+        canvas[:, y : y + side, x : x + side] for y in range(0, pinpoint[1], side) for x in range(0, pinpoint[0], side)
+    ]
+    return [tile.contiguous() for tile in (overview, *tiles)]
+
+
+def too_narrow(size: Size, resized_to: Size) -> str:
+    """Message for an image that can only be resized with padding."""
+    return (
+        f"an image of {size[0]} x {size[1]} would be resized to {resized_to[0]} x {resized_to[1]}: "
+        "leave it out, or use --image_aspect_ratio pad"
+    )
 
 
 def resized(image: Image.Image, size: Size, fast: bool = False) -> torch.Tensor:
-    """(3, h, w) uint8, a view of other strides: the RGB picture in another size.
+    """Resize an RGB image: (3, h, w) uint8, a view of other strides.
 
-    fast: no pixel differs by more than 2 of 255. Pillow 13 by itself begins with the height where that is less work,
-    and rounds otherwise: by up to 15 of 255 in a stretched overview.
+    fast: no pixel differs by more than 2 of 255. Pillow 13 on its own begins with the height where that is less work,
+    and rounds differently: by up to 15 of 255 in a stretched overview.
     """
     if fast:
         return _by_torch(image, size, image.size, (0, 0), (0, 0, 0))
@@ -33,14 +86,14 @@ def resized(image: Image.Image, size: Size, fast: bool = False) -> torch.Tensor:
 
 
 def padded(image: Image.Image, size: int, colour: tuple[int, int, int], fast: bool = False) -> torch.Tensor:
-    """(3, size, size) uint8, a view: the RGB picture in the middle of a square of the colour, resized as by resized.
+    """Pad an RGB image to a square of the colour and resize it: (3, size, size) uint8, a view.
 
     Source: LLaVA's expand2square.
     """
     side, left, top = geometry.square_padding(*image.size)
     if fast:
         return _by_torch(image, (size, size), (side, side), (left, top), colour)
-    # Made and narrowed a band at a time, which changes no pixel; and all rows of padding are one row.
+    # One band at a time, which changes no pixel; and all rows of padding are one row.
     row = Image.new("RGB", (side, 1), colour).resize((size, 1), Image.Resampling.BICUBIC)
     narrow = row.resize((size, side), Image.Resampling.NEAREST)
     for first, last in bands(side, image.height):
@@ -51,7 +104,7 @@ def padded(image: Image.Image, size: int, colour: tuple[int, int, int], fast: bo
 
 
 def bands(width: int, height: int) -> Iterator[tuple[int, int]]:
-    """(first, last) rows of bands of some million pixels."""
+    """(first, last) rows of bands of a few million pixels."""
     step = max(1, _BAND_PIXELS // width)
     for first in range(0, height, step):
         yield first, min(first + step, height)
@@ -64,10 +117,9 @@ def _planes(image: Image.Image) -> torch.Tensor:
 def _by_torch(
     image: Image.Image, size: Size, canvas: Size, corner: tuple[int, int], colour: tuple[int, int, int]
 ) -> torch.Tensor:
-    """The picture, its corner there on a canvas of the colour, all of which is resized.
+    """Resize a canvas of the colour with the image at a corner.
 
-    A pixel is an int32 of four bytes, as Pillow keeps it: read where it lies, for of a small picture's time the copies
-    and their fresh memory would take a third.
+    A pixel is an int32 of four bytes in Pillow's own memory: copies would take a third of a small image's time.
     """
     parts = list(bands(canvas[0], image.height))
     if len(parts) == 1 and canvas == image.size:
@@ -77,17 +129,17 @@ def _by_torch(
     for first, last in parts:
         band = _packed(image if len(parts) == 1 else image.crop((0, first, image.width, last)))
         if canvas[0] > image.width:
-            picture, band = band, torch.full((last - first, canvas[0]), filler, dtype=torch.int32)
-            band[:, corner[0] : corner[0] + image.width] = picture
+            pixels, band = band, torch.full((last - first, canvas[0]), filler, dtype=torch.int32)
+            band[:, corner[0] : corner[0] + image.width] = pixels
         narrow[corner[1] + first : corner[1] + last] = _interpolated(band, (size[0], last - first))
     return _planes_of(_interpolated(narrow, size))
 
 
 def _packed(image: Image.Image) -> torch.Tensor:
-    """(h, w) int32, the picture's own memory where it is in one piece: not to be written to."""
+    """(h, w) int32, the image's own memory if it is in one piece. Not to be written to."""
     try:
         pixels = pa.array(image).values
-    except ValueError:  # in several, which a band is only if the environment says so (PILLOW_BLOCK_SIZE, _ALIGNMENT)
+    except ValueError:  # in several pieces, as PILLOW_BLOCK_SIZE and PILLOW_ALIGNMENT may ask for
         pixels = pa.array(np.frombuffer(image.tobytes("raw", "RGBX"), np.uint8))
     return torch.from_dlpack(pixels).view(torch.int32).view(image.height, image.width)
 
@@ -102,6 +154,6 @@ def _unpacked(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _interpolated(pixels: torch.Tensor, size: Size) -> torch.Tensor:
-    """(h, w) int32 in another size, width and height."""
+    """Resize (h, w) int32 pixels to a size, width and height."""
     found = torch.nn.functional.interpolate(_unpacked(pixels), size=size[::-1], mode="bicubic", antialias=True)
     return found.permute(0, 2, 3, 1).contiguous().view(torch.int32)[0, ..., 0]

@@ -40,11 +40,11 @@ def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iter
         for number, frame in enumerate(container.decode(stream)):
             if number == due:
                 _bounded(ref, frame.width, frame.height, options.max_pixels)
-                picture = frame.to_image()
+                image = frame.to_image()
                 turn = _QUARTER_TURNS.get(round(frame.rotation) % 360)
-                picture = picture if turn is None else picture.transpose(turn)
+                image = image if turn is None else image.transpose(turn)
                 while number == due:  # --force_sample may take a frame more than once
-                    yield picture
+                    yield image
                     due = next(left, None)
             if due is None:
                 return
@@ -78,7 +78,7 @@ def _opened(ref: FileRef) -> Iterator[tuple]:
     except ImportError as error:
         raise ConfigError(
             f"{ref.path} is a video file, which needs PyAV: install the extra llava_ds[video], or give videos as lists "
-            "of pictures"
+            "of images"
         ) from error
     try:
         only = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}

@@ -1,8 +1,7 @@
 """Records on disk, in whichever format, to samples."""
 
-from llava_ds.data.sources.open import open_sources
+from llava_ds.data.sources.open import MAX_SHOWN, open_sources, read_samples, shown
 from llava_ds.data.sources.options import RawRecord, SourceOptions, parse_columns
-from llava_ds.data.sources.read_all import MAX_SHOWN, read_samples, shown
 from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.source import Source
 

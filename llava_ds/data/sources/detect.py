@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError
-from llava_ds.data.sources.options import Columns, SourceOptions
-from llava_ds.data.sources.paths import short
+from llava_ds.data.sources.options import Columns, SourceOptions, short
 
 NUM_RECORDS = 100  # looked at
 FORMATS_HELP = (
@@ -22,7 +21,7 @@ FORMATS_HELP = (
 
 @dataclass(frozen=True)
 class Found:
-    """A record format, the names under which the fields were seen, and whether pictures came without marks."""
+    """A record format, the names under which the fields were seen, and whether images came without marks."""
 
     format: str
     seen: tuple[tuple[str, str], ...]
@@ -64,7 +63,7 @@ def detect(texts: Iterable[str], keys: Iterable[str], columns: Columns, options:
 
 
 def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptions) -> Columns:
-    """The columns of a folder of pictures, where `datasets` knows file_name, file_names and names that end so."""
+    """The columns of a folder of images, where `datasets` knows file_name, file_names and names that end so."""
     named = {field for field, _ in options.columns}
     files = [key for key in keys if key.endswith(("file_name", "file_names"))]
     videos = tuple(key for key in files if key.startswith("video"))

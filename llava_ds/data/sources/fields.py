@@ -1,14 +1,21 @@
-"""The fields of a record, and the pictures and videos that it names to files or slices of files."""
+"""The fields of a record, and the images and videos that it names to files or slices of files."""
 
+import errno
+import functools
 import os
+import stat
+import urllib.parse
+from pathlib import Path
 
-from llava_ds.constants import DataError
+from llava_ds.constants import DataError, FileProblem
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources.embedded import REFERENCE
-from llava_ds.data.sources.paths import find_file, short
+from llava_ds.data.sources.options import short
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import VIDEO_SUFFIXES
+from llava_ds.files.reading import KINDS
 
+MAX_PATH_BYTES = 4096  # Linux's own limit; a longer name is not worth asking the system, nor keeping
 MAX_FILES_PER_RECORD = 10_000
 
 _VIDEO_ENDINGS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
@@ -17,7 +24,7 @@ _VIDEO_ENDINGS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
 def to_media(kind: str, value: object, source: Source) -> Media:
     """What stands behind a mark of a kind, "image" or "video". Raises DataError unless all its files are there."""
     if kind == "image":
-        return Media("image", (_file(value, source, "picture"),))
+        return Media("image", (_file(value, source, "image"),))
     if isinstance(value, list):
         if not 0 < len(value) <= MAX_FILES_PER_RECORD:
             raise DataError(f"names a video of {len(value):,} frames, expected 1 to {MAX_FILES_PER_RECORD:,}")
@@ -26,16 +33,65 @@ def to_media(kind: str, value: object, source: Source) -> Media:
 
 
 def _file(value: object, source: Source, what: str) -> FileRef:
-    """The file, or the slice of one, that stands for a picture or video in a record."""
+    """The file, or the slice of one, that stands for an image or video in a record."""
     if isinstance(value, dict) and REFERENCE in value:
         return _slice(value, source)
     if isinstance(value, dict):
         value = next((value[key] for key in ("path", "url") if value.get(key) is not None), None)
     if not isinstance(value, str):
-        raise DataError(f"has {short(value)} for a {what}, expected a path")
-    root = source.image_root if what == "picture" else source.video_root
-    flag = "--image_folder" if what == "picture" else "--video_folder"
+        raise DataError(f"has {short(value)} as its {what}, expected a path")
+    root = source.image_root if what == "image" else source.video_root
+    flag = "--image_folder" if what == "image" else "--video_folder"
     return FileRef(find_file(value, root, what, flag))
+
+
+def find_file(name: str, root: str | None, what: str = "image", flag: str = "--image_folder") -> str:
+    """The real path of the file that a record names.
+
+    root: the real path of the folder that it is relative to, and that it has to lie in once links are resolved.
+    One system call for a file whose folder was met before; nothing is opened. Raises DataError with the reason.
+    """
+    folder_name = flag.removeprefix("--").replace("_", " ")
+    if name.startswith(("http://", "https://", "ftp://")):
+        raise DataError(f"names the {what} {short(name)}, a remote URL, which is never fetched: download it first")
+    if name.startswith("data:"):
+        raise DataError(f"has {short(name)} as its {what}, expected a path (data:image/…;base64 is read as an image)")
+    if name.startswith("file://"):
+        name = urllib.parse.unquote(name[len("file://") :])
+    if root is None:
+        raise DataError(f"names the {what} {short(name)}: give {flag}")
+    try:
+        if not name or len(name.encode()) > MAX_PATH_BYTES:
+            raise ValueError("it is empty" if not name else f"it is longer than {MAX_PATH_BYTES} bytes")
+        parent, base = os.path.split(os.path.join(root, name))
+        if base in ("", ".", ".."):
+            parent, base = os.path.split(os.path.realpath(os.path.join(root, name)))
+        folder = _folder_inside(parent, root)
+        path = None if folder is None else os.path.join(folder, base)
+        mode = None if path is None else os.lstat(path).st_mode
+        if mode is not None and stat.S_ISLNK(mode):
+            path = os.path.realpath(path)
+            path = path if _folder_inside(os.path.dirname(path), root) is not None else None
+            mode = None if path is None else os.stat(path).st_mode
+    except ValueError as error:
+        raise DataError(f"names the {what} {short(name)}, which no file can be called: {error}") from error
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise FileProblem(f"names the {what} {short(name)}, but there is no file {short(path)}") from error
+        raise FileProblem(f"names the {what} {short(name)}, which can't be read: {error.strerror}") from error
+    if path is None:
+        raise FileProblem(f"names the {what} {short(name)}, which lies outside the {folder_name} {root}")
+    if not stat.S_ISREG(mode):
+        found = KINDS.get(stat.S_IFMT(mode), "no file")
+        raise FileProblem(f"names the {what} {short(name)}, but there is no file {short(path)}: it is {found}")
+    return path
+
+
+@functools.lru_cache(maxsize=8192)
+def _folder_inside(folder: str, root: str) -> str | None:
+    """The real path of a folder, None when it lies outside. Asked for every file, but there are few folders."""
+    real = os.path.realpath(folder)
+    return real if Path(real).is_relative_to(root) else None
 
 
 def _slice(value: dict, source: Source) -> FileRef:
@@ -45,16 +101,16 @@ def _slice(value: dict, source: Source) -> FileRef:
         try:
             size = os.stat(path).st_size
         except OSError as error:
-            raise DataError(f"has a picture inside {path}, which can't be read: {error.strerror}") from None
+            raise DataError(f"has an image inside {path}, which can't be read: {error.strerror}") from None
         if num_bytes == 0 and 0 <= offset <= size:
-            raise DataError("has a picture without bytes")
+            raise DataError("has an image without bytes")
         if 0 <= offset < size and 0 < num_bytes <= size - offset:
             return FileRef(path, offset, num_bytes)
-    raise DataError(f"has {short(value)} for a picture, expected a path")
+    raise DataError(f"has {short(value)} as its image, expected a path")
 
 
 def listed(record: dict, names: tuple[str, ...]) -> list:
-    """The pictures that a record names, none, one or several."""
+    """The images that a record names, none, one or several."""
     name, value = field_of(record, names)
     if value is None or value == "":
         return []
@@ -65,7 +121,7 @@ def listed(record: dict, names: tuple[str, ...]) -> list:
 
 
 def videos(record: dict, names: tuple[str, ...]) -> list:
-    """Every video: a file, or the list of its frames. A list of paths is one video if they are pictures."""
+    """Every video: a file, or the list of its frames. A list of paths is one video if they are images."""
     name, value = field_of(record, names)
     if value is None or value == "" or value == []:
         return []

@@ -117,7 +117,7 @@ def read_jsonl(path: str) -> Iterator[tuple[int, str]]:
 
 
 def holds_data_uri(path: str) -> bool:
-    """Whether some JSON string of a file begins like an embedded picture. A quotation inside a text does not count."""
+    """Whether some JSON string of a file begins like an embedded image. A quotation inside a text does not count."""
     with open(path, "rb") as file:
         tail = b""
         while chunk := file.read(WINDOW_BYTES):

@@ -17,7 +17,7 @@ KINDS = {
     "jsonl": "JSONL",
     "parquet": "parquet",
     "datasets": "a saved datasets folder",
-    "imagefolder": "a folder of pictures",
+    "imagefolder": "a folder of images",
     "webdataset": "WebDataset shards",
 }
 
@@ -26,7 +26,7 @@ _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 _SPLITS = re.compile(r"(?:^|[-_./])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_./])")
 _EXPECTED = (
     "a .json, .jsonl, .parquet or .tar file, a pattern of such files, a .yaml mixture, or a folder: saved by datasets, "
-    "of .parquet or .tar files, or of pictures with metadata.jsonl, .csv or .parquet"
+    "of .parquet or .tar files, or of images with metadata.jsonl, .csv or .parquet"
 )
 
 

@@ -4,21 +4,24 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data.file_slices import told_as_unreadable
+from llava_ds.data.file_slices import read_errors
+from llava_ds.data.sample import Sample
 from llava_ds.data.sources.detect import NUM_RECORDS, detect, folder_of, metadata_columns
 from llava_ds.data.sources.locate import locate
-from llava_ds.data.sources.options import Columns, SourceOptions, nearest, parse_columns
-from llava_ds.data.sources.paths import short
+from llava_ds.data.sources.options import Columns, SourceOptions, nearest, parse_columns, short
+from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
 from llava_ds.data.sources.tables import open_saved, parquet_columns
 from llava_ds.files.reading import state_of
 
+MAX_SHOWN = 5  # problems spelled out in one message; the rest are counted
 SPOOL_VERSION = 1  # raise it when the same files would be spooled in another way
 MIXTURE_SUFFIXES = (".yaml", ".yml")
 ENTRY_KEYS = (
@@ -39,10 +42,43 @@ def open_sources(data_path: str, options: SourceOptions) -> list[Source]:
 
     Raises ConfigError or DataError with what is wrong, of a mixture with everything that is wrong.
     """
-    with told_as_unreadable(data_path):
+    with read_errors(data_path):
         if data_path.endswith(MIXTURE_SUFFIXES):
             return _open_mixture(data_path, options)
         return [_open(data_path, options, Selection())]
+
+
+def read_samples(
+    path: str | Path, image_folder: str | Path | None, options: SourceOptions | None = None
+) -> list[Sample]:
+    """All samples of a small data set, in order. image_folder overrides the one of the options.
+
+    Raises DataError with the file, the first wrong records and the reasons.
+    """
+    options = options or SourceOptions()
+    folder = options.image_folder if image_folder is None else str(image_folder)
+    samples, problems = [], []
+    sources = open_sources(str(path), SourceOptions(**{**vars(options), "image_folder": folder}))
+    for source in sources:
+        for record in source.read():
+            try:
+                samples.append(to_sample(record.text, source, record.index))
+            except DataError as error:
+                where = f"record {record.index}" if len(sources) == 1 else f"{record.file}, record {record.index}"
+                problems.append(f"{where}: {error}")
+    if problems:
+        total = len(problems) + len(samples)
+        raise DataError(f"{path}: {len(problems)} of {total} records can't be used\n" + shown(problems))
+    return samples
+
+
+def shown(problems: Iterable[str], where: str = "") -> str:
+    """The first problems, a line each, and the number of the others; where: added to that."""
+    problems = list(problems)
+    lines = [f"  {problem}" for problem in problems[:MAX_SHOWN]]
+    if len(problems) > MAX_SHOWN:
+        lines.append(f"  and {len(problems) - MAX_SHOWN} more{where}")
+    return "\n".join(lines)
 
 
 def _open(data_path: str, options: SourceOptions, selection: Selection) -> Source:
@@ -151,7 +187,7 @@ def _open_entry(entry: object, folder: Path, options: SourceOptions) -> Source:
             if not os.path.isdir(changed[key]):
                 raise ConfigError(f"{key} {changed[key]}: there is no such folder")
     if "image_folder" in entry and "video_folder" not in entry and options.video_folder is None:
-        changed["video_folder"] = None  # videos lie where the entry's pictures do
+        changed["video_folder"] = None  # videos lie where the entry's images do
     if "format" in entry:
         changed["data_format"] = entry["format"]
     if "columns" in entry:

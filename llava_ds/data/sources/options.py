@@ -1,10 +1,14 @@
 """What may be said about a data set, and what its readers hand on."""
 
 import difflib
+import reprlib
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from llava_ds.constants import ConfigError
+
+_REPR = reprlib.Repr()
+_REPR.maxstring, _REPR.maxother, _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 120, 120, 3, 4, 4
 
 FIELDS = ("id", "conversations", "messages", "image", "video", "text", "system")
 
@@ -83,3 +87,8 @@ def nearest(word: object, known: tuple[str, ...]) -> str:
     """What to say behind an unknown word: the known one that looks most like it, or all."""
     close = difflib.get_close_matches(str(word), known, n=1)
     return f"did you mean {close[0]}?" if close else "known are " + ", ".join(known)
+
+
+def short(value: object) -> str:
+    """A value for an error message: bounded, printable and made without walking all of it."""
+    return _REPR.repr(value)

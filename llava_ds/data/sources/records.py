@@ -1,7 +1,7 @@
 """One record's JSON text to a sample. Nothing is trusted: shape, types and paths are checked before anything is built.
 
 These functions run for every record, in worker processes: they raise DataError with the reason and nothing else, and
-ask the operating system about pictures and videos only.
+ask the operating system about images and videos only.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
-from llava_ds.data.literal import LITERAL_IMAGE
 from llava_ds.data.sample import IMAGE_LEFT_OUT, IMAGE_PREPENDED, MARK_AS_TEXT, Message, Sample
 from llava_ds.data.sources.embedded import REJECTED
 from llava_ds.data.sources.fields import (
@@ -24,8 +23,9 @@ from llava_ds.data.sources.fields import (
     to_media,
     videos,
 )
-from llava_ds.data.sources.paths import short
+from llava_ds.data.sources.options import short
 from llava_ds.data.sources.source import Source
+from llava_ds.data.special_tokens import LITERAL_IMAGE
 
 VIDEO_TOKEN = "<video>"
 MAX_ID = 1000  # characters of an id; what a longer one is kept by is its hash
@@ -46,7 +46,7 @@ TOOL_ROLES = ("observation", "function", "function_call", "tool", "tool_call", "
 _DECODER = json.JSONDecoder()
 _MARK = re.compile(f"{IMAGE_TOKEN}|{VIDEO_TOKEN}")
 _UNMARKED = ": make them equal, or see --on_unmarked_image"
-_SHOWN = {"image": "pictures", "video": "videos"}
+_SHOWN = {"image": "images", "video": "videos"}
 
 
 def to_sample(text: str, source: Source, index: int) -> Sample:
@@ -69,17 +69,17 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
         unmarked = _settle_unmarked(messages, marks, named, source)
     media = tuple(to_media(kind, value, source) for kind, value in _matched(marks, named, source)) if marks else ()
     if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
-        raise DataError(f"names more than {MAX_FILES_PER_RECORD:,} pictures")
+        raise DataError(f"names more than {MAX_FILES_PER_RECORD:,} images")
     kind = record.get("kind")
     return Sample(_id(record, source, index), tuple(messages), media, kind if is_text(kind) else "", unmarked)
 
 
-# A mark is (kind, value): a picture or video that a part of a message brings itself, or None for the record's next.
+# A mark is (kind, value): an image or video that a part of a message brings itself, or None for the record's next.
 Mark = tuple[str, object]
 
 
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
-    """The messages, what their marks stand for, and the pictures and videos that the record lists."""
+    """The messages, what their marks stand for, and the images and videos that the record lists."""
     columns = source.columns
     _, turns = field_of(record, columns.turns)
     if not isinstance(turns, list) or not turns:
@@ -100,7 +100,7 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
         messages.append(Message(role, content))
     if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
-        raise DataError(f"has an {IMAGE_TOKEN} mark in its system message, which shows no pictures")
+        raise DataError(f"has an {IMAGE_TOKEN} mark in its system message, which shows no images")
     return messages, marks, named
 
 
@@ -139,7 +139,7 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
     messages, marks = [Message("human", ""), Message("gpt", caption)], []
     _show_first(messages, marks, named)
     if not marks:
-        raise DataError(f"has no picture under {either(columns.image)} ({keys_of(record)})")
+        raise DataError(f"has no image under {either(columns.image)} ({keys_of(record)})")
     return messages, marks, named
 
 
@@ -178,7 +178,7 @@ def _with_marks(text: str, marks: list[Mark], named: dict[str, list], source: So
 
 
 def _parts(parts: list, i: int, marks: list[Mark], named: dict[str, list], source: Source) -> str:
-    """The text of a message in parts: texts as they follow each other, pictures as marks on lines of their own."""
+    """The text of a message in parts: texts as they follow each other, images as marks on lines of their own."""
     pieces: list[str] = []
     after_mark = False
     for part in parts:
@@ -200,18 +200,18 @@ def _parts(parts: list, i: int, marks: list[Mark], named: dict[str, list], sourc
 
 
 def _show_first(messages: list[Message], marks: list[Mark], named: dict[str, list]) -> None:
-    """Put a mark for every picture and video at the start of the first question."""
+    """Put a mark for every image and video at the start of the first question."""
     marks += [("image", None)] * len(named["image"]) + [("video", None)] * len(named["video"])
     for i, message in enumerate(messages):
         if message.role == "human":
             shown = "\n".join([IMAGE_TOKEN] * len(marks))
             messages[i] = Message("human", f"{shown}\n{message.text}" if message.text else shown)
             return
-    raise DataError("has pictures, but no question that could show them")
+    raise DataError("has images, but no question that could show them")
 
 
 def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Iterator[Mark]:
-    """The marks with what they stand for. Raises DataError when marks and pictures are not equally many."""
+    """The marks with what they stand for. Raises DataError when marks and images are not equally many."""
     if named["video"] and not named["image"] and not any(kind == "video" and value is None for kind, value in marks):
         # LLaVA-NeXT marks videos with <image>, too.
         marks = [("video", None) if value is None else (kind, value) for kind, value in marks]

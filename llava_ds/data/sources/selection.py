@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TypeVar
 
 from llava_ds.constants import ConfigError
-from llava_ds.data.sources.paths import short
+from llava_ds.data.sources.options import short
 
 T = TypeVar("T")
 

@@ -5,9 +5,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
-from llava_ds.data.file_slices import told_as_unreadable
-from llava_ds.data.sources.embedded import PICTURES, ImageStore, Row, embed, rejected, spooled
+from llava_ds.data.file_slices import read_errors
+from llava_ds.data.sources.embedded import IMAGES, ImageStore, Row, embed, rejected, spooled
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 from llava_ds.data.sources.locate import KINDS
 from llava_ds.data.sources.options import Columns, RawRecord
@@ -22,14 +23,14 @@ FORMATS = {
     "caption": "captions",
 }
 MAX_FIRST_CHARS = 8 << 20  # of the first records, which are held in memory
-SPOOLED_KINDS = ("parquet", "datasets")  # whose records may hold pictures as bytes
+SPOOLED_KINDS = ("parquet", "datasets")  # whose records may hold images as bytes
 
 
 @dataclass(frozen=True)
 class Source:
     """Records of one format. Small and picklable: workers get it with every piece of work.
 
-    files: all files whose content matters; spool: the folder for pictures that come inside the records;
+    files: all files whose content matters; spool: the folder for images that come inside the records;
     slices_of: the files of which references in the records may name slices, blobs and tars that is;
     seen: pairs of a field and the name under which the first records hold it.
     """
@@ -49,7 +50,7 @@ class Source:
     slices_of: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        slices = frozenset(self.files) if self.kind == "webdataset" else frozenset([f"{self.spool}/{PICTURES}"])
+        slices = frozenset(self.files) if self.kind == "webdataset" else frozenset([f"{self.spool}/{IMAGES}"])
         object.__setattr__(self, "slices_of", slices)
 
     def read(self) -> Iterator[RawRecord]:
@@ -75,20 +76,20 @@ class Source:
         line += "; " + (", ".join(f"{name} from {column!r}" for name, column in self.seen) or "no field recognised")
         names = dict(self.seen)
         if self.kind == "webdataset":
-            line += "; pictures read in place"
+            line += "; images read in place"
         elif "image" in names and self.image_root is not None:
-            line += f"; pictures in {self.image_root}"
+            line += f"; images in {self.image_root}"
         if "video" in names and self.video_root not in (None, self.image_root):
             line += f"; videos in {self.video_root}"
         if self.marks_added and self.on_unmarked_image == "prepend":
-            line += "; pictures without a mark are shown at the start of the first question"
+            line += "; images without a mark are shown at the start of the first question"
         if others := other_splits(os.path.expanduser(self.path)) if self.kind == "datasets" else []:
             line += f"; the split 'train', and not {', '.join(map(repr, others))}"
         selected = self.selection.describe()
         return line + (f"; taken: {selected}" if selected else "")
 
     def first(self, num_records: int) -> list[RawRecord]:
-        """The first records, pictures inside them left out; of long ones fewer."""
+        """The first records, images inside them left out; of long ones fewer."""
         rows, names = islice(self._parse(ImageStore(_Nowhere(), "")), num_records), self._names()
         found: list[RawRecord] = []
         left = MAX_FIRST_CHARS
@@ -115,8 +116,8 @@ class Source:
         return self._parse(None)
 
     def _parse(self, store: ImageStore | None) -> Iterator[Row]:
-        """Rows from the files; `store` takes the pictures inside tables."""
-        with told_as_unreadable(self.path):
+        """Rows from the files; `store` takes the images inside tables."""
+        with read_errors(self.path):
             yield from self._parsed(store)
 
     def _parsed(self, store: ImageStore | None) -> Iterator[Row]:
@@ -137,7 +138,7 @@ class Source:
         if path.endswith(".csv"):
             return read_csv(path)
         if path.endswith(".parquet"):
-            store = store or ImageStore(_Nowhere(), "")  # a metadata.parquet names its pictures
+            store = store or ImageStore(_Nowhere(), "")  # a metadata.parquet names its images
             return ((line, text) for _, line, text in read_parquet((path,), self.columns, store))
         return read_jsonl(path)
 
@@ -151,6 +152,23 @@ class Source:
             except ValueError:
                 text = text.replace("\n", " ")  # to_sample says what is wrong with it
             yield number, line, text
+
+
+def short_names(paths: list[str]) -> list[str]:
+    """A different name for each data source: its file's name, with as many folders as tell them apart."""
+    parts, stems = [Path(path).parts for path in paths], [Path(path).stem for path in paths]
+    for depth in range(max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts] if depth else stems
+        if len(set(names)) == len(names):
+            return names
+    # The same file several times, for different parts of it.
+    return [f"{path} ({paths[: i + 1].count(path)})" if paths.count(path) > 1 else path for i, path in enumerate(paths)]
+
+
+def means_by_source(sources: list[str], sums: list[float], targets: list[float]) -> dict[str, float]:
+    """Mean loss per supervised token of each data source that has any, to five digits."""
+    means = {name: total / number for name, total, number in zip(sources, sums, targets) if number}
+    return {name: float(f"{mean:.5g}") for name, mean in means.items()}
 
 
 class _Nowhere:

@@ -15,7 +15,7 @@ from llava_ds.data.sources.embedded import ImageStore, Row, embed, rejected
 from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.options import Columns
 
-BATCH_ROWS = 32  # of pictures of some 100 kB each: a few MB at a time
+BATCH_ROWS = 32  # of images of some 100 kB each: a few MB at a time
 READ_BYTES = 1 << 20
 
 
@@ -29,7 +29,7 @@ def num_parquet_rows(path: str) -> int:
 
 
 def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) -> Iterator[Row]:
-    """The rows of parquet files as records, of the columns that count; pictures go to the store."""
+    """The rows of parquet files as records, of the columns that count; images go to the store."""
     for number, path in enumerate(files):
         table = _open_parquet(path)
         names = _wanted(table.schema_arrow.names, columns)
@@ -71,7 +71,7 @@ def other_splits(folder: str) -> list[str]:
 
 
 def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row]:
-    """The rows of a saved `datasets` folder as records; pictures go to the store, undecoded."""
+    """The rows of a saved `datasets` folder as records; images go to the store, undecoded."""
     saved = open_saved(folder)
     saved = saved.select_columns(_wanted(saved.column_names, columns)).with_format("arrow")
     line = 0
@@ -128,4 +128,4 @@ def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
 def _plain(value: object) -> str:
     if isinstance(value, (datetime.date, datetime.datetime)):
         return value.isoformat()
-    return f"<{type(value).__name__}>"  # binary outside a picture's place, decimals: nothing that is learned from
+    return f"<{type(value).__name__}>"  # binary outside an image's place, decimals: nothing that is learned from

@@ -1,4 +1,4 @@
-"""WebDataset shards: tars whose members of one key are one record. Nothing is unpacked: a picture is a slice."""
+"""WebDataset shards: tars whose members of one key are one record. Nothing is unpacked: an image is a slice."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
     download that stopped between two members looks whole in every other respect, and would lose records in silence.
     """
     if file.read(2) == b"\x1f\x8b":
-        raise DataError(f"{path} is compressed: unpack it to a plain .tar, for its pictures are read in place")
+        raise DataError(f"{path} is compressed: unpack it to a plain .tar, for its images are read in place")
     size = os.fstat(file.fileno()).st_size
     offset, number, extended = 0, 0, {}
     while True:
@@ -128,7 +128,7 @@ def _as_text(group: list[Member], columns: Columns, file: BinaryIO, path: str) -
 
 
 def _name_members(record: dict, names: tuple[str, ...], members: list[Member]) -> None:
-    """Let a record that names no pictures, or as many as there are by names from before the packing, name them all."""
+    """Let a record that names no images, or as many as there are by names from before the packing, name them all."""
     bases = {member.name.rpartition("/")[2] for member in members}
     for name in names:
         value = record.get(name)

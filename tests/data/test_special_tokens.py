@@ -7,8 +7,8 @@ from test_goldens import TOKENIZERS, tokenizer_of
 
 from llava_ds.constants import DataError
 from llava_ds.data.encode import Encoded, Encoder, EncodingOptions
-from llava_ds.data.literal import LITERAL_IMAGE
 from llava_ds.data.sample import Message
+from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import V1_SYSTEM
 from llava_ds.tokenizer import as_llava
 
