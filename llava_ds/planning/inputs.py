@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from llava_ds.engine.ds_config.moments import num_moments
+from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.planning.activations import MicroBatch, activation_bytes
