@@ -314,7 +314,7 @@ def _laid_out(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _Asked:
 
 def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:
     """What a step before the model gives. Where one rank can't do it, it is an error on all that hold the model."""
-    return prepare() if loaded.ranks is None else together(loaded.ranks, prepare)
+    return prepare() if loaded.ranks is None else on_every_rank(loaded.ranks, prepare)
 
 
 def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
