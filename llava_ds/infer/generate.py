@@ -24,7 +24,7 @@ from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
 from llava_ds.infer.load import LoadedModel
 from llava_ds.model.hf import merged_embeds
-from llava_ds.runtime.ranks import Ranks, progress_bar
+from llava_ds.runtime.ranks import Ranks, on_every_rank, progress_bar
 
 T = TypeVar("T")
 
