@@ -33,6 +33,7 @@ from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
 from llava_ds.train.evals import Evaluation
+from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
@@ -49,7 +50,7 @@ class Session:
     mesh: Mesh
     model: LlavaModel
     engine: deepspeed.DeepSpeedEngine
-    objective: SFT
+    objective: Objective
     state: TrainState
     trackers: Trackers
     evaluation: Evaluation
