@@ -14,7 +14,7 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, re
 from llava_ds.planning.fit import GB, Run, advice, fits
 from llava_ds.planning.inputs import Data, planned_run
 from llava_ds.planning.shapes import ModelShape
-from llava_ds.runtime.ranks import Ranks, from_first, gather, local_ranks
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks
 
 SUPERVISED = 0.25  # of the tokens, before the data is read; LLaVA-1.5's instruction data have about a sixth
 
@@ -126,7 +126,7 @@ def choose_for_ranks(
     own = node // local if is_cpu else torch.cuda.get_device_properties(ranks.device).total_memory
     everyone = gather((own, node, local), ranks)
     training = args.training
-    saved = from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
+    saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
     choose = partial(
         choose_ds_config,
         folder,
@@ -141,4 +141,4 @@ def choose_for_ranks(
         # Another number of ranks may need another stage, and rounds in another way as it is.
         stage=saved["zero_stage"] if saved.get("world_size") == ranks.world_size else None,
     )
-    return from_first(ranks, choose)  # what can be compiled may differ between machines
+    return broadcast_from_first(ranks, choose)  # what can be compiled may differ between machines

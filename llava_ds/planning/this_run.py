@@ -15,7 +15,7 @@ from llava_ds.model.plan import ModelPlan
 from llava_ds.planning.fit import Run
 from llava_ds.planning.inputs import Data, planned_run
 from llava_ds.planning.shapes import shape_of
-from llava_ds.runtime.ranks import Ranks, from_first, gather, local_ranks, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
 
 MOST_TOKENS_ON_CPU = 8192  # more gain nothing there
 
@@ -63,7 +63,7 @@ def tokens_per_micro_batch(
     training = resolved.args.training
     if training.tokens_per_micro_batch != "auto":
         return training.tokens_per_micro_batch
-    saved = from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
+    saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
     tokens, why = saved.get("flags", {}).get("tokens_per_micro_batch"), "as the run that is gone on with has it"
     if tokens is None:
         tokens, why = planned_here(resolved, plan, dataset, order, ranks).batch.num_tokens, "chosen for this memory"
