@@ -23,11 +23,11 @@ HEAD = ("| flag | value | default | |", "| --- | --- | --- | --- |")
 SECTIONS = {"The model": ModelArguments, "The data": DataArguments, "The training": TrainingArguments}
 INTRODUCTION = """# Every flag
 
-For everybody who looks up a flag: its values, its default and its effect. `make docs` writes this page from the code that
-reads the flags; `--help` of each script prints the same.
+For everybody who looks up a flag: its values, its default and its effect. `make docs` writes this page from the code
+that reads the flags; `--help` of each script prints the same.
 
-- A flag is `--name value` or `--name=value`, with hyphens or underscores, and never abbreviated. If a flag is given twice,
-  the last one counts. An unknown flag is an error that names the nearest one.
+- A flag is `--name value` or `--name=value`, with hyphens or underscores, and never abbreviated. If a flag is given
+  twice, the last one counts. An unknown flag is an error that names the nearest one.
 - True or False: also `true`, `t`, `yes`, `y`, `1` and `false`, `f`, `no`, `n`, `0`, in any case. The bare flag means
   True.
 - A number that is nan, infinite or beyond the range beside it is refused; so is an empty path.
@@ -38,7 +38,8 @@ reads the flags; `--help` of each script prints the same.
 - A LLaVA in `--model_name_or_path` gives the defaults of some flags
   ([models.md](models.md#defaults-from-the-models-folder)), and so does the DeepSpeed JSON
   ([deepspeed.md](deepspeed.md#how-a-value-is-found)).
-- `~` stands for the home folder in every path. Models and data are folders and files on this machine: nothing is downloaded.
+- `~` stands for the home folder in every path. Models and data are folders and files on this machine: nothing is
+  downloaded.
 """
 
 
