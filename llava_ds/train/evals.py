@@ -170,12 +170,12 @@ def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:
 class Evaluation:
     """Measures the eval loss and asks sample questions when that is due, and logs both (evals.jsonl, samples.jsonl)."""
 
-    def __init__(self, engine, plan: Plan, trackers: Trackers, ranks: Ranks) -> None:
+    def __init__(self, engine, plan: Plan, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
         """All ranks call it together."""
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._sample_steps = steps_between(training.sample_steps, num_steps)
-        self._engine, self._ranks, self._mesh, self._packing = engine, ranks, Mesh.of(ranks), plan.steps.packing
+        self._engine, self._ranks, self._mesh, self._packing = engine, ranks, mesh, plan.steps.packing
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self._log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation

@@ -29,7 +29,6 @@ from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.planning import dry_run
 from llava_ds.planning.auto import choose_for_ranks, choose_tokens_per_micro_batch, run_on_ranks
 from llava_ds.planning.shapes import shape_of
-from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import (
     Ranks,
     check_same,
@@ -131,12 +130,12 @@ def make_plan(start: Start) -> Plan:
     resolve = partial(
         resolve_ds_config,
         raw_config,
-        world_size=Mesh.of(ranks).dp,
+        world_size=start.mesh.dp,
         hidden_size=model.hidden_size,
         device_type=ranks.device.type,
     )
     flops = model_flops(model.text_config, model.tower, args.model)
-    resolved, steps, evals = _plan_steps(args, resolve, model, images, flops, ranks)
+    resolved, steps, evals = _plan_steps(start, args, resolve, model, images, flops)
     # A compiler that only some machines have decides which Adam is filled in.
     same = {"the resolved optimizer": resolved.config.get("optimizer")}
     check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
@@ -162,18 +161,18 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
 
 
 def _plan_steps(
+    start: Start,
     args: Arguments,
     resolve: Callable[..., ResolvedConfig],
     model: ModelPlan,
     images: ImageOptions,
     flops: ModelFlops,
-    ranks: Ranks,
 ) -> tuple[ResolvedConfig, StepPlan, EvalSets]:
     """Open the data, and lay out the optimizer steps. resolve: fills in the DeepSpeed JSON, by flags and num_steps."""
     # What the data makes no difference to is refused before it is read.
+    ranks, dp = start.ranks, start.mesh.dp
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = together(ranks, partial(resolve, args, num_steps=known_steps))
-    dp = Mesh.of(ranks).dp
     dataset = open_together(known.args, model.tokenizer, images, ranks)
     dataset, held_out, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)

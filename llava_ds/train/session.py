@@ -33,9 +33,11 @@ from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
 from llava_ds.train.evals import Evaluation
+from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
+from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState
 
 
@@ -48,7 +50,7 @@ class Session:
     mesh: Mesh
     model: LlavaModel
     engine: deepspeed.DeepSpeedEngine
-    objective: SFT
+    objective: Objective
     state: TrainState
     trackers: Trackers
     evaluation: Evaluation
@@ -63,12 +65,13 @@ class Session:
         return training.save_strategy != "no" and (last or step % training.save_steps == 0)
 
 
-def build(plan: Plan, ranks: Ranks, watchdog: Watchdog, stop: Stopping) -> Session:
+def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Session:
     """Build model and engine, restore the checkpoint, and try the largest micro-batch. All ranks call it together.
 
     Raises ConfigError where the export can't be written, a group of parameters is not trained as it was meant, or the
     largest micro-batch runs out of memory.
     """
+    ranks, mesh = started.ranks, started.mesh
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
@@ -76,13 +79,13 @@ def build(plan: Plan, ranks: Ranks, watchdog: Watchdog, stop: Stopping) -> Sessi
     model, engine, recomputed = _build_engine(plan, ranks)
     if point.path is not None:
         print_first(restore(engine, point, ranks, training.seed))
-    state, mesh = TrainState(point.step), Mesh.of(ranks)
+    state = TrainState(point.step)
     watchdog.knows(partial(name_samples_of, plan.steps))
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
     _warm_up(plan, model, engine, recomputed, memory, ranks)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
     objective = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
-    evaluation = Evaluation(engine, plan, trackers, ranks)
+    evaluation = Evaluation(engine, plan, trackers, ranks, mesh)
     saver = _saver(plan, engine, ranks)
     return Session(
         plan, ranks, mesh, model, engine, objective, state, trackers, evaluation, saver, memory, watchdog, stop
