@@ -25,7 +25,7 @@ from llava_ds.planning.activations import MicroBatch, activation_bytes
 from llava_ds.planning.fit import GB, Run, advice, fits
 from llava_ds.planning.memory import Placement, Setup, ZeroSettings
 from llava_ds.planning.shapes import ModelShape, shape_of
-from llava_ds.runtime.ranks import Ranks, from_first, gather, local_ranks, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
 
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # by data_types.grad_accum_dtype
 FULL_TOKENS = 8192  # a GPU computes no faster with larger micro-batches
@@ -165,7 +165,7 @@ def choose_tokens_per_micro_batch(
     training = resolved.args.training
     if training.tokens_per_micro_batch != "auto":
         return training.tokens_per_micro_batch
-    saved = from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
+    saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
     tokens, why = saved.get("flags", {}).get("tokens_per_micro_batch"), "as in the checkpoint being resumed"
     if tokens is None:
         tokens, why = run_on_ranks(resolved, plan, dataset, order, ranks).batch.num_tokens, "chosen for this memory"
@@ -273,8 +273,8 @@ def choose_for_ranks(folder: Path, shape: ModelShape, args: Arguments, ranks: Ra
     memories, nodes, locals_ = zip(*gather((own, node, local), ranks))
     devices = Devices(ranks.world_size, max(locals_), ranks.device.type, min(memories), min(nodes), are_here=True)
     training = args.training
-    saved = from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
+    saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
     # Another number of ranks may need another stage, and rounds otherwise anyway.
     stage = saved["zero_stage"] if saved.get("world_size") == ranks.world_size else None
     # What can be compiled may differ between machines: rank 0 decides.
-    return from_first(ranks, partial(choose_ds_config, folder, shape, args, devices, stage))
+    return broadcast_from_first(ranks, partial(choose_ds_config, folder, shape, args, devices, stage))

@@ -94,7 +94,7 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
         (folder / f".shared-{token}").touch()
         return f".shared-{token}"
 
-    name = from_first(ranks, write)
+    name = broadcast_from_first(ranks, write)
     deadline = time.monotonic() + wait_s
     while not (seen := folder.is_dir() and name in os.listdir(folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -141,24 +141,24 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
         _share_error(None, ranks)
 
 
-def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
+def broadcast_from_first(ranks: Ranks, compute: Callable[[], T]) -> T:
     """The function's value on rank 0, broadcast to every rank; so is its error."""
     if ranks.world_size == 1:
-        return ask()
+        return compute()
     answer: list[object] = [None]
     with first_rank_first(ranks):
         if ranks.is_first:
-            answer[0] = ask()
+            answer[0] = compute()
     torch.distributed.broadcast_object_list(answer, src=0, group=ranks.patient_group)
     return answer[0]
 
 
-def together(ranks: Ranks, ask: Callable[[], T]) -> T:
+def on_every_rank(ranks: Ranks, compute: Callable[[], T]) -> T:
     """Each rank's own value of the function; a user's error on one of them is raised on all, with the name of its
     machine. All ranks call it together."""
     answer, problem = None, None
     try:
-        answer = ask()
+        answer = compute()
     except (ConfigError, DataError) as error:
         problem = error
     found = gather((socket.gethostname(), problem), ranks)

@@ -23,7 +23,7 @@ from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
-from llava_ds.runtime.ranks import Ranks, from_first, gather
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather
 from llava_ds.tracking.eval_log import Evals
 from llava_ds.tracking.trackers import Trackers
 from llava_ds.train.plan import Plan
@@ -193,7 +193,7 @@ class Evaluation:
 
     def was_missed(self, step: int, last: bool) -> bool:
         """True if it was due at the step that a run resumes from, whose stop left no time for it. All ranks call it."""
-        return self.is_due(step, last) and not from_first(self._ranks, lambda: self._log.has(step))
+        return self.is_due(step, last) and not broadcast_from_first(self._ranks, lambda: self._log.has(step))
 
     def ahead_s(self, step: int) -> float:
         """Seconds of an evaluation that comes before the next chance to stop, judged by the last one."""

@@ -31,12 +31,12 @@ from llava_ds.planning.auto import choose_for_ranks, choose_tokens_per_micro_bat
 from llava_ds.planning.shapes import shape_of
 from llava_ds.runtime.ranks import (
     Ranks,
+    broadcast_from_first,
     check_same,
     check_shared_folder,
     first_rank_first,
-    from_first,
+    on_every_rank,
     print_first,
-    together,
 )
 from llava_ds.tiny import default as tiny
 from llava_ds.train.start import Start
@@ -172,7 +172,7 @@ def _plan_steps(
     # What the data makes no difference to is refused before it is read.
     ranks, dp = start.ranks, start.mesh.dp
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
-    known = together(ranks, partial(resolve, args, num_steps=known_steps))
+    known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
     dataset = open_together(known.args, model.tokenizer, images, ranks)
     dataset, held_out, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
@@ -181,7 +181,7 @@ def _plan_steps(
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
     filled_in = args.replaced(tokens_per_micro_batch=tokens)
-    resolved = together(ranks, partial(resolve, filled_in, num_steps=num_steps))
+    resolved = on_every_rank(ranks, partial(resolve, filled_in, num_steps=num_steps))
     final = with_steps_of_epochs(known.args.replaced(tokens_per_micro_batch=tokens), per_epoch)
     resolved = dataclasses.replace(resolved, args=final)
     return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(held_out, questions)
@@ -196,8 +196,8 @@ def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks
         check_shared_folder(output_dir, "--output_dir", ranks)
     find = partial(find_resume_point, training.resume, output_dir, identity)
     about_data = partial(changes_since, dataset.table)
-    point, lines = from_first(ranks, partial(find, training.allow_changed_flags, about_data))
-    weights = from_first(ranks, lambda: weight_hashes(args, output_dir, point.path))
+    point, lines = broadcast_from_first(ranks, partial(find, training.allow_changed_flags, about_data))
+    weights = broadcast_from_first(ranks, lambda: weight_hashes(args, output_dir, point.path))
     return Resume(point, identity, weights), lines
 
 
@@ -206,7 +206,7 @@ def show_dry_run(plan: Plan, ranks: Ranks) -> int:
     steps, done = plan.steps, plan.resumed_step
     planned = run_on_ranks(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
     if plan.export.is_whole_model:
-        print_first(from_first(ranks, partial(plan.export.try_out, plan.output_dir, dry_run=True)))
+        print_first(broadcast_from_first(ranks, partial(plan.export.try_out, plan.output_dir, dry_run=True)))
     if ranks.is_first:
         print_first(*dry_run.first_batch(steps, done, ranks.rank, plan.model.tokenizer))
         print_first(*dry_run.memory(planned, ranks))

@@ -26,7 +26,7 @@ from llava_ds.model.attention import attention_report
 from llava_ds.model.liger import use_liger
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks, from_first, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tracking.mending import mend_side_files
@@ -128,9 +128,9 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
             )
             write_data_files(output_dir, plan.steps.dataset.table)
 
-    from_first(ranks, record)
+    broadcast_from_first(ranks, record)
     if plan.export.is_whole_model:
-        print_first(from_first(ranks, partial(plan.export.try_out, output_dir)))
+        print_first(broadcast_from_first(ranks, partial(plan.export.try_out, output_dir)))
 
 
 def _build_engine(plan: Plan, ranks: Ranks) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict]:
