@@ -43,7 +43,7 @@ from llava_ds.train.state import TrainState
 
 @dataclass(frozen=True)
 class Session:
-    """What lives while a run trains. trackers: of --report_to; memory: explains running out of it."""
+    """All that lives while a run trains. trackers: of --report_to; memory: explains running out of it."""
 
     plan: Plan
     ranks: Ranks
