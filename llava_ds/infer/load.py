@@ -17,9 +17,9 @@ from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import ImageOptions
 from llava_ds.infer.described import Described, described
 from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
-from llava_ds.model.open.checkpoint_defaults import pairs
-from llava_ds.model.open.weight_files import WeightFiles
-from llava_ds.model.open.weights import check_fit, load_weights, refuse_endless
+from llava_ds.model.loading import check_fit, load_weights, refuse_endless
+from llava_ds.model.open.folder import pairs
+from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.vision import read_processor
 from llava_ds.runtime.ranks import Ranks
 

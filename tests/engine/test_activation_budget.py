@@ -13,7 +13,7 @@ from llava_ds.engine.activation_budget import GB, Kept, LayerKind, choose_layers
 from llava_ds.engine.activation_checkpointing import recompute_layers, recompute_only, repeated_layers
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.engine.warm_up import Heaviest, missing_states, rehearse
-from llava_ds.model.assemble import assemble
+from llava_ds.model.llava import assemble
 from llava_ds.model.vision import plan_tower
 from llava_ds.runtime.ranks import Ranks
 
