@@ -15,7 +15,7 @@ from llava_ds.model.families.language import length_problem
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import check_fit, refuse_endless
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.folder import FLAG, ModelFolder, behind_prefix, read_folder
+from llava_ds.model.open.folder import FLAG, ModelFolder, read_folder, without_prefix
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
 from llava_ds.model.probe import refuse_unfit_language_model
 from llava_ds.model.projector import Newline, build_projector
@@ -56,7 +56,7 @@ def read_parts(args: ModelArguments) -> Parts:
             if newline is None or brought.open().shapes:
                 newline = brought
     if beside is not None:
-        trained = Source("--lora_weight_path", beside, behind_prefix(formats.tower_from_llava))
+        trained = Source("--lora_weight_path", beside, without_prefix(formats.tower_from_llava))
         if trained.open().shapes:
             own, rest = trained, rest or own
     sources = Sources(folder.language_model, own, projector, newline, rest)
@@ -73,7 +73,7 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Sou
         where = f"{FLAG} {folder.path}"
         processor = read_processor(folder.base or folder.path, where)
         return plan_tower(folder.vision_config, processor, where, args), folder.vision_tower, None
-    trained_with, width = folder.wants_tower
+    trained_with, width = folder.trained_with
     if given is None:
         was = f"; it was trained with {trained_with}" if trained_with else ""
         raise ConfigError(
