@@ -33,7 +33,7 @@ class Ranks:
     local_rank: int
     world_size: int
     device: torch.device
-    patient_group: torch.distributed.ProcessGroup | None = None  # for waits on rank 0's files; None where alone
+    patient_group: torch.distributed.ProcessGroup | None = None  # for waits on rank 0's files; None for a single rank
 
     @property
     def is_first(self) -> bool:
@@ -54,7 +54,7 @@ def address_towards(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
-    """Raise ConfigError on every rank where a named value is not the same on all. All ranks call it together."""
+    """Raise ConfigError on every rank when a named value is not the same on all. All ranks call it together."""
     everyone = gather(values, ranks)
     problems = []
     for name in values:
@@ -62,14 +62,14 @@ def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
         for rank, each in enumerate(everyone):
             held.setdefault(json.dumps(each[name], default=str, sort_keys=True), []).append(rank)
         if len(held) > 1:
-            found = "; ".join(f"{value} on {spelled(holders)}" for value, holders in held.items())
+            found = "; ".join(f"{value} on {format_ranks(holders)}" for value, holders in held.items())
             problems.append(f"{name} is not the same on all ranks: {found}")
     if problems:
         raise ConfigError("\n".join([*problems, remedy]))
 
 
-def spelled(ranks: list[int]) -> str:
-    """ranks 0-7, 12."""
+def format_ranks(ranks: list[int]) -> str:
+    """Ranks as text: "ranks 0-7, 12"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
@@ -81,9 +81,9 @@ def spelled(ranks: list[int]) -> str:
 
 
 def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = SHARED_WAIT_S) -> None:
-    """Raise ConfigError on every rank where one of them does not see what rank 0 writes there. All call it together.
+    """Raise ConfigError on every rank when one of them does not see a file of rank 0 there. All call it together.
 
-    Makes the folder, on rank 0.
+    Creates the folder, on rank 0.
     """
     if ranks.world_size == 1:
         return
@@ -94,7 +94,7 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
         (folder / f".shared-{token}").touch()
         return f".shared-{token}"
 
-    name = from_first(ranks, write)
+    name = broadcast_from_first(ranks, write)
     deadline = time.monotonic() + wait_s
     while not (seen := folder.is_dir() and name in os.listdir(folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -103,21 +103,21 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
         (folder / name).unlink()
     if blind:
         raise ConfigError(
-            f"{flag} {folder}: {spelled(blind)} of {ranks.world_size} do not find there what rank 0 wrote, and a "
+            f"{flag} {folder}: {format_ranks(blind)} of {ranks.world_size} do not find there what rank 0 wrote, and a "
             "checkpoint needs the files of all: name a folder on a file system that all machines share, or give "
             "--save_strategy no"
         )
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all ranks, in place."""
+    """Sum a tensor over all ranks, in place."""
     if torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(values)
     return values
 
 
 def barrier(ranks: Ranks) -> None:
-    """Wait until every rank is here, for as long as reading or writing files takes."""
+    """Wait until every rank calls it, for as long as reading or writing files takes."""
     if ranks.world_size > 1:
         torch.distributed.barrier(ranks.patient_group)
 
@@ -126,8 +126,8 @@ def barrier(ranks: Ranks) -> None:
 def first_rank_first(ranks: Ranks) -> Iterator[None]:
     """Let rank 0 through first, then the first rank of every other machine, then all others.
 
-    What those before them wrote to a cache, the others find there, whether the machines share it or not. An error of
-    the user's that one meets is raised on every rank, so that none is left in a collective.
+    Later ranks find in a cache what the earlier ones wrote there, whether the machines share it or not. A user's error
+    on one rank is raised on every rank, so that none is left in a collective.
     """
     turn = 0 if ranks.is_first else 1 if ranks.local_rank == 0 else 2
     for _ in range(turn):
@@ -141,24 +141,24 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
         _share_error(None, ranks)
 
 
-def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
-    """What rank 0 answers, on every rank; an error that it meets is raised on every rank."""
+def broadcast_from_first(ranks: Ranks, compute: Callable[[], T]) -> T:
+    """The function's value on rank 0, broadcast to every rank; so is its error."""
     if ranks.world_size == 1:
-        return ask()
+        return compute()
     answer: list[object] = [None]
     with first_rank_first(ranks):
         if ranks.is_first:
-            answer[0] = ask()
+            answer[0] = compute()
     torch.distributed.broadcast_object_list(answer, src=0, group=ranks.patient_group)
     return answer[0]
 
 
-def together(ranks: Ranks, ask: Callable[[], T]) -> T:
-    """What each rank answers for itself; an error of the user's that one of them meets is raised on all, with the name
-    of its machine. All ranks call it together."""
+def on_every_rank(ranks: Ranks, compute: Callable[[], T]) -> T:
+    """Each rank's own value of the function; a user's error on one of them is raised on all, with the name of its
+    machine. All ranks call it together."""
     answer, problem = None, None
     try:
-        answer = ask()
+        answer = compute()
     except (ConfigError, DataError) as error:
         problem = error
     found = gather((socket.gethostname(), problem), ranks)
@@ -171,7 +171,7 @@ def together(ranks: Ranks, ask: Callable[[], T]) -> T:
 
 
 def gather(value: T, ranks: Ranks) -> list[T]:
-    """Every rank's value, in the ranks' order, on all of them. All ranks call it together."""
+    """The values of all ranks, in their order, on every rank. All ranks call it together."""
     if ranks.world_size == 1:
         return [value]
     values: list[T] = [value] * ranks.world_size
@@ -180,7 +180,7 @@ def gather(value: T, ranks: Ranks) -> list[T]:
 
 
 def _share_error(error: Exception | None, ranks: Ranks) -> None:
-    """End a turn: raise, on the ranks that met no error, the first that another met. All ranks call it together."""
+    """End a turn: raise the first error of another rank, on the ranks without one. All ranks call it together."""
     everyone = gather((error, socket.gethostname()), ranks)
     if error is not None:
         return  # the caller raises its own
@@ -190,16 +190,16 @@ def _share_error(error: Exception | None, ranks: Ranks) -> None:
 
 
 def quiet_libraries(verbose: bool = False) -> None:
-    """Hold back what DeepSpeed and transformers say at every start; errors, and DeepSpeed's warnings, remain.
+    """Silence the messages of DeepSpeed and transformers at every start; errors, and DeepSpeed's warnings, remain.
 
-    Python's warnings come from rank 0 alone, for all ranks have the same. verbose: hold nothing back.
+    Python's warnings are printed by rank 0 alone, because all ranks have the same. verbose: silence nothing.
     """
     import logging
     import warnings
 
     import transformers
 
-    # One process per core tokenizes; threads below each of them would only get in each other's way.
+    # One process per core tokenizes: more threads in each of them would only compete.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.INFO)
@@ -218,7 +218,7 @@ def quiet_libraries(verbose: bool = False) -> None:
 
 
 def progress_bar(**options) -> tqdm:
-    """A tqdm bar on rank 0, silent elsewhere; where no person watches, a line every ten seconds."""
+    """A tqdm bar on rank 0, silent elsewhere; without a terminal, a line every ten seconds."""
     silent = int(os.environ.get("RANK", "0")) != 0
     interval_s = 0.2 if sys.stderr.isatty() else 10.0
     return tqdm(**{"disable": silent, "mininterval": interval_s, "dynamic_ncols": True, **options})

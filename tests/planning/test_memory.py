@@ -17,8 +17,8 @@ from llava_ds.model.llava import assemble
 from llava_ds.model.lora import add_lora
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import MicroBatch, activation_bytes, kept_bytes
+from llava_ds.planning.auto import placement_of
 from llava_ds.planning.fit import MB, Run, advice, as_json, describe_change, fits, smallest_change, table
-from llava_ds.planning.inputs import placement_of
 from llava_ds.planning.memory import PLACEMENTS, Placement, Setup, ZeroSettings, estimate
 from llava_ds.planning.shapes import NAMED, ModelShape, shape_named, shape_of, shape_of_count
 

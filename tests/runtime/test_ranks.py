@@ -36,7 +36,7 @@ def test_ranks_that_differ_are_named(monkeypatch):
 
 def test_a_folder_that_not_all_ranks_share(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(distributed, "from_first", lambda ranks, ask: seen.append(ask()) or seen[-1])
+    monkeypatch.setattr(distributed, "broadcast_from_first", lambda ranks, ask: seen.append(ask()) or seen[-1])
     monkeypatch.setattr(distributed, "gather", lambda value, ranks: [value, True, False, False])
     folder = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"--output_dir .*out: ranks 2-3 of 4 do not find there what rank 0 wrote"):
