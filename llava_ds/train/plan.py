@@ -23,13 +23,12 @@ from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.export.trial import try_export
 from llava_ds.export.write import planned_entries
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.families.language import length_note
 from llava_ds.model.flops import ModelFlops, model_flops
-from llava_ds.model.language import length_note
 from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.planning import dry_run
-from llava_ds.planning.choose import choose_for_ranks
+from llava_ds.planning.auto import choose_for_ranks, choose_tokens_per_micro_batch, run_on_ranks
 from llava_ds.planning.shapes import shape_of
-from llava_ds.planning.this_run import plan_lines, planned_here, tokens_per_micro_batch
 from llava_ds.runtime.ranks import (
     Ranks,
     broadcast_from_first,
@@ -110,7 +109,7 @@ class Plan:
 
     def describe(self) -> list[str]:
         """Describe data, steps and DeepSpeed configuration."""
-        return plan_lines(self.resolved, self.steps)
+        return dry_run.plan_lines(self.resolved, self.steps)
 
 
 def make_plan(start: Start) -> Plan:
@@ -126,7 +125,7 @@ def make_plan(start: Start) -> Plan:
     raw_config = start.raw_config
     if raw_config is None:
         shape = shape_of(model.text_config, model.tower, args)
-        raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, model.hidden_size, ranks)
+        raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, ranks)
         print_first(line)
     resolve = partial(
         resolve_ds_config,
@@ -177,7 +176,7 @@ def _plan_steps(
     dataset = open_together(known.args, model.tokenizer, images, ranks)
     dataset, held_out, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
-    tokens = tokens_per_micro_batch(known, model, dataset, order, ranks)
+    tokens = choose_tokens_per_micro_batch(known, model, dataset, order, ranks)
     packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
@@ -205,7 +204,7 @@ def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks
 def show_dry_run(plan: Plan, ranks: Ranks) -> int:
     """Print the first batch, the memory that training needs, and whether the run can start. Returns the exit code."""
     steps, done = plan.steps, plan.resumed_step
-    planned = planned_here(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
+    planned = run_on_ranks(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
     if plan.export.is_whole_model:
         print_first(broadcast_from_first(ranks, partial(plan.export.try_out, plan.output_dir, dry_run=True)))
     if ranks.is_first:
