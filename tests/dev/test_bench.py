@@ -15,7 +15,7 @@ from benchmark.table import Row, markdown, plot_steps
 from launching import ROOT, environment
 
 from llava_ds.constants import ConfigError
-from llava_ds.model.open.weight_files import WeightFiles
+from llava_ds.model.open.weights import WeightFiles
 
 
 def run(side: str, number: int, seconds: list[float], loss=(2.0, 1.5), grad_norm=(1.0, 0.5)) -> Run:
