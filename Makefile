@@ -96,10 +96,11 @@ doctor: install
 bench: install
 	$(BIN)/python run/dev/bench.py $(ARGS)
 
-# docs/flags.md, from the code that reads the flags.
+# docs/flags.md, from the code that reads the flags, and the graph of imports in docs/architecture.md.
 docs: install
 	$(BIN)/python run/dev/flags.py > docs/flags.md.new
 	mv docs/flags.md.new docs/flags.md
+	$(BIN)/python run/dev/room_graph.py --write docs/architecture.md
 
 # Two processes of one thread each: more would wait for each other on two cores.
 test: install

@@ -20,10 +20,11 @@ from typing import Annotated
 
 from llava_ds.config.bounds import MOST, Bounds, number
 from llava_ds.constants import ConfigError
+from llava_ds.engine.process_group import init_ranks
 from llava_ds.infer.chat import Session, checked_media, converse, follow, followed, tell, terminal_reader
 from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
 from llava_ds.infer.generate import Sampling
-from llava_ds.runtime.ranks import Ranks, init_ranks, quiet_libraries
+from llava_ds.runtime.ranks import Ranks, quiet_libraries
 
 Port = Annotated[int, Bounds(1, 65535)]
 

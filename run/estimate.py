@@ -23,15 +23,13 @@ from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
-from llava_ds.planning.choose import choose_ds_config
+from llava_ds.planning.auto import SUPERVISED, Data, Devices, choose_ds_config, planned_run
 from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
-from llava_ds.planning.inputs import Data, planned_run
 from llava_ds.planning.shapes import NAMED, ModelShape, shape_named, shape_of_folders
 from llava_ds.runtime.ranks import quiet_libraries
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
 MOST_GPUS = 100_000
-SUPERVISED = 0.25  # of the tokens; LLaVA-1.5's instruction data have about a sixth
 
 
 def main(argv: list[str]) -> None:
@@ -121,7 +119,7 @@ def said_of_auto(args: Arguments, run: Run, gpu_memory: float | None) -> list[st
     tokens, again = run.batch.num_tokens, run.batch.num_recomputed
     return [
         f"auto ({asked}), as estimated: {tokens:,} tokens a micro-batch, {again} of {run.shape.text.num_layers} layers "
-        "run again"
+        "are checkpointed"
     ]
 
 
@@ -140,21 +138,20 @@ def read_run(own: argparse.Namespace, args: Arguments) -> Run:
         resolved,
         # Without data every sample may be a longest one.
         Data(longest, own.supervised_fraction, share=resolved.args.training.per_device_train_batch_size * longest),
-        num_gpus=own.num_gpus,
-        gpus_per_node=own.gpus_per_node,
-        memory=None if own.gpu_memory is None else own.gpu_memory * GB,
+        _devices(own),
     )
+
+
+def _devices(own: argparse.Namespace) -> Devices:
+    memory = None if own.gpu_memory is None else own.gpu_memory * GB
+    return Devices(own.num_gpus, own.gpus_per_node, memory=memory)
 
 
 def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> ResolvedConfig:
     """The DeepSpeed JSON as training would fill it on these GPUs."""
-    hidden_size = shape.text.hidden if shape.text is not None else 4096
-    training_on = {"world_size": own.num_gpus, "hidden_size": hidden_size, "device_type": "cuda", "here": False}
+    training_on = {"world_size": own.num_gpus, "hidden_size": shape.hidden_size, "device_type": "cuda", "here": False}
     if args.training.deepspeed_config == CHOOSE_DS_CONFIG:
-        memory, per_node = own.gpu_memory * GB, own.gpus_per_node
-        raw, line = choose_ds_config(
-            DS_CONFIGS, shape, args, ranks_per_node=per_node, device_memory=memory, **training_on
-        )
+        raw, line = choose_ds_config(DS_CONFIGS, shape, args, _devices(own))
         print(line, file=sys.stderr)
         return resolve_ds_config(raw, args, **training_on)
     raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")

@@ -19,6 +19,7 @@ import torch
 
 from llava_ds.config.bounds import Count, NotNegative, Seed, number
 from llava_ds.constants import ConfigError
+from llava_ds.engine.process_group import init_ranks
 from llava_ds.evaluation.answers import (
     BLANK_IMAGE,
     MAIN_COLUMN,
@@ -44,15 +45,7 @@ from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_optio
 from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import LoadedModel
 from llava_ds.runtime.launchers import rank_variables
-from llava_ds.runtime.ranks import (
-    Ranks,
-    check_same,
-    first_rank_first,
-    gather,
-    init_ranks,
-    print_first,
-    quiet_libraries,
-)
+from llava_ds.runtime.ranks import Ranks, check_same, first_rank_first, gather, print_first, quiet_libraries
 from llava_ds.tiny.default import heldout_data
 from llava_ds.tracking.mistakes import mistake_lines
 from llava_ds.tracking.page import leave_report

@@ -41,7 +41,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     plan = make_plan(started)  # model, data, DeepSpeed JSON, checkpoint: all read and checked, nothing built
     if plan.args.training.dry_run:
         return show_dry_run(plan, started.ranks)
-    session = build(plan, started.ranks, watchdog, stop)  # model, engine, restored state, largest micro-batch tried
+    session = build(plan, started, watchdog, stop)  # model, engine, restored state, largest micro-batch tried
     train(session, hooks=[hook(session) for hook in (Stop, Log, Health, Evaluate, Save)])
     return finish(session)  # the export, or the end that was asked for
 

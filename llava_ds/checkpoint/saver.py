@@ -17,7 +17,7 @@ from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.engine.shards import layout_file, layout_text
 from llava_ds.files.writing import described
-from llava_ds.runtime.ranks import Ranks, from_first, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 
 MAX_FAILED_SAVES = 3  # in a row, until the run ends
 
@@ -109,7 +109,7 @@ class Saver:
             self._settle()
         if self.last_good is None:
             return None
-        path, lines = from_first(self.ranks, self._whole)
+        path, lines = broadcast_from_first(self.ranks, self._whole)
         print_first(*lines)
         if path is not None:
             rewind(self.engine, path, self.ranks)

@@ -72,7 +72,8 @@ def try_collective(backend: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -
 def main() -> None:
     import torch
 
-    from llava_ds.runtime.ranks import gather, init_ranks, print_first
+    from llava_ds.engine.process_group import init_ranks
+    from llava_ds.runtime.ranks import gather, print_first
 
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # names new in torch 2.13
     ranks = init_ranks()

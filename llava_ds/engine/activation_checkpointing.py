@@ -1,4 +1,4 @@
-"""Recomputing layers in backward instead of keeping what they made (activation checkpointing)."""
+"""Activation checkpointing: layers save only their input, and are recomputed in backward."""
 
 import deepspeed
 import torch
@@ -10,33 +10,34 @@ from llava_ds.engine.ds_config.activation import asks_for
 from llava_ds.model.llava import LlavaModel
 
 
-def mark_layers(model: LlavaModel, args: Arguments, ds_config: dict) -> tuple[dict[str, nn.Module], list[str]]:
-    """Mark the layers that run again in backward, as --gradient_checkpointing and the resolved JSON say.
+def mark_checkpointed_layers(
+    model: LlavaModel, args: Arguments, ds_config: dict
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """Mark the layers to checkpoint, by --gradient_checkpointing and the resolved JSON.
 
-    Returns the parts that they are of, by name, none with "off", and lines that say how many. With "auto" all are
-    marked, for engine/activation_budget.py to choose among, and no line is due yet.
+    Returns the parts of these layers by name (none with "off"), and lines that report how many they are. With "auto"
+    all layers are marked, for choose_checkpointed_layers, and there are no lines yet.
     """
     if args.training.gradient_checkpointing == "off":
         return {}, []
     every = args.training.gradient_checkpointing_every_n_layers
     block = ds_config.get("activation_checkpointing") if asks_for(ds_config) else None
     parts = {"language model": model.language_model}
-    counts = [recompute_layers(model.language_model, every, block)]
+    counts = [checkpoint_layers(model.language_model, every, block)]
     if "vision_tower" in trained_parts(args.model):
         parts["vision tower"] = model.vision_tower.tower
-        counts.append(recompute_layers(model.vision_tower.tower, every))
-    lines = [f"{count} layers of the {name} run again in backward" for name, count in zip(parts, counts)]
+        counts.append(checkpoint_layers(model.vision_tower.tower, every))
+    lines = [f"{count} layers of the {name} are checkpointed" for name, count in zip(parts, counts)]
     return parts, lines if args.training.gradient_checkpointing == "all" else []
 
 
-def recompute_layers(part: nn.Module, every: int = 1, block: dict | None = None) -> int:
-    """Keep only the input of every n-th layer, and run the layer again in backward. Returns how many layers those are.
+def checkpoint_layers(part: nn.Module, every: int = 1, block: dict | None = None) -> int:
+    """Checkpoint every n-th layer of a language model or a vision tower. Returns how many layers those are.
 
-    part: a language model or a vision tower.
-    block: activation_checkpointing of the DeepSpeed JSON, where it asks for something: then DeepSpeed's own function
-    does it, which can put the kept inputs into CPU memory or one buffer; number_checkpoints of it is how many layers.
+    block: activation_checkpointing of the DeepSpeed JSON, where it asks for something. DeepSpeed's own function is used
+    then, which can put the saved inputs into CPU memory or one buffer; its number_checkpoints is the number of layers.
     """
-    # transformers 5.23 has given it another name, and warns of the old one.
+    # transformers 5.23 has renamed it, and warns of the old name.
     new = getattr(part, "activation_checkpointing_enable", None)
     (new or part.gradient_checkpointing_enable)({"use_reentrant": False})
     layers = repeated_layers(part)
@@ -46,8 +47,8 @@ def recompute_layers(part: nn.Module, every: int = 1, block: dict | None = None)
         in_cpu = block.get("cpu_checkpointing", False)
         deepspeed.checkpointing.configure(
             None,
-            # Without it, DeepSpeed 0.19 loses the shape of what it brings back from the CPU; over the one
-            # tensor-parallel rank that there is, nothing is divided.
+            # Without it, DeepSpeed 0.19.8 loses the shape of what it copies back from the CPU. With one tensor-parallel
+            # rank nothing is divided.
             partition_activations=block.get("partition_activations", False) or in_cpu,
             contiguous_checkpointing=block.get("contiguous_memory_optimization", False),
             num_checkpoints=len(chosen),
@@ -55,22 +56,24 @@ def recompute_layers(part: nn.Module, every: int = 1, block: dict | None = None)
             synchronize=block.get("synchronize_checkpoint_boundary", False),
             profile=block.get("profile", False),
         )
+        assert deepspeed.checkpointing.is_configured()
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
         if block is not None:
+            assert hasattr(layer, "_gradient_checkpointing_func"), "transformers has renamed what is replaced here"
             layer._gradient_checkpointing_func = _by_deepspeed
     return len(chosen)
 
 
-def recompute_only(layers: list[GradientCheckpointingLayer], count: int) -> None:
-    """Of layers that recompute_layers was called for, let that many run again, evenly spread, and the others not."""
+def checkpoint_spread(layers: list[GradientCheckpointingLayer], count: int) -> None:
+    """Checkpoint so many layers of a part, evenly spread, after checkpoint_layers."""
     chosen = _spread(count, len(layers))
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
 
 
 def repeated_layers(part: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers that can run again, in the order in which they run."""
+    """The layers that can be checkpointed, in the order in which they run."""
     return [module for module in part.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -80,11 +83,11 @@ def _spread(count: int, total: int) -> set[int]:
 
 def _by_deepspeed(layer, hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
     if hidden_states.grad_fn is None:
-        # Nothing in front of the first layer trains, as it may be with LoRA. DeepSpeed 0.19's function is an autograd
-        # function of its inputs, without whose gradients those within get none.
+        # Nothing before the first layer trains, as with LoRA. DeepSpeed 0.19.8's function is an autograd function of
+        # its inputs: without a gradient of theirs, parameters within get none.
         hidden_states.requires_grad_()
     if hidden_states.is_leaf or hidden_states._is_view():
-        # It empties what it keeps elsewhere, which a leaf does not survive, and a view (OPT's layers return one) loses
-        # its gradient by.
+        # It empties tensors that it saves elsewhere: leaves don't allow that, and views (OPT's layers return one) lose
+        # their gradient.
         hidden_states = hidden_states.clone()
     return deepspeed.checkpointing.checkpoint(lambda hidden: layer(hidden, *others), hidden_states)

@@ -1,4 +1,4 @@
-"""From parameter groups to a DeepSpeed engine that trains them as they were meant."""
+"""Start of a DeepSpeed engine, and checks that it trains as the resolved configuration says."""
 
 import deepspeed
 import torch
@@ -55,6 +55,45 @@ def start_engine(
     check_groups(engine, peaks, meant)
     guard_steps(engine)
     return engine
+
+
+def check_engine(engine, resolved: ResolvedConfig) -> None:
+    """Compare the engine's settings with the resolved JSON. Raises ConfigError on any difference."""
+    config = resolved.config
+    understood = {
+        "train_batch_size": (engine.train_batch_size(), config["train_batch_size"]),
+        "train_micro_batch_size_per_gpu": (
+            engine.train_micro_batch_size_per_gpu(),
+            config["train_micro_batch_size_per_gpu"],
+        ),
+        "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), config["gradient_accumulation_steps"]),
+        "zero_optimization.stage": (engine.zero_optimization_stage(), resolved.zero_stage),
+        "gradient_clipping": (engine.gradient_clipping(), config["gradient_clipping"]),
+        "dtype": (engine.get_data_types()[0], resolved.dtype),
+        "torch_autocast.enabled": (
+            engine.torch_autocast_enabled(),
+            config.get("torch_autocast", {}).get("enabled", False),
+        ),
+        "zero_optimization.offload_optimizer.device": (
+            _device(engine.zero_offload_optimizer()),
+            offload_device(config, "offload_optimizer"),
+        ),
+        "zero_optimization.offload_param.device": (
+            _device(engine.zero_offload_param()),
+            offload_device(config, "offload_param"),
+        ),
+    }
+    wrong = [
+        f"{key}: {got} in the engine, {meant} in the resolved JSON"
+        for key, (got, meant) in understood.items()
+        if got != meant
+    ]
+    if wrong:
+        raise ConfigError("DeepSpeed understood its configuration differently:\n" + "\n".join(wrong))
+
+
+def _device(offload) -> str:
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
 
 
 def check_groups(engine, peaks: list[dict], meant: list[tuple[float, float, int]]) -> None:

@@ -1,8 +1,8 @@
-"""The heaviest micro-batch goes first: forward and backward of it with weight zero, before the first step.
+"""Warm-up of the largest micro-batch: forward and backward with weight zero, before the first step.
 
-What does not fit then fails in the first minute and not after hours. Where its loss is finite its gradients are exact
-zeros, no optimizer step is taken, random states are given back and what it left in the engine is cleared: the run's
-numbers are those of a run without it, bit for bit.
+A micro-batch that doesn't fit fails in the first minute then, and not after hours. Where its loss is finite, its
+gradients are exact zeros; no optimizer step is taken, random states are restored and the engine's buffers are cleared,
+so that the run's numbers are bit-equal to those of a run without it.
 """
 
 import itertools
@@ -18,15 +18,15 @@ from llava_ds.batch import Batch
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.step_plan import StepPlan
 
-STEPS_LOOKED_AT = 20  # for whether a step has several micro-batches
+STEPS_LOOKED_AT = 20  # to find out if steps have several micro-batches
 
 
 @dataclass(frozen=True)
-class Heaviest:
+class LargestMicroBatch:
     """The micro-batch with the most tokens that is still to come, the same on every rank.
 
-    samples: of the data set, by number; accumulates: whether steps have several micro-batches, so that it meets the
-    gradients of others.
+    samples: numbers in the data set; accumulates: True if steps have several micro-batches, so that its gradients are
+    added to others.
     """
 
     batch: Batch
@@ -34,32 +34,35 @@ class Heaviest:
     accumulates: bool
 
 
-def heaviest_micro_batch(plan: StepPlan, done: int, device: torch.device) -> Heaviest:
-    """The heaviest micro-batch that is left on any rank when `done` steps are done, with its images, on the device."""
+def largest_micro_batch(plan: StepPlan, done: int, device: torch.device) -> LargestMicroBatch:
+    """The largest micro-batch that is left on any rank when `done` steps are done, with its images, on the device."""
     samples = plan.heaviest(done)
     loaded = [sample for sample in map(plan.dataset.__getitem__, samples) if isinstance(sample, LoadedSample)]
     layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
     accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)
-    return Heaviest(collate(loaded, plan.dataset.image_options).to(device), samples, accumulates)
+    return LargestMicroBatch(collate(loaded, plan.dataset.image_options).to(device), samples, accumulates)
 
 
-def rehearse(engine, heaviest: Heaviest, held_bytes: int = 0) -> None:
-    """Forward and backward of the heaviest micro-batch, twice where it would meet gradients of others, then nothing.
+def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
+    """Run forward and backward of the largest micro-batch, twice if steps accumulate, and discard the gradients.
 
-    held_bytes: device memory to hold meanwhile, for what the run will keep and is not there yet (missing_states).
+    held_bytes: device memory to hold meanwhile, for states that the run will allocate later (missing_state_bytes).
     All ranks call it together.
     """
-    with weightless(engine, held_bytes):
-        passes = 2 if heaviest.accumulates else 1
-        for i in range(passes):
-            loss_sum = engine(heaviest.batch)
-            engine.set_gradient_accumulation_boundary(i == passes - 1)
-            engine.backward(loss_sum * 0, scale_wrt_gas=False)
+    with discard_gradients(engine, held_bytes):
+        for is_last in (False, True) if largest.accumulates else (True,):
+            backward_with_weight_zero(engine, engine(largest.batch), is_last)
+
+
+def backward_with_weight_zero(engine, loss_sum: torch.Tensor, is_last: bool) -> None:
+    """Run backward of a loss times zero. is_last: of a step's micro-batches."""
+    engine.set_gradient_accumulation_boundary(is_last)
+    engine.backward(loss_sum * 0, scale_wrt_gas=False)
 
 
 @contextmanager
-def weightless(engine, held_bytes: int = 0) -> Iterator[None]:
-    """Within it, micro-batches leave nothing behind: their losses have to be multiplied by zero.
+def discard_gradients(engine, held_bytes: int = 0) -> Iterator[None]:
+    """Restore random states and clear the gradients of backward_with_weight_zero afterwards.
 
     held_bytes: device memory that is held meanwhile.
     """
@@ -69,14 +72,14 @@ def weightless(engine, held_bytes: int = 0) -> Iterator[None]:
         held = torch.empty(held_bytes if on_gpu else 0, dtype=torch.uint8, device=engine.device)
         yield
         del held
-    _forget_gradients(engine)
+    _clear_gradients(engine)
 
 
-def _forget_gradients(engine) -> None:
-    """As DeepSpeed 0.19's own optimizers forget a step that they skip for an overflow.
+def _clear_gradients(engine) -> None:
+    """Clear gradients as DeepSpeed 0.19.8's optimizers do for a step that they skip for an overflow.
 
-    All of it is zeros; what would stay are the memory, and stage 2's count of micro-batches, which decides whether
-    gradients are copied or added.
+    All of them are zeros; but their memory would stay, and stage 2's count of micro-batches, by which gradients are
+    copied or added.
     """
     engine.zero_grad()
     optimizer = engine.optimizer
@@ -89,8 +92,8 @@ def _forget_gradients(engine) -> None:
         optimizer.reset_cpu_buffers()
 
 
-def missing_states(engine, num_moments: int) -> int:
-    """Bytes on the device of optimizer states that only the first step makes: torch's optimizers at stage 0.
+def missing_state_bytes(engine, num_moments: int) -> int:
+    """Bytes on the device of optimizer states that the first step allocates: those of torch's optimizers at stage 0.
 
     num_moments: fp32 numbers that the optimizer keeps for a parameter.
     """

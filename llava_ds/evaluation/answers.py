@@ -18,7 +18,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.reading import read_json
 from llava_ds.files.writing import write_whole
 from llava_ds.infer.generate import Answer
-from llava_ds.runtime.ranks import Ranks, barrier, from_first, gather, print_first
+from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first, gather, print_first
 
 IDENTITY = "identity.json"
 MAIN_COLUMN = "with picture"  # its answers lie in OUTPUT.jsonl
@@ -68,7 +68,7 @@ def open_store(output: str, identity: dict[str, object], inputs: Iterable[str], 
         except OSError as error:
             raise ConfigError(f"--output {output} can't be written ({error.strerror}): name another") from error
 
-    attempt = from_first(ranks, begin)
+    attempt = broadcast_from_first(ranks, begin)
     if ranks.local_rank == 0 and _json(store.partial / IDENTITY) != store.identity:
         shutil.rmtree(store.partial, ignore_errors=True)  # of a machine that does not share rank 0's disk
         _begin_parts(store)

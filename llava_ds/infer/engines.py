@@ -20,7 +20,7 @@ from llava_ds.infer.described import MOVED_FLAGS, Described, described
 from llava_ds.infer.load import LoadedModel, constructed, load_model, loaded, refuse_unfit
 from llava_ds.model.hf import HFModel
 from llava_ds.runtime.command import given_path
-from llava_ds.runtime.ranks import Ranks, together
+from llava_ds.runtime.ranks import Ranks, on_every_rank
 
 if TYPE_CHECKING:
     import argparse
@@ -115,10 +115,10 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
         if options.engine == "hf":
             if ranks is None:
                 return load_model(path, **how)
-            return together(ranks, lambda: load_model(path, str(ranks.device), **how))
+            return on_every_rank(ranks, lambda: load_model(path, str(ranks.device), **how))
         assert ranks is not None, "DeepSpeed's engines run in a process group"
         if options.offload == "none":
-            found = together(ranks, lambda: load_model(path, "cpu", **how))
+            found = on_every_rank(ranks, lambda: load_model(path, "cpu", **how))
             model, notes = _tensor_parallel(found.model, ranks, str(path))
         else:
             with described(path, options.moved, options.version) as opened:
@@ -185,7 +185,7 @@ def _zero_inference(opened: Described, options: EngineOptions, ranks: Ranks) -> 
     dtype = opened.precision(DTYPES.get(options.dtype))
     _check_precision(dtype, ranks, str(opened.path))
     config = zero_config(dtype, options, ranks)
-    together(ranks, lambda: refuse_unfit(opened, dtype))
+    on_every_rank(ranks, lambda: refuse_unfit(opened, dtype))
     with freed_memory_returns():
         with construction(config, dtype, ranks.device, zero3=True):
             model = constructed(opened, dtype)

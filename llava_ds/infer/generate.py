@@ -24,7 +24,7 @@ from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
 from llava_ds.infer.load import LoadedModel
 from llava_ds.model.hf import merged_embeds
-from llava_ds.runtime.ranks import Ranks, progress_bar, together
+from llava_ds.runtime.ranks import Ranks, on_every_rank, progress_bar
 
 T = TypeVar("T")
 
@@ -314,7 +314,7 @@ def _laid_out(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _Asked:
 
 def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:
     """What a step before the model gives. Where one rank can't do it, it is an error on all that hold the model."""
-    return prepare() if loaded.ranks is None else together(loaded.ranks, prepare)
+    return prepare() if loaded.ranks is None else on_every_rank(loaded.ranks, prepare)
 
 
 def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:

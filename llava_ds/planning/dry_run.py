@@ -1,4 +1,4 @@
-"""The dry run's report: the first optimizer step, the memory that it needs, and whether it can start."""
+"""Lines about a run before it begins: its plan, and the dry run's report on data, memory and time."""
 
 import statistics
 from pathlib import Path
@@ -8,6 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.data.loader import windows
 from llava_ds.data.step_plan import StepPlan
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.engine.schedule import describe_schedule
 from llava_ds.planning.fit import GB, Run, advice, description, table, verdict
 from llava_ds.planning.sample_text import shown_sample
 from llava_ds.runtime.ranks import Ranks
@@ -16,15 +18,25 @@ from llava_ds.tracking.run_files import is_number, read_run
 from llava_ds.tracking.wording import duration
 
 LONGEST_TEXT = 800  # characters shown of a sample
-# By fitting.verdict, the worst first.
+# By fit.verdict, the worst first.
 STATES = {"too big": "would run out of memory", "tight": "may run out of memory", "fits": "ready"}
 
 
-def first_batch(plan: StepPlan, done: int, rank: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The first step that would be taken, this rank's first micro-batch in it, and that one's first sample.
+def plan_lines(resolved: ResolvedConfig, steps: StepPlan) -> list[str]:
+    """Describe the data, the steps and the DeepSpeed configuration of a run."""
+    training, num_steps = resolved.args.training, steps.num_steps
+    epochs = num_steps / steps.steps_per_epoch
+    schedule = describe_schedule(training, num_steps, resolved.config.get("scheduler"))
+    return [
+        *steps.dataset.summary(),
+        f"{num_steps:,} optimizer steps of {steps.batch_size} samples ({epochs:.2f} epochs), {schedule}",
+        f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
+        *resolved.explain(),
+    ]
 
-    Its images are really decoded.
-    """
+
+def first_batch(plan: StepPlan, done: int, rank: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Describe the next step, this rank's first micro-batch in it, whose images are decoded, and its first sample."""
     if done >= plan.num_steps:
         return [f"the run is complete: {done:,} of {plan.num_steps:,} steps are done"]
     dataset, (samples, of_ranks) = plan.dataset, plan.step(done + 1)
@@ -45,7 +57,7 @@ def first_batch(plan: StepPlan, done: int, rank: int, tokenizer: PreTrainedToken
 
 
 def memory(run: Run, ranks: Ranks) -> list[str]:
-    """The table of run/estimate.py for this run and its data; with a GPU, whether it fits."""
+    """The table of run/estimate.py for this run and its data, and on a GPU the verdict."""
     gpu_memory = memory_of_gpu(ranks)
     lines = [*description(run), *table(run, gpu_memory)]
     return lines if gpu_memory is None else [*lines, advice(run, gpu_memory)]
@@ -59,10 +71,10 @@ def conclusion(
     batch_size: int,
     step_s: float | None,
 ) -> str:
-    """One line: whether the run can start, how many steps it takes, how long where that is known, and whether it fits.
+    """Conclude in one line if the run can start and fits, and how many steps it takes, with the time if it is known.
 
-    gpu_memory: bytes of a GPU, None on a CPU; host_memory: bytes that are free on a node; steps: done, and all;
-    step_s: seconds of an optimizer step, None where none was measured.
+    gpu_memory: bytes of a GPU, None on a CPU; host_memory: free bytes of a node; steps: done, and all; step_s: seconds
+    of an optimizer step, None if none was measured.
     """
     done, total = steps
     if done >= total:

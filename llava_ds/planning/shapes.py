@@ -136,6 +136,11 @@ class ModelShape:
         return sum(part.num_trained for part in self.parts)
 
     @property
+    def hidden_size(self) -> int:
+        """The language model's width; that of a 7B where only the number of parameters is known."""
+        return 4096 if self.text is None else self.text.hidden
+
+    @property
     def tensors(self) -> tuple[int, ...]:
         """Every tensor that is not packed, trained or not."""
         return (*(size for group in self.groups for size in group), *self.frozen)

@@ -1,7 +1,7 @@
-"""What every rank tells all others of itself, whatever its main thread hangs in: where it is, and for how long.
+"""Heartbeats: every rank sends its place and its time there to all others, also while its main thread hangs.
 
-By UDP, a packet a second: it needs no collective and no server, so that no rank's end silences the others. What is sent
-carries a secret of this run's, and is read as JSON: nobody else's packets count.
+By UDP, a packet a second: it needs no collective and no server, so that no rank's end silences the others. A packet
+carries a secret of this run, and is read as JSON: no other packets count.
 """
 
 import contextlib
@@ -19,21 +19,20 @@ from llava_ds.runtime.processes import process_namespace
 from llava_ds.runtime.ranks import Ranks, address_towards, gather, local_ranks
 
 MOST_BYTES = 1400  # of a packet, below what Ethernet carries in one piece
-MOST_PACKETS = 4096  # read at once: who floods the port does not keep its thread busy
-RANKS_PER_SECOND = 64  # to whom a rank speaks: more ranks hear from each other less often
+MOST_PACKETS = 4096  # read at once: flooding the port does not keep the thread busy
+RANKS_PER_SECOND = 64  # that a rank sends to: with more ranks, beats are less frequent
 
 PHASES = ("start", "step", "evaluation", "save", "export", "done")
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself.
+    """The state of a rank.
 
-    phase: one of PHASES; step: the one it is in, or the last; seconds: in this phase and step, in the others than steps
-    since it was last seen to get on; limit: of these seconds, None without; where: the innermost line of
-    its main thread; waits: whether that is a collective; busy_s: of step_s seconds in steps so far, those in which
-    it did not wait; ends: why it ends the run, if it does; hangs: whether because nothing gets on; leaves: whether
-    because it was asked to.
+    phase: one of PHASES; step: the current or the last one; seconds: in this phase and step, or in other phases than
+    steps since the last progress; limit: of these seconds, or None; where: the innermost line of the main thread;
+    waits: whether that is in a collective; busy_s: of step_s seconds in steps so far, those in which it did not wait;
+    ends: why it ends the run, if it does; hangs: whether because nothing progresses; leaves: whether on a request.
     """
 
     rank: int
@@ -51,12 +50,12 @@ class Beat:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Grows as a run goes on. A save comes behind the step of its number."""
+        """A key that grows as the run progresses. A save comes after the step of its number."""
         last = {"start": -1, "step": self.step, "save": self.step}.get(self.phase, 1 << 60)
         return last, PHASES.index(self.phase)
 
     def encoded(self, secret: str) -> bytes:
-        """A packet; where that is too long, its texts are cut."""
+        """The packet, with texts cut where it is too long."""
         texts = (self.where[:200], self.ends and self.ends[:600])
         packet = json.dumps([secret, *dataclasses.astuple(dataclasses.replace(self, where=texts[0], ends=texts[1]))])
         if len(packet) <= MOST_BYTES:
@@ -68,8 +67,8 @@ class Beat:
 def decoded(packet: bytes, secret: str) -> Beat | None:
     """The beat in a packet; None for anything else that came to the port."""
     try:
-        said, *values = json.loads(packet)
-        if not isinstance(said, str) or not secrets.compare_digest(said.encode(), secret.encode()):
+        key, *values = json.loads(packet)
+        if not isinstance(key, str) or not secrets.compare_digest(key.encode(), secret.encode()):
             return None
         beat = Beat(*values)
         known = isinstance(beat.rank, int) and isinstance(beat.step, int) and beat.phase in PHASES
@@ -80,7 +79,7 @@ def decoded(packet: bytes, secret: str) -> Beat | None:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another rank: its machine and process, and where it listens."""
+    """Another rank: its machine, process and address."""
 
     host: str
     pid: int
@@ -90,24 +89,24 @@ class Peer:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process can be seen from this one."""
+        """True if its process can be seen from this one."""
         return self.namespace != "" and self.namespace == process_namespace()
 
 
 class Peers:
-    """The other ranks: sends to them, hears them, and notices when their processes are gone."""
+    """The other ranks: sends to them, receives from them, and notices when their processes are gone."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """All ranks make it together."""
+        """All ranks construct it together."""
         self.rank, self.world_size = ranks.rank, ranks.world_size
         family, own = _own_address(ranks)
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((own, 0))
         self._socket.setblocking(False)
         mine = Peer(socket.gethostname(), os.getpid(), self._socket.getsockname(), int(family), process_namespace())
-        told = gather((mine, secrets.token_hex(16)), ranks)
-        self.secret = told[0][1]
-        self.all = [peer for peer, _ in told]
+        everyone = gather((mine, secrets.token_hex(16)), ranks)
+        self.secret = everyone[0][1]
+        self.all = [peer for peer, _ in everyone]
         self._processes: dict[int, int] = {}  # by their descriptors, which become readable when the process is gone
         for rank, peer in enumerate(self.all):
             if rank != ranks.rank and peer.is_here and hasattr(os, "pidfd_open"):
@@ -122,7 +121,7 @@ class Peers:
         return max(1.0, self.world_size / RANKS_PER_SECOND)
 
     def send(self, beat: Beat) -> None:
-        """To all. What can't be sent is lost: the next one follows."""
+        """Send to all. A packet that can't be sent is lost: the next one follows."""
         packet = beat.encoded(self.secret)
         for rank, peer in enumerate(self.all):
             if rank != self.rank:
@@ -130,7 +129,7 @@ class Peers:
                     self._socket.sendto(packet, peer.address)
 
     def heard(self) -> list[Beat]:
-        """All that came since the last call, in its order."""
+        """All beats since the last call, in their order."""
         beats = []
         for _ in range(MOST_PACKETS):
             try:
@@ -138,11 +137,11 @@ class Peers:
             except BlockingIOError:
                 break
             except OSError:
-                continue  # somebody's refusal of what was sent before
+                continue  # a refusal of an earlier packet
         return [beat for beat in beats if beat is not None and 0 <= beat.rank < self.world_size]
 
     def wait(self, seconds: float) -> list[int]:
-        """Wait, or until a process of this machine is gone. Returns the ranks of all that are, each once."""
+        """Wait until the time is over or a process of this machine is gone. Returns the ranks that are gone, once."""
         poll = select.poll()
         for descriptor in self._processes:
             poll.register(descriptor, select.POLLIN)
@@ -154,8 +153,10 @@ class Peers:
         return self._processes.pop(descriptor)
 
     def refusals(self, rank: int) -> tuple[int, int]:
-        """How often a silent rank's machine has said that nobody listens there any more, and how often the network that
-        there is no way to it. Call it once a second: an answer comes to a later call."""
+        """Count the answers about a silent rank: (its machine refuses the port, the network has no route to it).
+
+        Call it once a second: an answer arrives with a later call.
+        """
         if rank not in self._probes:
             peer = self.all[rank]
             probe = socket.socket(peer.family, socket.SOCK_DGRAM)
@@ -173,13 +174,13 @@ class Peers:
         return refused, unreachable
 
     def is_back(self, rank: int) -> None:
-        """Forget what was asked about a rank, for it was heard."""
+        """Forget the answers about a rank that was heard."""
         self._refusals.pop(rank, None)
         if probe := self._probes.pop(rank, None):
             probe.close()
 
     def process_state(self, rank: int) -> str:
-        """What the kernel says of a process on this machine: "stopped", "waiting for a disk", "" for all else."""
+        """The kernel's state of a process on this machine: "stopped", "waiting for a disk", or "" for all else."""
         peer = self.all[rank]
         try:
             status = Path(f"/proc/{peer.pid}/stat").read_text() if peer.is_here else ""
@@ -197,12 +198,12 @@ class Peers:
 
 
 def _own_address(ranks: Ranks) -> tuple[socket.AddressFamily, str]:
-    """Where the others reach this rank: 127.0.0.1 if all are on this machine. All ranks call it together."""
+    """The address at which the others reach this rank: 127.0.0.1 if all are on this machine. All call it together."""
     loopback = (socket.AF_INET, "127.0.0.1")
     if local_ranks() >= ranks.world_size:
         return loopback
     own = _towards(os.environ["MASTER_ADDR"]) or loopback
-    # Rank 0's machine may know its own name as 127.0.1.1: there, the way to any other machine tells the address.
+    # Rank 0's machine may resolve its own name to 127.0.1.1: the route to any other machine gives the address there.
     others = [address for _, address in gather(own, ranks) if not _is_loopback(address)]
     return (_towards(others[-1]) or own) if others and _is_loopback(own[1]) else own
 

@@ -1,21 +1,22 @@
-"""Who started this process: other launchers' variables, told as deepspeed's launcher and torchrun tell them."""
+"""Launchers' variables: those of srun and mpirun, by the names of deepspeed's launcher and torchrun."""
 
 import contextlib
 import random
 import re
 import socket
+import subprocess
 from collections.abc import Mapping
 
 from llava_ds.constants import ConfigError, in_short
 
 TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The numbers among them and beside them, and the least that each can be.
+# The numbers among them and beside them, and the smallest value of each.
 RANK_NUMBERS = {
     "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": 1,
 }  # fmt: skip
 LARGEST = {"MASTER_PORT": 65535}
 DEFAULT_PORT = 29500  # deepspeed's and torchrun's
-# What srun and Open MPI's mpirun call them.
+# The names of srun and of Open MPI's mpirun for them.
 SRUN = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -23,15 +24,15 @@ OPEN_MPI = {
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
-_NODES = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # one entry of Slurm's lists: gpu[01-03,07]
+SCONTROL_S = 30.0
 
 
 def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
-    """The variables that say who this process is, as far as its launcher left them unset, and a line to print or None.
+    """The variables of this process's rank that its launcher left unset, and a line to print or None.
 
-    Knows deepspeed and torchrun (which set all), srun and Open MPI's mpirun; a process that nothing announces is a
-    group of one. MASTER_ADDR and MASTER_PORT keep what the user gave them.
-    Raises ConfigError for launchers that say too little.
+    Knows deepspeed and torchrun (which set all), srun and Open MPI's mpirun; without a launcher, the process is a group
+    of one. The user's MASTER_ADDR and MASTER_PORT are not changed.
+    Raises ConfigError for launchers that set too few variables.
     """
     if "RANK" in environ:
         missing = [name for name in TORCH_VARIABLES if name not in environ]
@@ -57,15 +58,15 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | No
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError, with a line for each, where variables that say who a rank is can't be true.
+    """Raise ConfigError, with a line for each, where variables of a rank contradict each other or are malformed.
 
-    All that are set have to be well-formed, for libraries read them too; RANK, or the like of another launcher, is what
+    Every one that is set has to be well-formed, because libraries read them too. RANK, or its name in another launcher,
     makes a process a rank.
     """
     problems, numbers, names = [], {}, _names(environ)
-    spelled = {name: name if name in environ else names.get(name, name) for name in RANK_NUMBERS}
+    own_name = {name: name if name in environ else names.get(name, name) for name in RANK_NUMBERS}
     for name, least in RANK_NUMBERS.items():
-        text = environ.get(spelled[name])
+        text = environ.get(own_name[name])
         if text is None:
             continue
         number = _parsed(text.strip())
@@ -73,14 +74,14 @@ def check_variables(environ: Mapping[str, str]) -> None:
             numbers[name] = number
         else:
             limit = f" to {LARGEST[name]}" if name in LARGEST else ""
-            problems.append(f"{spelled[name]} is {in_short(text)!r}: expected a whole number from {least}{limit}")
+            problems.append(f"{own_name[name]} is {in_short(text)!r}: expected a whole number from {least}{limit}")
     of = {"RANK": ("WORLD_SIZE",), "LOCAL_RANK": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")}
     for name, sizes in of.items() if "RANK" in environ or names else ():
         size = next((size for size in sizes if size in numbers), None)
         if name in numbers and size is not None and numbers[name] >= numbers[size]:
             problems.append(
-                f"{spelled[name]} is {numbers[name]}, but {spelled[size]} is {numbers[size]}: ranks count from 0 to "
-                f"{numbers[size] - 1}, and would wait for ever for one that is not among them"
+                f"{own_name[name]} is {numbers[name]}, but {own_name[size]} is {numbers[size]}: ranks count from 0 to "
+                f"{numbers[size] - 1}, and would wait forever for one that is not among them"
             )
     if "RANK" in environ and not environ.get("MASTER_ADDR", "unset").strip():
         problems.append("MASTER_ADDR is empty: expected the name or address of rank 0's machine")
@@ -89,7 +90,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _names(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """What the launcher of this process calls the variables, where it does not set RANK itself. Empty for none."""
+    """The launcher's names of the variables, where it does not set RANK itself. Empty for none."""
     if "RANK" not in environ:
         for names in (SRUN, OPEN_MPI):
             if _number(environ, names["WORLD_SIZE"]) > 1:
@@ -118,18 +119,18 @@ def _from_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process that mpirun started."""
+    """The variables of a process of mpirun."""
     found = _renamed(environ, OPEN_MPI, "mpirun")
     if "MASTER_ADDR" not in environ and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
         raise ConfigError(
-            "mpirun started ranks on several machines, but MASTER_ADDR is not set, and Open MPI does not say where "
+            "mpirun started ranks on several machines, but MASTER_ADDR is not set, and Open MPI does not tell where "
             "rank 0 is: give mpirun -x MASTER_ADDR=<name or address of the first machine>"
         )
     return {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}
 
 
 def _renamed(environ: Mapping[str, str], names: Mapping[str, str], launcher: str) -> dict[str, str]:
-    """A launcher's variables by torch's names. Raises ConfigError where one is missing."""
+    """A launcher's variables under torch's names. Raises ConfigError where one is missing."""
     missing = [theirs for theirs in names.values() if theirs not in environ]
     if missing:
         raise ConfigError(
@@ -139,7 +140,7 @@ def _renamed(environ: Mapping[str, str], names: Mapping[str, str], launcher: str
 
 
 def _note_of_one(environ: Mapping[str, str]) -> str | None:
-    """A line for who reserved more in Slurm than this one process will use."""
+    """A line for a user who reserved more in Slurm than this one process uses; None for others."""
     reserved = {name: _number(environ, name) for name in ("SLURM_NTASKS", "SLURM_NNODES")}
     name = max(reserved, key=reserved.get)
     if reserved[name] == 1:
@@ -150,15 +151,27 @@ def _note_of_one(environ: Mapping[str, str]) -> str | None:
 
 
 def first_node(text: str) -> str:
-    """The first name in a list as Slurm writes it: gpu03 of gpu[03-04,07],login1."""
-    if not re.fullmatch(f"{_NODES}(?:,{_NODES})*", text):
-        raise ConfigError(f"the node list {in_short(text)!r} can't be read: export MASTER_ADDR, the first node's name")
-    entry = re.match(_NODES, text)[0]
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry)
+    """The first name in one of Slurm's node lists, gpu03 of gpu[03-04,07],login1, as scontrol expands it.
+
+    Raises ConfigError where scontrol can't, or is missing, as in some containers.
+    """
+    if re.fullmatch(r"[\w.-]+", text):
+        return text
+    try:
+        command = ["scontrol", "show", "hostnames", text]
+        names = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        names = []
+    if not names:
+        raise ConfigError(
+            f"the node list {in_short(text)!r} can't be read (scontrol show hostnames): export MASTER_ADDR, the first "
+            "node's name"
+        )
+    return names[0]
 
 
 def tasks_on(node: int, text: str) -> int:
-    """The number of tasks on a node of the step, of them all as Slurm writes them: 4(x2),3 is 4, 4, 3."""
+    """The number of tasks on a node of the step, from Slurm's list of all: 4(x2),3 is 4, 4, 3."""
     parts = [re.fullmatch(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,8})\))?", part, re.ASCII) for part in text.split(",")]
     if None in parts:
         raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {in_short(text)!r}: expected numbers like 4(x2),3")
@@ -170,8 +183,8 @@ def tasks_on(node: int, text: str) -> int:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now, below those that the kernel hands out by itself:
-    one of these may be taken, by anybody's outgoing connection, before it is used."""
+    """A free port of the loopback interface, below those that the kernel gives to outgoing connections, one of which
+    might take it before it is used."""
     for port in random.SystemRandom().sample(range(15_000, 32_768), 100):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
@@ -180,7 +193,7 @@ def free_port() -> int:
 
 
 def is_loopback_name(host: str) -> bool:
-    """Whether a machine's own name leads to no address that another machine could reach."""
+    """True if a machine's own name leads to no address that another machine could reach."""
     try:
         found = socket.getaddrinfo(host, None)
     except OSError:
@@ -189,7 +202,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def _number(environ: Mapping[str, str], name: str, least: int = 1) -> int:
-    """A variable's whole number, or the least that it can be where it is not set."""
+    """A variable's whole number, or its smallest value where it is not set."""
     text = environ.get(name, str(least))
     if (number := _parsed(text)) is None:
         raise ConfigError(f"{name} is {in_short(text)!r}: expected a whole number")
@@ -197,5 +210,5 @@ def _number(environ: Mapping[str, str], name: str, least: int = 1) -> int:
 
 
 def _parsed(text: str) -> int | None:
-    """A whole number, of no more digits than any of these variables has."""
+    """The whole number in a text of at most 20 digits, else None."""
     return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None

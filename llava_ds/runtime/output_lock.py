@@ -24,7 +24,7 @@ from llava_ds.constants import EXIT_BAD_INPUT, ConfigError, DataError
 from llava_ds.files.writing import described
 from llava_ds.runtime.launchers import rank_variables
 from llava_ds.runtime.processes import process_namespace, say_now, watch_launcher
-from llava_ds.runtime.ranks import Ranks, from_first, gather, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
 
 NAME = "run.lock"
 TICK_S, RENEWAL_S = 0.5, 5.0
@@ -144,7 +144,7 @@ class OutputLock:
 
     def take_together(self, folder: Path, ranks: Ranks) -> None:
         """Take it on rank 0, unless that was done, and note all ranks in it. All call it together."""
-        from_first(ranks, lambda: self.take(folder) if self._holder is None else None)
+        broadcast_from_first(ranks, lambda: self.take(folder) if self._holder is None else None)
         everyone = gather(Process.current(), ranks)
         if self._holder is not None:
             self._rewrite(ranks=tuple(everyone))

@@ -1,8 +1,6 @@
-"""Start-up of the ranks, sums over them, and speaking once."""
+"""The ranks of a run, and their collectives on values, errors and files."""
 
 import contextlib
-import hashlib
-import importlib.metadata
 import json
 import os
 import secrets
@@ -11,16 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
-from llava_ds import __version__
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.runtime.launchers import is_loopback_name, rank_variables
 from llava_ds.runtime.output import exit_for_bad_input, exit_for_failure, print_first, printable
 
 __all__ = ["exit_for_bad_input", "exit_for_failure", "print_first", "printable"]  # llava_ds/runtime/output.py's
@@ -32,107 +27,22 @@ SHARED_WAIT_S = 90.0  # network file systems show a new file to other machines a
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among those that train together, and the device it uses."""
+    """This process's place among those that train together, and its device."""
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
-    patient_group: torch.distributed.ProcessGroup | None = None  # for waits on rank 0's files; None where alone
+    patient_group: torch.distributed.ProcessGroup | None = None  # for waits on rank 0's files; None for a single rank
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
 
-def init_ranks() -> Ranks:
-    """Join the process group (NCCL on GPUs, gloo on CPU) and choose this rank's device.
-
-    Reads the variables that deepspeed's launcher, torchrun, srun and mpirun set; without them, a group of one.
-    Raises ConfigError where they say too little, the ranks do not meet, a rank has no device of its own, or the ranks
-    run different versions.
-    """
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    started_by_srun = "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ
-    variables, note = rank_variables(os.environ)
-    os.environ.update(variables)
-    if note is not None:
-        print_first(note)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    local_size = local_ranks()
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        _use_gloo_without_compiling(accelerator)
-        if "OMP_NUM_THREADS" not in os.environ:
-            # Two ranks with every core each would run slower than one: share the cores out.
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
-        device = torch.device("cpu")
-    else:
-        index = device_index(local_rank, accelerator.device_count(), started_by_srun)
-        os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed takes it for the device's number
-        accelerator.set_device(index)
-        device = torch.device(accelerator.device_name(index))
-    if int(os.environ["WORLD_SIZE"]) > local_size:
-        _choose_gloo_interface(os.environ["MASTER_ADDR"])
-    try:
-        deepspeed.init_distributed(verbose=False)
-        # Waits for rank 0's reading and writing may last longer than a collective of training may (10 minutes).
-        patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=12))
-    except RuntimeError as error:
-        # Nobody answers, the port is taken, not all came; gloo has no type of error of its own.
-        if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error).lower():
-            raise
-        raise ConfigError(_did_not_meet(error)) from error
-    ranks = Ranks(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), device, patient)
-    check_same(_versions(), ranks, "install the same on every machine: pip install -c constraints.txt -e .")
-    return ranks
-
-
 def local_ranks() -> int:
-    """How many ranks this machine has, as the launcher tells them."""
+    """The number of ranks on this machine, from the launcher's variables."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-
-def device_index(local_rank: int, num_devices: int, started_by_srun: bool) -> int:
-    """The number of the device that belongs to a rank. Raises ConfigError where it has none."""
-    if local_rank < num_devices:
-        return local_rank
-    if started_by_srun and num_devices == 1:
-        return 0  # srun --gpus-per-task=1 shows every task its own GPU and no other
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-    raise ConfigError(
-        f"LOCAL_RANK is {local_rank}, but {socket.gethostname()} shows {num_devices} GPUs{seen}: start one rank per "
-        "GPU (slots= in the hostfile, deepspeed --num_gpus, torchrun --nproc-per-node, srun --ntasks-per-node)"
-    )
-
-
-def _choose_gloo_interface(master_addr: str) -> None:
-    """Let gloo use the interface that leads to rank 0, where this machine's name would mislead it.
-
-    Gloo binds to the address of the machine's name; Debian's /etc/hosts gives 127.0.1.1 for it, which no other machine
-    can reach. Raises ConfigError where the user chose an interface that is not there.
-    """
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    present = [name for _, name in socket.if_nameindex()]
-    if chosen is not None and not set(chosen.split(",")) <= set(present):
-        raise ConfigError(
-            f"GLOO_SOCKET_IFNAME is {chosen}, but {socket.gethostname()} has the interfaces {', '.join(present)}: name "
-            "one that leads to the other machines, or unset it"
-        )
-    if chosen is not None or not is_loopback_name(socket.gethostname()):
-        return
-    import psutil
-
-    try:
-        _, own = address_towards(master_addr)
-    except OSError:
-        return  # meeting rank 0 will fail too, and says so
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.split("%")[0] == own for each in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def address_towards(host: str) -> tuple[socket.AddressFamily, str]:
@@ -143,40 +53,8 @@ def address_towards(host: str) -> tuple[socket.AddressFamily, str]:
         return family, probe.getsockname()[0]
 
 
-def _did_not_meet(error: Exception) -> str:
-    """What to say when the ranks did not come together."""
-    env = os.environ
-    reason = str(error).strip().splitlines()[0]
-    if any(sign in str(error).lower() for sign in ("eaddrinuse", "address already in use")):
-        return (
-            f"port {env['MASTER_PORT']} on {socket.gethostname()} is taken, by another run or by ranks of an earlier "
-            "one that still live: give another one, by --master_port for deepspeed, --master-port for torchrun, "
-            f"MASTER_PORT for srun and mpirun ({reason})"
-        )
-    return (
-        f"rank {env['RANK']} of {env['WORLD_SIZE']}, on {socket.gethostname()}, did not meet the others at "
-        f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} ({reason}): start all machines within DEEPSPEED_TIMEOUT minutes "
-        f"(now {env.get('DEEPSPEED_TIMEOUT', '10')}), with the same address, port and number of ranks; the address has "
-        "to be the first machine's as the others reach it, and the port (--master_port, MASTER_PORT) free there"
-    )
-
-
-def _versions() -> dict[str, object]:
-    """What has to be the same on every machine for the ranks to compute the same."""
-    package = Path(__file__).parents[1]
-    source = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        source.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return {
-        "llava_ds": f"{__version__} (source {source.hexdigest()[:10]})",
-        "python": "{}.{}".format(*sys.version_info),
-        "torch": torch.__version__,
-        **{name: importlib.metadata.version(name) for name in ("deepspeed", "transformers")},
-    }
-
-
 def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
-    """Raise ConfigError on every rank where a named value is not the same on all. All ranks call it together."""
+    """Raise ConfigError on every rank when a named value is not the same on all. All ranks call it together."""
     everyone = gather(values, ranks)
     problems = []
     for name in values:
@@ -184,14 +62,14 @@ def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
         for rank, each in enumerate(everyone):
             held.setdefault(json.dumps(each[name], default=str, sort_keys=True), []).append(rank)
         if len(held) > 1:
-            found = "; ".join(f"{value} on {spelled(holders)}" for value, holders in held.items())
+            found = "; ".join(f"{value} on {format_ranks(holders)}" for value, holders in held.items())
             problems.append(f"{name} is not the same on all ranks: {found}")
     if problems:
         raise ConfigError("\n".join([*problems, remedy]))
 
 
-def spelled(ranks: list[int]) -> str:
-    """ranks 0-7, 12."""
+def format_ranks(ranks: list[int]) -> str:
+    """Ranks as text: "ranks 0-7, 12"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
@@ -203,9 +81,9 @@ def spelled(ranks: list[int]) -> str:
 
 
 def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = SHARED_WAIT_S) -> None:
-    """Raise ConfigError on every rank where one of them does not see what rank 0 writes there. All call it together.
+    """Raise ConfigError on every rank when one of them does not see a file of rank 0 there. All call it together.
 
-    Makes the folder, on rank 0.
+    Creates the folder, on rank 0.
     """
     if ranks.world_size == 1:
         return
@@ -216,7 +94,7 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
         (folder / f".shared-{token}").touch()
         return f".shared-{token}"
 
-    name = from_first(ranks, write)
+    name = broadcast_from_first(ranks, write)
     deadline = time.monotonic() + wait_s
     while not (seen := folder.is_dir() and name in os.listdir(folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -225,31 +103,21 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
         (folder / name).unlink()
     if blind:
         raise ConfigError(
-            f"{flag} {folder}: {spelled(blind)} of {ranks.world_size} do not find there what rank 0 wrote, and a "
+            f"{flag} {folder}: {format_ranks(blind)} of {ranks.world_size} do not find there what rank 0 wrote, and a "
             "checkpoint needs the files of all: name a folder on a file system that all machines share, or give "
             "--save_strategy no"
         )
 
 
-def _use_gloo_without_compiling(accelerator) -> None:
-    """Keep DeepSpeed from building its shared-memory collective, which needs a C++ compiler and gains nothing here.
-
-    DeepSpeed 0.19 has no public switch: init_distributed asks this private table whether the op may be built.
-    """
-    from deepspeed.ops import __compatible_ops__
-
-    __compatible_ops__[accelerator.create_op_builder("ShareMemCommBuilder").NAME] = False
-
-
 def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all ranks, in place."""
+    """Sum a tensor over all ranks, in place."""
     if torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(values)
     return values
 
 
 def barrier(ranks: Ranks) -> None:
-    """Wait until every rank is here, for as long as reading or writing files takes."""
+    """Wait until every rank calls it, for as long as reading or writing files takes."""
     if ranks.world_size > 1:
         torch.distributed.barrier(ranks.patient_group)
 
@@ -258,8 +126,8 @@ def barrier(ranks: Ranks) -> None:
 def first_rank_first(ranks: Ranks) -> Iterator[None]:
     """Let rank 0 through first, then the first rank of every other machine, then all others.
 
-    What those before them wrote to a cache, the others find there, whether the machines share it or not. An error of
-    the user's that one meets is raised on every rank, so that none is left in a collective.
+    Later ranks find in a cache what the earlier ones wrote there, whether the machines share it or not. A user's error
+    on one rank is raised on every rank, so that none is left in a collective.
     """
     turn = 0 if ranks.is_first else 1 if ranks.local_rank == 0 else 2
     for _ in range(turn):
@@ -273,24 +141,24 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
         _share_error(None, ranks)
 
 
-def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
-    """What rank 0 answers, on every rank; an error that it meets is raised on every rank."""
+def broadcast_from_first(ranks: Ranks, compute: Callable[[], T]) -> T:
+    """The function's value on rank 0, broadcast to every rank; so is its error."""
     if ranks.world_size == 1:
-        return ask()
+        return compute()
     answer: list[object] = [None]
     with first_rank_first(ranks):
         if ranks.is_first:
-            answer[0] = ask()
+            answer[0] = compute()
     torch.distributed.broadcast_object_list(answer, src=0, group=ranks.patient_group)
     return answer[0]
 
 
-def together(ranks: Ranks, ask: Callable[[], T]) -> T:
-    """What each rank answers for itself; an error of the user's that one of them meets is raised on all, with the name
-    of its machine. All ranks call it together."""
+def on_every_rank(ranks: Ranks, compute: Callable[[], T]) -> T:
+    """Each rank's own value of the function; a user's error on one of them is raised on all, with the name of its
+    machine. All ranks call it together."""
     answer, problem = None, None
     try:
-        answer = ask()
+        answer = compute()
     except (ConfigError, DataError) as error:
         problem = error
     found = gather((socket.gethostname(), problem), ranks)
@@ -303,7 +171,7 @@ def together(ranks: Ranks, ask: Callable[[], T]) -> T:
 
 
 def gather(value: T, ranks: Ranks) -> list[T]:
-    """Every rank's value, in the ranks' order, on all of them. All ranks call it together."""
+    """The values of all ranks, in their order, on every rank. All ranks call it together."""
     if ranks.world_size == 1:
         return [value]
     values: list[T] = [value] * ranks.world_size
@@ -312,7 +180,7 @@ def gather(value: T, ranks: Ranks) -> list[T]:
 
 
 def _share_error(error: Exception | None, ranks: Ranks) -> None:
-    """End a turn: raise, on the ranks that met no error, the first that another met. All ranks call it together."""
+    """End a turn: raise the first error of another rank, on the ranks without one. All ranks call it together."""
     everyone = gather((error, socket.gethostname()), ranks)
     if error is not None:
         return  # the caller raises its own
@@ -322,16 +190,16 @@ def _share_error(error: Exception | None, ranks: Ranks) -> None:
 
 
 def quiet_libraries(verbose: bool = False) -> None:
-    """Hold back what DeepSpeed and transformers say at every start; errors, and DeepSpeed's warnings, remain.
+    """Silence the messages of DeepSpeed and transformers at every start; errors, and DeepSpeed's warnings, remain.
 
-    Python's warnings come from rank 0 alone, for all ranks have the same. verbose: hold nothing back.
+    Python's warnings are printed by rank 0 alone, because all ranks have the same. verbose: silence nothing.
     """
     import logging
     import warnings
 
     import transformers
 
-    # One process per core tokenizes; threads below each of them would only get in each other's way.
+    # One process per core tokenizes: more threads in each of them would only compete.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.INFO)
@@ -350,7 +218,7 @@ def quiet_libraries(verbose: bool = False) -> None:
 
 
 def progress_bar(**options) -> tqdm:
-    """A tqdm bar on rank 0, silent elsewhere; where no person watches, a line every ten seconds."""
+    """A tqdm bar on rank 0, silent elsewhere; without a terminal, a line every ten seconds."""
     silent = int(os.environ.get("RANK", "0")) != 0
     interval_s = 0.2 if sys.stderr.isatty() else 10.0
     return tqdm(**{"disable": silent, "mininterval": interval_s, "dynamic_ncols": True, **options})

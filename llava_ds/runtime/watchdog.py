@@ -1,7 +1,7 @@
-"""Ends a run in which a rank died or stands still, and says which: no rank waits for ever for one that won't come.
+"""The watchdog: it aborts the run, and names the rank, when one dies or hangs.
 
-A thread beside the main one looks five times a second where that one is, and tells the other ranks (heartbeat.py). It
-goes on while the main thread hangs in a collective, where no signal handler runs and a timeout takes minutes or hours.
+A thread looks at the main thread's place five times a second, and sends it to the other ranks (heartbeat.py). It keeps
+running while the main thread hangs in a collective, where no signal handler runs and a timeout takes minutes or hours.
 """
 
 import faulthandler
@@ -15,31 +15,30 @@ from pathlib import Path
 
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import EXIT_RANK_LOST, ConfigError, DataError
-from llava_ds.runtime.activity import Activity
-from llava_ds.runtime.hangs import Known, behind, look_at, place, standstill, stragglers
+from llava_ds.runtime.hangs import Known, behind, place, standstill, stragglers
 from llava_ds.runtime.heartbeat import RANKS_PER_SECOND, Beat, Peers
-from llava_ds.runtime.ranks import Ranks, barrier, spelled
-from llava_ds.runtime.stack_dump import WRITING_S, dump_stacks, no_collection, say, within
+from llava_ds.runtime.main_thread import WRITING_S, Activity, dump_stacks, look_at, no_collection, say, within
+from llava_ds.runtime.ranks import Ranks, barrier, format_ranks
 
 TICK_S = 0.2
-LONGEST_TICK_S = 1.0  # what is beyond it, this process was stopped: no time in which it could have got on
-SILENT_S = 10.0  # without a beat, a rank is named as giving no sign of life
-REFUSED_S, UNREACHABLE_S = 30.0, 60.0  # without a beat, a rank is gone if its machine, or the network, says so
+LONGEST_TICK_S = 1.0  # in longer ones this process was stopped, and could make no progress
+SILENT_S = 10.0  # without a beat, a rank is reported as giving no sign of life
+REFUSED_S, UNREACHABLE_S = 30.0, 60.0  # without a beat, a rank is gone if its machine, or the network, reports so
 REFUSALS = 3
-MOST_NAMED = 4  # ranks, with their samples
-STEPS_LONGER = 4  # than the longest so far is too long, whatever the limit
+MOST_NAMED = 4  # ranks in a message, with their samples
+STEPS_LONGER = 4  # times the longest step so far is too long, whatever the limit
 WINDOW_S = 60.0  # over which ranks are compared
 WINDOWS_BETWEEN = 10  # two lines about the same rank
-LAUNCHER_S = 10.0  # in which a launcher ends its ranks once one of them has ended
+LAUNCHER_S = 10.0  # in which a launcher ends its ranks after one of them has ended
 PATIENCE_S = LAUNCHER_S + 5.0
-PEER_IS_GONE = (  # gloo's words, NCCL's and those of torch's store; they have no type of error of their own for it
+PEER_IS_GONE = (  # words of gloo, NCCL and torch's store, which have no type of error for it
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
     "Did the remote server shutdown or crash",
 )  # fmt: skip
 
 
 class Watchdog:
-    """Watches this rank and the others, from starts() to the end of the block that it is entered for."""
+    """Watches this rank and the others, from starts() to the end of its `with` block."""
 
     def __init__(self, tick_s: float = TICK_S, window_s: float = WINDOW_S) -> None:
         self._tick_s, self._window_s = tick_s, window_s
@@ -53,37 +52,37 @@ class Watchdog:
         self._training, self._ranks = training, ranks
         self._peers = Peers(ranks) if ranks.world_size > 1 else None
         self._main = threading.get_ident()
-        self._now = self._since = self._spoke = self._longest = 0.0
+        self._now = self._since = self._sent_at = self._longest = 0.0
         self._beat = Beat(ranks.rank, limit=self._limit("start"))
-        self._looked_like: tuple = ()
+        self._place_key: tuple = ()
         self._activity = Activity()
         self._beats: dict[int, tuple[Beat, float]] = {}  # of every rank, and when it was heard
         self._before: dict[int, tuple[float, float]] = {}  # busy_s and step_s, when they were last compared
-        self._named: dict[int, float] = {}  # ranks that held the others up, and when that may be said again
-        self._told = self._beat.position
-        self._deaf = False
-        self._speaking = threading.Lock()
+        self._next_report: dict[int, float] = {}  # ranks that held the others up, and when that may be said again
+        self._sent_position = self._beat.position
+        self._reported_unheard = False
+        self._sending = threading.Lock()
         self._interval_s = self._peers.interval_s if self._peers else 1.0
-        self._send(self._beat)  # at once: a rank that was never heard can't be told from a network that is blocked
+        self._send(self._beat)  # at once: a rank that was never heard looks like a blocked network
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def knows(self, samples: Callable[[int, int], str]) -> None:
-        """Let it name the samples of a step; samples: from an optimizer step and a rank to a line about them."""
+        """Set the function that names samples: from an optimizer step and a rank to a line about its samples."""
         self._samples = samples
 
     def enters(self, phase: str, step: int) -> None:
-        """Tell where this rank is: one of heartbeat.PHASES, and the optimizer step that it is in or comes from."""
+        """Set this rank's place: one of heartbeat.PHASES, and the current or last optimizer step."""
         self._at = (phase, step)
 
     def leaving(self, reason: str) -> None:
-        """Tell the others that this rank ends at once because it was asked to: it did not crash."""
+        """Tell the other ranks that this one exits now on a request, and did not crash."""
         if self._thread is not None:
             here = replace(self._beat, phase=self._at[0], step=self._at[1])
             self._send(replace(here, ends=f"{self._name(here.rank)} left {place(here)}: {reason}", leaves=True))
 
     def __enter__(self) -> "Watchdog":
-        faulthandler.enable(2)  # from here on a crash in native code leaves the stacks of all threads
+        faulthandler.enable(2)  # from here on a crash in native code prints the stacks of all threads
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
@@ -91,8 +90,8 @@ class Watchdog:
             return
         if isinstance(error, Exception):
             self._raised(error)
-        else:  # the end, or SystemExit, which the others meet by themselves
-            with self._speaking:  # no earlier word follows this one, and none of these processes is gone before it
+        else:  # the end, or SystemExit, which the other ranks reach by themselves
+            with self._sending:  # no earlier beat follows this one, and no rank's process is gone before it
                 self.enters("done", self._at[1])
                 self._send(replace(self._beat, phase="done", step=self._at[1], seconds=0.0, limit=self._limit("done")))
             if error is None:
@@ -102,7 +101,7 @@ class Watchdog:
         self._thread = None
 
     def _wait_for_all(self) -> None:
-        """Until every rank is at its end. One that fails there says so itself, and the launcher ends this one."""
+        """Wait until every rank is at its end. One that fails there reports it, and the launcher ends this one."""
         try:
             barrier(self._ranks)
         except RuntimeError as lost:
@@ -110,18 +109,20 @@ class Watchdog:
             raise
 
     def _raised(self, error: Exception) -> None:
-        """Tell the others why this rank ends, and name it before the traceback."""
+        """Tell the other ranks the error that ends this one, and name this rank before the traceback."""
         if self._peers and any(text in str(error) for text in PEER_IS_GONE):
-            time.sleep(PATIENCE_S)  # it only met another's end: the watchdog's thread says whose, and ends this one
+            time.sleep(
+                PATIENCE_S
+            )  # only a consequence of another's end: the watchdog's thread reports whose, and ends this one
         here = replace(self._beat, phase=self._at[0], step=self._at[1])
-        users = isinstance(error, (ConfigError, DataError))  # said by who reports it
+        is_users = isinstance(error, (ConfigError, DataError))  # printed elsewhere
         first = next(iter(str(error).strip().splitlines()), "")
-        reason = f"{self._name(here.rank)} ended {place(here)}: {first if users else repr(error)}"
+        reason = f"{self._name(here.rank)} ended {place(here)}: {first if is_users else repr(error)}"
         self._send(replace(here, ends=reason))
-        if not users:
+        if not is_users:
             say(f"run/train.py: error: {reason}{self._on_samples(here)}")
 
-    # What follows runs in the watchdog's thread.
+    # All methods from here on run in the watchdog's thread.
 
     def _watch(self) -> None:
         clock = time.monotonic()
@@ -136,15 +137,15 @@ class Watchdog:
             if time.monotonic() < due:
                 continue
             due = time.monotonic() + self._tick_s
-            elapsed_s = self._now - self._spoke
+            elapsed_s = self._now - self._sent_at
             speaks = elapsed_s >= self._interval_s
             if speaks and self._beat.phase != "step" and not self._beat.waits and self._activity.goes_on(elapsed_s):
                 self._since = self._now  # in a long call, or waiting for its own workers
-            with self._speaking:
+            with self._sending:
                 self._look(passed)
                 at = self._beat.position
-                if speaks or (at != self._told and elapsed_s >= self._ranks.world_size / RANKS_PER_SECOND):
-                    self._spoke, self._told = self._now, at
+                if speaks or (at != self._sent_position and elapsed_s >= self._ranks.world_size / RANKS_PER_SECOND):
+                    self._sent_at, self._sent_position = self._now, at
                     self._send(self._beat)
             if speaks:
                 self._probe()
@@ -153,17 +154,17 @@ class Watchdog:
             self._peers.close()
 
     def _look(self, passed: float) -> None:
-        """Note where the main thread is."""
+        """Update this rank's beat from the main thread's place."""
         phase, step = self._at
         if (phase, step) != (self._beat.phase, self._beat.step):
             if self._beat.phase == "step":
                 self._longest = max(self._longest, self._now - self._since)
             self._since = self._now
         with no_collection():
-            where, waits, looks_like = look_at(sys._current_frames().get(self._main))
-        if phase != "step" and not waits and looks_like != self._looked_like:
-            self._since = self._now  # reading, encoding and writing may take hours: they get on
-        self._looked_like = looks_like
+            where, waits, key = look_at(sys._current_frames().get(self._main))
+        if phase != "step" and not waits and key != self._place_key:
+            self._since = self._now  # reading, encoding and writing may take hours
+        self._place_key = key
         in_step = passed if phase == "step" else 0.0
         self._beat = Beat(
             rank=self._ranks.rank,
@@ -199,7 +200,7 @@ class Watchdog:
             self._peers.is_back(beat.rank)
 
     def _known(self) -> list[Known]:
-        """Every rank that was heard of, and this one."""
+        """Every rank that was heard, and this one."""
         if not self._peers:
             return [Known(self._beat, "this machine", os.getpid())]
         self._beats[self._ranks.rank] = self._beat, self._now
@@ -211,10 +212,10 @@ class Watchdog:
         return found
 
     def _judge(self) -> None:
-        """End the run if no rank gets on any more; report who holds the others up."""
+        """End the run if no rank makes progress any more; report a rank that slows the others down."""
         known = self._known()
         if len(known) < self._ranks.world_size:
-            self._say_who_is_not_heard(known)
+            self._report_unheard(known)
             return
         self._compare(known)
         if not all(each.is_late for each in known):
@@ -236,20 +237,20 @@ class Watchdog:
         alive = [each.beat.rank for each in known if each.silent_s <= silent_after_s]
         self._leave(said, speaks=self._ranks.rank == min(alive), hangs=True)
 
-    def _say_who_is_not_heard(self, known: list[Known]) -> None:
-        """Once, and by the first who misses one: without all beats nobody can tell a rank that hangs."""
-        if self._now < SILENT_S * 3 or self._deaf:
+    def _report_unheard(self, known: list[Known]) -> None:
+        """Report once, from the first rank that misses a beat, that a rank which hangs can't be found without it."""
+        if self._now < SILENT_S * 3 or self._reported_unheard:
             return
-        self._deaf = True
+        self._reported_unheard = True
         missing = sorted(set(range(self._ranks.world_size)) - {each.beat.rank for each in known})
         if self._ranks.rank == min(set(range(self._ranks.world_size)) - set(missing)):
             say(
-                f"watchdog: no heartbeat of {spelled(missing)} reached {self._name(self._ranks.rank)}: UDP between the "
-                "machines is blocked. Until it comes, no limit ends the run"
+                f"watchdog: no heartbeat of {format_ranks(missing)} reached {self._name(self._ranks.rank)}: UDP "
+                "between the machines is blocked. Until it comes, no limit ends the run"
             )
 
     def _probe(self) -> None:
-        """Ask after ranks of other machines that fell silent: a process that is gone is not one that is slow."""
+        """Look for ranks of other machines that fell silent: a process that is gone is not one that is slow."""
         for each in self._known() if self._peers else []:
             rank = each.beat.rank
             if each.silent_s < REFUSED_S - 5 or rank == self._ranks.rank or each.beat.phase == "done":
@@ -274,7 +275,7 @@ class Watchdog:
         self._leave(said, speaks, hangs=False)
 
     def _compare(self, known: list[Known]) -> None:
-        """Once in a while, on the first rank that lives: say who works while the others wait for it."""
+        """Report at intervals, from rank 0, the ranks that work while the others wait for them."""
         if self._ranks.rank != 0 or not self._peers:
             return
         now = {each.beat.rank: (each.beat.busy_s, each.beat.step_s) for each in known}
@@ -284,9 +285,9 @@ class Watchdog:
             return
         self._before = now
         for rank, part, median, factor in stragglers(passed):
-            if self._now < self._named.get(rank, 0.0):
-                continue  # it was, not long ago
-            self._named[rank] = self._now + WINDOWS_BETWEEN * self._window_s
+            if self._now < self._next_report.get(rank, 0.0):
+                continue  # it was reported not long ago
+            self._next_report[rank] = self._now + WINDOWS_BETWEEN * self._window_s
             say(
                 f"watchdog: {self._name(rank)} holds the others up: over {passed[rank][1]:.0f} s of steps it was at "
                 f"work for {part:.0%}, the others for {median:.0%} (median) and waited for it: {factor:.1f} times "
@@ -294,31 +295,31 @@ class Watchdog:
             )
 
     def _ended_by(self, beat: Beat) -> None:
-        """Another rank ends the run: where no launcher ends this one, for it is on another machine, end it here."""
+        """End this process after another rank has ended the run, if no launcher does, as on another machine."""
         if beat.hangs:
             self._dump(beat.ends)
         if beat.leaves and self._ranks.is_first:
             say(f"run/train.py: {beat.ends}; the others end, too")
         self._closed.wait(LAUNCHER_S)
         if self._closed.is_set():
-            return  # it met the same, and is on its way out
+            return  # this rank ended by itself
         if self._ranks.local_rank == 0 and self._peers.all[beat.rank].host != self._peers.all[self._ranks.rank].host:
             say(f"{beat.ends} (so says {self._name(beat.rank)}): this machine's ranks end, too")
         os._exit(EXIT_RANK_LOST)
 
     def _leave(self, said: str, speaks: bool, hangs: bool) -> None:
-        """End this process, once what is to say is said, and the others with it."""
+        """Print the message, then end this process and with it the other ranks."""
         self._send(replace(self._beat, ends=said.partition("\n")[0], hangs=hangs))
         if hangs:
             self._dump(said)
         if speaks:
             say(f"run/train.py: error: {said}")
-        # Time for the others' stacks, and for the launcher to see first the rank that died, whose exit code it takes.
+        # Time for the others' stacks, and for the launcher to notice the dead rank first, whose exit code it returns.
         time.sleep(LAUNCHER_S / (4 if speaks and hangs else 1) if self._peers else 0)
         os._exit(EXIT_RANK_LOST)
 
     def _dump(self, said: str) -> None:
-        """Write all threads' stacks to the run's folder."""
+        """Write the stacks of all threads to the run's folder."""
         path = Path(self._training.output_dir) / f"hang-rank{self._ranks.rank}.txt"
         name = self._name(self._ranks.rank)
         dump_stacks(path, f"{name}, {place(self._beat)}, {time.ctime()}\n{said}\n", name)

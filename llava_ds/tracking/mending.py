@@ -9,7 +9,7 @@ from typing_extensions import NotRequired, TypedDict
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.jsonl import replace_rows
 from llava_ds.files.reading import move_aside, read_rows, why_not_regular
-from llava_ds.runtime.ranks import Ranks, from_first, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 
 
 class _Step(TypedDict):
@@ -56,7 +56,7 @@ def mend_side_files(output_dir: Path, names: Iterable[str], ranks: Ranks) -> Non
     names: of the files that a run writes, patterns among them. Raises ConfigError on every rank where that
     can't be done.
     """
-    from_first(ranks, lambda: _mend_all(output_dir, (*names, *OTHERS)))
+    broadcast_from_first(ranks, lambda: _mend_all(output_dir, (*names, *OTHERS)))
 
 
 def _mend_all(output_dir: Path, wanted: tuple[str, ...]) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from llava_ds.config.arguments import TrainingArguments
 from llava_ds.data.loader import Counts
 from llava_ds.data.sources.source import means_by_source
 from llava_ds.data.step_plan import StepPlan
@@ -25,9 +24,14 @@ from llava_ds.tracking.trackers import Trackers
 
 
 @dataclass(frozen=True)
-class Speed:
-    """The FLOPs that training needs, and those that one rank's device can do in a second at most."""
+class RunFacts:
+    """What the log needs to know of a run. title: of loss.png; resumed_step: steps that were done before this start;
+    peak_flops: of one rank's device, per second."""
 
+    title: str
+    output_dir: Path
+    logging_steps: int
+    resumed_step: int
     flops: ModelFlops
     peak_flops: float
 
@@ -38,31 +42,20 @@ class Progress:
     A new number in the log is one line in _row, or one entry of the objective's metrics.
     """
 
-    def __init__(
-        self,
-        title: str,
-        training: TrainingArguments,
-        plan: StepPlan,
-        speed: Speed,
-        ranks: Ranks,
-        *,
-        resume_step: int,
-        trackers: Trackers,
-    ) -> None:
-        """title: of loss.png; trackers: what --report_to switches on. All ranks call it together."""
-        self.plan, self.speed, self.trackers = plan, speed, trackers
-        self.mesh, self.ranks, self.logging_steps = Mesh.of(ranks), ranks, training.logging_steps
+    def __init__(self, run: RunFacts, plan: StepPlan, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
+        """trackers: what --report_to switches on. All ranks call it together."""
+        self.run, self.plan, self.trackers, self.ranks, self.mesh = run, plan, trackers, ranks, mesh
         self.sources = plan.dataset.sources
-        self.output_dir = Path(training.output_dir)
         self.pending: list = []
         self.waited_s = 0.0  # for the device when it was last read, which is in the time of the step that followed
         self.smoothed, self.num_broken = Smoothed(), 0
         if ranks.is_first:
-            metrics = self.output_dir / "metrics.jsonl"
-            self.log = MetricsLog(metrics, resume_step)
-            self.table = MetricsTable(self.output_dir / "metrics.csv", metrics)
-            self.plot = LossPlot(self.output_dir / "loss.png", title, read_metrics(metrics))
-        self.bar = progress_bar(total=plan.num_steps, initial=resume_step, desc=self.output_dir.name, unit="step")
+            metrics = run.output_dir / "metrics.jsonl"
+            self.log = MetricsLog(metrics, run.resumed_step)
+            self.table = MetricsTable(run.output_dir / "metrics.csv", metrics)
+            self.plot = LossPlot(run.output_dir / "loss.png", run.title, read_metrics(metrics))
+        name = run.output_dir.name
+        self.bar = progress_bar(total=plan.num_steps, initial=run.resumed_step, desc=name, unit="step")
 
     def after_step(self, result, flush: bool = False) -> tuple[list, list[dict]]:
         """Take a StepResult of the loop. Return the results that were read from the device, and their rows.
@@ -71,7 +64,7 @@ class Progress:
         """
         self.pending.append(result)
         read = [], []
-        if flush or result.step % self.logging_steps == 0 or result.step == self.plan.num_steps:
+        if flush or result.step % self.run.logging_steps == 0 or result.step == self.plan.num_steps:
             read = self.flush()
         if flush:
             self.trackers.flush()
@@ -136,8 +129,8 @@ class Progress:
     def _rates(self, read: list, seconds: float) -> dict[str, float]:
         """Tokens per second and MFU of the steps that were read together."""
         counts = [result.counts for result in read]
-        flops = sum(self.speed.flops.of(c.tokens, c.pairs, c.tiles, c.targets) for c in counts)
-        peak = self.speed.peak_flops * self.ranks.world_size
+        flops = sum(self.run.flops.of(c.tokens, c.pairs, c.tiles, c.targets) for c in counts)
+        peak = self.run.peak_flops * self.ranks.world_size
         tokens = sum(c.tokens for c in counts)
         return {"tokens_per_s": round(tokens / seconds, 1), "mfu": round(flops / seconds / peak, 6)}
 

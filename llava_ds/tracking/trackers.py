@@ -15,7 +15,7 @@ from llava_ds.config.arguments import Arguments
 from llava_ds.config.rules import is_installed
 from llava_ds.constants import ConfigError
 from llava_ds.files.jsonl import rows_of
-from llava_ds.runtime.ranks import Ranks, from_first, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.redact import redact
 
 # More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
@@ -105,7 +105,7 @@ def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps
                 ) from error
 
     before = random.getstate()  # theirs to draw names from, and the run's to go on with
-    from_first(ranks, open_all)
+    broadcast_from_first(ranks, open_all)
     random.setstate(before)
     return Trackers(opened, num_steps)
 

@@ -23,7 +23,7 @@ from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
-from llava_ds.runtime.ranks import Ranks, from_first, gather
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather
 from llava_ds.tracking.eval_log import Evals
 from llava_ds.tracking.trackers import Trackers
 from llava_ds.train.plan import Plan
@@ -170,12 +170,12 @@ def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:
 class Evaluation:
     """Measures the eval loss and asks sample questions when that is due, and logs both (evals.jsonl, samples.jsonl)."""
 
-    def __init__(self, engine, plan: Plan, trackers: Trackers, ranks: Ranks) -> None:
+    def __init__(self, engine, plan: Plan, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
         """All ranks call it together."""
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._sample_steps = steps_between(training.sample_steps, num_steps)
-        self._engine, self._ranks, self._mesh, self._packing = engine, ranks, Mesh.of(ranks), plan.steps.packing
+        self._engine, self._ranks, self._mesh, self._packing = engine, ranks, mesh, plan.steps.packing
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self._log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
@@ -193,7 +193,7 @@ class Evaluation:
 
     def was_missed(self, step: int, last: bool) -> bool:
         """True if it was due at the step that a run resumes from, whose stop left no time for it. All ranks call it."""
-        return self.is_due(step, last) and not from_first(self._ranks, lambda: self._log.has(step))
+        return self.is_due(step, last) and not broadcast_from_first(self._ranks, lambda: self._log.has(step))
 
     def ahead_s(self, step: int) -> float:
         """Seconds of an evaluation that comes before the next chance to stop, judged by the last one."""

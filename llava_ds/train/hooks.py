@@ -13,7 +13,7 @@ from llava_ds.engine.non_finite import settle_skipped_steps
 from llava_ds.runtime.ranks import print_first
 from llava_ds.tracking.page import leave_report
 from llava_ds.tracking.peak import peak_flops
-from llava_ds.tracking.progress import Progress, Speed
+from llava_ds.tracking.progress import Progress, RunFacts
 from llava_ds.tracking.trackers import called
 from llava_ds.train.loss_spikes import LossSpikes
 from llava_ds.train.replicas import check_replicas
@@ -98,15 +98,8 @@ class Log(Hook):
         print_first(line)
         steps, zero = f"{plan.steps.num_steps} steps", f"ZeRO-{plan.resolved.zero_stage}"
         title = f"{called(plan.args)}: {steps}, {zero}, {ranks.world_size} ranks"
-        self.progress = Progress(
-            title,
-            self.training,
-            plan.steps,
-            Speed(plan.flops, peak),
-            ranks,
-            resume_step=plan.resumed_step,
-            trackers=session.trackers,
-        )
+        run = RunFacts(title, plan.output_dir, self.training.logging_steps, plan.resumed_step, plan.flops, peak)
+        self.progress = Progress(run, plan.steps, session.trackers, ranks, session.mesh)
 
     def after_step(self, end: StepEnd) -> None:
         saves = self.session.saves_at(end.step, end.last)

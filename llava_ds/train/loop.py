@@ -10,7 +10,7 @@ from llava_ds.data.loader import Window, windows
 from llava_ds.engine.non_finite import skipped_steps
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.train.hooks import Hook, StepEnd
-from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.session import Session
 from llava_ds.train.state import StepResult, TrainState
 
@@ -54,7 +54,7 @@ def run_steps(
     windows: Iterator[Window],
     state: TrainState,
     num_steps: int,
-    objective: SFT,
+    objective: Objective,
     mesh: Mesh,
     after_step: Callable[[StepResult], float],
 ) -> None:
@@ -98,7 +98,7 @@ class StepSums:
     means: torch.Tensor | None
 
 
-def micro_steps(engine, window: Window, counts: torch.Tensor, objective: SFT) -> StepSums:
+def micro_steps(engine, window: Window, counts: torch.Tensor, objective: Objective) -> StepSums:
     """Run forward, backward and step of every micro-batch of one optimizer step.
 
     counts: Window.counts summed over the data group, a tensor in the order of Counts.
@@ -117,7 +117,7 @@ def micro_steps(engine, window: Window, counts: torch.Tensor, objective: SFT) ->
         loss=losses.dot(torch.stack(scales)) / objective.grad_ranks,
         by_source=by_source.sum(0),
         metrics={name: torch.stack([micro.metrics[name] for micro in done]).sum() for name in done[0].metrics},
-        means=_means(losses, window) if objective.reduction == "micro_batch" else None,
+        means=_means(losses, window) if objective.logs_means else None,
     )
 
 

@@ -9,7 +9,7 @@ from llava_ds.config.arguments import TrainingArguments
 from llava_ds.data.dataset import sample_ids
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.files.jsonl import RowLog, rows_of
-from llava_ds.runtime.ranks import Ranks, from_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
 FILE = "loss_spikes.jsonl"
 LEAST_DEVIATION = 0.01  # of the mean: where losses hardly differ, their smallest differences are no spikes
@@ -39,7 +39,7 @@ class LossSpikes:
             earlier = [(step, loss) for step, loss in steps if step <= resume_step]
             return earlier[-window:], [row for row in rows_of(self.path) if row["step"] <= resume_step]
 
-        losses, earlier = from_first(ranks, read)
+        losses, earlier = broadcast_from_first(ranks, read)
         self.log = RowLog(self.path, earlier) if ranks.is_first else None
         self._rewound = [row["rewound_to"] for row in earlier if row["last"] and row["rewound_to"] is not None]
         known = {row["step"] for row in earlier}

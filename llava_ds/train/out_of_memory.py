@@ -12,7 +12,7 @@ from llava_ds.data.dataset import EncodedDataset, sample_ids
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
-from llava_ds.engine.warm_up import Heaviest
+from llava_ds.engine.warm_up import LargestMicroBatch
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.state import TrainState
 
@@ -48,7 +48,7 @@ class MemoryWatch:
             raise ConfigError("\n".join(said)) from error
 
     @contextmanager
-    def rehearsal(self, heaviest: Heaviest) -> Iterator[None]:
+    def rehearsal(self, heaviest: LargestMicroBatch) -> Iterator[None]:
         """Context for the warm-up before the first step."""
         self._rehearsed = heaviest.samples
         with self:

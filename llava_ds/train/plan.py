@@ -27,18 +27,16 @@ from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.language import length_note
 from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.planning import dry_run
-from llava_ds.planning.choose import choose_for_ranks
+from llava_ds.planning.auto import choose_for_ranks, choose_tokens_per_micro_batch, run_on_ranks
 from llava_ds.planning.shapes import shape_of
-from llava_ds.planning.this_run import plan_lines, planned_here, tokens_per_micro_batch
-from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import (
     Ranks,
+    broadcast_from_first,
     check_same,
     check_shared_folder,
     first_rank_first,
-    from_first,
+    on_every_rank,
     print_first,
-    together,
 )
 from llava_ds.tiny import default as tiny
 from llava_ds.train.start import Start
@@ -111,7 +109,7 @@ class Plan:
 
     def describe(self) -> list[str]:
         """Describe data, steps and DeepSpeed configuration."""
-        return plan_lines(self.resolved, self.steps)
+        return dry_run.plan_lines(self.resolved, self.steps)
 
 
 def make_plan(start: Start) -> Plan:
@@ -127,17 +125,17 @@ def make_plan(start: Start) -> Plan:
     raw_config = start.raw_config
     if raw_config is None:
         shape = shape_of(model.text_config, model.tower, args)
-        raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, model.hidden_size, ranks)
+        raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, ranks)
         print_first(line)
     resolve = partial(
         resolve_ds_config,
         raw_config,
-        world_size=Mesh.of(ranks).dp,
+        world_size=start.mesh.dp,
         hidden_size=model.hidden_size,
         device_type=ranks.device.type,
     )
     flops = model_flops(model.text_config, model.tower, args.model)
-    resolved, steps, evals = _plan_steps(args, resolve, model, images, flops, ranks)
+    resolved, steps, evals = _plan_steps(start, args, resolve, model, images, flops)
     # A compiler that only some machines have decides which Adam is filled in.
     same = {"the resolved optimizer": resolved.config.get("optimizer")}
     check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
@@ -163,27 +161,27 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
 
 
 def _plan_steps(
+    start: Start,
     args: Arguments,
     resolve: Callable[..., ResolvedConfig],
     model: ModelPlan,
     images: ImageOptions,
     flops: ModelFlops,
-    ranks: Ranks,
 ) -> tuple[ResolvedConfig, StepPlan, EvalSets]:
     """Open the data, and lay out the optimizer steps. resolve: fills in the DeepSpeed JSON, by flags and num_steps."""
     # What the data makes no difference to is refused before it is read.
+    ranks, dp = start.ranks, start.mesh.dp
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
-    known = together(ranks, partial(resolve, args, num_steps=known_steps))
-    dp = Mesh.of(ranks).dp
+    known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
     dataset = open_together(known.args, model.tokenizer, images, ranks)
     dataset, held_out, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
-    tokens = tokens_per_micro_batch(known, model, dataset, order, ranks)
+    tokens = choose_tokens_per_micro_batch(known, model, dataset, order, ranks)
     packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
     filled_in = args.replaced(tokens_per_micro_batch=tokens)
-    resolved = together(ranks, partial(resolve, filled_in, num_steps=num_steps))
+    resolved = on_every_rank(ranks, partial(resolve, filled_in, num_steps=num_steps))
     final = with_steps_of_epochs(known.args.replaced(tokens_per_micro_batch=tokens), per_epoch)
     resolved = dataclasses.replace(resolved, args=final)
     return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(held_out, questions)
@@ -198,17 +196,17 @@ def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks
         check_shared_folder(output_dir, "--output_dir", ranks)
     find = partial(find_resume_point, training.resume, output_dir, identity)
     about_data = partial(changes_since, dataset.table)
-    point, lines = from_first(ranks, partial(find, training.allow_changed_flags, about_data))
-    weights = from_first(ranks, lambda: weight_hashes(args, output_dir, point.path))
+    point, lines = broadcast_from_first(ranks, partial(find, training.allow_changed_flags, about_data))
+    weights = broadcast_from_first(ranks, lambda: weight_hashes(args, output_dir, point.path))
     return Resume(point, identity, weights), lines
 
 
 def show_dry_run(plan: Plan, ranks: Ranks) -> int:
     """Print the first batch, the memory that training needs, and whether the run can start. Returns the exit code."""
     steps, done = plan.steps, plan.resumed_step
-    planned = planned_here(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
+    planned = run_on_ranks(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
     if plan.export.is_whole_model:
-        print_first(from_first(ranks, partial(plan.export.try_out, plan.output_dir, dry_run=True)))
+        print_first(broadcast_from_first(ranks, partial(plan.export.try_out, plan.output_dir, dry_run=True)))
     if ranks.is_first:
         print_first(*dry_run.first_batch(steps, done, ranks.rank, plan.model.tokenizer))
         print_first(*dry_run.memory(planned, ranks))

@@ -11,33 +11,33 @@ from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, what_i
 from llava_ds.config.arguments import trains_projector_only
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.seen_files import write_data_files
-from llava_ds.engine.activation_budget import choose_layers
-from llava_ds.engine.activation_checkpointing import mark_layers
-from llava_ds.engine.check import check_engine
+from llava_ds.engine.activation_budget import choose_checkpointed_layers
+from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
 from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.compilation import deep_compiles
-from llava_ds.engine.ds_config.moments import num_moments
-from llava_ds.engine.ds_config.optimizer import kernels_of
+from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe, parameter_groups
-from llava_ds.engine.start import seed_everything, start_engine
-from llava_ds.engine.warm_up import heaviest_micro_batch, missing_states, rehearse
+from llava_ds.engine.start import check_engine, seed_everything, start_engine
+from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, warm_up
 from llava_ds.export.finish import leave_result, write_model
 from llava_ds.model.attention import attention_report
 from llava_ds.model.liger import use_liger
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks, from_first, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
 from llava_ds.train.evals import Evaluation
+from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
+from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState
 
 
@@ -50,7 +50,7 @@ class Session:
     mesh: Mesh
     model: LlavaModel
     engine: deepspeed.DeepSpeedEngine
-    objective: SFT
+    objective: Objective
     state: TrainState
     trackers: Trackers
     evaluation: Evaluation
@@ -65,12 +65,13 @@ class Session:
         return training.save_strategy != "no" and (last or step % training.save_steps == 0)
 
 
-def build(plan: Plan, ranks: Ranks, watchdog: Watchdog, stop: Stopping) -> Session:
+def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Session:
     """Build model and engine, restore the checkpoint, and try the largest micro-batch. All ranks call it together.
 
     Raises ConfigError where the export can't be written, a group of parameters is not trained as it was meant, or the
     largest micro-batch runs out of memory.
     """
+    ranks, mesh = started.ranks, started.mesh
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
@@ -78,13 +79,13 @@ def build(plan: Plan, ranks: Ranks, watchdog: Watchdog, stop: Stopping) -> Sessi
     model, engine, recomputed = _build_engine(plan, ranks)
     if point.path is not None:
         print_first(restore(engine, point, ranks, training.seed))
-    state, mesh = TrainState(point.step), Mesh.of(ranks)
+    state = TrainState(point.step)
     watchdog.knows(partial(name_samples_of, plan.steps))
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
     _warm_up(plan, model, engine, recomputed, memory, ranks)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
     objective = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
-    evaluation = Evaluation(engine, plan, trackers, ranks)
+    evaluation = Evaluation(engine, plan, trackers, ranks, mesh)
     saver = _saver(plan, engine, ranks)
     return Session(
         plan, ranks, mesh, model, engine, objective, state, trackers, evaluation, saver, memory, watchdog, stop
@@ -127,9 +128,9 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
             )
             write_data_files(output_dir, plan.steps.dataset.table)
 
-    from_first(ranks, record)
+    broadcast_from_first(ranks, record)
     if plan.export.is_whole_model:
-        print_first(from_first(ranks, partial(plan.export.try_out, output_dir)))
+        print_first(broadcast_from_first(ranks, partial(plan.export.try_out, output_dir)))
 
 
 def _build_engine(plan: Plan, ranks: Ranks) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict]:
@@ -140,7 +141,7 @@ def _build_engine(plan: Plan, ranks: Ranks) -> tuple[LlavaModel, deepspeed.DeepS
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
     choose_trainable(model, args)
-    recomputed, lines = mark_layers(model, args, resolved.config)
+    recomputed, lines = mark_checkpointed_layers(model, args, resolved.config)
     print_first(*lines)
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe(model, groups))
@@ -156,10 +157,12 @@ def _warm_up(plan: Plan, model: LlavaModel, engine, recomputed: dict, memory: Me
     done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
     moments, heaviest = num_moments(config), None
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
-        heaviest = heaviest_micro_batch(plan.steps, done, ranks.device)
+        heaviest = largest_micro_batch(plan.steps, done, ranks.device)
     if heaviest and chooses_layers:
         with memory.rehearsal(heaviest):
-            print_first(*choose_layers(engine, heaviest, recomputed, moments, training.activation_memory_gb, ranks))
+            print_first(
+                *choose_checkpointed_layers(engine, heaviest, recomputed, moments, training.activation_memory_gb, ranks)
+            )
     if deep_compiles(config):
         engine.compile()
     elif training.torch_compile:
@@ -167,7 +170,7 @@ def _warm_up(plan: Plan, model: LlavaModel, engine, recomputed: dict, memory: Me
         print_first(f"{count} layers are compiled when they first run")
     if heaviest:
         with memory.rehearsal(heaviest):
-            rehearse(engine, heaviest, missing_states(engine, moments))
+            warm_up(engine, heaviest, missing_state_bytes(engine, moments))
 
 
 def _saver(plan: Plan, engine, ranks: Ranks) -> Saver:

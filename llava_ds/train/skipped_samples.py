@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llava_ds.files.jsonl import RowLog, rows_of
-from llava_ds.runtime.ranks import Ranks, from_first, gather, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
 
 
 class SkippedSamples:
@@ -21,7 +21,7 @@ class SkippedSamples:
         self.path, self.num_allowed, self.ranks = path, num_allowed, ranks
         rejections = list(rejections)
         self.num_rejected = len(rejections)
-        before = from_first(ranks, lambda: rows_of(path))
+        before = broadcast_from_first(ranks, lambda: rows_of(path))
         earlier = [row for row in before if 0 < row.get("step", 0) <= resume_step]
         self.broken = {(row["file"], row["index"]) for row in earlier}
         self.log = RowLog(path, [*rejections, *earlier]) if ranks.is_first else None

@@ -6,7 +6,7 @@ from pathlib import Path
 from llava_ds.data.dataset import sample_ids
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.files.jsonl import RowLog, rows_of
-from llava_ds.runtime.ranks import Ranks, from_first, gather, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
 
 FILE = "skipped_steps.jsonl"
 MOST_NAMED = 8  # samples, in what is printed
@@ -31,7 +31,7 @@ class SkippedSteps:
         self.path, self.most, self.ranks = output_dir / FILE, most, ranks
         resume_step, self._num_skipped = before
         self._plan = plan
-        noted = from_first(ranks, lambda: rows_of(self.path))
+        noted = broadcast_from_first(ranks, lambda: rows_of(self.path))
         earlier = [row for row in noted if row["step"] <= resume_step]
         self.log = RowLog(self.path, earlier) if ranks.is_first else None
         steps = {row["step"] for row in earlier}

@@ -7,20 +7,23 @@ from llava_ds.checkpoint.resume import kept_batch_size
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG
 from llava_ds.engine.ds_config.resolve import read_ds_config
+from llava_ds.engine.process_group import init_ranks
 from llava_ds.model.liger import check_liger
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.runtime.cli import read_training_flags
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.output_lock import OutputLock
-from llava_ds.runtime.ranks import Ranks, check_same, from_first, init_ranks, print_first, quiet_libraries
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, check_same, print_first, quiet_libraries
 from llava_ds.runtime.watchdog import Watchdog
 
 
 class Start(NamedTuple):
-    """The flags, the DeepSpeed JSON as it was given (None: --deepspeed_config auto), and the ranks."""
+    """The flags, the DeepSpeed JSON as it was given (None: --deepspeed_config auto), the ranks, and their mesh."""
 
     args: Arguments
     raw_config: dict | None
     ranks: Ranks
+    mesh: Mesh
 
 
 def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
@@ -43,8 +46,8 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
     check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
-    if batch_size := from_first(ranks, lambda: kept_batch_size(args, ranks.world_size)):
+    if batch_size := broadcast_from_first(ranks, lambda: kept_batch_size(args, ranks.world_size)):
         args = args.replaced(train_batch_size=batch_size)
     if args.training.use_liger_kernel:
         check_liger(ranks.device)
-    return Start(args, raw_config, ranks)
+    return Start(args, raw_config, ranks, Mesh.of(ranks))

@@ -23,21 +23,23 @@ HEAD = ("| flag | value | default | |", "| --- | --- | --- | --- |")
 SECTIONS = {"The model": ModelArguments, "The data": DataArguments, "The training": TrainingArguments}
 INTRODUCTION = """# Every flag
 
-This page is written by `make docs` from the code that reads the flags; `--help` of each script says the same.
+For everybody who looks up a flag: its values, its default and its effect. `make docs` writes this page from the code
+that reads the flags; `--help` of each script prints the same.
 
-- A flag is `--name value` or `--name=value`, with hyphens for underscores if you like, and never shortened. Of two that
-  are alike the last counts. An unknown one is an error, with the nearest that exists.
+- A flag is `--name value` or `--name=value`, with hyphens or underscores, and never abbreviated. If a flag is given
+  twice, the last one counts. An unknown flag is an error that names the nearest one.
 - True or False: also `true`, `t`, `yes`, `y`, `1` and `false`, `f`, `no`, `n`, `0`, in any case. The bare flag means
   True.
 - A number that is nan, infinite or beyond the range beside it is refused; so is an empty path.
-- A recipe or DeepSpeed JSON that is shipped is found by its name in every folder: `--recipe tiny-finetune`,
+- The shipped recipes and DeepSpeed JSON files are found by name in every folder: `--recipe tiny-finetune`,
   `--deepspeed_config zero3`.
 - `--recipe FILE.yaml` has the same flags as `name: value`. The command line wins over the recipe, the recipe over the
-  defaults. Where neither `--model_name_or_path` nor `--recipe` is given, `run/train.py` puts the tiny model's recipe
-  before the defaults.
-- A LLaVA in `--model_name_or_path` says some of them itself ([models.md](models.md#what-the-model-says-of-itself)), and
-  so does the DeepSpeed JSON ([deepspeed.md](deepspeed.md#how-a-value-is-found)).
-- `~` stands for the home folder in every path. What may be on the hub has to be a folder here: nothing is downloaded.
+  defaults. Without `--model_name_or_path` and `--recipe`, `run/train.py` uses the tiny model's recipe.
+- A LLaVA in `--model_name_or_path` gives the defaults of some flags
+  ([models.md](models.md#defaults-from-the-models-folder)), and so does the DeepSpeed JSON
+  ([deepspeed.md](deepspeed.md#how-a-value-is-found)).
+- `~` stands for the home folder in every path. Models and data are folders and files on this machine: nothing is
+  downloaded.
 """
 
 
@@ -77,7 +79,7 @@ def train_flags() -> list[str]:
                 row(", ".join(f"`{name}`" for name in names), value, shown(field.default), in_markdown(option.help))
             )
         lines.append("")
-    lines += ["### Beside them\n", *HEAD]
+    lines += ["### Other flags\n", *HEAD]
     for name, kind in (("recipe", "path"), ("local_rank", "whole number")):
         lines.append(row(f"`--{name}`", kind, "", in_markdown(options[name].help)))
     return [*lines, ""]

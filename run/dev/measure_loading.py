@@ -18,9 +18,10 @@ import torch
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.process_group import init_ranks
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
-from llava_ds.runtime.ranks import init_ranks, quiet_libraries
+from llava_ds.runtime.ranks import quiet_libraries
 
 ZERO_3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 

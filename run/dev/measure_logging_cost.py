@@ -19,9 +19,10 @@ from llava_ds.config.arguments import TrainingArguments
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan
 from llava_ds.model.flops import ModelFlops
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking import progress as module
-from llava_ds.tracking.progress import Progress, Speed
+from llava_ds.tracking.progress import Progress, RunFacts
 from llava_ds.tracking.trackers import TensorBoard, Trackers
 from llava_ds.train.loss_spikes import LossSpikes
 from llava_ds.train.skipped_samples import SkippedSamples
@@ -85,16 +86,13 @@ class Logging:
         dataset = SimpleNamespace(sources=["data"])  # looked at only where something went wrong
         plan = StepPlan(dataset, SampleOrder(665_000, 128, seed=0), Packing(1, 128, 1, None), num_steps)
         flops = ModelFlops(per_token=1.4e10, per_pair=1e3, per_tile=3.6e11, per_target=1e8)
-        training, alone = (
-            TrainingArguments(output_dir=str(folder), logging_steps=1),
-            Ranks(0, 0, 1, torch.device("cpu")),
-        )
+        alone = Ranks(0, 0, 1, torch.device("cpu"))
         trackers = tensorboard(folder, min(num_steps, 5_000))
-        self.progress = Progress("a run", training, plan, Speed(flops, 8e15), alone, resume_step=0, trackers=trackers)
+        self.progress = Progress(RunFacts("a run", folder, 1, 0, flops, 8e15), plan, trackers, alone, Mesh.of(alone))
         self.watches = (
             SkippedSamples(folder / "skipped.jsonl", [], 1, 0, alone),
             SkippedSteps(folder, plan, 3, (0, 0), alone),
-            LossSpikes(folder, plan, training, 0, alone),
+            LossSpikes(folder, plan, TrainingArguments(), 0, alone),
         )
 
     def after_step(self, result: StepResult) -> dict:

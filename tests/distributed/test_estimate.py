@@ -9,8 +9,8 @@ from launching import ROOT, command_line, ds_config, launch
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
+from llava_ds.planning.auto import Data, Devices, planned_run
 from llava_ds.planning.fit import Run
-from llava_ds.planning.inputs import Data, planned_run
 from llava_ds.planning.shapes import shape_of_folders
 
 MEASURE = ROOT / "run" / "dev" / "measure_memory.py"
@@ -73,7 +73,7 @@ def planned(flags: list[str], ranks: int) -> Run:
     shape = shape_of_folders(args)
     raw = read_ds_config(args.training.deepspeed_config)
     resolved = resolve_ds_config(raw, args, world_size=ranks, hidden_size=shape.text.hidden)
-    return planned_run(shape, resolved, Data(512, 0.25, share=512), num_gpus=ranks, gpus_per_node=8)
+    return planned_run(shape, resolved, Data(512, 0.25, share=512), Devices(ranks, 8))
 
 
 def check(run: Run, ranks: list[dict[str, int]]) -> None:

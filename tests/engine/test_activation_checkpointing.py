@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from llava_ds.config.arguments import ModelArguments
-from llava_ds.engine.activation_checkpointing import recompute_layers
+from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model import attention
 from llava_ds.model.lora import add_lora
 
@@ -49,7 +49,7 @@ def trained_once(**how: object) -> tuple[float, list[torch.Tensor], int]:
             if ".lora_B." in name:
                 torch.nn.init.normal_(parameter)
     if how.pop("on", False):
-        recompute_layers(model, **how)
+        checkpoint_layers(model, **how)
     calls = []
     forward = LlamaDecoderLayer.forward
     for layer in model.model.layers:
@@ -108,7 +108,7 @@ def test_gradients_of_every_family_are_the_same(family, how):
             toys.language_model_config(family), attn_implementation=attention.register()
         ).train()
         if recomputed:
-            recompute_layers(model, **how)
+            checkpoint_layers(model, **how)
         ids = torch.randint(0, 400, (1, 60))
         logits = model(
             inputs_embeds=model.get_input_embeddings()(ids) * 1.0,  # as after the merge, no leaf

@@ -31,6 +31,7 @@ from transformers import (
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine import construct as build
+from llava_ds.engine.process_group import use_gloo_without_compiling
 from llava_ds.model import attention
 from llava_ds.model.hf import attention_options
 from llava_ds.model.language import (
@@ -47,7 +48,7 @@ from llava_ds.model.open.names import language_model_from_disk
 from llava_ds.model.open.weight_files import WeightFiles
 from llava_ds.model.open.weights import load_weights
 from llava_ds.model.probe import examine, refuse_unfit_language_model
-from llava_ds.runtime.ranks import Ranks, _use_gloo_without_compiling
+from llava_ds.runtime.ranks import Ranks
 
 LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows
 
@@ -114,7 +115,7 @@ def one_rank(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(value))
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    _use_gloo_without_compiling(get_accelerator())
+    use_gloo_without_compiling(get_accelerator())
     deepspeed.init_distributed(verbose=False)
     yield
     torch.distributed.destroy_process_group()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
-from llava_ds.engine.activation_checkpointing import recompute_layers
+from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.engine.compile import compile_layers
 from llava_ds.model import attention
 from llava_ds.model.llava import LlavaModel
@@ -99,10 +99,10 @@ def freeze(model: LlavaModel) -> None:
     [
         lora,
         freeze,
-        lambda model: recompute_layers(model.language_model),
-        lambda model: recompute_layers(model.language_model, 2),
+        lambda model: checkpoint_layers(model.language_model),
+        lambda model: checkpoint_layers(model.language_model, 2),
         pytest.param(partial(compile_layers, backend="eager"), marks=pytest.mark.full),
-        lambda model: (recompute_layers(model.language_model), compile_layers(model, "eager")),
+        lambda model: (checkpoint_layers(model.language_model), compile_layers(model, "eager")),
     ],
     ids=["lora", "frozen", "recomputed", "every second recomputed", "compiled", "recomputed and compiled"],
 )
@@ -118,7 +118,7 @@ def test_it_computes_at_kept_positions_only_and_is_recomputed_as_a_whole():
         for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.mlp.up_proj, model.language_model.lm_head):
             part.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[-2]))
         if recompute:
-            recompute_layers(model.language_model)
+            checkpoint_layers(model.language_model)
 
     trained_once("llama", True, change=partial(watch, recompute=False))
     kept, total = len(SOME), sum(LENGTHS)

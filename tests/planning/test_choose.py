@@ -6,7 +6,7 @@ import pytest
 
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.planning.choose import choose_ds_config
+from llava_ds.planning.auto import Devices, choose_ds_config
 from llava_ds.planning.shapes import shape_named
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
@@ -18,18 +18,8 @@ def choose(memory_gb: float, ranks: int = 1, node_gb: float | None = None, devic
     given = {"bf16": True, "per_device_train_batch_size": 1, "gradient_checkpointing": True, **flags}
     argv = [token for name, value in given.items() for token in (f"--{name}", str(value))]
     args, _ = parse_arguments(argv, to_train=False)
-    raw, line = choose_ds_config(
-        CONFIGS,
-        shape_named("llava-v1.5-7b", args),
-        args,
-        world_size=ranks,
-        ranks_per_node=8,
-        device_type=device_type,
-        hidden_size=4096,
-        device_memory=memory_gb * GB,
-        node_memory=node_gb and node_gb * GB,
-        here=False,
-    )
+    devices = Devices(ranks, 8, device_type, memory_gb * GB, node_gb and node_gb * GB)
+    raw, line = choose_ds_config(CONFIGS, shape_named("llava-v1.5-7b", args), args, devices)
     zero = raw["zero_optimization"]
     return (zero["stage"], zero.get("offload_optimizer", {}).get("device", "none")), line
 

@@ -154,7 +154,7 @@ WRONG = [
     ({"RANK": "x"}, "RANK is 'x': expected a whole number from 0"),
     ({"RANK": "-1"}, "RANK is '-1': expected a whole number from 0"),
     ({"RANK": ""}, "RANK is '': expected a whole number from 0"),
-    ({"RANK": "5"}, "RANK is 5, but WORLD_SIZE is 2: ranks count from 0 to 1, and would wait for ever"),
+    ({"RANK": "5"}, "RANK is 5, but WORLD_SIZE is 2: ranks count from 0 to 1"),
     ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK is '1.5': expected a whole number from 0"),
     ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but WORLD_SIZE is 2: ranks count from 0 to 1"),
     ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1, but LOCAL_WORLD_SIZE is 1: ranks count from 0"),

@@ -23,11 +23,12 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.non_finite import settle_skipped_steps, skipped_steps
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
+from llava_ds.engine.process_group import init_ranks
 from llava_ds.engine.start import start_engine
 from llava_ds.model import attention
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks, init_ranks
+from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.stopping import Agreement
 from llava_ds.train.loop import run_steps
 from llava_ds.train.objectives.sft import SFT

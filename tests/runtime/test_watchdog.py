@@ -15,8 +15,8 @@ from ds_json import arguments
 
 from llava_ds.constants import EXIT_RANK_LOST, ConfigError
 from llava_ds.runtime import watchdog as module
-from llava_ds.runtime.activity import Activity
 from llava_ds.runtime.heartbeat import Beat, Peer
+from llava_ds.runtime.main_thread import Activity
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.watchdog import Watchdog
 

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llava_ds.config.arguments import TrainingArguments
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.model.flops import ModelFlops
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, progress_bar
-from llava_ds.tracking.progress import Progress, Speed, update_bar
+from llava_ds.tracking.progress import Progress, RunFacts, update_bar
 from llava_ds.tracking.trackers import Trackers
 from llava_ds.train.state import StepResult
 
@@ -50,10 +50,9 @@ def make_progress(folder: Path, sources: tuple[str, ...] = ("one",)) -> Progress
     """logging_steps 2, and 5 steps of 4 samples."""
     dataset = SimpleNamespace(sources=list(sources), lengths=[9] * 20)
     plan = StepPlan(dataset, SampleOrder(20, 4, seed=0), Packing(1, 4, 1, None), 5)
-    training = TrainingArguments(output_dir=str(folder), logging_steps=2)
     flops = ModelFlops(per_token=1e6, per_pair=1e3, per_tile=1e7, per_target=1e5)
     ranks, trackers = Ranks(0, 0, 1, torch.device("cpu")), Trackers({}, 5)
-    return Progress("a run", training, plan, Speed(flops, 1e9), ranks, resume_step=0, trackers=trackers)
+    return Progress(RunFacts("a run", folder, 2, 0, flops, 1e9), plan, trackers, ranks, Mesh.of(ranks))
 
 
 @pytest.fixture

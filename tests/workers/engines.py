@@ -14,12 +14,13 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from llava_ds.constants import ConfigError
+from llava_ds.engine.process_group import init_ranks
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.infer.engines import EngineOptions, load_for_inference
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import LoadedModel
-from llava_ds.runtime.ranks import init_ranks, quiet_libraries
+from llava_ds.runtime.ranks import quiet_libraries
 
 
 class Scores(LogitsProcessor):

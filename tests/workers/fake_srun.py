@@ -1,16 +1,22 @@
-"""As srun starts two tasks on two machines, which are both this one. Options before the command are passed over."""
+"""Start two tasks as srun does on two machines, which are both this one. Options before the command are ignored."""
 
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 
-def main() -> int:
+def main(folder: Path) -> int:
     command = sys.argv[1:]
     while command[0].startswith("-"):
         command.pop(0)
+    scontrol = folder / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n")
+    scontrol.chmod(0o755)
     step = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_NTASKS": "2",
@@ -30,4 +36,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory() as scratch:
+        sys.exit(main(Path(scratch)))

@@ -23,10 +23,11 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.gather import gathered
 from llava_ds.engine.param_groups import parameter_groups
+from llava_ds.engine.process_group import init_ranks
 from llava_ds.engine.shards import layout_file, layout_text
 from llava_ds.engine.start import start_engine
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks, all_sum, init_ranks, quiet_libraries
+from llava_ds.runtime.ranks import Ranks, all_sum, quiet_libraries
 from llava_ds.train.loop import run_steps
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.state import TrainState

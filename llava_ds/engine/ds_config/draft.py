@@ -1,7 +1,11 @@
-"""A DeepSpeed JSON while it is being filled in: its values, the flags, why each value, and what is wrong."""
+"""A DeepSpeed JSON while it is resolved: its values, the flags, the reason of each filled value, and the problems."""
 
+import difflib
 import json
+import logging
 import sys
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from llava_ds.config.arguments import Arguments
@@ -12,10 +16,10 @@ LONGEST_VALUE = 80  # characters of a value in a message
 
 @dataclass
 class Draft:
-    """What the parts of resolve_ds_config fill in one after the other.
+    """The state of resolve_ds_config, which its parts fill in one after the other.
 
-    config: the JSON's values, ours to change; args: the flags, into which values of the JSON are taken over that no
-    flag contradicts. Keys are dotted paths. A value that is filled has a reason; problems are collected, not raised.
+    config: a copy of the JSON; args: the flags, completed by values of the JSON that no flag contradicts. Keys are
+    dotted paths. Every filled value has a reason; problems are collected, not raised.
     """
 
     config: dict
@@ -23,11 +27,11 @@ class Draft:
     world_size: int
     hidden_size: int
     device_type: str
-    here: bool  # whether it will be trained on this machine, which then has to have what that needs
+    here: bool  # this machine will train, and has to have what that needs
     reasons: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    ruled: set[str] = field(default_factory=set)  # keys for whose "auto" there is a rule, followed or not
-    wrong: set[str] = field(default_factory=set)  # keys whose value was refused for its kind
+    ruled: set[str] = field(default_factory=set)  # keys that have a rule for "auto"
+    wrong: set[str] = field(default_factory=set)  # keys that were refused by the schema
 
     def get(self, key: str) -> object:
         """The value at a dotted key; None where there is none."""
@@ -49,15 +53,15 @@ class Draft:
             self.problems.append(problem)
 
     def is_open(self, key: str) -> bool:
-        """Whether the JSON leaves the value to the flags: it says auto, or nothing."""
+        """True if the JSON leaves the value to the flags: it is absent or "auto"."""
         return self.get(key) in (None, AUTO)
 
     def agree(self, key: str, *flags: str) -> object:
-        """One value for a JSON key and the flags it stands for: the flags' where the JSON leaves it open, else the
-        JSON's, which the flags then take. Several flags stand for a list.
+        """Return one value for a JSON key and the flags of the same meaning; several flags stand for a list.
 
-        Refuses a value that is no number from 0 (no boolean, where the flag is one), and one that another value of a
-        flag that was given contradicts.
+        Where the JSON leaves it open it is the flags' value, else the JSON's, which the flags then take. Refuses a
+        value that is no number from 0 (no boolean, where the flag is one), and one that contradicts a flag that the
+        user gave.
         """
         self.ruled.add(key)
         values = [self.args.as_dict()[flag] for flag in flags]
@@ -88,7 +92,7 @@ class Draft:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number from 0 that a float holds, and no boolean."""
+    """True for a number from 0 that a float can hold, and no boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
@@ -108,8 +112,31 @@ def as_json(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
 
 
+def nearest_names(name: str, known: Iterable[str], otherwise: str) -> str:
+    """A hint for a message: the known names that are spelled much like one, or else a sentence."""
+    every = {each.lower(): each for each in known}
+    nearest = [every[key] for key in difflib.get_close_matches(name.lower(), every, n=2)]
+    return f"did you mean {' or '.join(nearest)}?" if nearest else otherwise
+
+
+def trial_error(run: Callable[[], object]) -> str | None:
+    """The error of building something with the JSON's values; None if there is none. Warnings are not shown."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run()
+    except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError, AssertionError) as error:
+        return str(error) or type(error).__name__
+    finally:
+        logger.setLevel(level)
+    return None
+
+
 def open_keys(config: dict, prefix: str = "") -> list[str]:
-    """The dotted keys that still say auto."""
+    """The dotted keys whose value is still "auto"."""
     found = []
     for key, value in config.items():
         if isinstance(value, dict):

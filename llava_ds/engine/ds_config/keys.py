@@ -1,20 +1,16 @@
-"""Whether the keys of a DeepSpeed JSON are known, driven here and of the right kind.
+"""Checks of a DeepSpeed JSON's keys: known, supported by this trainer, and of the right kind.
 
-DeepSpeed 0.19 ignores unknown keys at the top silently, and takes "false" for true where it asks no questions.
+DeepSpeed 0.19 silently ignores unknown keys at the top, and takes "false" for true where it validates nothing.
 """
 
 import difflib
-import math
-import typing
 
 from pydantic import BaseModel, ValidationError
 
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
-from llava_ds.engine.ds_config.schema import DeepSpeedJson, fields_of, options, section_of, sections
+from llava_ds.engine.ds_config.schema import DeepSpeedJson, fields_of, options, section_of, sections, strict_model
 
-LARGEST = 2**63 - 1
-
-# Gone from DeepSpeed 0.19, and what to use. Older guides and configurations still carry them.
+# Removed in DeepSpeed 0.19, and what to use. Older guides and configurations still have them.
 REMOVED = {
     "amp": "write bf16 or fp16, or torch_autocast",
     "compression_training": "remove it: the model would train uncompressed",
@@ -46,8 +42,7 @@ RENAMED = {
     "allgather_size": "allgather_bucket_size in zero_optimization",
 }
 
-
-# What this trainer doesn't do, by the key that asks for it, and the values that don't ask.
+# Features that this trainer doesn't have, by key, with the values that don't ask for them.
 NOT_HERE = {
     "checkpoint.load_universal": ((False,), "checkpoints are taken up by --resume"),
     "checkpoint.use_node_local_storage": ((False,), "checkpoints are written to --output_dir, which nodes share"),
@@ -71,7 +66,7 @@ NOT_HERE = {
     "zero_optimization.legacy_stage1": ((False,), "write stage 1 alone"),
     "zero_optimization.zenflow": ((), "ZenFlow is not here yet; offload_optimizer trains the same model"),
 }
-# Whole sections of the kind, and why; they are left out where they are empty or say that they are off.
+# The same for whole sections, which may be there if they are empty or off.
 SECTIONS_NOT_HERE = {
     "autotuning": "autotuning starts other runs; run/estimate.py says which stage fits",
     "data_efficiency": "the order of samples comes from --group_by_length and its like",
@@ -86,24 +81,24 @@ OFF = {"enabled": (False,), "autotp_size": (0, 1), "tp_size": (1,), "stages": (1
 
 
 def check_keys(draft: Draft) -> None:
-    """Refuse keys that are unknown, gone or not driven, and values of another kind, and take them out.
+    """Refuse keys that are unknown, removed or unsupported, and values of the wrong kind; remove them from the draft.
 
-    What is left is of the kind that the schema says, or "auto"; nulls are keys that aren't there. A wrong stage is
-    taken for 3, where most goes, so that it is not the cause of other problems.
+    What is left has the schema's kinds or is "auto"; nulls are removed. A wrong stage is replaced by 3, with which most
+    other keys go, so that it doesn't cause more problems.
     """
-    draft.config = config = _without(draft.config, None)
-    _take_out_what_is_gone(draft)
-    _take_out_what_is_not_here(draft)
+    draft.config = config = _without_nulls(draft.config)
+    _refuse_removed(draft)
+    _refuse_unsupported(draft)
     _use_full_names(draft)
-    _walk(draft, config, DeepSpeedJson, "")
-    _check_by_pydantic(draft)
+    _validate(draft, strict_model(DeepSpeedJson))
     if "zero_optimization.stage" in draft.wrong:
         config["zero_optimization"]["stage"] = 3
+    _validate(draft, DeepSpeedJson)  # with DeepSpeed's own validators
     for section in ("zero_optimization", "bf16", "fp16", "timers"):
         config.setdefault(section, {})
 
 
-def _take_out_what_is_gone(draft: Draft) -> None:
+def _refuse_removed(draft: Draft) -> None:
     for key, instead in (*REMOVED.items(), *RENAMED.items()):
         value = value_at(draft.config, key)
         if value is None:
@@ -118,7 +113,7 @@ def _take_out_what_is_gone(draft: Draft) -> None:
         )
 
 
-def _take_out_what_is_not_here(draft: Draft) -> None:
+def _refuse_unsupported(draft: Draft) -> None:
     for key, why in SECTIONS_NOT_HERE.items():
         value = draft.config.pop(key, None)
         if value is None or value == {} or _is_off(value):
@@ -138,12 +133,12 @@ def _take_out_what_is_not_here(draft: Draft) -> None:
 
 
 def _is_off(value: object) -> bool:
-    said = {key: value[key] for key in OFF if key in value} if isinstance(value, dict) else {}
-    return said.get("enabled") is False or (bool(said) and all(each in OFF[key] for key, each in said.items()))
+    switches = {key: value[key] for key in OFF if key in value} if isinstance(value, dict) else {}
+    return switches.get("enabled") is False or (bool(switches) and all(v in OFF[key] for key, v in switches.items()))
 
 
 def _use_full_names(draft: Draft) -> None:
-    """DeepSpeed knows keys of stage 3 with and without the prefix stage3_: from here on they have it."""
+    """Write keys of stage 3 with the prefix stage3_, without which DeepSpeed knows them too."""
     zero = draft.config.get("zero_optimization")
     if not isinstance(zero, dict):
         return
@@ -156,124 +151,74 @@ def _use_full_names(draft: Draft) -> None:
         zero.setdefault(info.alias, value)
 
 
-def _walk(draft: Draft, section: dict, model: type[BaseModel], prefix: str) -> None:
-    """Take out what is unknown or of another kind than the section's description says."""
-    fields = fields_of(model)
-    for name in list(section):
-        value, key = section[name], prefix + name
-        if name not in fields:
-            del section[name]
-            draft.refuse(_unknown(prefix.removesuffix("."), name))
-            continue
-        below = section_of(fields[name])
-        if below is not None and isinstance(value, dict):
-            _walk(draft, value, below, f"{key}.")
-        elif wanted := _wanted(value, key, fields[name]):
-            del section[name]
-            draft.wrong.add(key)
-            draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")
-
-
-def _wanted(value: object, key: str, annotation: object) -> str | None:
-    """What should stand there instead; None where the value is of the right kind."""
-    kinds = options(annotation)
-    below = section_of(annotation)
-    if below is not None or dict in kinds:
-        if below is None and isinstance(value, dict):
-            return None
-        return f"an object with {', '.join(list(fields_of(below))[:3])}, ..." if below else "an object"
-    is_stage = key == "zero_optimization.stage"
-    if value == AUTO and not is_stage and not key.endswith(".type"):
-        return None
-    if bool in kinds:
-        return None if isinstance(value, bool) else "true or false"
-    numbers = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, (int, float))]
-    if numbers:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(_clamped(value))
-        whole = is_number and (float not in numbers) <= (value == int(value)) and abs(value) <= LARGEST
-        if is_stage:
-            return None if whole and isinstance(value, int) and 0 <= value <= 3 else "0, 1, 2 or 3"
-        return None if whole else "a whole number" if float not in numbers else "a number"
-    if str in kinds:
-        return None if isinstance(value, str) else "a text" if not key.endswith(".type") else "a name"
-    if any(kind is list or typing.get_origin(kind) is list for kind in kinds):
-        return None if isinstance(value, list) else "a list"
-    return None
-
-
-def _clamped(value: float) -> float:
-    """The number, or infinity for an integer that no float holds."""
+def _validate(draft: Draft, model: type[BaseModel]) -> None:
+    """Refuse what pydantic refuses, and remove it from the draft."""
     try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _check_by_pydantic(draft: Draft) -> None:
-    """Ranges, words and what DeepSpeed's own descriptions check; what is refused is taken out."""
-    try:
-        DeepSpeedJson.model_validate(_without(draft.config, AUTO))
+        model.model_validate(_without_auto(draft.config, DeepSpeedJson))
     except ValidationError as error:
-        for one in error.errors():
-            path = _path(one["loc"])
-            key = ".".join(path)
-            if key in draft.wrong:
-                continue
-            draft.wrong.add(key)
-            draft.refuse(_message(draft.config, key, one))
-            parent, _, name = key.rpartition(".")
-            section = value_at(draft.config, parent) if parent else draft.config
-            if key not in sections() and isinstance(section, dict):
-                section.pop(name, None)
+        problems = error.errors()
+    else:
+        return
+    for problem in problems:
+        key = ".".join(map(str, problem["loc"]))
+        if key in draft.wrong:
+            continue
+        draft.wrong.add(key)
+        section, value = None, draft.config
+        for part in problem["loc"]:
+            section, value = value, None if problem["type"] == "missing" and part not in value else value[part]
+        draft.refuse(_message(key, value, problem))
+        if isinstance(section, dict) and not (key in sections() and isinstance(value, dict)):
+            section.pop(part, None)
 
 
-def _path(location: tuple) -> list[str]:
-    """Where in the JSON: pydantic also names the branches of unions on the way."""
-    path: list[str] = []
-    for part in map(str, location):
-        model = sections().get(".".join(path))
-        if model is None or part in fields_of(model):
-            path.append(part)
-    branches = ("int", "float", "bool", "str")
-    return [part for part in path if "[" not in part and part not in branches]
+def _without_auto(section: dict, model: type[BaseModel]) -> dict:
+    """A copy without the values that are "auto", where "auto" may stand."""
+    fields, copy = fields_of(model), {}
+    for name, value in section.items():
+        below = section_of(fields.get(name))
+        may_be_auto = name in fields and not (below or dict in options(fields[name]) or name in ("stage", "type"))
+        if below is not None and isinstance(value, dict):
+            copy[name] = _without_auto(value, below)
+        elif value != AUTO or not may_be_auto:
+            copy[name] = value
+    return copy
 
 
-_KINDS = {
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
+KINDS = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
     "string_type": "a text",
     "list_type": "a list",
-    "path_type": "a path",
     "dict_type": "an object",
 }
 
 
-def _message(config: dict, key: str, error: dict) -> str:
-    """One of pydantic's errors in our words."""
-    kind, context = error["type"], error.get("ctx", {})
+def _message(key: str, value: object, problem: dict) -> str:
+    """One of pydantic's errors in the words of this project's messages."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        *parent, name = problem["loc"]
+        return _unknown(".".join(parent), name)
     if kind == "missing":
         return f"{key} is missing in the DeepSpeed JSON: write it, or remove its section"
-    wanted = _KINDS.get(kind)
-    if kind in ("enum", "literal_error"):
+    wanted = KINDS.get(kind)
+    if kind == "model_type":
+        wanted = f"an object with {', '.join(list(fields_of(sections()[key]))[:3])}, ..."
+    if kind == "literal_error":
         wanted = context["expected"].replace("'", '"')
     for limit, words in (("gt", "above"), ("ge", "from"), ("lt", "below"), ("le", "up to")):
         if limit in context:
             wanted = f"a number {words} {context[limit]:g}"
     if wanted is not None:
-        return f"{key} is {as_json(_at(config, key))} in the DeepSpeed JSON: write {wanted}"
-    return f"{key} in the DeepSpeed JSON: {error['msg'].partition(', ')[2] or error['msg']}"  # DeepSpeed's own check
-
-
-def _at(config: dict, key: str) -> object:
-    """Like value_at, also into lists."""
-    value: object = config
-    for part in key.split("."):
-        value = value[int(part)] if isinstance(value, list) else value[part]
-    return value
+        return f"{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}"
+    message = problem["msg"].partition(", ")[2] or problem["msg"]  # of DeepSpeed's own validator
+    return f"{key or 'a key'} in the DeepSpeed JSON: {message}"
 
 
 def _unknown(parent: str, name: str) -> str:
-    """What to say of a key that a section does not have."""
+    """The message about a key that a section doesn't have."""
     homes = [place for place, model in sections().items() if name in fields_of(model)]
     nested = _nested(parent, name.split(".")) if "." in name else None
     known = list(fields_of(sections()[parent]))
@@ -305,13 +250,9 @@ def _nested(parent: str, path: list[str]) -> str | None:
     return "{" + ": {".join(f'"{name}"' for name in path) + ": ..." + "}" * len(path)
 
 
-def _without(config: dict, unwanted: object) -> dict:
-    """A copy without the keys of this value, however deep."""
-    return {
-        key: _without(value, unwanted) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if not (value is unwanted or (isinstance(value, str) and value == unwanted))
-    }
+def _without_nulls(config: dict) -> dict:
+    """A copy without the keys that are null, however deep."""
+    return {k: _without_nulls(v) if isinstance(v, dict) else v for k, v in config.items() if v is not None}
 
 
 def _remove(config: dict, key: str) -> None:

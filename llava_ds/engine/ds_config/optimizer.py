@@ -1,57 +1,64 @@
-"""The optimizer block of the JSON: which optimizer, with which values, and what it needs to run here."""
+"""The optimizer block of the JSON: its type, its values, and what it needs to run."""
 
-import difflib
 import inspect
 import os
+from dataclasses import dataclass
 
 import torch
 
-from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, nearest_names, trial_error
 from llava_ds.engine.ds_config.precision import DTYPES
-from llava_ds.engine.ds_config.scheduler import RATE_KEYS, dry_run_problem
+from llava_ds.engine.ds_config.scheduler import RATE_KEYS
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 from llava_ds.engine.native_ops import compiler, missing_tools
 
-# DeepSpeed's own names: it takes these in any case, and all others as classes of torch.optim in their exact case.
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """Facts that building an optimizer doesn't tell.
+
+    moments: fp32 numbers for a parameter, at most (Muon keeps one for a matrix, two for what Adam trains); op,
+    offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU memory; zero_tested:
+    by DeepSpeed, which wants zero_allow_untested_optimizer under ZeRO for all others.
+    """
+
+    moments: int
+    op: str | None = None
+    offloaded_op: str | None = None
+    zero_tested: bool = False
+
+
+# DeepSpeed takes these names in any case, and all others as classes of torch.optim in their exact case.
 DEEPSPEED = {
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "adagrad": "Adagrad",
-    "lamb": "Lamb",
-    "lion": "Lion",
-    "muon": "Muon",
+    "Adam": OptimizerFacts(2, "fused_adam", "cpu_adam", zero_tested=True),
+    "AdamW": OptimizerFacts(2, "fused_adam", "cpu_adam", zero_tested=True),
+    "Adagrad": OptimizerFacts(1, None, "cpu_adagrad", zero_tested=True),
+    "Lamb": OptimizerFacts(2, "fused_lamb"),
+    "Lion": OptimizerFacts(1, "fused_lion", "cpu_lion", zero_tested=True),
+    "Muon": OptimizerFacts(2, None, "cpu_adam", zero_tested=True),  # offloaded, its other half is DeepSpeed's Adam
 }
-TORCH = ("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-# Names that DeepSpeed, an earlier DeepSpeed or torch knows, and why none of them can train a model here.
+TORCH = {
+    **{name: OptimizerFacts(2) for name in ("Adadelta", "Adamax", "NAdam", "RAdam", "Rprop")},
+    **{name: OptimizerFacts(1) for name in ("ASGD", "Adafactor", "RMSprop")},
+    "SGD": OptimizerFacts(0),
+}
+OPTIMIZERS = DEEPSPEED | TORCH
+MORE_MOMENTS = ("amsgrad", "centered")  # each of these parameters keeps one number more
+# Names that DeepSpeed, an earlier DeepSpeed or torch knows, and why they can't train a model here.
 IMPOSSIBLE = {
     "LBFGS": "it calls the loss again within a step, which DeepSpeed's engine does not do",
     "SparseAdam": "it takes sparse gradients only",
     "Optimizer": "it is torch's base class",
     **{name: "DeepSpeed 0.19 has removed its 1-bit optimizers" for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")},
     **{
-        name: "it wants a model with the base shapes of the mup package, which this trainer does not build"
+        name: "it needs a model with the base shapes of the mup package, which this trainer does not build"
         for name in ("MuAdam", "MuAdamW", "MuSGD")
     },
 }
-# What updates depend on beside each weight's own gradient: ZeRO's flat shards give them something else.
-SHARDED = {
-    "Lamb": "a layer's norm",
-    "Adafactor": "a matrix's rows and columns",
-}
-# The operator that DeepSpeed compiles for each, on the device and for states in CPU memory. Muon's other half is an
-# Adam; without offload it brings one that needs no kernel.
-KERNELS = {
-    "Adam": ("fused_adam", "cpu_adam"),
-    "AdamW": ("fused_adam", "cpu_adam"),
-    "Muon": (None, "cpu_adam"),
-    "Adagrad": (None, "cpu_adagrad"),
-    "Lion": ("fused_lion", "cpu_lion"),
-    "Lamb": ("fused_lamb", None),
-}
+# Updates that depend on more than each weight's own gradient, which ZeRO's flat shards change.
+SHARDED = {"Lamb": "a layer's norm", "Adafactor": "a matrix's rows and columns"}
 WITH_ADAM = ("Adam", "AdamW", "Muon")
-# Tested by DeepSpeed under ZeRO; all others want zero_allow_untested_optimizer.
-ZERO_TESTED = {"Adam", "AdamW", "Adagrad", "Lion", "Muon"}
-# DeepSpeed reads these itself, before the class sees the rest.
+# DeepSpeed takes these out before the class gets the rest.
 ADAM_EXTRAS = {"torch_adam": False, "adam_w_mode": True, "fp32_optimizer_states": True}
 MUON_PARAMS = {
     **{"lr": 2e-2, "muon_lr": 2e-2, "adam_lr": 3e-4, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"},
@@ -76,8 +83,8 @@ def resolve_optimizer(draft: Draft) -> None:
     if not isinstance(block.get("type"), str):
         return  # refused with the keys
     params = block.setdefault("params", {})
-    name = _known_type(draft, block["type"])
-    if name is None:
+    name = optimizer_name(block)
+    if not _is_known(draft, name):
         return
     _set_torch_adam(draft, name, params)
     known = known_params(name, torch_adam=params.get("torch_adam") is True, offload=offloads(draft))
@@ -90,17 +97,27 @@ def resolve_optimizer(draft: Draft) -> None:
 
 
 def offloads(draft: Draft) -> bool:
-    """Whether the optimizer's states lie in CPU memory or on NVMe."""
+    """True if the optimizer's states are in CPU memory or on NVMe."""
     return offload_device(draft.config, "offload_optimizer") != "none"
 
 
 def optimizer_name(block: dict) -> str:
-    """The type in the spelling of DEEPSPEED or torch.optim."""
-    return DEEPSPEED.get(block["type"].lower(), block["type"])
+    """The type, with the capitals of DEEPSPEED or torch.optim."""
+    return next((name for name in DEEPSPEED if name.lower() == block["type"].lower()), block["type"])
+
+
+def num_moments(config: dict) -> int:
+    """fp32 numbers that the optimizer of a resolved JSON keeps for a parameter; without a block it is torch's AdamW."""
+    block = config.get("optimizer", {"type": "AdamW"})
+    name, params = optimizer_name(block), block.get("params", {})
+    more = [key for key in MORE_MOMENTS if params.get(key)]
+    if name in ("SGD", "RMSprop") and params.get("momentum"):
+        more.append("momentum")
+    return OPTIMIZERS[name].moments + len(more)
 
 
 def known_params(name: str, *, torch_adam: bool, offload: bool) -> dict[str, object]:
-    """What the class that DeepSpeed takes for a type can be given, and its defaults."""
+    """The parameters of the class that DeepSpeed takes for a type, and their defaults."""
     if name == "Muon":
         return MUON_PARAMS | ADAM_EXTRAS
     of_class = inspect.signature(_class_of(name, torch_adam, offload).__init__).parameters
@@ -131,26 +148,22 @@ def _class_of(name: str, torch_adam: bool, offload: bool) -> type:
     return getattr(torch.optim, name) if by_torch else own[name]
 
 
-def _known_type(draft: Draft, written: str) -> str | None:
-    """The type as optimizer_name gives it; None for one that can't be had, which is refused."""
-    name = DEEPSPEED.get(written.lower(), written)
-    if name in DEEPSPEED.values() or name in TORCH:
-        return name
-    impossible = {key.lower(): key for key in IMPOSSIBLE}
-    if written.lower() in impossible:
-        key = impossible[written.lower()]
-        draft.refuse(f"optimizer.type {key} in the DeepSpeed JSON can't train here, for {IMPOSSIBLE[key]}: use AdamW")
-        return None
-    every = {known.lower(): known for known in (*DEEPSPEED.values(), *TORCH)}
-    nearest = [every[key] for key in difflib.get_close_matches(written.lower().rpartition(".")[2], every, n=2)]
-    hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"give one of {', '.join(sorted(every.values()))}"
-    draft.refuse(f"optimizer.type {as_json(written)} in the DeepSpeed JSON is unknown: {hint}")
-    return None
+def _is_known(draft: Draft, name: str) -> bool:
+    if name in OPTIMIZERS:
+        return True
+    impossible = next((each for each in IMPOSSIBLE if each.lower() == name.lower()), None)
+    if impossible is not None:
+        why = IMPOSSIBLE[impossible]
+        draft.refuse(f"optimizer.type {impossible} in the DeepSpeed JSON can't train here, for {why}: use AdamW")
+    else:
+        hint = nearest_names(name.rpartition(".")[2], OPTIMIZERS, f"give one of {', '.join(sorted(OPTIMIZERS))}")
+        draft.refuse(f"optimizer.type {as_json(name)} in the DeepSpeed JSON is unknown: {hint}")
+    return False
 
 
 def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
     """Let torch compute Adam where DeepSpeed would have to compile it and can't, or would gain nothing: on CPU."""
-    if name not in ("Adam", "AdamW", "Muon") or "torch_adam" in params or offloads(draft):
+    if name not in WITH_ADAM or "torch_adam" in params or offloads(draft):
         return
     own = set(params) - set(known_params(name, torch_adam=True, offload=False))
     missing = missing_tools(draft.device_type, "fused_adam") if draft.here else []
@@ -172,8 +185,7 @@ def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object
                 f"{where} in the DeepSpeed JSON has no effect on a model of tower, projector and LLM: remove it"
             )
         elif key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"it takes {', '.join(sorted(known))}"
+            hint = nearest_names(key, known, f"it takes {', '.join(sorted(known))}")
             draft.refuse(f"{where} in the DeepSpeed JSON is unknown to {name}: {hint}")
         elif value != AUTO and key not in FROM_FLAGS and (wanted := _wanted(key, known[key], value)):
             draft.refuse(f"{where} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")
@@ -184,12 +196,10 @@ def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object
 
 
 def _wanted(key: str, default: object, value: object) -> str | None:
-    """What should stand there instead of the value; None where it may stand."""
+    """The kind of value to write instead; None where the value may stay."""
     if key in GRAPHS:
-        return None if value is False else "false, or leave it out: nothing here captures or differentiates a step"
-    if isinstance(default, bool):
-        return None if isinstance(value, bool) else "true or false"
-    if key in ("foreach", "fused"):
+        return None if value is False else "false, or remove it: training never captures or differentiates a step"
+    if isinstance(default, bool) or key in ("foreach", "fused"):
         return None if isinstance(value, bool) else "true or false"
     if key == "ns_method":
         return None if value in NS_METHODS else " or ".join(NS_METHODS)
@@ -197,7 +207,7 @@ def _wanted(key: str, default: object, value: object) -> str | None:
         return None if is_number(value) and value < 1 else "a number from 0 to below 1"
     if isinstance(default, (int, float)) and default >= 0:
         return None if is_number(value) else "a number from 0"
-    return None  # torch's class is asked about the rest
+    return None  # the trial tells the rest
 
 
 # JSON key -> flags
@@ -210,8 +220,8 @@ FROM_FLAGS = {
 
 
 def _fill_params(draft: Draft, params: dict, known: dict[str, object]) -> None:
-    """Rates and decay from the flags, for what is absent would be DeepSpeed's or torch's default; Adam's numbers for
-    optimizers of its kind, and wherever the JSON says auto."""
+    """Fill rate and decay from the flags, instead of the class's defaults; betas and epsilon for optimizers like Adam,
+    and wherever the JSON says auto."""
     two_rates = not _one_rate(draft)
     for key, flags in FROM_FLAGS.items():
         if key not in known or not (key in ("lr", "weight_decay") or "betas" in known or key in params):
@@ -251,7 +261,7 @@ def _one_rate(draft: Draft) -> bool:
 
 def _check_stage(draft: Draft, name: str) -> None:
     stage = draft.get("zero_optimization.stage") or 0
-    if stage and name not in ZERO_TESTED and draft.get("zero_allow_untested_optimizer") is not True:
+    if stage and not OPTIMIZERS[name].zero_tested and draft.get("zero_allow_untested_optimizer") is not True:
         draft.refuse(
             f"optimizer.type {name} is not among those that DeepSpeed has tested under ZeRO-{stage}: write "
             '"zero_allow_untested_optimizer": true to use it all the same'
@@ -289,7 +299,7 @@ def _check_sharded_muon(draft: Draft, stage: int) -> None:
 
 
 def _check_tools(draft: Draft, name: str, params: dict) -> None:
-    """Refuse what the device has no kernel for, and what can't be compiled for it."""
+    """Refuse an optimizer without a kernel for the device, or that can't be compiled for it."""
     offload = offloads(draft)
     if name == "Lamb" and offload:
         draft.refuse("Lamb has no kernel for offloaded states: use AdamW, or remove offload_optimizer")
@@ -318,8 +328,9 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
 
 
 def _kernel_of(name: str, params: dict, offload: bool) -> str | None:
-    by_torch = name in WITH_ADAM and params.get("torch_adam") is True
-    return None if by_torch else KERNELS.get(name, (None, None))[offload]
+    if name in WITH_ADAM and params.get("torch_adam") is True:
+        return None
+    return OPTIMIZERS[name].offloaded_op if offload else OPTIMIZERS[name].op
 
 
 def kernels_of(config: dict) -> dict[str, str]:
@@ -336,17 +347,17 @@ def kernels_of(config: dict) -> dict[str, str]:
 
 
 def _try_torch_class(draft: Draft, name: str, params: dict) -> None:
-    """Give torch's class the values on a weight of its own, before a model is built with them."""
+    """Build torch's class with these parameters on a tiny weight, and take a step."""
     if name == "Muon" or draft.problems or (name == "Adagrad" and offloads(draft)):
         return
     values = {key: value for key, value in params.items() if key not in ADAM_EXTRAS}
     if name == "Adam" and params.get("adam_w_mode") is not False:
-        name = "AdamW"  # DeepSpeed's Adam decays like AdamW, unless told otherwise
+        name = "AdamW"  # DeepSpeed's Adam decays like AdamW by default
 
     def run() -> None:
         weight = torch.nn.Parameter(torch.zeros(2))
         weight.grad = torch.ones(2)
         getattr(torch.optim, name)([weight], **values).step()
 
-    if problem := dry_run_problem(run):
+    if problem := trial_error(run):
         draft.refuse(f"optimizer.params in the DeepSpeed JSON: {name} can't take them ({problem})")

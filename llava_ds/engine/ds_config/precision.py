@@ -1,33 +1,18 @@
 """Precision from the JSON and the flags: bf16, fp16 with its loss scale, fp32, torch's autocast."""
 
 import importlib
-from collections.abc import Callable
 
 import torch
 
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json
 
-Check = tuple[Callable[[object], bool], str]  # whether a value may stand there, and what may
-
-
-def whole(least: int) -> Check:
-    """The check for a count."""
-    return (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least), f"a whole number from {least}"
-
-
-FLAG: Check = (lambda v: isinstance(v, bool)), "true or false"
 DTYPES = {
     "fp32": ("fp32", "float32", "float", "torch.float32"),
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
     "fp16": ("fp16", "float16", "half", "torch.float16"),
 }
-# What DeepSpeed takes and then fails with in the middle of a run, or scales by nothing.
-COUNTS = {
-    "fp16.initial_scale_power": whole(0),
-    "fp16.loss_scale_window": whole(1),
-    "fp16.hysteresis": whole(1),
-    "fp16.min_loss_scale": whole(1),
-}
+# Least values; below them DeepSpeed fails in the middle of a run, or scales by nothing.
+LEAST = {"fp16.initial_scale_power": 0, "fp16.loss_scale_window": 1, "fp16.hysteresis": 1, "fp16.min_loss_scale": 1}
 
 
 def resolve_precision(draft: Draft) -> None:
@@ -35,11 +20,8 @@ def resolve_precision(draft: Draft) -> None:
     _check_values(draft)
     bf16, fp16 = draft.agree("bf16.enabled", "bf16"), draft.agree("fp16.enabled", "fp16")
     autocast = _autocast_dtype(draft)
-    on = [
-        name
-        for name, enabled in (("bf16", bf16), ("fp16", fp16), ("torch_autocast", autocast is not None))
-        if enabled is True
-    ]
+    switches = {"bf16": bf16, "fp16": fp16, "torch_autocast": autocast is not None}
+    on = [name for name, enabled in switches.items() if enabled is True]
     if set(on) == {"bf16", "torch_autocast"}:  # weights in bf16, and autocast beside them
         if autocast == "fp16":
             draft.refuse('torch_autocast.dtype is float16 beside bf16.enabled: write "bfloat16", or bf16 false')
@@ -67,17 +49,17 @@ def resolve_precision(draft: Draft) -> None:
 
 
 def _dtype(name: object) -> str | None:
-    """The short name of one that DeepSpeed knows a dtype by."""
+    """The short name of a dtype, from any of DeepSpeed's."""
     return next((short for short, names in DTYPES.items() if name in names), None)
 
 
 def torch_dtype(name: object) -> torch.dtype:
-    """torch's dtype of any name that DeepSpeed knows it by."""
+    """torch's dtype of any of DeepSpeed's names for it."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[_dtype(name)]
 
 
 def _gpu_without_bf16() -> str | None:
-    """The name of the GPU, if it only imitates bfloat16."""
+    """The GPU's name, if it only emulates bfloat16."""
     if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
         return None
     return torch.cuda.get_device_name()
@@ -85,11 +67,11 @@ def _gpu_without_bf16() -> str | None:
 
 def _check_values(draft: Draft) -> None:
     if draft.get("data_types.keep_in_fp32_modules") == AUTO:
-        del draft.config["data_types"]["keep_in_fp32_modules"]  # DeepSpeed's own word for its default
-    for key, (fits, wanted) in COUNTS.items():
+        del draft.config["data_types"]["keep_in_fp32_modules"]  # DeepSpeed's name for its default
+    for key, least in LEAST.items():
         value = draft.get(key)
-        if value not in (None, AUTO) and not fits(value):
-            draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")
+        if value not in (None, AUTO) and not (isinstance(value, int) and value >= least):
+            draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: write a whole number from {least}")
 
 
 def _autocast_dtype(draft: Draft) -> str | None:
@@ -115,7 +97,7 @@ def _autocast_dtype(draft: Draft) -> str | None:
 
 
 def _check_loss_scaling_of_autocast(draft: Draft) -> None:
-    """DeepSpeed 0.19.8's ZeRO clips gradients before it takes autocast's loss scale out of them."""
+    """Refuse clipping: ZeRO of DeepSpeed 0.19.8 clips gradients before it divides them by autocast's loss scale."""
     clipping = draft.agree("gradient_clipping", "max_grad_norm")
     if draft.get("zero_optimization.stage") and clipping:
         draft.refuse(
@@ -137,7 +119,7 @@ def _check_data_types(draft: Draft, model_dtype: str) -> None:
 
 
 def _check_master_weights(draft: Draft) -> None:
-    """Weights without an fp32 copy are for DeepSpeed's CPU Adam, or for states that are bf16 too."""
+    """Refuse weights without an fp32 copy, but with DeepSpeed's CPU Adam or with states in bf16 too."""
     stage, offload = draft.get("zero_optimization.stage"), draft.get("zero_optimization.offload_optimizer")
     for key in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
         if draft.get(key) is not True:

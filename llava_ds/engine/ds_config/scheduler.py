@@ -1,18 +1,13 @@
-"""The schedule: the scheduler block of the JSON, or --lr_scheduler_type where there is none."""
+"""The learning rate's schedule: the scheduler block of the JSON, or --lr_scheduler_type where there is none."""
 
-import difflib
 import inspect
 import json
-import logging
 import math
-import warnings
-from collections.abc import Callable
 
 import torch
 
 from llava_ds.config.arguments import TrainingArguments
-from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number
-from llava_ds.engine.ds_config.precision import FLAG, Check, whole
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, nearest_names, trial_error
 
 DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
 TORCH = (
@@ -27,8 +22,8 @@ TORCH = (
     "PolynomialLR",
     "StepLR",
 )
-# Of --lr_scheduler_type: those that any rate is right for, and that need no more parameters.
-CONTENT = {"linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"}
+# Values of --lr_scheduler_type that take any rate and need no more parameters: they are not tried out.
+NOT_TRIED = {"linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"}
 IMPOSSIBLE = {
     "ReduceLROnPlateau": "it follows an evaluation, and nothing is evaluated while training",
     **{name: "it takes a function, which JSON can't hold" for name in ("LambdaLR", "MultiplicativeLR")},
@@ -52,10 +47,13 @@ PER_GROUP = {
     "base_lr",
     "max_lr",
 }
-# What classes raise over values that they can't use.
-DISLIKES = (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError, AssertionError)
-TRIED_STEPS = 20_000  # of a schedule, before anything is built: half a second
+TRIED_STEPS = 20_000  # of a schedule: half a second
 NOT_GIVEN = ("self", "optimizer", "last_batch_iteration", "last_epoch")
+# DeepSpeed's schedulers take any value and go wrong later. Its kind follows from the parameter's default; these are the
+# narrower bounds.
+AT_LEAST_ONE = ("warmup_num_steps", "total_num_steps", "lr_range_test_step_size", "cycle_first_step_size")
+UP_TO_ONE = ("warmup_min_ratio", "cos_min_ratio")
+BELOW_ONE = ("cycle_min_mom", "cycle_max_mom")
 WARMUP_TYPES = ("log", "linear")
 
 
@@ -67,9 +65,9 @@ def warmup_steps(args: TrainingArguments, num_steps: int) -> int:
 
 
 def resolve_scheduler(draft: Draft, num_steps: int | None) -> None:
-    """Fill the scheduler block from the flags, and refuse what makes no schedule.
+    """Fill the scheduler block from the flags, and refuse values that give no schedule.
 
-    num_steps: optimizer steps of the run; None leaves open what follows from them. Without a block,
+    num_steps: optimizer steps of the run; None leaves open what depends on them. Without a block,
     --lr_scheduler_kwargs are checked.
     """
     if "scheduler" not in draft.config:
@@ -99,7 +97,7 @@ def resolve_scheduler(draft: Draft, num_steps: int | None) -> None:
     known = known_params(block["type"])
     _check_names(draft, block["type"], params, known)
     _fill_params(draft, block["type"], params, known, num_steps)
-    _check_values(draft, block["type"], params)
+    _check_values(draft, block["type"], params, known)
     if len(draft.problems) == problems:
         _try_class(draft, block["type"], params, num_steps)
 
@@ -112,7 +110,7 @@ def scheduler_class(name: str) -> type:
 
 
 def known_params(name: str) -> dict[str, object]:
-    """What a scheduler takes, and the defaults."""
+    """The parameters of a scheduler, and their defaults."""
     of_class = inspect.signature(scheduler_class(name).__init__).parameters
     return {key: p.default for key, p in of_class.items() if key not in NOT_GIVEN}
 
@@ -126,64 +124,38 @@ def parsed_kwargs(args: TrainingArguments) -> dict:
 
 
 def kwargs_problem(args: TrainingArguments) -> str | None:
-    """What is wrong with --lr_scheduler_kwargs for --lr_scheduler_type; None if nothing."""
-    given = f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
+    """The problem with --lr_scheduler_kwargs for --lr_scheduler_type, found by building the schedule; None if none."""
     try:
         kwargs = parsed_kwargs(args)
     except ValueError as error:
+        given = f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
         return f"{given} can't be read as a JSON object ({error}): write it like '{{\"num_cycles\": 2}}'"
     name = args.lr_scheduler_type
-    if not kwargs and name in CONTENT:
+    if not kwargs and name in NOT_TRIED:
         return None
-    # Not at the top: it brings peft and bitsandbytes where they are installed, which are seconds of every start.
+    # Not at the top: it imports peft and bitsandbytes where they are installed, which takes seconds.
     from transformers import get_scheduler
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    problem = trial_error(lambda: get_scheduler(name, optimizer, 0, 1000, kwargs))
+    if problem is None:
+        return None
     of_function = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[name]).parameters
     known = [key for key in of_function if key not in (*NOT_GIVEN, "num_warmup_steps", "num_training_steps")]
-    unknown = sorted(set(kwargs) - set(known))
-    if unknown:
-        takes = ", ".join(known) or "none"
-        return f"{given}: {', '.join(unknown)} is unknown to --lr_scheduler_type {name}, which takes {takes}"
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
-    if name == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
-        return "--lr_scheduler_type warmup_stable_decay needs --lr_scheduler_kwargs '{\"num_decay_steps\": N}'"
-    try:
-        get_scheduler(name, optimizer, 0, 1000, kwargs)
-    except DISLIKES as error:
-        return f"--lr_scheduler_type {name} can't take --lr_scheduler_kwargs {json.dumps(kwargs)} ({error})"
-    return None
-
-
-def dry_run_problem(run: Callable[[], object]) -> str | None:
-    """What a class of DeepSpeed's or torch's says against its parameters; None if nothing. What it only warns of is
-    not said."""
-    logger = logging.getLogger("DeepSpeed")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            run()
-    except DISLIKES as error:
-        return str(error) or type(error).__name__
-    finally:
-        logger.setLevel(level)
-    return None
+    return (
+        f"--lr_scheduler_type {name} can't take --lr_scheduler_kwargs {json.dumps(kwargs)} ({problem}): it takes "
+        f"{', '.join(known) or 'none'}"
+    )
 
 
 def _is_known(draft: Draft, name: str) -> bool:
     if name in DEEPSPEED or name in TORCH:
         return True
+    every = (*DEEPSPEED, *TORCH)
+    why, hint = "is unknown", nearest_names(name, every, f"give one of {', '.join(sorted(every))}")
     if name in IMPOSSIBLE:
         why, hint = f"can't be used here, for {IMPOSSIBLE[name]}", "use WarmupCosineLR or --lr_scheduler_type"
-    else:
-        every = {known.lower(): known for known in (*DEEPSPEED, *TORCH)}
-        nearest = [every[key] for key in difflib.get_close_matches(name.lower(), every, n=2)]
-        why = "is unknown"
-        hint = (
-            f"did you mean {' or '.join(nearest)}?" if nearest else f"give one of {', '.join(sorted(every.values()))}"
-        )
     draft.refuse(f"scheduler.type {as_json(name)} in the DeepSpeed JSON {why}: {hint}")
     return False
 
@@ -191,13 +163,8 @@ def _is_known(draft: Draft, name: str) -> bool:
 def _check_names(draft: Draft, name: str, params: dict, known: dict[str, object]) -> None:
     for key in params:
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"it takes {', '.join(known)}"
+            hint = nearest_names(key, known, f"it takes {', '.join(known)}")
             draft.refuse(f"scheduler.params.{key} in the DeepSpeed JSON is unknown to {name}: {hint}")
-    filled = {"total_num_steps", RATE_KEYS.get(name)}
-    for key, default in known.items():
-        if default is inspect.Parameter.empty and key not in params and key not in filled:
-            draft.refuse(f"scheduler.params.{key} is missing in the DeepSpeed JSON: {name} has no default for it")
 
 
 def _fill_params(draft: Draft, name: str, params: dict, known: dict[str, object], num_steps: int | None) -> None:
@@ -260,56 +227,33 @@ def _check_momentum(draft: Draft, name: str, params: dict) -> None:
     )
 
 
-NUMBER: Check = is_number, "a number from 0"
-SHARE: Check = (lambda v: is_number(v) and v <= 1), "a number from 0 to 1"
-MOMENTUM: Check = (lambda v: is_number(v) and v < 1), "a number from 0 to below 1"
+def _wanted(key: str, default: object, value: object) -> str | None:
+    """The kind of value to write for a parameter of DeepSpeed's schedulers instead; None where the value may stay."""
+    if key == "warmup_type":
+        return None if value in WARMUP_TYPES else " or ".join(WARMUP_TYPES)
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if key in UP_TO_ONE:
+        return None if is_number(value) and value <= 1 else "a number from 0 to 1"
+    if key in BELOW_ONE:
+        return None if is_number(value) and value < 1 else "a number from 0 to below 1"
+    if key in AT_LEAST_ONE or key.endswith(("_step_size", "_stair_count")):
+        least = int(key in AT_LEAST_ONE)
+        return (
+            None if is_number(value) and isinstance(value, int) and value >= least else f"a whole number from {least}"
+        )
+    return None if is_number(value) else "a number from 0"
 
 
-def _or_null(check: Check) -> Check:
-    return (lambda v: v is None or check[0](v)), check[1]
-
-
-# What DeepSpeed's schedulers take without a word and then do something else with.
-CHECKS: dict[str, Check] = {
-    "warmup_type": (lambda v: v in WARMUP_TYPES, " or ".join(WARMUP_TYPES)),
-    "warmup_min_lr": NUMBER,
-    "warmup_num_steps": whole(1),
-    "total_num_steps": whole(1),
-    "warmup_min_ratio": SHARE,
-    "cos_min_ratio": SHARE,
-    "lr_range_test_step_size": whole(1),
-    "lr_range_test_step_rate": NUMBER,
-    "lr_range_test_staircase": FLAG,
-    "cycle_min_lr": NUMBER,
-    "cycle_first_step_size": whole(1),
-    "cycle_second_step_size": _or_null(whole(0)),
-    "cycle_first_stair_count": whole(0),
-    "cycle_second_stair_count": _or_null(whole(0)),
-    "decay_step_size": whole(0),
-    "decay_lr_rate": NUMBER,
-    "decay_mom_rate": NUMBER,
-    "cycle_momentum": FLAG,
-    "cycle_min_mom": MOMENTUM,
-    "cycle_max_mom": MOMENTUM,
-}
-
-
-def _check_values(draft: Draft, name: str, params: dict) -> None:
-    for key in sorted(PER_GROUP & set(params) - {RATE_KEYS.get(name)}):  # that one was compared with the flag
-        if params[key] != AUTO and not is_number(params[key]):
-            draft.refuse(
-                f"scheduler.params.{key} is {as_json(params[key])} in the DeepSpeed JSON: write a number from 0"
-            )
+def _check_values(draft: Draft, name: str, params: dict, known: dict[str, object]) -> None:
     for key, value in params.items():
-        if key not in PER_GROUP and name in DEEPSPEED and value != AUTO and key in CHECKS and not CHECKS[key][0](value):
-            draft.refuse(f"scheduler.params.{key} is {as_json(value)} in the DeepSpeed JSON: write {CHECKS[key][1]}")
+        if value == AUTO or key not in known or key == RATE_KEYS.get(name):  # that one was compared with the flag
+            continue
+        if (name in DEEPSPEED or key in PER_GROUP) and (wanted := _wanted(key, known[key], value)):
+            draft.refuse(f"scheduler.params.{key} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")
     total, warmup = params.get("total_num_steps"), params.get("warmup_num_steps")
-    if (
-        is_number(total)
-        and is_number(warmup)
-        and warmup > total
-        and "scheduler.params.warmup_num_steps" not in draft.reasons
-    ):
+    filled = "scheduler.params.warmup_num_steps" in draft.reasons
+    if is_number(total) and is_number(warmup) and warmup > total and not filled:
         draft.refuse(
             f"scheduler.params.warmup_num_steps is {warmup} in the DeepSpeed JSON, of total_num_steps {total}: the "
             "rate would never fall, write fewer"
@@ -322,13 +266,13 @@ def _check_values(draft: Draft, name: str, params: dict) -> None:
 
 
 def _try_class(draft: Draft, name: str, params: dict, num_steps: int | None) -> None:
-    """Let the class go through the run's steps on an optimizer of its own, before a model is built with it."""
+    """Build the class on a tiny optimizer, and take the run's steps with it."""
     values = {key: 1000 if value == AUTO else value for key, value in params.items()}
     if "total_num_steps" in known_params(name):
         values.setdefault("total_num_steps", 1000)
 
     def run() -> None:
-        optimizer = _stand_in(draft)
+        optimizer = _tiny_optimizer(draft)
         scheduler = scheduler_class(name)(optimizer, **values)
         for step in range(1, min(num_steps or 1, TRIED_STEPS)):
             optimizer.step()
@@ -337,12 +281,12 @@ def _try_class(draft: Draft, name: str, params: dict, num_steps: int | None) -> 
             if not 0 <= rate < math.inf:
                 raise ValueError(f"the rate is {rate:g} after step {step}")
 
-    if problem := dry_run_problem(run):
+    if problem := trial_error(run):
         draft.refuse(f"scheduler.params in the DeepSpeed JSON: {name} can't take them ({problem})")
 
 
-def _stand_in(draft: Draft) -> torch.optim.Optimizer:
-    """An optimizer like the run's as far as a schedule can see: with betas, with momentum, or with neither."""
+def _tiny_optimizer(draft: Draft) -> torch.optim.Optimizer:
+    """An optimizer that looks like the run's to a schedule: with betas, with momentum, or with neither."""
     weights, rate = [torch.nn.Parameter(torch.zeros(1))], draft.args.training.learning_rate
     kind = draft.get("optimizer.type")
     if kind in ("SGD", "RMSprop"):

@@ -1,10 +1,12 @@
-"""Which keys a DeepSpeed JSON may hold, and of what kind.
+"""The keys of a DeepSpeed JSON and their kinds.
 
-Sections that DeepSpeed describes with pydantic are taken from it, so that this page is true for the version installed;
-the others are written out here. tests/engine/ds_config/test_schema.py compares the names with
-those in DeepSpeed's source.
+DeepSpeed's own pydantic models are used where it has them, so that this page is true for the installed version; the
+other sections are written out here, and a test compares their names with DeepSpeed's source.
 """
 
+import enum
+import functools
+import pathlib
 import types
 import typing
 from typing import Annotated, Literal
@@ -15,10 +17,12 @@ from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, 
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic_core import PydanticCustomError
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 Whole = Annotated[int, Field(gt=0)]
+LARGEST = 2**63 - 1
 
 
 class _Section(BaseModel):
@@ -155,31 +159,72 @@ class DeepSpeedJson(_Section):
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, object]:
-    """The keys of a section as they are written in a JSON, and what each holds; aliases come first."""
+    """The keys of a section as a JSON writes them, and the annotation of each; aliases come first."""
     fields = {}
     for name, info in model.model_fields.items():
-        for spelling in (info.alias, name):
-            if spelling is not None:
-                fields[spelling] = info.annotation
+        for key in (info.alias, name):
+            if key is not None:
+                fields[key] = info.annotation
     return fields
 
 
 def options(annotation: object) -> tuple:
-    """A | B | None as its parts, without what Annotated says beside them."""
+    """The members of a union, without what Annotated adds; a single one for anything else."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(annotation) if is_union else (annotation,)
     return tuple(typing.get_args(part)[0] if typing.get_origin(part) is Annotated else part for part in parts)
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """The description of a section; None for what is no section, or none that is described."""
+    """The model of a section; None for any other kind of value."""
     return next((o for o in options(annotation) if isinstance(o, type) and issubclass(o, BaseModel)), None)
 
 
 def sections(model: type[BaseModel] = DeepSpeedJson, prefix: str = "") -> dict[str, type[BaseModel]]:
-    """All described sections by dotted key; the whole has the key ""."""
+    """The models of all sections by dotted key; the whole JSON has the key ""."""
     found = {prefix.removesuffix("."): model}
     for name, info in model.model_fields.items():
         if (below := section_of(info.annotation)) is not None:
             found |= sections(below, f"{prefix}{name}.")
     return found
+
+
+@functools.cache
+def strict_model(model: type[BaseModel]) -> type[BaseModel]:
+    """A section's model that converts nothing: "false" is no boolean, and true no number.
+
+    DeepSpeed's models convert, while its code reads some of the same values unconverted; and they have an __init__ of
+    their own, within which pydantic forgets that validation is strict. Their validators are left out.
+    """
+    fields = {name: (_strict(info.annotation), info) for name, info in model.model_fields.items()}
+    config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, protected_namespaces=())
+    return create_model(model.__name__, __config__=config, **fields)
+
+
+def _strict(annotation: object) -> object:
+    """The annotation of a field in strict_model."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return Annotated[(_strict(arguments[0]), *arguments[1:])]
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(map(_strict, arguments))]  # noqa: UP007 (of a number that is known at run time)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return strict_model(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        values = Literal[tuple(member.value for member in annotation)]
+        return Annotated[values, BeforeValidator(lambda v: v if type(v) is int else str(v))]  # no True, no 1.0
+    kinds = {int: Annotated[int, BeforeValidator(_whole)], float: Annotated[float, BeforeValidator(_number)]}
+    return {**kinds, pathlib.Path: str}.get(annotation, annotation)
+
+
+def _whole(value: object) -> int:
+    """An integer, which may be written like 5e8."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST or value % 1:
+        raise PydanticCustomError("int_type", "no whole number")
+    return int(value)
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST:  # nan is not, either
+        raise PydanticCustomError("float_type", "no number")
+    return float(value)

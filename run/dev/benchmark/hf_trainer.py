@@ -22,9 +22,10 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.step_plan import sample_order
+from llava_ds.engine.process_group import init_ranks
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
-from llava_ds.runtime.ranks import first_rank_first, init_ranks, quiet_libraries
+from llava_ds.runtime.ranks import first_rank_first, quiet_libraries
 from llava_ds.tracking.progress import peak_memory_bytes
 
 

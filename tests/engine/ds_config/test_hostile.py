@@ -121,7 +121,7 @@ def placed(key: str, value: object, stage: int) -> dict:
 def test_any_optimizer_and_schedule_resolves_or_is_refused():
     rng = random.Random("blocks")
     taken = 0
-    types = [*optimizer.DEEPSPEED.values(), *optimizer.TORCH, *optimizer.IMPOSSIBLE, "x", "", 3, "auto"]
+    types = [*optimizer.OPTIMIZERS, *optimizer.IMPOSSIBLE, "x", "", 3, "auto"]
     schedules = [*scheduler.DEEPSPEED, *scheduler.TORCH, *scheduler.IMPOSSIBLE, "x", None]
     good = [1e-3, "auto", 0.9, [0.9, 0.95], True, 5]
     for _ in range(300):

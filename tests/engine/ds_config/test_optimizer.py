@@ -109,7 +109,7 @@ WRONG = [
     (block("SparseAdam"), NEVER.format("SparseAdam", "it takes sparse gradients only")),
     (block("OneBitAdam"), NEVER.format("OneBitAdam", "DeepSpeed 0.19 has removed its 1-bit optimizers")),
     (block("onebitlamb"), NEVER.format("OneBitLamb", "DeepSpeed 0.19 has removed its 1-bit optimizers")),
-    (block("MuAdam"), NEVER.format("MuAdam", "it wants a model with the base shapes of the mup package")[:110]),
+    (block("MuAdam"), NEVER.format("MuAdam", "it needs a model with the base shapes of the mup package")[:110]),
     (
         block("AdamW", weight_deacy=0.1),
         "optimizer.params.weight_deacy in the DeepSpeed JSON is unknown to AdamW: did you mean weight_decay?",

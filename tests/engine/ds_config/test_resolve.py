@@ -11,8 +11,8 @@ from ds_json import CONFIGS, H, arguments, refused, resolve
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.engine.check import check_engine
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
+from llava_ds.engine.start import check_engine
 
 
 def has_auto(value: object) -> bool:

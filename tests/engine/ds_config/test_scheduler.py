@@ -97,14 +97,18 @@ WRONG = [
     (
         block("WarmupLR", warmup_steps=3),
         {},
-        "scheduler.params.warmup_steps in the DeepSpeed JSON is unknown to WarmupLR: did you mean warmup_num_steps?",
+        "scheduler.params.warmup_steps in the DeepSpeed JSON is unknown to WarmupLR: did you mean warmup_num_steps",
     ),
     (
         block("StepLR", step_size=1, xyz=1),
         {},
         "scheduler.params.xyz in the DeepSpeed JSON is unknown to StepLR: it takes step_size, gamma",
     ),
-    (block("OneCycle"), {}, "scheduler.params.cycle_min_lr is missing in the DeepSpeed JSON: OneCycle has no default"),
+    (
+        block("OneCycle"),
+        {},
+        "scheduler.params in the DeepSpeed JSON: OneCycle can't take them (OneCycle.__init__() missing 1",
+    ),
     (
         block("WarmupLR", warmup_max_lr=1e-3),
         {"learning_rate": 2e-3},
@@ -165,12 +169,12 @@ WRONG = [
     (
         {},
         {"lr_scheduler_kwargs": '{"power": 2}'},
-        '--lr_scheduler_kwargs {"power": 2}: power is unknown to --lr_scheduler_type cosine, which takes num_cycles',
+        '--lr_scheduler_type cosine can\'t take --lr_scheduler_kwargs {"power": 2} (',
     ),
     (
         {},
         {"lr_scheduler_type": "warmup_stable_decay"},
-        "--lr_scheduler_type warmup_stable_decay needs --lr_scheduler_kwargs '{\"num_decay_steps\": N}'",
+        "--lr_scheduler_type warmup_stable_decay can't take --lr_scheduler_kwargs {} (get_wsd_schedule() missing",
     ),
     (
         {},

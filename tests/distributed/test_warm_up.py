@@ -1,6 +1,6 @@
-"""The rehearsal changes no number at any stage, and running out of memory on one rank ends all with one message.
+"""The warm-up changes no number at any stage, and running out of memory on one rank ends all with one message.
 
-"off" keeps everything and, on a CPU, rehearses nothing; "auto" measures, chooses and rehearses.
+"off" checkpoints no layer and, on a CPU, warms nothing up; "auto" measures, chooses and warms up.
 """
 
 import pytest
@@ -26,7 +26,7 @@ WORKER = ROOT / "tests" / "workers" / "runs_out.py"
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("rehearsal")
+    folder = tmp_path_factory.mktemp("warm_up")
     return {**toys.write_base(folder / "base", attention_dropout=0.1), **toys.write_data(folder / "data", "ittiti" * 3)}
 
 
@@ -39,7 +39,7 @@ def runs(given, tmp_path_factory):
             out = outputs[name, how] = folder / f"{name}-{how}"
             todo.append(toy_run(given, out, ds_config(stage), max_steps=4, max_grad_norm=1.0, **more, **flags))
     output = run_many(2, folder / "launch", todo, timeout_s=900)
-    assert output.count("2 of 2 layers of the language model run again in backward") == len(KINDS)
+    assert output.count("2 of 2 layers of the language model are checkpointed") == len(KINDS)
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""What auto chooses: as many tokens as memory has room for and a step needs, and the fewest layers to run again."""
+"""Choices of auto: as many tokens as memory has room for and a step needs, and the fewest checkpointed layers."""
 
 import pytest
 from ds_json import arguments
@@ -8,10 +8,9 @@ from llava_ds.data.sample_order import SampleOrder
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import activation_bytes
+from llava_ds.planning.auto import FULL_TOKENS, Data, Devices, largest_share, planned_run
 from llava_ds.planning.fit import GB, Run, fits
-from llava_ds.planning.inputs import FULL_TOKENS, Data, planned_run
 from llava_ds.planning.shapes import shape_of
-from llava_ds.planning.this_run import largest_share
 
 LAYERS, LONGEST = 4, 900
 TEXT = LlamaConfig(
@@ -28,7 +27,7 @@ def plan(memory: float | None = None, share: int = 40_000, **flags: object) -> R
     args = arguments(**flags)
     shape = shape_of(TEXT, plan_tower(VISION, {}, "toy", args.model), args)
     resolved = resolve_ds_config(ZERO, args, world_size=2, hidden_size=64, device_type="cuda", here=False)
-    return planned_run(shape, resolved, Data(LONGEST, 0.2, share), num_gpus=2, gpus_per_node=2, memory=memory)
+    return planned_run(shape, resolved, Data(LONGEST, 0.2, share), Devices(2, 2, memory=memory))
 
 
 AUTO = {"tokens_per_micro_batch": "auto"}

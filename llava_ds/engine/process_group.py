@@ -1,0 +1,143 @@
+"""The process group: every rank joins it, takes its device, and runs the same versions as the others."""
+
+import hashlib
+import importlib.metadata
+import os
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+
+from llava_ds import __version__
+from llava_ds.constants import ConfigError
+from llava_ds.runtime.launchers import is_loopback_name, rank_variables
+from llava_ds.runtime.output import print_first
+from llava_ds.runtime.ranks import Ranks, address_towards, check_same, local_ranks
+
+
+def init_ranks() -> Ranks:
+    """Join the process group (NCCL on GPUs, gloo on CPU) and choose this rank's device.
+
+    Reads the variables that deepspeed's launcher, torchrun, srun and mpirun set; without them, a group of one.
+    Raises ConfigError where they say too little, the ranks do not meet, a rank has no device of its own, or the ranks
+    run different versions.
+    """
+    import deepspeed  # takes seconds, and prints: only for who needs a group
+    from deepspeed.accelerator import get_accelerator
+
+    started_by_srun = "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ
+    variables, note = rank_variables(os.environ)
+    os.environ.update(variables)
+    if note is not None:
+        print_first(note)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_size = local_ranks()
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        use_gloo_without_compiling(accelerator)
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Two ranks with every core each would run slower than one: share the cores out.
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+        device = torch.device("cpu")
+    else:
+        index = device_index(local_rank, accelerator.device_count(), started_by_srun)
+        os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed takes it for the device's number
+        accelerator.set_device(index)
+        device = torch.device(accelerator.device_name(index))
+    if int(os.environ["WORLD_SIZE"]) > local_size:
+        _choose_gloo_interface(os.environ["MASTER_ADDR"])
+    try:
+        deepspeed.init_distributed(verbose=False)
+        # Waits for rank 0's reading and writing may last longer than a collective of training may (10 minutes).
+        patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=12))
+    except RuntimeError as error:
+        # Nobody answers, the port is taken, not all came; gloo has no type of error of its own.
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error).lower():
+            raise
+        raise ConfigError(_did_not_meet(error)) from error
+    ranks = Ranks(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), device, patient)
+    check_same(_versions(), ranks, "install the same on every machine: pip install -c constraints.txt -e .")
+    return ranks
+
+
+def use_gloo_without_compiling(accelerator) -> None:
+    """Keep DeepSpeed from building its shared-memory collective, which needs a C++ compiler and gains nothing.
+
+    DeepSpeed 0.19 has no public switch: init_distributed asks this private table whether the op can be built.
+    """
+    from deepspeed.ops import __compatible_ops__  # probes the ops when it is first read
+
+    __compatible_ops__[accelerator.create_op_builder("ShareMemCommBuilder").NAME] = False
+
+
+def device_index(local_rank: int, num_devices: int, started_by_srun: bool) -> int:
+    """The number of a rank's device. Raises ConfigError where it has none."""
+    if local_rank < num_devices:
+        return local_rank
+    if started_by_srun and num_devices == 1:
+        return 0  # srun --gpus-per-task=1 shows every task its own GPU and no other
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    raise ConfigError(
+        f"LOCAL_RANK is {local_rank}, but {socket.gethostname()} shows {num_devices} GPUs{seen}: start one rank per "
+        "GPU (slots= in the hostfile, deepspeed --num_gpus, torchrun --nproc-per-node, srun --ntasks-per-node)"
+    )
+
+
+def _choose_gloo_interface(master_addr: str) -> None:
+    """Let gloo use the interface that leads to rank 0, where this machine's name would mislead it.
+
+    Gloo binds to the address of the machine's name; Debian's /etc/hosts gives 127.0.1.1 for it, which no other machine
+    can reach. Raises ConfigError where the user chose an interface that is not there.
+    """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    present = [name for _, name in socket.if_nameindex()]
+    if chosen is not None and not set(chosen.split(",")) <= set(present):
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME is {chosen}, but {socket.gethostname()} has the interfaces {', '.join(present)}: name "
+            "one that leads to the other machines, or unset it"
+        )
+    if chosen is not None or not is_loopback_name(socket.gethostname()):
+        return
+    try:
+        _, own = address_towards(master_addr)
+    except OSError:
+        return  # joining rank 0 will fail too, with a message
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.split("%")[0] == own for each in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _did_not_meet(error: Exception) -> str:
+    """The message when the ranks did not come together."""
+    env = os.environ
+    reason = str(error).strip().splitlines()[0]
+    if any(sign in str(error).lower() for sign in ("eaddrinuse", "address already in use")):
+        return (
+            f"port {env['MASTER_PORT']} on {socket.gethostname()} is taken, by another run or by ranks of an earlier "
+            "one that still live: give another one, by --master_port for deepspeed, --master-port for torchrun, "
+            f"MASTER_PORT for srun and mpirun ({reason})"
+        )
+    return (
+        f"rank {env['RANK']} of {env['WORLD_SIZE']}, on {socket.gethostname()}, did not meet the others at "
+        f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} ({reason}): start all machines within DEEPSPEED_TIMEOUT minutes "
+        f"(now {env.get('DEEPSPEED_TIMEOUT', '10')}), with the same address, port and number of ranks; the address has "
+        "to be the first machine's as the others reach it, and the port (--master_port, MASTER_PORT) free there"
+    )
+
+
+def _versions() -> dict[str, object]:
+    """Versions that have to be the same on every machine for the ranks to compute the same."""
+    package = Path(__file__).parents[1]
+    source = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        source.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return {
+        "llava_ds": f"{__version__} (source {source.hexdigest()[:10]})",
+        "python": "{}.{}".format(*sys.version_info),
+        "torch": torch.__version__,
+        **{name: importlib.metadata.version(name) for name in ("deepspeed", "transformers")},
+    }

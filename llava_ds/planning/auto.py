@@ -1,0 +1,280 @@
+"""Choices that "auto" leaves to memory: the DeepSpeed JSON, tokens of a micro-batch, and checkpointed layers."""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from llava_ds.checkpoint.run_identity import saved_identity
+from llava_ds.config.arguments import Arguments, TrainingArguments
+from llava_ds.constants import ConfigError
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.sample_order import SampleOrder
+from llava_ds.engine.activation_budget import free_memory
+from llava_ds.engine.ds_config.optimizer import num_moments
+from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
+from llava_ds.engine.ds_config.zero import offload_device
+from llava_ds.model.plan import ModelPlan
+from llava_ds.planning.activations import MicroBatch, activation_bytes
+from llava_ds.planning.fit import GB, Run, advice, fits
+from llava_ds.planning.memory import Placement, Setup, ZeroSettings
+from llava_ds.planning.shapes import ModelShape, shape_of
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
+
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # by data_types.grad_accum_dtype
+FULL_TOKENS = 8192  # a GPU computes no faster with larger micro-batches
+MOST_TOKENS_ON_CPU = 8192
+ROUND_TOKENS = 64  # auto chooses a multiple of it, where that is no less than the longest sample
+SUPERVISED = 0.25  # of the tokens, before the data is read; LLaVA-1.5's instruction data have about a sixth
+
+
+@dataclass(frozen=True)
+class Data:
+    """Facts of the samples on which memory depends. share: tokens of a rank in the largest step, if auto packs them."""
+
+    longest_sample: int
+    supervised_fraction: float
+    share: int
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices that train. memory: bytes of the smallest one, None if unknown; node_memory: of the smallest node,
+    None for as much as it takes; are_here: this machine is one of them, and has to have what training needs."""
+
+    num_ranks: int
+    ranks_per_node: int
+    kind: str = "cuda"
+    memory: float | None = None
+    node_memory: float | None = None
+    are_here: bool = False
+
+
+def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices: Devices) -> Run:
+    """The run as training would do it, with the largest micro-batch that its flags allow.
+
+    Its tiles are as many as the tokens have room for, and each shows its features once. If the devices' memory is
+    unknown, auto checkpoints no layer, and takes micro-batches of whole shares.
+    """
+    training = resolved.args.training
+    weight_bytes = resolved.dtype.itemsize
+    bound = training.tokens_per_micro_batch
+    accumulated = (resolved.config.get("data_types") or {}).get("grad_accum_dtype")
+    setup = Setup(
+        num_gpus=devices.num_ranks,
+        zero=ZeroSettings.of(resolved.config["zero_optimization"]),
+        gpus_per_node=devices.ranks_per_node,
+        weight_bytes=weight_bytes,
+        gradient_bytes=GRADIENT_BYTES.get(accumulated, weight_bytes),
+        accumulates=training.gradient_accumulation_steps > 1 or (isinstance(bound, int) and bound < data.share),
+        moments=num_moments(resolved.config),
+    )
+    run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)
+    return run if shape.tower is None else _MicroBatchChoice(run, training, data, devices.memory).chosen()
+
+
+@dataclass(frozen=True)
+class _MicroBatchChoice:
+    """The choice of tokens and checkpointed layers for a run, by the memory of a device."""
+
+    run: Run
+    training: TrainingArguments
+    data: Data
+    memory: float | None
+
+    def chosen(self) -> Run:
+        training, data = self.training, self.data
+        layers = self.run.shape.text.num_layers
+        checkpointed = 0
+        if training.gradient_checkpointing == "all":
+            checkpointed = -(-layers // training.gradient_checkpointing_every_n_layers)
+        chooses_layers = training.gradient_checkpointing == "auto"
+        tokens = training.tokens_per_micro_batch or training.per_device_train_batch_size * data.longest_sample
+        if tokens == "auto":
+            tokens = self.most_tokens(data.share, checkpointed)
+            full = min(FULL_TOKENS, data.share)
+            if chooses_layers and tokens < full // ROUND_TOKENS * ROUND_TOKENS:
+                tokens = self.most_tokens(full, layers)  # layers are checkpointed for a full micro-batch, not for more
+        tokens = max(tokens, data.longest_sample)
+        if chooses_layers:
+            checkpointed = next((n for n in range(layers) if self.has_room(tokens, n)), layers)
+        return self.with_tokens(tokens, checkpointed)
+
+    def with_tokens(self, tokens: int, checkpointed: int) -> Run:
+        batch = MicroBatch(
+            num_tokens=tokens,
+            num_supervised=int(tokens * self.data.supervised_fraction),
+            num_tiles=max(1, tokens // self.run.shape.tower.num_patches),
+            num_recomputed=checkpointed,
+        )
+        return dataclasses.replace(self.run, batch=batch)
+
+    def has_room(self, tokens: int, checkpointed: int) -> bool:
+        planned = self.with_tokens(tokens, checkpointed)
+        if self.training.activation_memory_gb is not None:
+            needed = activation_bytes(planned.shape, planned.batch, planned.setup.weight_bytes)
+            return needed <= self.training.activation_memory_gb * GB
+        return self.memory is None or fits(planned.estimate().total, self.memory)
+
+    def most_tokens(self, most: int, checkpointed: int) -> int:
+        """The most tokens up to a number that have room, by bisection; at least a longest sample."""
+        low, high = self.data.longest_sample, max(most, self.data.longest_sample)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.has_room(middle, checkpointed) else (low, middle - 1)
+        return max(self.data.longest_sample, low // ROUND_TOKENS * ROUND_TOKENS)
+
+
+def placement_of(config: dict) -> Placement:
+    """The devices on which a resolved JSON puts model states."""
+    return Placement(
+        config["zero_optimization"].get("stage", 0),
+        offload_device(config, "offload_optimizer"),
+        offload_device(config, "offload_param"),
+    )
+
+
+def run_on_ranks(
+    resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
+) -> Run:
+    """The run on these ranks and its data. The rank with the least free memory decides; all ranks call it together."""
+    share = largest_share(order, dataset.lengths, ranks.world_size)
+    data = Data(
+        longest_sample=max(dataset.lengths),
+        supervised_fraction=sum(dataset.num_targets) / sum(dataset.lengths),
+        share=min(share, MOST_TOKENS_ON_CPU) if ranks.device.type == "cpu" else share,
+    )
+    memory = min(gather(free_memory(ranks.device), ranks))
+    devices = Devices(ranks.world_size, local_ranks(), ranks.device.type, memory, are_here=True)
+    return planned_run(shape_of(plan.text_config, plan.tower, resolved.args), resolved, data, devices)
+
+
+def choose_tokens_per_micro_batch(
+    resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
+) -> int | None:
+    """The value of --tokens_per_micro_batch; "auto" is resolved and printed. All ranks call it together.
+
+    auto is the value of the checkpoint being resumed, for another would round otherwise; else as many as have room.
+    """
+    training = resolved.args.training
+    if training.tokens_per_micro_batch != "auto":
+        return training.tokens_per_micro_batch
+    saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
+    tokens, why = saved.get("flags", {}).get("tokens_per_micro_batch"), "as in the checkpoint being resumed"
+    if tokens is None:
+        tokens, why = run_on_ranks(resolved, plan, dataset, order, ranks).batch.num_tokens, "chosen for this memory"
+    print_first(f"--tokens_per_micro_batch {tokens} ({why})")
+    return tokens
+
+
+def largest_share(order: SampleOrder, lengths: list[int], world_size: int) -> int:
+    """Tokens with which every step is one micro-batch on each rank: an even share of the largest step, and one sample
+    more, by which balanced packs may differ."""
+    steps = itertools.islice(order.steps(0), order.steps_per_epoch)
+    return math.ceil(max(sum(lengths[i] for i in samples) for samples in steps) / world_size) + max(lengths)
+
+
+def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, str]:
+    """Names of configurations, the fastest first, and the reason for each.
+
+    Sharding costs traffic and frees memory: one rank has nothing to share, and several do best with a sharded
+    optimizer, where gradients travel once per optimizer step, or during backward. Offloaded states cross PCIe.
+    """
+    training = args.training
+    tokens = training.tokens_per_micro_batch
+    packed = isinstance(tokens, int) and tokens < training.per_device_train_batch_size * args.data.model_max_length
+    if world_size == 1:
+        # DeepSpeed's float16 begins at stage 1.
+        found = {"zero1" if training.fp16 else "zero0": "on one rank there is nothing to share out"}
+    elif training.gradient_accumulation_steps > 1 or packed:
+        found = {
+            "zero1": "gradients travel once per optimizer step, not once per micro-batch",
+            "zero2": "the rank keeps its own part of the gradients only",
+        }
+    else:
+        found = {"zero2": "gradients travel during backward, and each rank updates its part of the weights"}
+    # On one rank it shares nothing out either, but updates a part of the weights at a time.
+    found["zero3"] = "weights have to be shared out, too" if world_size > 1 else "the optimizer has to go in parts"
+    if device_type != "cpu":  # whose memory is the device's
+        found["zero2_offload"] = "the optimizer's states have to lie in CPU memory"
+        found["zero3_offload"] = "everything has to lie in CPU memory"
+    return found
+
+
+def choose_ds_config(
+    folder: Path, shape: ModelShape, args: Arguments, devices: Devices, stage: int | None = None
+) -> tuple[dict, str]:
+    """Choose the first candidate that fits by the estimate; returns the DeepSpeed JSON, and a line with the reason.
+
+    folder: of the configurations; devices: with all of their memory, not only what is free; stage: of the checkpoint
+    being resumed, which stays. Raises ConfigError where none fits, with a change that would, or where the flags can't
+    be trained with any.
+    """
+    longest = args.data.model_max_length
+    refused: ConfigError | None = None
+    runs: dict[str, Run] = {}
+    resolve = partial(
+        resolve_ds_config,
+        world_size=devices.num_ranks,
+        hidden_size=shape.hidden_size,
+        device_type=devices.kind,
+        here=devices.are_here,
+    )
+    for name, why in candidates(_filled(folder, args, resolve), devices.num_ranks, devices.kind).items():
+        raw = read_ds_config(folder / f"{name}.json")
+        if stage not in (None, raw["zero_optimization"]["stage"]):
+            continue
+        try:
+            resolved = resolve(raw, args)
+        except ConfigError as error:  # it can't be compiled on this machine, or the flags rule it out
+            refused = refused or error
+            continue
+        # Before the data is read every sample may be a longest one.
+        data = Data(longest, SUPERVISED, share=resolved.args.training.per_device_train_batch_size * longest)
+        run = runs[name] = planned_run(shape, resolved, data, devices)
+        needs = run.estimate()
+        if fits(needs.total, devices.memory) and (devices.node_memory is None or fits(needs.cpu, devices.node_memory)):
+            return raw, (
+                f"--deepspeed_config auto: {name}.json, for {why}; about {needs.total / GB:.1f} of "
+                f"{devices.memory / GB:.1f} GB are needed at most"
+            )
+    if not runs:
+        raise refused
+    first = next(iter(runs.values()))
+    raise ConfigError(
+        f"--deepspeed_config auto: none of {', '.join(runs)} fits by the estimate. {advice(first, devices.memory)}"
+    )
+
+
+def _filled(folder: Path, args: Arguments, resolve: Callable[[dict, Arguments], ResolvedConfig]) -> Arguments:
+    """The flags with the batch sizes that follow from each other; unchanged where they are refused, for the candidates
+    are refused too."""
+    try:
+        return resolve(read_ds_config(folder / "zero1.json"), args).args
+    except ConfigError:
+        return args
+
+
+def choose_for_ranks(folder: Path, shape: ModelShape, args: Arguments, ranks: Ranks) -> tuple[dict, str]:
+    """choose_ds_config for these ranks, by the smallest memory that one of them has. All ranks call it together.
+
+    On CPU ranks share the machine's memory evenly.
+    """
+    local = local_ranks()
+    node = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    is_cpu = ranks.device.type == "cpu"
+    own = node // local if is_cpu else torch.cuda.get_device_properties(ranks.device).total_memory
+    memories, nodes, locals_ = zip(*gather((own, node, local), ranks))
+    devices = Devices(ranks.world_size, max(locals_), ranks.device.type, min(memories), min(nodes), are_here=True)
+    training = args.training
+    saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
+    # Another number of ranks may need another stage, and rounds otherwise anyway.
+    stage = saved["zero_stage"] if saved.get("world_size") == ranks.world_size else None
+    # What can be compiled may differ between machines: rank 0 decides.
+    return broadcast_from_first(ranks, partial(choose_ds_config, folder, shape, args, devices, stage))

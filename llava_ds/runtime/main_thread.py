@@ -1,0 +1,130 @@
+"""The main thread as the watchdog's thread sees it: its place, its progress, and the stacks of all threads."""
+
+import contextlib
+import faulthandler
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from llava_ds.runtime.output import printable
+from llava_ds.runtime.redact import redact
+
+OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"  # this package, beside the script that is run
+WRITING_S = 10.0  # for stacks and messages: the disk may be what hangs
+LEAST_CPU = 0.05  # of a core: the watchdog itself uses less
+LEAST_BYTES = 1_000_000  # read or written between two looks: likewise
+
+
+class Activity:
+    """Use of processor time and of files by this process and those that it started."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._before = self._used()
+
+    def goes_on(self, elapsed_s: float) -> bool:
+        """True if more was used since the last call, elapsed_s ago, than a process uses that only waits.
+
+        Such a process makes progress, though its main thread stays at one line: in a long call, or waiting for workers.
+        """
+        now = self._used()
+        cpu_s, size = (new - old for new, old in zip(now, self._before))
+        self._before = now
+        return cpu_s > LEAST_CPU * elapsed_s or size > LEAST_BYTES
+
+    def _used(self) -> tuple[float, int]:
+        cpu_s, size = 0.0, 0
+        with contextlib.suppress(psutil.Error):
+            for process in (self._process, *self._process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error, OSError, AttributeError):  # gone, or not counted here
+                    times = process.cpu_times()
+                    cpu_s += times.user + times.system
+                    counted = process.io_counters()
+                    size += max(counted.read_chars, counted.read_bytes) + counted.write_chars
+        return cpu_s, size
+
+
+def look_at(frame: FrameType | None) -> tuple[str, bool, tuple]:
+    """The place of a thread (its innermost line, and the line of this package above it); True if it is in a collective;
+    and a key that changes when it makes progress."""
+    if frame is None:
+        return "", False, ()
+    innermost, key, own = frame, [], None
+    while frame is not None:
+        key.append((id(frame.f_code), frame.f_lasti))
+        is_ours = frame.f_code.co_filename.startswith(OURS) or frame.f_globals.get("__name__") == "__main__"
+        if own is None and is_ours:
+            own = frame
+        frame = frame.f_back
+    file = innermost.f_code.co_filename
+    waits = f"torch{os.sep}distributed{os.sep}" in file or (
+        # DeepSpeed waits for what it began in methods of this name.
+        f"{os.sep}deepspeed{os.sep}" in file and innermost.f_code.co_name == "wait"
+    )
+    lines = [_line(each) for each in (own, innermost) if each is not None]
+    return " in ".join(dict.fromkeys(reversed(lines))), waits, tuple(key)
+
+
+def _line(frame: FrameType) -> str:
+    parts = Path(frame.f_code.co_filename).parts
+    return f"{'/'.join(parts[-2:])}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def within(seconds: float, write: Callable[[], None]) -> None:
+    """Call `write`, but wait no longer than this: the disk that it writes to may be what hangs."""
+
+    def quietly() -> None:
+        with contextlib.suppress(OSError, ValueError, IndexError, StopIteration, KeyError):
+            write()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def say(text: str) -> None:
+    """Print to stderr, past the buffers that a main thread may hold locked."""
+    line = f"\n{printable(redact(text), keep=chr(10))}\n"  # the progress bar has not ended its line
+    within(WRITING_S, lambda: os.write(2, line.encode()))
+
+
+def dump_stacks(path: Path, heading: str, name: str) -> None:
+    """Write all threads' stacks to a file under a heading; to the error stream where it can't be written.
+
+    name: of this rank.
+    """
+
+    def write() -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w", encoding="utf-8") as file:
+                file.write(f"{heading}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            say(f"{path} can't be written ({error}): the stacks of {name} follow")
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+
+    within(WRITING_S, write)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage within the block.
+
+    Up to CPython 3.11 that may happen while a frame object of another thread is made, and may let that thread go on,
+    whose frame is then gone (see CPython's issue 106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -1,0 +1,42 @@
+"""The interface of what training minimises: each micro-batch becomes a summed loss and a factor in its step."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from llava_ds.batch import Batch
+from llava_ds.data.loader import Window
+
+
+class MicroLoss(NamedTuple):
+    """The loss of one micro-batch, on the device.
+
+    loss_sum: over its supervised tokens, a scalar with a gradient; by_source (2, sources) float64: summed loss and
+    supervised tokens of each data source; metrics: further sums over supervised tokens by name, float64 scalars, which
+    the log shows as means per supervised token of the step.
+    """
+
+    loss_sum: torch.Tensor
+    by_source: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+
+
+class Objective(Protocol):
+    """What training minimises. grad_ranks: of the mesh; logs_means: the log has the mean loss of every micro-batch."""
+
+    grad_ranks: int
+
+    @property
+    def logs_means(self) -> bool: ...
+
+    def forward(self, engine, batch: Batch) -> MicroLoss:
+        """Run the model forward."""
+        ...
+
+    def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
+        """Return the factor of each micro-batch's summed loss, scalars on counts' device and of its dtype.
+
+        counts: Window.counts summed over the data group, a tensor in the order of Counts. DeepSpeed averages gradients
+        over grad_ranks, so the factor contains grad_ranks where a sum is meant.
+        """
+        ...

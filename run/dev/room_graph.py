@@ -1,0 +1,71 @@
+"""Draw the imports between the rooms of llava_ds as a mermaid graph: python run/dev/room_graph.py [--write PAGE]
+
+An arrow leads from a room to one that it imports. Arrows that follow from others (a room reached by a longer way) are
+left out.
+"""
+
+import argparse
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
+
+
+def room_of(path: Path) -> str:
+    """The folder or module of llava_ds/ that a file belongs to, or run."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "run" if parts[0] == "run" else parts[1]
+
+
+def imported_rooms(source: str) -> set[str]:
+    """Rooms that a file imports from, also within functions."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    parts = [name.split(".") for name in names]
+    return {part[1] for part in parts if part[0] == "llava_ds" and len(part) > 1} - {"__version__"}
+
+
+def room_imports() -> dict[str, set[str]]:
+    """Of every room, the others that it imports."""
+    graph: dict[str, set[str]] = {}
+    for path in [*(ROOT / "llava_ds").rglob("*.py"), *(ROOT / "run").rglob("*.py")]:
+        room = room_of(path)
+        if room != "__init__":
+            graph.setdefault(room, set()).update(imported_rooms(path.read_text(encoding="utf-8")) - {room})
+    return graph
+
+
+def without_shortcuts(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph without arrows to rooms that another arrow leads to. It has no circles: tests/test_imports.py."""
+
+    def reached(room: str) -> set[str]:
+        return graph[room].union(*(reached(other) for other in graph[room]))
+
+    return {room: others - set().union(*(reached(other) for other in others)) for room, others in graph.items()}
+
+
+def mermaid() -> str:
+    """The fenced block for a page."""
+    graph = without_shortcuts(room_imports())
+    arrows = [f"    {room} --> {other}" for room in sorted(graph) for other in sorted(graph[room])]
+    return "\n".join(["```mermaid", "graph TD", *arrows, "```"]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="a page whose mermaid block is replaced (default: print it)")
+    args = parser.parse_args()
+    if args.write is None:
+        print(mermaid(), end="")
+    else:
+        args.write.write_text(BLOCK.sub(lambda _: mermaid(), args.write.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

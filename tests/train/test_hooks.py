@@ -1,0 +1,131 @@
+"""The order of the hooks is the policy: what a stop, a problem and a spike of the loss do to evaluation and saving."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llava_ds.constants import DataError
+from llava_ds.data.loader import Counts
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.train import hooks
+from llava_ds.train.hooks import Evaluate, Health, Save, StepEnd, Stop
+from llava_ds.train.session import Session
+from llava_ds.train.state import StepResult, TrainState
+
+
+class FakeWatch:
+    """Stands for the logs of bad samples, skipped steps and spikes."""
+
+    def __init__(self, problem: str | None = None, found: tuple = (), rewinds: bool = False) -> None:
+        self.problem, self.found, self.rewinds, self.in_a_row, self.settled = problem, found, rewinds, 0, []
+        self.log = SimpleNamespace(write=lambda rows: None)
+
+    def add(self, read: list) -> None: ...
+
+    def describe(self) -> str:
+        return "a spike"
+
+    def settle(self, rewound_to: str | None) -> None:
+        self.settled.append(rewound_to)
+
+
+class FakeSession:
+    """A run of 10 steps that saves every 4 and evaluates every 2, and records what its hooks do."""
+
+    def __init__(self, stops: bool = False, save_strategy: str = "steps") -> None:
+        self.done: list[str] = []
+        training = SimpleNamespace(save_strategy=save_strategy, save_steps=4, logging_steps=1, check_divergence_steps=0)
+        args = SimpleNamespace(training=training)
+        self.plan = SimpleNamespace(args=args, steps=SimpleNamespace(num_steps=10))
+        self.ranks, self.state, self.engine, self.model = Ranks(0, 0, 1, torch.device("cpu")), TrainState(), None, None
+        self.stop = SimpleNamespace(agreed=lambda step_s, ahead_s: stops, saved=lambda seconds: None)
+        self.watchdog = SimpleNamespace(enters=lambda phase, step: None)
+        self.evaluation = SimpleNamespace(
+            is_due=lambda step, last: last or step % 2 == 0,
+            ahead_s=lambda step: 0.0,
+            run=lambda step, last: self.done.append("evaluate"),
+        )
+        self.saver = SimpleNamespace(after_step=self._save, rewind=self._rewind)
+
+    def saves_at(self, step: int, last: bool) -> bool:
+        return Session.saves_at(self, step, last)
+
+    def _save(self, step: int, saves: bool, last: bool, keeps_all: bool) -> None:
+        self.done += ["save"] * saves
+
+    def _rewind(self) -> Path:
+        self.done.append("rewind")
+        return Path("checkpoint-4")
+
+
+def end_of(step: int) -> StepEnd:
+    counts = Counts(4, 9, 9, 1, 9, 1)
+    values = {"loss": 1.0, "by_source": None, "grad_norm": None, "skipped_steps": 0, "lr": [], "broken": []}
+    result = StepResult(step=step, counts=counts, num_planned=4, data_wait_s=0.0, step_time_s=0.1, **values)
+    return StepEnd(result, finished=step == 10)
+
+
+def run(session: FakeSession, step: int, monkeypatch, **watches: FakeWatch) -> StepEnd:
+    monkeypatch.setattr(hooks, "settle_skipped_steps", lambda engine: None)
+    health = Health.__new__(Health)
+    health.session, health.training = session, session.plan.args.training
+    for name in ("skipped", "skipped_steps", "spikes"):
+        setattr(health, name, watches.get(name, FakeWatch()))
+    end = end_of(step)
+    for hook in (Stop(session), health, Evaluate(session), Save(session)):
+        hook.after_step(end)
+    return end
+
+
+@pytest.mark.parametrize(
+    ("step", "done"), [(1, []), (2, ["evaluate"]), (4, ["evaluate", "save"]), (10, ["evaluate", "save"])]
+)
+def test_what_is_due_is_done_and_its_time_is_not_a_steps(step, done, monkeypatch):
+    session = FakeSession()
+    end = run(session, step, monkeypatch)
+    assert session.done == done and end.paused == bool(done) and (end.paused_s() > 0) == bool(done)
+    end.raise_problems()
+
+
+def test_a_request_to_stop_saves_at_any_step_and_does_not_evaluate(monkeypatch):
+    session = FakeSession(stops=True)
+    end = run(session, 2, monkeypatch)
+    assert session.done == ["save"] and end.last and session.state.stops
+
+
+def test_without_checkpoints_a_request_to_stop_saves_nothing(monkeypatch):
+    session = FakeSession(stops=True, save_strategy="no")
+    assert run(session, 3, monkeypatch).last and session.done == []
+
+
+@pytest.mark.parametrize("name", ["skipped_steps", "spikes"])
+def test_a_run_whose_weights_are_the_last_checkpoints_ends_without_another(name, monkeypatch):
+    session = FakeSession()
+    end = run(session, 4, monkeypatch, **{name: FakeWatch("too many")})
+    assert session.done == [] and end.last
+    with pytest.raises(DataError, match="too many"):
+        end.raise_problems()
+
+
+def test_too_many_broken_samples_save_before_the_run_ends(monkeypatch):
+    session = FakeSession()
+    end = run(session, 3, monkeypatch, skipped=FakeWatch("too many"))
+    assert session.done == ["save"]
+    with pytest.raises(DataError, match="too many"):
+        end.raise_problems()
+
+
+def test_a_spike_goes_back_before_anything_is_evaluated_or_saved(monkeypatch, capsys):
+    session, spikes = FakeSession(), FakeWatch(found=("one",), rewinds=True)
+    end = run(session, 4, monkeypatch, spikes=spikes)
+    assert session.done == ["rewind", "evaluate", "save"] and end.paused
+    assert spikes.settled == ["checkpoint-4"] and "back to checkpoint-4" in capsys.readouterr().out
+
+
+def test_a_failed_save_is_a_problem(monkeypatch):
+    session = FakeSession()
+    session.saver.after_step = lambda *args, **more: "the disk is full"
+    with pytest.raises(DataError, match="the disk is full"):
+        run(session, 4, monkeypatch).raise_problems()
