@@ -11,11 +11,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
-from llava_ds.model.assemble import assemble, layer_classes
-from llava_ds.model.language import mlp_width
-from llava_ds.model.llava import LlavaModel
+from llava_ds.model.families.language import mlp_width
+from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
-from llava_ds.model.open.folder import read_parts, take_from_model
+from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.plan import read_parts
 from llava_ds.model.probe import refuse_unfit_language_model
 from llava_ds.model.quantize import scale_bits
 from llava_ds.model.vision import TowerPlan, plan_tower

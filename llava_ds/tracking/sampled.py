@@ -62,7 +62,7 @@ def _answer_line(first: int, last: int, answer: str, reference: object) -> tuple
 
 
 def shown_image(place: object, output_dir: Path) -> dict[str, str | None]:
-    """An image as an address that holds it, or the problem of reading it. place: of EncodedDataset.image_places."""
+    """An image as an address that holds it, or the problem of reading it. place: of EncodedDataset.images_of."""
     try:
         ref = FileRef(**place) if isinstance(place, dict) else FileRef(str(place))
         image = load_image(dataclasses.replace(ref, path=str(output_dir / ref.path)))

@@ -13,7 +13,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.param_groups import choose_trainable
-from llava_ds.model.assemble import assemble
+from llava_ds.model.llava import assemble
 from llava_ds.model.lora import add_lora
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import MicroBatch, activation_bytes, kept_bytes
