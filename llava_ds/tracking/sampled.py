@@ -64,7 +64,7 @@ def _answer_line(first: int, last: int, answer: str, reference: object) -> str:
 
 
 def shown_image(place: object, output_dir: Path) -> str:
-    """An image as HTML, or a sentence where it can't be read. place: of EncodedDataset.pictures_of, as JSON."""
+    """An image as HTML, or a sentence where it can't be read. place: of EncodedDataset.images_of, as JSON."""
     try:
         ref = FileRef(**place) if isinstance(place, dict) else FileRef(str(place))
         picture = load_image(dataclasses.replace(ref, path=str(output_dir / ref.path)))

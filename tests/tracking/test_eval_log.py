@@ -36,9 +36,7 @@ def in_tar(folder: Path) -> Path:
 def test_pictures_within_a_tar_are_shown(tmp_path, tokenizer):
     toys.write_data(tmp_path / "data", "ii")
     dataset = toys.encoded(str(in_tar(tmp_path / "data")), None, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
-    rows = [
-        {"step": 1, "id": str(i), "question": "?", "images": dataset.pictures_of(i), "answer": ""} for i in range(2)
-    ]
+    rows = [{"step": 1, "id": str(i), "question": "?", "images": dataset.images_of(i), "answer": ""} for i in range(2)]
     page = sampled_answers(json.loads(json.dumps(rows)), tmp_path / "run")
     assert page.count("<img") == 2 and "can't be shown" not in page
     assert len({part.split('"')[0] for part in page.split('src="')[1:]}) == 2  # each its own
