@@ -32,7 +32,7 @@ from llava_ds.evaluation.answers import (
     write_scores,
 )
 from llava_ds.evaluation.answers_identity import identity_of
-from llava_ds.evaluation.asking import ask, plan_batches
+from llava_ds.evaluation.asking import ask, open_batches, plan_batches
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.llava_questions import TURNS
 from llava_ds.evaluation.question import Question, digest, with_blank_image, without_image
@@ -123,8 +123,8 @@ def answers_to(
     if known:
         print_first(f"{column}: {len(known):,} of {len(questions):,} questions are answered already")
     part = Part(store, column, attempt, ranks)
-    batches = plan_batches(loaded, questions, args.batch_size, ranks)
-    ask(loaded, questions, batches, known, part.keep, ranks, max_new_tokens=args.max_new_tokens, progress=column)
+    batches = open_batches(plan_batches(loaded, questions, args.batch_size, ranks), known)
+    ask(loaded, questions, batches, part.keep, ranks, max_new_tokens=args.max_new_tokens, progress=column)
     part.close()
     for answers in gather(part.answers, ranks):
         known |= answers

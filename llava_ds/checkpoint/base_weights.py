@@ -13,7 +13,7 @@ from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.reading import FileState, move_aside, read_json, state_of, why_not_regular
 from llava_ds.files.writing import sha256, write_whole
-from llava_ds.model.open.weight_files import weight_files
+from llava_ds.model.open.weights import weight_files
 
 REMEMBERED = "weight_hashes.json"  # in a run's folder
 HASHING_THREADS = 8

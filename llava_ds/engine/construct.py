@@ -10,11 +10,9 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import lora, quantize
-from llava_ds.model.assemble import assemble, layer_classes
-from llava_ds.model.llava import LlavaModel
-from llava_ds.model.open.weight_files import WeightFiles
-from llava_ds.model.open.weight_sources import left_out
-from llava_ds.model.open.weights import freed_memory_returns, load_weights
+from llava_ds.model.llava import LlavaModel, assemble, layer_classes
+from llava_ds.model.loading import freed_memory_returns, load_weights
+from llava_ds.model.open.weights import WeightFiles, left_out
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
 from llava_ds.runtime.ranks import Ranks, print_first
 

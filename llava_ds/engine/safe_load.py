@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from llava_ds.constants import DataError
-from llava_ds.model.open.weight_files import refused_name
+from llava_ds.model.open.weights import refused_name
 
 # What a checkpoint holds beside tensors and plain values (DeepSpeed 0.19): nothing else in it is called.
 CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]

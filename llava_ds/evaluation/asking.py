@@ -1,4 +1,4 @@
-"""Asking a model all questions, on all ranks, so that neither their number nor a break changes an answer."""
+"""Ask a model all questions, on all ranks, so that neither their number nor an interruption changes an answer."""
 
 from collections.abc import Callable, Container
 
@@ -9,10 +9,10 @@ from llava_ds.runtime.ranks import Ranks, gather, progress_bar
 
 
 def plan_batches(loaded: LoadedModel, questions: list[Question], batch_size: int, ranks: Ranks) -> list[list[int]]:
-    """Which questions, by number, are asked together: neighbours in length, the longest first.
+    """Choose the questions, by number, that are asked together: neighbours in length, the longest first.
 
-    The same on any number of ranks. A batch is always asked whole, for a text's sums are rounded otherwise beside other
-    texts, and that can decide about a word. The longest come first so that too large a batch fails at once.
+    The same on any number of ranks. A batch is always asked whole, because sums are rounded differently beside other
+    texts, which can change a word. The longest come first so that a batch that is too large fails at once.
     """
     encoder = make_encoder(loaded)
     own = [len(prompt_ids(loaded, question.prompt, encoder)) for question in questions[ranks.rank :: ranks.world_size]]
@@ -22,24 +22,26 @@ def plan_batches(loaded: LoadedModel, questions: list[Question], batch_size: int
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
 
+def open_batches(batches: list[list[int]], answered: Container[int]) -> list[list[int]]:
+    """Return the batches that are not answered as a whole."""
+    return [batch for batch in batches if not all(number in answered for number in batch)]
+
+
 def ask(
     loaded: LoadedModel,
     questions: list[Question],
     batches: list[list[int]],
-    answered: Container[int],
     keep: Callable[[dict[int, Answer]], None],
     ranks: Ranks,
     *,
     max_new_tokens: int,
     progress: str,
 ) -> None:
-    """Ask every batch of which not all is answered, and hand each batch's answers to keep.
+    """Ask every batch, and hand each batch's answers to keep.
 
-    Ranks that each have all of the model take a share each; where they hold it together, all ask, and the first keeps.
+    Ranks that each have the whole model take a share each; ranks that hold it together all ask, and rank 0 keeps.
     """
-    own = [batch for batch in batches if not all(number in answered for number in batch)]
-    if loaded.ranks is None:
-        own = own[ranks.rank :: ranks.world_size]
+    own = batches[ranks.rank :: ranks.world_size] if loaded.ranks is None else batches
     encoder = make_encoder(loaded)
     with progress_bar(total=sum(map(len, own)), desc=progress, unit="question") as bar:
         for batch in own:

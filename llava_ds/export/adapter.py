@@ -18,8 +18,8 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.model import lora, quantize
 from llava_ds.model.hf import TOLERANCE
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.loading import load_weights
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.weights import load_weights
 from llava_ds.model.plan import ModelPlan
 from llava_ds.runtime.ranks import Ranks
 

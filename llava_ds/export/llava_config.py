@@ -5,17 +5,8 @@ from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import ModelArguments, trained_parts
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.families.language import LLAVA_CLASSES
 from llava_ds.model.plan import ModelPlan
-
-# LLaVA's and LLaVA-NeXT's classes by the language model's model_type.
-LLAVA_CLASSES = {
-    "llama": ("llava_llama", "LlavaLlamaForCausalLM"),
-    "qwen2": ("llava_qwen", "LlavaQwenForCausalLM"),
-    "qwen2_moe": ("llava_qwen_moe", "LlavaQwenMoeForCausalLM"),
-    "mistral": ("llava_mistral", "LlavaMistralForCausalLM"),
-    "mixtral": ("llava_mixtral", "LlavaMixtralForCausalLM"),
-    "gemma": ("llava_gemma", "LlavaGemmaForCausalLM"),
-}
 
 
 def llava_config(

@@ -10,9 +10,8 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.llava_folder import llava_entries, projector_entries, write_llava, write_projector
 from llava_ds.export.tensors import Counted, Entry, live_entries, take_part
 from llava_ds.export.transformers_folder import hf_entries, write_hf
-from llava_ds.model.assemble import assemble
-from llava_ds.model.llava import LlavaModel
-from llava_ds.model.open.weights import freed_memory_returns
+from llava_ds.model.llava import LlavaModel, assemble
+from llava_ds.model.loading import freed_memory_returns
 from llava_ds.runtime.ranks import Ranks
 
 WRITERS = {"hf": write_hf, "llava": write_llava, "projector": write_projector}

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from llava_ds.batch import Batch
 from llava_ds.geometry import MediaLayout
+from llava_ds.model.families.language import final_logits
 from llava_ds.model.hf import HF_CLASSES, TOLERANCE, HFModel, attention_options, merged_embeds
-from llava_ds.model.language import final_logits
 
 # Of the host's free memory that a second copy of the weights may take beside what is running.
 MEMORY_PART = 0.8

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from llava_ds.model.language import embedding_name, is_tied_in_hf, names_in_hf
+from llava_ds.model.families.language import embedding_name, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.weight_files import Weights
+from llava_ds.model.open.weights import Weights
 from llava_ds.runtime.ranks import Ranks
 
 

@@ -12,8 +12,8 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.output_folder import folder_entries, planned_entries, write_folder
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.files.model_files import said_by
+from llava_ds.model.families.language import read_any_config
 from llava_ds.model.hf import HF_CLASSES
-from llava_ds.model.language import read_any_config
 from llava_ds.tokenizer import read_tokenizer
 
 REMEDY = "or give --export_format llava, which LLaVA's own code opens"

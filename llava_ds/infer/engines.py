@@ -18,6 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from llava_ds.constants import ConfigError
 from llava_ds.infer.described import MOVED_FLAGS, Described, described
 from llava_ds.infer.load import LoadedModel, constructed, load_model, loaded, refuse_unfit
+from llava_ds.model.families.language import TENSOR_PARALLEL
 from llava_ds.model.hf import HFModel
 from llava_ds.runtime.command import given_path
 from llava_ds.runtime.ranks import Ranks, on_every_rank
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 ENGINES = ("hf", "deepspeed")
 OFFLOADS = ("none", "cpu", "nvme")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# Language models that DeepSpeed 0.19 cuts with transformers 5 so that answers stay the same, by model_type. Not Phi-3,
-# whose attention counts heads by its configuration, and GPT-2, which DeepSpeed itself refuses.
-CAN_BE_CUT = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
 
 NO_KERNELS = (
     "DeepSpeed's kernels are not injected: its layers return tuples and keep a cache of their own, which transformers "
@@ -155,12 +152,12 @@ def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, 
 
 
 def _check_can_be_cut(decoder: nn.Module, size: int, path: str) -> None:
-    """Raise ConfigError where ranks would get unequal shares, or the family is none of CAN_BE_CUT."""
+    """Raise ConfigError where ranks would get unequal shares, or the family is none of TENSOR_PARALLEL."""
     config = decoder.config
-    if config.model_type not in CAN_BE_CUT:
+    if config.model_type not in TENSOR_PARALLEL:
         raise ConfigError(
             f"{path} can't be cut over ranks: its language model is a {config.model_type}, and DeepSpeed cuts "
-            f"{', '.join(CAN_BE_CUT)}: start one rank, or give --offload cpu"
+            f"{', '.join(TENSOR_PARALLEL)}: start one rank, or give --offload cpu"
         )
     names = ("num_attention_heads", "num_key_value_heads")
     counts = {name: getattr(config, name, None) for name in names}
@@ -180,7 +177,7 @@ def _zero_inference(opened: Described, options: EngineOptions, ranks: Ranks) -> 
     import deepspeed
 
     from llava_ds.engine.construct import construction
-    from llava_ds.model.open.weights import freed_memory_returns, load_weights
+    from llava_ds.model.loading import freed_memory_returns, load_weights
 
     dtype = opened.precision(DTYPES.get(options.dtype))
     _check_precision(dtype, ranks, str(opened.path))

@@ -17,9 +17,9 @@ from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import ImageOptions
 from llava_ds.infer.described import Described, described
 from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
-from llava_ds.model.open.checkpoint_defaults import pairs
-from llava_ds.model.open.weight_files import WeightFiles
-from llava_ds.model.open.weights import check_fit, load_weights, refuse_endless
+from llava_ds.model.loading import check_fit, load_weights, refuse_endless
+from llava_ds.model.open.folder import read_pinpoints
+from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.vision import read_processor
 from llava_ds.runtime.ranks import Ranks
 
@@ -170,7 +170,7 @@ def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
     size, patch_size = vision.image_size, vision.patch_size
     if config.model_type != "llava":
         ratio = "anyres" if config.model_type == "llava_next" else config.vision_aspect_ratio
-        pinpoints = tuple(pair[::-1] for pair in pairs(config.image_grid_pinpoints, str(path)))
+        pinpoints = tuple(pair[::-1] for pair in read_pinpoints(config.image_grid_pinpoints, str(path)))
         return ImageOptions(size, patch_size, mean, ratio, pinpoints, "spatial_unpad")
     return ImageOptions(
         size,

@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from llava_ds.config.arguments import ModelArguments, trained_parts, trains_new_rows
-from llava_ds.model.assemble import assemble
+from llava_ds.model.llava import assemble
 from llava_ds.model.lora import linear_names
 from llava_ds.model.vision import TowerPlan
 

@@ -11,18 +11,95 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import library_errors
 from llava_ds.model import lora
-from llava_ds.model.assemble import assemble
-from llava_ds.model.language import length_problem
+from llava_ds.model.families.language import length_problem
+from llava_ds.model.llava import assemble
+from llava_ds.model.loading import check_fit, refuse_endless
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.folder import read_parts
-from llava_ds.model.open.weight_files import TensorSource, WeightFiles, Weights
-from llava_ds.model.open.weight_sources import Source, Sources
-from llava_ds.model.open.weights import check_fit, refuse_endless
+from llava_ds.model.open.folder import FLAG, ModelFolder, read_folder, without_prefix
+from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
 from llava_ds.model.probe import refuse_unfit_language_model
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.rows import with_rows
-from llava_ds.model.vision import ImageSpec, TowerPlan
+from llava_ds.model.vision import ImageSpec, TowerPlan, plan_tower, read_processor, read_tower
 from llava_ds.tokenizer import add_image_tokens, open_tokenizer
+
+# What has to be equal for the weights of one tower to be another's.
+_TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Configurations and sources of a model's parts."""
+
+    folder: ModelFolder
+    text_config: PreTrainedConfig
+    tower: TowerPlan
+    sources: Sources
+
+
+def read_parts(args: ModelArguments) -> Parts:
+    """What the flags compose, from configurations and the names of tensors. Raises ConfigError and DataError."""
+    folder = read_folder(args.model_name_or_path, args.model_base)
+    if args.lora_enable and folder.base is not None:
+        raise ConfigError(
+            f"--lora_enable True over {FLAG} {folder.path}, which is a LoRA adapter itself: an adapter of an adapter "
+            f"opens nowhere. Go on with it by --lora_weight_path {folder.path} over {FLAG} {folder.base}, or merge it "
+            "with run/export.py first"
+        )
+    tower, own, rest = _tower_of(folder, args)
+    projector, newline = folder.projector, folder.newline
+    beside = lora.non_lora_file(args)  # what was trained beside an adapter wins over what that training began with
+    for flag, given in (("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter), ("--lora_weight_path", beside)):
+        if given is not None:
+            projector = Source(flag, given, formats.projector_from_llava)
+            brought = Source(flag, given, formats.newline_from_llava)
+            if newline is None or brought.open().shapes:
+                newline = brought
+    if beside is not None:
+        trained = Source("--lora_weight_path", beside, without_prefix(formats.tower_from_llava))
+        if trained.open().shapes:
+            own, rest = trained, rest or own
+    sources = Sources(folder.language_model, own, projector, newline, rest)
+    return Parts(folder, folder.text_config, tower, sources)
+
+
+def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Source, Source | None]:
+    """The tower, where the weights of what runs lie, and where the rest of it does if that is elsewhere."""
+    given = args.vision_tower
+    elsewhere = given and Source("--vision_tower", given, formats.tower_from_disk)
+    if folder.vision_config is not None:
+        if given is not None:
+            _refuse_other_tower(folder, read_tower(given, args))
+        where = f"{FLAG} {folder.path}"
+        processor = read_processor(folder.base or folder.path, where)
+        return plan_tower(folder.vision_config, processor, where, args), folder.vision_tower, None
+    trained_with, width = folder.trained_with
+    if given is None:
+        was = f"; it was trained with {trained_with}" if trained_with else ""
+        raise ConfigError(
+            f"--vision_tower is missing: {FLAG} {folder.path} is {folder.kind}, which brings none that is on this "
+            f"machine{was}: name the tower's folder"
+        )
+    tower = read_tower(given, args)
+    if width is not None and width != tower.width:
+        raise ConfigError(
+            f"--vision_tower {given} gives features {tower.width} wide, but {FLAG} {folder.path} was trained on "
+            f"{trained_with}, {width} wide: give that one"
+        )
+    if folder.vision_tower is not None:
+        return tower, folder.vision_tower, elsewhere
+    return tower, elsewhere, None
+
+
+def _refuse_other_tower(folder: ModelFolder, given: TowerPlan) -> None:
+    own = folder.vision_config
+    other = [name for name in _TOWER_SHAPE if getattr(own, name, None) != getattr(given.config, name, None)]
+    if other:
+        raise ConfigError(
+            f"--vision_tower is another tower than the one in {FLAG} {folder.path}: "
+            + ", ".join(f"{name} {getattr(given.config, name, None)} for {getattr(own, name, None)}" for name in other)
+            + ": leave it out, for the model brings its own"
+        )
 
 
 @dataclass(frozen=True)

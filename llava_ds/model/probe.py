@@ -15,9 +15,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelFo
 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention, last_layer
-from llava_ds.model.language import MLP_WIDTHS, final_logits
+from llava_ds.model.families.language import EXPERT_WIDTHS, MLP_WIDTHS, final_logits
 
-EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 LENGTHS = (3, 11, 7)  # of the samples
 WINDOW, CAP = 4, 2.0  # sliding windows and soft caps of the copy: so small that they matter
 WIDTH, VOCABULARY = 64, 48  # of its MLPs, and its tokens

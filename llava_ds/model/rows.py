@@ -14,8 +14,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import DataError
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.weight_files import Weights
-from llava_ds.model.open.weight_sources import Source, Sources
+from llava_ds.model.open.weights import Source, Sources, Weights
 
 NUM_MARKS = 2  # <im_start> and <im_end>
 

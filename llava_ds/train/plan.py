@@ -22,8 +22,8 @@ from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.export.trial import try_export
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.families.language import length_note
 from llava_ds.model.flops import ModelFlops, model_flops
-from llava_ds.model.language import length_note
 from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.planning import dry_run
 from llava_ds.planning.auto import choose_for_ranks, choose_tokens_per_micro_batch, run_on_ranks

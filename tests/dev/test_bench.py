@@ -15,7 +15,7 @@ from benchmark.table import Row, markdown, plot_steps
 from launching import ROOT, environment
 
 from llava_ds.constants import ConfigError
-from llava_ds.model.open.weight_files import WeightFiles
+from llava_ds.model.open.weights import WeightFiles
 
 
 def run(side: str, number: int, seconds: list[float], loss=(2.0, 1.5), grad_norm=(1.0, 0.5)) -> Run:
@@ -69,7 +69,7 @@ def test_the_shapes_are_those_of_the_models_they_stand_for():
     )
     assert language_model == 6_738_415_616
     assert LLAVA_7B.output_share(padded_length=1400) == pytest.approx(0.02, abs=0.002)
-    assert (LLAVA_7B.features, LLAVA_7B.picture_size, LLAVA_7B.scale) == (576, 336, 1.0)
+    assert (LLAVA_7B.features, LLAVA_7B.image_size, LLAVA_7B.scale) == (576, 336, 1.0)
 
 
 def hollow(shape):

@@ -13,7 +13,7 @@ from llava_ds.engine.activation_budget import GB, ActivationMemory, PartLayers, 
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.engine.warm_up import LargestMicroBatch, missing_state_bytes, warm_up
-from llava_ds.model.assemble import assemble
+from llava_ds.model.llava import assemble
 from llava_ds.model.vision import plan_tower
 from llava_ds.runtime.ranks import Ranks
 

@@ -22,7 +22,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.evaluation import asking
 from llava_ds.evaluation.answers import Part, answered, open_store, write_answers, write_scores
 from llava_ds.evaluation.answers_identity import model_digest
-from llava_ds.evaluation.asking import ask, plan_batches
+from llava_ds.evaluation.asking import ask, open_batches, plan_batches
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.bootstrap import estimates
 from llava_ds.evaluation.score_table import as_json, table
@@ -91,7 +91,7 @@ def test_batches_and_answers_do_not_depend_on_the_number_of_ranks(model, questio
         answers: dict[int, str] = {}
         for rank in range(world_size):  # one after the other: the model is shared
             ranks = Ranks(rank, rank, world_size, torch.device("cpu"))
-            ask(loaded, questions, plans[0], {}, answers.update, ranks, max_new_tokens=4, progress="")
+            ask(loaded, questions, plans[0], answers.update, ranks, max_new_tokens=4, progress="")
         assert sorted(answers) == list(range(len(questions)))
         seen[world_size] = (plans[0], answers)
     assert seen[1] == seen[2] == seen[3]
@@ -155,8 +155,7 @@ def test_only_what_is_not_answered_is_asked_and_in_whole_batches(questions, monk
     ask(
         SimpleNamespace(ranks=None),
         questions,
-        [[0, 1], [2, 3], [4, 5]],
-        {0: "", 1: "", 2: ""},
+        open_batches([[0, 1], [2, 3], [4, 5]], {0: "", 1: "", 2: ""}),
         kept.update,
         RANKS,
         max_new_tokens=1,

@@ -9,7 +9,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.staged import staged
 from llava_ds.export.tensors import Entry
-from llava_ds.model.open.weight_files import WeightFiles
+from llava_ds.model.open.weights import WeightFiles
 
 
 def files(folder) -> dict[str, str]:

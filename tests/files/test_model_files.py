@@ -15,7 +15,7 @@ from llava_ds.files.model_files import check_folder, own_file, read_json, size_p
 from llava_ds.files.reading import read_bytes
 from llava_ds.infer.load import load_model
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.open.weight_files import WeightFiles
+from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.plan import plan_model
 
 

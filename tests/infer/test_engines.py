@@ -19,9 +19,10 @@ from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import ImageOptions
 from llava_ds.infer import engines
 from llava_ds.infer.described import described
-from llava_ds.infer.engines import CAN_BE_CUT, NO_KERNELS, EngineOptions, load_for_inference, zero_config
+from llava_ds.infer.engines import NO_KERNELS, EngineOptions, load_for_inference, zero_config
 from llava_ds.infer.generate import Prompt, Sampling, answer, greedy_answers, stream
 from llava_ds.infer.load import filled, load_model
+from llava_ds.model.families.language import TENSOR_PARALLEL
 from llava_ds.model.hf import TOLERANCE
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import Ranks
@@ -142,7 +143,7 @@ def cases(tmp_path_factory, data) -> list[dict]:
         disk = folder / "disk"
         disk.mkdir()
         found.append(case("tiny from NVMe", tiny, 100, offload="nvme", offload_path=str(disk)))
-    for family in set(CAN_BE_CUT) - {"llama"}:
+    for family in set(TENSOR_PARALLEL) - {"llama"}:
         model = exported(folder / family, toys.write_base(folder / f"{family}-base", family=family))
         found.append(case(family, model, 20))
     return found

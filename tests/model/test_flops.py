@@ -10,8 +10,8 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import media_layout
-from llava_ds.model.assemble import assemble
 from llava_ds.model.flops import ModelFlops, model_flops
+from llava_ds.model.llava import assemble
 from llava_ds.model.lora import add_lora
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.shapes import CLIP_L_336, NAMED

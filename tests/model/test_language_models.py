@@ -33,8 +33,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine import construct as build
 from llava_ds.engine.process_group import use_gloo_without_compiling
 from llava_ds.model import attention
-from llava_ds.model.hf import attention_options
-from llava_ds.model.language import (
+from llava_ds.model.families.language import (
     embedding_name,
     final_logits,
     is_tied_in_hf,
@@ -44,9 +43,10 @@ from llava_ds.model.language import (
     names_in_hf,
     trunk_name,
 )
+from llava_ds.model.hf import attention_options
+from llava_ds.model.loading import load_weights
 from llava_ds.model.open.names import language_model_from_disk
-from llava_ds.model.open.weight_files import WeightFiles
-from llava_ds.model.open.weights import load_weights
+from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.probe import examine, refuse_unfit_language_model
 from llava_ds.runtime.ranks import Ranks
 

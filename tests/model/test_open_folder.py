@@ -292,7 +292,7 @@ def test_a_missing_weight_is_refused_before_data_are_read(form, lost, base, llav
     [
         ("[1]", "config.json can't be read"),
         ("{", "config.json can't be read"),
-        ('{"model_type": "llava_mpt"}', "is LLaVA's MPT, which is not here"),
+        ('{"model_type": "llava_mpt"}', "is LLaVA's MPT, which is not supported"),
         ('{"model_type": "llava", "architectures": ["X"]}', "architectures is 'X', expected one of LlavaLlama"),
         (
             '{"model_type": "llava_llama", "num_attention_heads": 0, "rope_scaling": {"type": "x"}}',
@@ -323,10 +323,10 @@ def test_folders_that_hold_nothing_usable_are_refused_in_one_message(config, exp
 
 def test_the_folder_of_stage_1_names_the_flag_that_takes_it(tmp_path):
     torch.save({}, tmp_path / "mm_projector.bin")
-    with pytest.raises(ConfigError, match="it is what stage 1 leaves, which --pretrain_mm_mlp_adapter takes"):
+    with pytest.raises(ConfigError, match="it is stage 1's output: give it to --pretrain_mm_mlp_adapter"):
         read_folder(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llava_llama"}')  # as stage 1 does leave it
-    with pytest.raises(ConfigError, match="holds a projector and no model: it is what stage 1 leaves"):
+    with pytest.raises(ConfigError, match="holds a projector and no model: it is stage 1's output"):
         read_folder(str(tmp_path))
 
 
@@ -349,7 +349,9 @@ def test_hugging_faces_llavas_of_another_make_are_refused(changed, expected, lla
 
 def test_values_that_are_not_here_ask_for_the_flag(llava, base, tmp_path):
     flags = llavas.write_llava(tmp_path, base, llava, llavas.llava_config(base, mm_patch_merge_type="spatial_max"))
-    with pytest.raises(ConfigError, match="says mm_patch_merge_type 'spatial_max', which is not here: give --mm_patch"):
+    with pytest.raises(
+        ConfigError, match=r"says mm_patch_merge_type 'spatial_max': Input should be 'flat'.*; give --mm_patch"
+    ):
         take_from_model(arguments(flags))
     assert take_from_model(arguments({**flags, "mm_patch_merge_type": "flat"}))[0].model.mm_patch_merge_type == "flat"
     flags = llavas.write_llava(tmp_path, base, llava, llavas.llava_config(base, mm_resampler_type="perceiver"))

@@ -16,7 +16,7 @@ from transformers import (
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.model.open import names as formats
-from llava_ds.model.plan import Source
+from llava_ds.model.open.weights import Source
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.vision import VisionTower, plan_tower, read_vision_config
 

@@ -17,7 +17,7 @@ from transformers import (
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.model.open import names as formats
-from llava_ds.model.plan import Source
+from llava_ds.model.open.weights import Source
 from llava_ds.model.vision import VisionTower, read_tower
 
 SIZES = toys.TOWER

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from llava_ds.constants import DataError
-from llava_ds.model.open.weight_files import TensorSource, WeightFiles, tensor_names
-from llava_ds.model.open.weight_sources import Overlaid
+from llava_ds.model.open.weights import Overlaid, TensorSource, WeightFiles, tensor_names
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c.d": torch.zeros(1)}
 

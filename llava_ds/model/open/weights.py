@@ -1,147 +1,310 @@
-"""Weights from files into a model, tensor by tensor: no rank ever holds a whole model beside its own share."""
+"""Weights on disk: files of tensors, where those of each part lie, and what is laid over them.
 
-import contextlib
-import ctypes
-from collections.abc import Iterator
+Tensors are read by name, one at a time, from safetensors and pickles, whole or in shards.
+"""
+
+import pickle
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch import nn
-from transformers import PreTrainedConfig
+from safetensors import safe_open
 
-from llava_ds.constants import DataError
-from llava_ds.model import quantize
-from llava_ds.model.open.weight_files import Weights
-from llava_ds.runtime.ranks import Ranks, all_sum
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.files.model_files import is_there, own_file, read_json, said_by, shown
+from llava_ds.model.open import names as formats
 
-MAX_SHOWN = 4  # problems named in one message
-MAX_NAME = 200  # characters of a tensor's name in a message
-SUM_NUMBERS = 2**20
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+MAPPED_BYTES = 32 * 2**20  # read of a file before it is mapped anew
 
 
-@torch.no_grad()
-def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str) -> None:
-    """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
+class Weights(Protocol):
+    """Tensors by name, read one at a time. path: for messages; shapes: of every tensor, known before it is read."""
 
-    module: or some of its parameters by name. Weights of quantized layers are packed as they come, and it is the packed
-    ones that are summed. Raises DataError when a tensor is missing, has another shape or is not the module's, and
-    RuntimeError when what the ranks hold differs from what was read (weights put into partitioned parameters can vanish
-    silently).
+    path: str | Path
+    shapes: dict[str, tuple[int, ...]]
+    notes: tuple[str, ...]  # what a run's beginning says of them
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Every tensor's name and a function that reads it, which holds until the next one is asked for."""
+
+
+class WeightFiles:
+    """The tensors of a folder or a single file, by name, read one at a time.
+
+    Understands model.safetensors and pytorch_model.bin, whole or sharded with an index. Pickles are opened with
+    weights_only=True. rename: maps a name on disk to the model's, or to None to leave it out. Raises DataError for
+    files that can't be read as tensors.
     """
-    check_fit(module, source, what)
-    parameters, _ = _named(module)
-    sums = torch.zeros(len(parameters), dtype=torch.int64)
-    order = {name: i for i, name in enumerate(parameters)}
-    partitioned_one = next((p for p in parameters.values() if hasattr(p, "ds_id")), None)
-    for name, read in source.tensors():
-        if name not in parameters:
-            continue
-        parameter = parameters[name]
-        if quantize.is_packed(parameter):
-            packed = quantize.pack(module, name, read(), ranks.device)
-            sums[order[name]] = _bit_sum(packed.data)
-            if partitioned_one is not None:
-                partitioned_one.convert_to_zero_parameters(param_list=[packed])
-            parameters[name] = packed
-            continue
-        partitioned = hasattr(parameter, "ds_id")
-        with _gathered(parameter) if partitioned else contextlib.nullcontext():
-            if ranks.is_first or not partitioned:
-                tensor = read().to(parameter.dtype)
-                sums[order[name]] = _bit_sum(tensor)
-                parameter.data.copy_(tensor)
-                del tensor  # of a mapped file: held, it would keep the whole file in memory
-    _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
+
+    notes = ()
+
+    def __init__(self, path: str | Path, rename: Callable[[str], str | None] = lambda name: name) -> None:
+        self.path = Path(path)
+        self._places: dict[str, tuple[Path, str]] = {}  # model's name -> file, name on disk
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.unused: list[str] = []  # names on disk
+        for file in weight_files(self.path):
+            for name, shape in _shapes(file).items():
+                new = rename(name)
+                if new is None:
+                    self.unused.append(name)
+                else:
+                    self._places[new] = (file, name)
+                    self.shapes[new] = shape
+
+    @property
+    def used(self) -> set[str]:
+        """Names on disk of what is taken."""
+        return {name for _, name in self._places.values()}
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Every tensor's name and a function that reads it, file by file; a file is closed before the next one opens.
+
+        Files are mapped, so pages that were read count as this process's memory until then.
+        """
+        for file in sorted({file for file, _ in self._places.values()}):
+            opened = OpenedFile(file)
+            for name, (where, on_disk) in self._places.items():
+                if where == file:
+                    yield name, partial(opened.read, on_disk)
+            opened.close()
 
 
-def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager:
-    """A partitioned parameter whole on all ranks, and as rank 0 leaves it afterwards."""
-    import deepspeed  # takes seconds, and a model in one piece does without
+class OpenedFile:
+    """A file of tensors; what it gave lives on when it is closed.
 
-    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
-
-
-def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], set[str]]:
-    """Parameters by name, a tied one once, and its other names."""
-    if isinstance(module, dict):
-        return module, set()
-    parameters = dict(module.named_parameters())
-    return parameters, {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
-
-
-def check_fit(module: nn.Module | dict[str, nn.Parameter], source: Weights, what: str) -> None:
-    """Compare names and shapes before anything is read; every rank finds the same, so none waits for another.
-
-    Raises DataError when a tensor is missing, has another shape or is not the module's.
+    It is mapped, and opened anew now and then: pages that were read count as this process's until the map is gone.
     """
-    parameters, aliases = _named(module)
-    problems = []
-    for names, problem in (
-        (sorted(set(parameters) - set(source.shapes)), "missing"),
-        (sorted(set(source.shapes) - set(parameters) - aliases), "that the model does not have"),
-    ):
-        if names:
-            first = ", ".join(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..." for name in names[:3])
-            problems.append(f"{len(names)} tensors {problem}, the first are {first}")
-    for name, parameter in parameters.items():
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if source.shapes.get(name, shape) != shape:
-            problems.append(f"{name} has shape {source.shapes[name]}, the model needs {shape}")
-    if problems:
-        raise DataError(f"{what} {source.path} does not fit the model: " + "; ".join(problems[:MAX_SHOWN]))
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._bytes_read = file, 0
+        self._open()
+
+    def _open(self) -> None:
+        is_pickle = self._file.suffix != ".safetensors"
+        self._tensors = _load_pickle(self._file) if is_pickle else safe_open(self._file, framework="pt")
+
+    def read(self, name: str) -> torch.Tensor:
+        if self._bytes_read > MAPPED_BYTES:
+            self._bytes_read = 0
+            self._open()
+        tensor = self._tensors[name] if isinstance(self._tensors, dict) else self._tensors.get_tensor(name)
+        self._bytes_read += tensor.nbytes
+        return tensor
+
+    def close(self) -> None:
+        self._tensors = {}
 
 
-def refuse_endless(config: PreTrainedConfig, source: Weights, what: str) -> None:
-    """Raise DataError for a configuration with more layers than there are tensors, before as many are made."""
-    if config.num_hidden_layers > len(source.shapes):
-        raise DataError(
-            f"{what} {source.path} does not fit the model: config.json says num_hidden_layers "
-            f"{config.num_hidden_layers}, and its files hold {len(source.shapes)} tensors: copy it again"
-        )
+def weight_files(path: str | Path) -> list[Path]:
+    """The files that hold a folder's weights, or the file that the path is. Raises DataError when there are none."""
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{single}.index.json"
+        if is_there(index):
+            names = sorted({str(name) for name in _weight_map(index).values()})
+            if outside := [name for name in names if Path(name).name != name or not name.endswith(SUFFIXES)]:
+                raise DataError(
+                    f"{index} names {shown(outside[0])}, which is no file of weights beside it: copy the folder again"
+                )
+            missing = [name for name in names if not (path / name).is_file()]
+            if missing:
+                raise DataError(f"{path}: {index.name} names {', '.join(missing)}, which is not there: copy it again")
+            return [_own(path / name) for name in names]
+        if is_there(path / single):
+            return [_own(path / single)]
+    raise DataError(f"{path} holds no weights: expected model.safetensors or pytorch_model.bin, or their index")
 
 
-@contextlib.contextmanager
-def freed_memory_returns() -> Iterator[None]:
-    """While it lasts, a tensor's memory goes back to the system when it is freed, where the C library is glibc.
-
-    glibc keeps blocks below 32 MB in its heap, which grows by more than the whole model while it streams through.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        yield
-        return
-    mallopt(M_MMAP_THRESHOLD, 2**20)
+def _own(file: Path) -> Path:
+    """The file by the name that it has in its folder. Raises DataError where that leads out of it."""
     try:
-        yield
-    finally:  # where glibc's own adjustment ends, for training wants its blocks kept
-        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
-        mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
+        own_file(file)
+    except OSError as error:
+        raise DataError(f"{file} can't be read ({error.strerror}): copy it again") from error
+    return file
 
 
-def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bit patterns: exact, in any order, and additive over partitions."""
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.contiguous().view(width).flatten()
-    # In pieces, for the sum makes 64-bit numbers of all that it is given first.
-    return sum((piece.sum(dtype=torch.int64) for piece in bits.split(SUM_NUMBERS)), torch.tensor(0)).cpu()
+def tensor_names(path: str | Path) -> set[str]:
+    """Names on disk of all tensors of a folder or file. Raises DataError for what can't be read."""
+    return {name for file in weight_files(path) for name in _shapes(file)}
 
 
-def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, ranks: Ranks, what: str) -> None:
-    held = torch.zeros_like(sums)
-    partitioned = [hasattr(p, "ds_id") for p in parameters.values()]
-    for i, parameter in enumerate(parameters.values()):
-        held[i] = _bit_sum(_own_part(parameter, ranks) if partitioned[i] else parameter.data)
-    if any(partitioned):
-        device = ranks.device
-        held = all_sum(held.to(device)).cpu()
-        torch.distributed.broadcast(expected := sums.to(device), 0)
-        sums = expected.cpu()
-    wrong = [name for name, a, b in zip(parameters, held.tolist(), sums.tolist()) if a != b]
-    if wrong:
-        raise RuntimeError(f"{what}: {len(wrong)} tensors did not arrive as read, the first is {wrong[0]}")
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = read_json(index, str(index.parent)).get("weight_map")
+    except ConfigError as error:
+        raise DataError(str(error)) from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"{index} can't be read as an index of weights (its weight_map names none): copy it again")
+    return weight_map
 
 
-def _own_part(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor:
-    """This rank's partition without the padding behind the parameter's end."""
-    part = parameter.ds_tensor.flatten()
-    return part[: max(0, min(part.numel(), parameter.ds_numel - ranks.rank * part.numel()))]
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    if file.suffix != ".safetensors":
+        return {name: tuple(tensor.shape) for name, tensor in _load_pickle(file).items()}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+    except Exception as error:  # safetensors' own, and torch's for types of numbers that it does not have
+        raise DataError(f"{file} can't be read as weights ({said_by(error)}): copy it again") from error
+
+
+def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .bin file, mapped where its format allows it (all since torch 1.6)."""
+    try:
+        if (mapped := zipfile.is_zipfile(file)) and (packed := _compressed(file)):
+            raise DataError(f"{file} is refused: its {packed} is compressed, as torch writes none: copy it again")
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except DataError:
+        raise
+    except pickle.UnpicklingError as error:
+        named = refused_name(error)
+        if named is None:
+            raise DataError(f"{file} can't be read as weights (it is no whole file): copy it again") from error
+        raise DataError(
+            f"{file} is refused: beside tensors it holds {named}, and code in weight files is not run; "
+            "bring the tensors alone, best as safetensors"
+        ) from error
+    except Exception as error:  # torch raises several types for damaged files
+        raise DataError(f"{file} can't be read as weights ({_first_line(error)}): copy it again") from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        raise DataError(f"{file} can't be read as weights: expected tensors by name and nothing else")
+    if strange := [name for name, tensor in found.items() if not _is_plain(name, tensor)]:
+        raise DataError(
+            f"{file} can't be read as weights: {shown(strange[0])} is no dense tensor whose numbers are all in the file"
+        )
+    return found
+
+
+def _compressed(file: Path) -> str | None:
+    """A member of a zip that would grow as it is read; a megabyte of it could fill the memory."""
+    with zipfile.ZipFile(file) as zipped:
+        return next((one.filename for one in zipped.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
+
+
+def _is_plain(name: object, tensor: torch.Tensor) -> bool:
+    """True for a tensor such as weights are: a pickle may say that one number stands for a terabyte of them."""
+    if not isinstance(name, str) or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return False
+    return not tensor.is_quantized and tensor.nbytes <= tensor.untyped_storage().nbytes()
+
+
+def refused_name(error: pickle.UnpicklingError) -> str | None:
+    """What a pickle asked for beside tensors and torch refused to bring; None where it is damaged."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return named and named[1]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+class TensorSource:
+    """Tensors that are in memory already."""
+
+    notes = ()
+
+    def __init__(self, tensors: dict[str, torch.Tensor], path: str) -> None:
+        self.path, self._tensors = path, tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        for name, tensor in self._tensors.items():
+            yield name, lambda tensor=tensor: tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """The flag that named a part's weights, a folder or file, and what its tensors are called there.
+
+    rename: a name on disk to the part's, None for what is not the part's; changes: what is laid over the files, first
+    things first, each from weights to weights.
+    """
+
+    flag: str
+    path: str
+    rename: Callable[[str], str | None]
+    changes: tuple[Callable[[Weights], Weights], ...] = ()
+
+    def files(self, wanted: Callable[[str], bool] = lambda name: True) -> WeightFiles:
+        """The part's tensors as they lie on disk, but for those whose names are not wanted."""
+
+        def rename(on_disk: str) -> str | None:
+            name = self.rename(on_disk)
+            return name if name is not None and wanted(name) else None
+
+        return WeightFiles(self.path, rename)
+
+    def open(self, wanted: Callable[[str], bool] = lambda name: True) -> Weights:
+        """The part's tensors, changed as is asked for."""
+        return self.changed(self.files(wanted))
+
+    def changed(self, weights: Weights) -> Weights:
+        """What files() gave, with the changes laid over it."""
+        for change in self.changes:
+            weights = change(weights)
+        return weights
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the weights of each part lie; None for a part that starts fresh.
+
+    rest_of_tower: the folder of a tower whose weights come with the model, which holds what the model leaves out, for
+    export. new_rows: a projector's file that brings rows for new tokens.
+    """
+
+    language_model: Source
+    vision_tower: Source
+    projector: Source | None = None
+    newline: Source | None = None
+    rest_of_tower: Source | None = None
+    new_rows: Source | None = None
+
+    def whole_tower(self) -> Weights:
+        """All of the tower that is on disk, also what never runs and is not built."""
+        tower = self.vision_tower.open()
+        return tower if self.rest_of_tower is None else Overlaid(self.rest_of_tower.open(), tower)
+
+
+class Overlaid:
+    """Tensors, in whose place come others of the same name; the others' own tensors come last."""
+
+    def __init__(self, below: Weights, above: Weights) -> None:
+        self.path = below.path
+        self._below, self._above = below, above
+        self.shapes = {**below.shapes, **above.shapes}
+        self.notes = (*below.notes, f"{len(above.shapes)} of them from {above.path}")
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        for name, read in self._below.tensors():
+            if name not in self._above.shapes:
+                yield name, read
+        yield from self._above.tensors()
+
+
+def left_out(sources: Sources) -> list[str]:
+    """Lines that say what lies in the files and is in no part of the model, grouped."""
+    parts = (sources.language_model, sources.vision_tower, sources.projector, sources.newline, sources.new_rows)
+    by_path: dict[str, list[Source]] = {}
+    for source in parts:
+        if source is not None:
+            by_path.setdefault(source.path, []).append(source)
+    lines = []
+    for path, those in by_path.items():
+        unused = [name for name in WeightFiles(path).shapes if all(source.rename(name) is None for source in those)]
+        groups = Counter(map(formats.left_out, unused))
+        if groups:
+            said = ", ".join(f"{group} ({count} tensors)" for group, count in groups.most_common())
+            lines.append(f"not used of {path}: {said}")
+    return lines

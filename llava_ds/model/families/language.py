@@ -1,4 +1,10 @@
-"""The configuration of the language model: what it allows, and what families call differently in it."""
+"""Language-model families: their names in LLaVA's format and in configurations, and what these configurations allow.
+
+To add a family: most need nothing here, because probe.py tries every causal language model of transformers on a small
+copy. Add a line to LLAVA_CLASSES if LLaVA has a class of its own for it, to MLP_WIDTHS or EXPERT_WIDTHS if its
+configuration has another name for these widths, and to TENSOR_PARALLEL once tests/infer/test_engines.py passes with it.
+Then add its small configuration to tests/model/test_language_models.py and a row to docs/language_models.md.
+"""
 
 from pathlib import Path
 
@@ -9,9 +15,34 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import OWN_CODE, check_folder, library_errors, read_config, shown
 
-# What families call the width of their MLPs.
+# LLaVA's and LLaVA-NeXT's model_type and class, by the language model's own model_type.
+LLAVA_CLASSES = {
+    "llama": ("llava_llama", "LlavaLlamaForCausalLM"),
+    "mistral": ("llava_mistral", "LlavaMistralForCausalLM"),
+    "mixtral": ("llava_mixtral", "LlavaMixtralForCausalLM"),
+    "qwen2": ("llava_qwen", "LlavaQwenForCausalLM"),
+    "qwen2_moe": ("llava_qwen_moe", "LlavaQwenMoeForCausalLM"),
+    "gemma": ("llava_gemma", "LlavaGemmaForCausalLM"),
+    "phi": ("llava_phi", "LlavaPhiForCausalLM"),
+}
+PUBLISHED = "llava"  # model_type of LLaVA-1.5's published folders, whatever the language model
+
+# Fields of a configuration with the width of MLPs, and of experts.
 MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+
+# Families that DeepSpeed 0.19 shards with transformers 5 so that answers stay the same, by model_type. Not Phi-3, whose
+# attention counts heads by its configuration, and GPT-2, which DeepSpeed itself refuses.
+TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
+
 HF_HEAD = "language_model.lm_head.weight"  # the output layer in a llava-hf folder
+
+# Beginnings and names of the fields that are LLaVA's own in a config.json in its format.
+_LLAVA_FIELDS = ("mm_", "llava_ds_", "image_", "tune_mm_", "freeze_mm_", "unfreeze_mm_", "tokenizer_", "s2")
+_LLAVA_NAMES = {
+    "use_mm_proj", "model_type", "architectures", "auto_map", "_name_or_path", "vision_tower_pretrained",
+    "split_special_tokens",
+}  # fmt: skip
 
 
 def read_text_config(path: str | Path) -> PreTrainedConfig:
@@ -40,6 +71,40 @@ def config_of(config: dict, where: str, path: str = "") -> PreTrainedConfig:
         kind = "ministral"
     with library_errors(where, "config.json is not what transformers expects"):
         return CONFIG_MAPPING[kind].from_dict(config, name_or_path=path)
+
+
+def is_llava_type(model_type: object) -> bool:
+    """True for a model_type of LLaVA's own format: one of LLaVA's, or "llava_" before another language model's.
+
+    The latter is what export writes for families that LLaVA has no class for.
+    """
+    return model_type == PUBLISHED or (isinstance(model_type, str) and _family_of(model_type) is not None)
+
+
+def _family_of(llava_type: str) -> str | None:
+    """The language model's model_type for one of LLaVA's format; None for others."""
+    for family, (known, _) in LLAVA_CLASSES.items():
+        if llava_type == known:
+            return family
+    family = llava_type.removeprefix("llava_")
+    is_causal = family in CONFIG_MAPPING and CONFIG_MAPPING[family] in MODEL_FOR_CAUSAL_LM_MAPPING
+    return family if family != llava_type and is_causal else None
+
+
+def text_config_of_llava(config: dict, where: str) -> PreTrainedConfig:
+    """The language model's configuration from a config.json in LLaVA's format, which has its fields and LLaVA's on one
+    level. Raises ConfigError that says where."""
+    family = _family_of(config["model_type"])
+    if config["model_type"] == PUBLISHED:
+        by_class = {name: family for family, (_, name) in LLAVA_CLASSES.items()}
+        architectures = config.get("architectures") or ["LlavaLlamaForCausalLM"]
+        architecture = architectures[0] if isinstance(architectures, list) else architectures
+        if not isinstance(architecture, str) or architecture not in by_class:
+            raise ConfigError(f"{where}: architectures is {shown(architecture)}, expected one of {', '.join(by_class)}")
+        family = by_class[architecture]
+    own = {key: value for key, value in config.items() if key not in _LLAVA_NAMES and not key.startswith(_LLAVA_FIELDS)}
+    with library_errors(where, "config.json is not what transformers expects"):
+        return CONFIG_MAPPING[family].from_dict(own)
 
 
 def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:

@@ -1,0 +1,1 @@
+"""Families of models: all that differs from one to another."""

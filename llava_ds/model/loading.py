@@ -1,0 +1,147 @@
+"""Weights from files into a model, tensor by tensor: no rank ever holds a whole model beside its own share."""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from llava_ds.constants import DataError
+from llava_ds.model import quantize
+from llava_ds.model.open.weights import Weights
+from llava_ds.runtime.ranks import Ranks, all_sum
+
+MAX_SHOWN = 4  # problems named in one message
+MAX_NAME = 200  # characters of a tensor's name in a message
+SUM_NUMBERS = 2**20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+@torch.no_grad()
+def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str) -> None:
+    """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
+
+    module: or some of its parameters by name. Weights of quantized layers are packed as they come, and it is the packed
+    ones that are summed. Raises DataError when a tensor is missing, has another shape or is not the module's, and
+    RuntimeError when what the ranks hold differs from what was read (weights put into partitioned parameters can vanish
+    silently).
+    """
+    check_fit(module, source, what)
+    parameters, _ = _named(module)
+    sums = torch.zeros(len(parameters), dtype=torch.int64)
+    order = {name: i for i, name in enumerate(parameters)}
+    partitioned_one = next((p for p in parameters.values() if hasattr(p, "ds_id")), None)
+    for name, read in source.tensors():
+        if name not in parameters:
+            continue
+        parameter = parameters[name]
+        if quantize.is_packed(parameter):
+            packed = quantize.pack(module, name, read(), ranks.device)
+            sums[order[name]] = _bit_sum(packed.data)
+            if partitioned_one is not None:
+                partitioned_one.convert_to_zero_parameters(param_list=[packed])
+            parameters[name] = packed
+            continue
+        partitioned = hasattr(parameter, "ds_id")
+        with _gathered(parameter) if partitioned else contextlib.nullcontext():
+            if ranks.is_first or not partitioned:
+                tensor = read().to(parameter.dtype)
+                sums[order[name]] = _bit_sum(tensor)
+                parameter.data.copy_(tensor)
+                del tensor  # of a mapped file: held, it would keep the whole file in memory
+    _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
+
+
+def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager:
+    """A partitioned parameter whole on all ranks, and as rank 0 leaves it afterwards."""
+    import deepspeed  # takes seconds, and a model in one piece does without
+
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+
+
+def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], set[str]]:
+    """Parameters by name, a tied one once, and its other names."""
+    if isinstance(module, dict):
+        return module, set()
+    parameters = dict(module.named_parameters())
+    return parameters, {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
+
+
+def check_fit(module: nn.Module | dict[str, nn.Parameter], source: Weights, what: str) -> None:
+    """Compare names and shapes before anything is read; every rank finds the same, so none waits for another.
+
+    Raises DataError when a tensor is missing, has another shape or is not the module's.
+    """
+    parameters, aliases = _named(module)
+    problems = []
+    for names, problem in (
+        (sorted(set(parameters) - set(source.shapes)), "missing"),
+        (sorted(set(source.shapes) - set(parameters) - aliases), "that the model does not have"),
+    ):
+        if names:
+            first = ", ".join(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..." for name in names[:3])
+            problems.append(f"{len(names)} tensors {problem}, the first are {first}")
+    for name, parameter in parameters.items():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if source.shapes.get(name, shape) != shape:
+            problems.append(f"{name} has shape {source.shapes[name]}, the model needs {shape}")
+    if problems:
+        raise DataError(f"{what} {source.path} does not fit the model: " + "; ".join(problems[:MAX_SHOWN]))
+
+
+def refuse_endless(config: PreTrainedConfig, source: Weights, what: str) -> None:
+    """Raise DataError for a configuration with more layers than there are tensors, before as many are made."""
+    if config.num_hidden_layers > len(source.shapes):
+        raise DataError(
+            f"{what} {source.path} does not fit the model: config.json says num_hidden_layers "
+            f"{config.num_hidden_layers}, and its files hold {len(source.shapes)} tensors: copy it again"
+        )
+
+
+@contextlib.contextmanager
+def freed_memory_returns() -> Iterator[None]:
+    """While it lasts, a tensor's memory goes back to the system when it is freed, where the C library is glibc.
+
+    glibc keeps blocks below 32 MB in its heap, which grows by more than the whole model while it streams through.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(M_MMAP_THRESHOLD, 2**20)
+    try:
+        yield
+    finally:  # where glibc's own adjustment ends, for training wants its blocks kept
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
+        mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
+
+
+def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bit patterns: exact, in any order, and additive over partitions."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.contiguous().view(width).flatten()
+    # In pieces, for the sum makes 64-bit numbers of all that it is given first.
+    return sum((piece.sum(dtype=torch.int64) for piece in bits.split(SUM_NUMBERS)), torch.tensor(0)).cpu()
+
+
+def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, ranks: Ranks, what: str) -> None:
+    held = torch.zeros_like(sums)
+    partitioned = [hasattr(p, "ds_id") for p in parameters.values()]
+    for i, parameter in enumerate(parameters.values()):
+        held[i] = _bit_sum(_own_part(parameter, ranks) if partitioned[i] else parameter.data)
+    if any(partitioned):
+        device = ranks.device
+        held = all_sum(held.to(device)).cpu()
+        torch.distributed.broadcast(expected := sums.to(device), 0)
+        sums = expected.cpu()
+    wrong = [name for name, a, b in zip(parameters, held.tolist(), sums.tolist()) if a != b]
+    if wrong:
+        raise RuntimeError(f"{what}: {len(wrong)} tensors did not arrive as read, the first is {wrong[0]}")
+
+
+def _own_part(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor:
+    """This rank's partition without the padding behind the parameter's end."""
+    part = parameter.ds_tensor.flatten()
+    return part[: max(0, min(part.numel(), parameter.ds_numel - ranks.rank * part.numel()))]
