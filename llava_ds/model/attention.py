@@ -27,7 +27,7 @@ BLOCK = 512  # queries at a time under a window or a soft cap, where no kernel d
 
 
 class Rule(NamedTuple):
-    """How scores become weights. window: a token sees itself and the window - 1 before it; None: all before it."""
+    """Attention options. window: a token sees itself and the window - 1 before it; None: all before it."""
 
     scaling: float
     dropout: float = 0.0
@@ -295,7 +295,7 @@ def _torch_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torc
 
 @torch.compiler.assume_constant_result
 def _varlen_takes(option: str) -> bool:
-    """Whether torch's kernel has an option in this version."""
+    """True if torch's kernel has an option in this version."""
     from torch.nn.attention.varlen import varlen_attn
 
     return option in inspect.signature(varlen_attn).parameters

@@ -47,7 +47,7 @@ from llava_ds.model.hf import attention_options
 from llava_ds.model.loading import load_weights
 from llava_ds.model.open.names import language_model_from_disk
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.probe import examine, refuse_unfit_language_model
+from llava_ds.model.probe import check_language_model, examine
 from llava_ds.runtime.ranks import Ranks
 
 LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows
@@ -206,7 +206,7 @@ INTERFACE = "its attention or its positions don't follow transformers' interface
 )
 def test_what_is_refused_and_why(config, problem):
     with pytest.raises(ConfigError) as refused:
-        refuse_unfit_language_model("/models/x", config)
+        check_language_model("/models/x", config)
     assert str(refused.value) == (
         f"--model_name_or_path /models/x is of the kind {config.model_type}, which can't be trained here: {problem}"
     )
