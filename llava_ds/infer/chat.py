@@ -113,12 +113,12 @@ def _share(ranks: Ranks | None, request: tuple | None) -> tuple | None:
 
 @dataclass
 class Session:
-    """A conversation that goes on. waiting: images and videos that the next question will show."""
+    """A conversation in progress. pending: images and videos for the next question."""
 
     loaded: LoadedModel
     sampling: Sampling
     quiet: bool = False
-    waiting: list[Media] = field(default_factory=list)
+    pending: list[Media] = field(default_factory=list)
     conversation: Conversation = field(default_factory=Conversation)
 
     def question(self, text: str) -> None:

@@ -58,7 +58,7 @@ class LlavaModel(nn.Module):
         options = {}
         if self._short_last_layer and logits_at is None:
             # No kernel is asked for zero rows: where nothing is supervised, one position is computed for nothing.
-            options["kept_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
+            options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
         # Not the whole language model, whose output layer knows no targets.
         trunk = self.language_model.base_model(
             inputs_embeds=self.embed(batch),

@@ -215,7 +215,7 @@ def _last_layer_problem(model: nn.Module) -> str | None:
         expected = model.base_model(**inputs)[0][0, positions]  # (S, D)
         try:
             last_layer.shorten(model)
-            found = model.base_model(**inputs, kept_positions=positions)[0][0]
+            found = model.base_model(**inputs, query_positions=positions)[0][0]
         except Exception as error:  # a layer of another kind lacks some part, or is called otherwise
             return f"it is not of the kind of Llama's: {_said(error)}"
         if found.shape != expected.shape or _distance(found, expected) > TOLERANCE:

@@ -176,14 +176,14 @@ INTERFACE = "its attention or its positions don't follow transformers' interface
         (MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2), INTERFACE),
         (
             GptOssConfig(**SMALL, intermediate_size=48, num_key_value_heads=2, num_local_experts=2),
-            "it does not run on samples laid end to end (the language model has attention sinks, which no body here "
-            "computes: choose another model)",
+            "it does not run on samples laid end to end (the language model has attention sinks, which are not "
+            "supported: choose another model)",
         ),
         (T5Config(vocab_size=99, d_model=32, num_layers=2), "it is no language model of one causal stack"),
         (LlavaConfig(), "it is no language model of one causal stack"),
         (
             OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=16),
-            "its embeddings are 16 wide and its layers 32, but a picture's features are as wide as both",
+            "its embeddings are 16 wide and its layers 32, but an image's features are as wide as both",
         ),
         (
             OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.1),
