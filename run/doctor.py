@@ -25,7 +25,7 @@ from pathlib import Path
 
 from llava_ds.constants import ConfigError
 from llava_ds.doctor.checks import CHECKS, as_lines, examine
-from llava_ds.doctor.requirements import PROBLEM, WARNING, Asked
+from llava_ds.doctor.requirements import PROBLEM, WARNING, Requirements
 
 LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks have a limit of their own
 
@@ -48,12 +48,12 @@ def main(argv: list[str]) -> int:
     if config is not None and not config.is_file():
         raise ConfigError(f"--deepspeed_config {config}: there is no such file")
     output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))
-    asked = Asked(output_dir, cache_dir, config)
+    required = Requirements(output_dir, cache_dir, config)
 
     faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)  # says where it hangs, and leaves with 1
     findings = []
     for name, finding in examine(
-        asked, tuple(c for c in CHECKS if not (args.no_collective and c.name == "collective"))
+        required, tuple(c for c in CHECKS if not (args.no_collective and c.name == "collective"))
     ):
         findings.append({"check": name, **asdict(finding)})
         if not args.json:

@@ -1,4 +1,4 @@
-"""Whether training can start on this machine, and what stands in its way."""
+"""The checks that training can start on this machine, and their run."""
 
 import contextlib
 import sys
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from llava_ds.doctor import collectives as collective
 from llava_ds.doctor import machine, software
-from llava_ds.doctor.requirements import PROBLEM, WARNING, Asked, Finding
+from llava_ds.doctor.requirements import PROBLEM, WARNING, Finding, Requirements
 
 
 @dataclass(frozen=True)
 class Check:
-    """A function, by its name in the output; needs_imports: whether it opens packages that may be broken."""
+    """A check by its name in the output. needs_imports: it imports packages that may be broken."""
 
     name: str
-    function: Callable[[Asked], list[Finding]]
+    function: Callable[[Requirements], list[Finding]]
     needs_imports: bool = True
 
 
@@ -40,17 +40,17 @@ CHECKS = (
 )
 
 
-def examine(asked: Asked, checks: tuple[Check, ...] = CHECKS) -> Iterator[tuple[str, Finding]]:
-    """The findings of all checks in turn, by the check's name; where an import fails, only of those that need none."""
+def examine(required: Requirements, checks: tuple[Check, ...] = CHECKS) -> Iterator[tuple[str, Finding]]:
+    """Yield the findings of all checks by name; after a broken import, only of the checks that need none."""
     broken = False
     for check in checks:
         if broken and check.needs_imports:
-            yield check.name, Finding(WARNING, "not looked at, for an import fails")
+            yield check.name, Finding(WARNING, "not checked, because an import fails")
             continue
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # libraries speak up when they are opened
-                findings = check.function(asked)
-        except Exception as error:  # a check that fails says something about the machine: it is a finding too
+            with contextlib.redirect_stdout(sys.stderr):  # libraries print when they are imported
+                findings = check.function(required)
+        except Exception as error:  # a check that fails is a finding about the machine
             remedy = f"look at {check.function.__module__}.{check.function.__name__}"
             findings = [Finding(PROBLEM, f"the check itself failed: {type(error).__name__}: {error}", remedy)]
         broken = broken or (check.name == "imports" and any(finding.level == PROBLEM for finding in findings))

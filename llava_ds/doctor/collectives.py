@@ -1,4 +1,4 @@
-"""Whether ranks reach each other: every collective that training uses, checked and timed.
+"""Test that ranks reach each other: every collective that training uses, checked and timed.
 
 On one machine run/doctor.py does it. Over several, start this as a training would be started:
     deepspeed --hostfile hosts --module llava_ds.doctor.collectives
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from llava_ds.doctor.requirements import OK, PROBLEM, Asked, Finding
+from llava_ds.doctor.requirements import OK, PROBLEM, Finding, Requirements
 from llava_ds.runtime.launchers import free_port
 
 TIMEOUT_S = 180.0  # starting two Pythons on a slow disk takes most of it
@@ -28,7 +28,7 @@ REMEDIES = {
 }
 
 
-def check_collective(asked: Asked) -> list[Finding]:
+def check_collective(required: Requirements) -> list[Finding]:
     """Two CPU ranks, and one rank on every GPU, through the deepspeed launcher."""
     import torch
 
@@ -38,7 +38,7 @@ def check_collective(asked: Asked) -> list[Finding]:
 
 
 def try_collective(backend: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -> Finding:
-    """Start ranks, which all end within the time given, and say what they found."""
+    """Start ranks, end them after a time limit, and report what they print."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--log_level", "error"]
     if backend == "gloo":
         command += ["--num_accelerators", str(num_ranks)]
@@ -62,10 +62,10 @@ def try_collective(backend: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -
         process.communicate()
         return Finding(PROBLEM, f"{what} did not end within {timeout_s:.0f} s", REMEDIES[backend])
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    said = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
-    if process.returncode == 0 and said:
-        return Finding(OK, said[-1])
-    errors = [line for line in lines if "rror" in line] or lines or ["nothing was said"]
+    reports = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
+    if process.returncode == 0 and reports:
+        return Finding(OK, reports[-1])
+    errors = [line for line in lines if "rror" in line] or lines or ["no output"]
     return Finding(PROBLEM, f"{what} failed (exit code {process.returncode}): {errors[0]}", REMEDIES[backend])
 
 

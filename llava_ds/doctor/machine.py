@@ -8,18 +8,27 @@ import socket
 import tempfile
 from pathlib import Path
 
-from llava_ds.doctor.requirements import OK, PROBLEM, WARNING, Asked, Finding, can_be_written, nearest_folder, output_of
+from llava_ds.doctor.requirements import (
+    OK,
+    PROBLEM,
+    WARNING,
+    Finding,
+    Requirements,
+    can_be_written,
+    nearest_folder,
+    output_of,
+)
 from llava_ds.runtime.launchers import is_loopback_name
 
 GIB = 2**30
-ENOUGH_SHARED_BYTES = 2 * GIB  # pictures on their way from loader workers, and NCCL's buffers
+ENOUGH_SHARED_BYTES = 2 * GIB  # images on their way from loader workers, and NCCL's buffers
 ENOUGH_MEMORY_BYTES = 4 * GIB
 ENOUGH_DISK_BYTES, LEAST_DISK_BYTES = 20 * GIB, GIB // 4
 ENOUGH_FILES = 4096
-BUSY_PART = 0.1  # of a GPU's memory that others may hold without a word
+BUSY_PART = 0.1  # of a GPU's memory that other processes may use without a warning
 
 
-def check_devices(asked: Asked) -> list[Finding]:
+def check_devices(required: Requirements) -> list[Finding]:
     import torch
 
     driver = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
@@ -59,7 +68,7 @@ def check_devices(asked: Asked) -> list[Finding]:
     return findings
 
 
-def check_memory(asked: Asked) -> list[Finding]:
+def check_memory(required: Requirements) -> list[Finding]:
     import psutil
 
     memory = psutil.virtual_memory()
@@ -73,7 +82,7 @@ def check_memory(asked: Asked) -> list[Finding]:
     return [Finding(OK, found)]
 
 
-def check_limits(asked: Asked) -> list[Finding]:
+def check_limits(required: Requirements) -> list[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked = _locked_limit()
     unlimited = resource.RLIM_INFINITY
@@ -93,7 +102,7 @@ def _has_rdma() -> bool:
 
 
 def _locked_limit() -> int | None:
-    """Bytes that a process may pin; None for any."""
+    """Bytes that a process may pin; None for no limit."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if locked == resource.RLIM_INFINITY else locked
 
@@ -103,21 +112,21 @@ def _little_locked(locked: int, why: str) -> Finding:
     return Finding(WARNING, found, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
 
 
-def check_shared_memory(asked: Asked, folder: Path = Path("/dev/shm")) -> list[Finding]:
+def check_shared_memory(required: Requirements, folder: Path = Path("/dev/shm")) -> list[Finding]:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        found = f"{folder} is missing or can't be written to: processes have no way to share pictures"
+        found = f"{folder} is missing or can't be written to: processes have no way to share images"
         return [Finding(PROBLEM, found, f"mount a tmpfs at {folder}")]
     free = shutil.disk_usage(folder).free
     found = f"{free / GIB:.2f} GiB free in {folder}"
     if free < ENOUGH_SHARED_BYTES:
-        remedy = "docker run --shm-size=16g or --ipc=host; --dataloader_num_workers 0 needs none for pictures"
+        remedy = "docker run --shm-size=16g or --ipc=host; --dataloader_num_workers 0 needs none for images"
         return [Finding(WARNING, f"{found}: loader workers or NCCL may die with a bus error", remedy)]
     return [Finding(OK, found)]
 
 
-def check_disks(asked: Asked) -> list[Finding]:
+def check_disks(required: Requirements) -> list[Finding]:
     findings = []
-    for flag, folder in (("--output_dir", asked.output_dir), ("--cache_dir", asked.cache_dir)):
+    for flag, folder in (("--output_dir", required.output_dir), ("--cache_dir", required.cache_dir)):
         if not can_be_written(folder):
             findings.append(Finding(PROBLEM, f"{flag} {folder} can't be written to", "name another folder"))
             continue
@@ -135,12 +144,12 @@ def check_disks(asked: Asked) -> list[Finding]:
     return findings
 
 
-def check_nvme(asked: Asked) -> list[Finding]:
-    """The folders that the JSON offloads to: DeepSpeed reads and writes there past the page cache."""
-    if asked.config_problems:
-        return [Finding(WARNING, "not looked at, for the configuration can't be used")]
+def check_nvme(required: Requirements) -> list[Finding]:
+    """Check the folders that the JSON offloads to, in which DeepSpeed bypasses the page cache."""
+    if required.config_problems:
+        return [Finding(WARNING, "not checked, because the configuration can't be used")]
     findings = []
-    for text, key in asked.nvme_paths.items():
+    for text, key in required.nvme_paths.items():
         folder = Path(text)
         if not _opens_directly(nearest_folder(folder)):
             found = f"{key} {folder}: its file system refuses O_DIRECT, which DeepSpeed's reading and writing needs"
@@ -151,13 +160,13 @@ def check_nvme(asked: Asked) -> list[Finding]:
             remedy = "" if level == OK else "name a folder on a larger disk"
             findings.append(Finding(level, f"{key} {folder}: {free / GIB:.1f} GiB free", remedy))
     locked = _locked_limit()
-    if asked.nvme_paths and locked is not None:
+    if required.nvme_paths and locked is not None:
         findings.append(_little_locked(locked, "offload to NVMe"))
     return findings or [Finding(OK, "nothing is offloaded to it")]
 
 
-def check_network(asked: Asked) -> list[Finding]:
-    """What ranks on several machines find each other by."""
+def check_network(required: Requirements) -> list[Finding]:
+    """Check the names, interfaces and variables by which ranks of several machines connect."""
     host, present = socket.gethostname(), [name for _, name in socket.if_nameindex()]
     findings = [Finding(OK, f"{host}, interfaces {', '.join(present)}")]
     if is_loopback_name(host) and len(present) > 1:
@@ -187,8 +196,8 @@ def _no_such_interface(variable: str, value: str, present: list[str]) -> Finding
     return Finding(PROBLEM, found, f"name one of {', '.join(present)}, or unset it")
 
 
-def check_backends(asked: Asked) -> list[Finding]:
-    """What carries the collectives: gloo on CPU and for waits, NCCL on GPUs."""
+def check_backends(required: Requirements) -> list[Finding]:
+    """Check the backends of collectives: gloo on CPUs and for waits, NCCL on GPUs."""
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
@@ -214,7 +223,7 @@ def _opens_directly(folder: Path) -> bool:
 
 
 def _read_number(path: str) -> int | None:
-    """The number in a file of the kernel's; None where there is no such file, or it says max."""
+    """The number in one of the kernel's files; None if there is no such file, or it says max."""
     with contextlib.suppress(OSError):
         text = Path(path).read_text(encoding="utf-8").strip()
         return int(text) if text.isdecimal() else None

@@ -1,4 +1,4 @@
-"""What a check has to say, and what a run will ask of the machine as far as flags and the DeepSpeed JSON tell."""
+"""Findings of checks, and the requirements that flags and a DeepSpeed JSON put on a machine."""
 
 import math
 import os
@@ -12,12 +12,12 @@ from llava_ds.constants import ConfigError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
-HIDDEN_SIZE = 4096  # of a 7B, for the JSON's sizes that depend on the model: what is wrong does not
+HIDDEN_SIZE = 4096  # of a 7B, for sizes in the JSON that depend on the model; no refusal does
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check found: ok; a warning, with which training starts; a problem, with which it can't."""
+    """One result of a check. level: ok; warning, with which training starts; problem, with which it can't."""
 
     level: str
     found: str
@@ -25,10 +25,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Where the run would write, and the DeepSpeed JSON (None: none was named).
+class Requirements:
+    """The run's folders and DeepSpeed JSON (None without one), and what they require.
 
-    What follows from the JSON opens torch and DeepSpeed: only checks that need imports may ask for it.
+    Properties that depend on the JSON import torch and DeepSpeed: only checks with needs_imports may use them.
     """
 
     output_dir: Path
@@ -37,24 +37,24 @@ class Asked:
 
     @property
     def device_type(self) -> str:
-        """What ranks would train on."""
+        """The kind of device that ranks would train on."""
         import torch
 
         return "cuda" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
 
     @property
     def config(self) -> dict | None:
-        """The JSON as training would fill it in here; None without one, or where training would refuse it."""
+        """The JSON as training would resolve it; None without one, or if training would refuse it."""
         return self._resolved[0]
 
     @property
     def config_problems(self) -> list[Finding]:
-        """What training would refuse in the JSON."""
+        """The problems for which training would refuse the JSON."""
         return self._resolved[1]
 
     @cached_property
     def ops(self) -> dict[str, str]:
-        """The compiled operators of DeepSpeed that training would load, and what in the JSON asks for them."""
+        """The compiled operators of DeepSpeed that training would load, and the JSON's keys that need them."""
         config = self.config
         if config is None:
             return {}
@@ -103,7 +103,7 @@ class Asked:
 
 
 def _meant_ranks(raw: dict) -> int:
-    """A number of ranks that the JSON can train on, as far as it says: how many there will be is not known here."""
+    """A number of ranks with which the JSON's batch sizes and groups agree; the real number is unknown."""
 
     def count(value: object) -> int:
         return value if type(value) is int and value > 0 else 1
@@ -119,13 +119,13 @@ def _meant_ranks(raw: dict) -> int:
 
 
 def _refused(line: str) -> Finding:
-    """A line of a ConfigError: what was found, and behind its last colon (no JSON key's) what to do."""
+    """Split a line of a ConfigError into the finding and, behind its last colon outside a JSON key, the remedy."""
     found, remedy = re.fullmatch(r'(?:(.*[^"]): )?(.*)', line).groups()
     return Finding(PROBLEM, found, remedy) if found else Finding(PROBLEM, line, "correct the JSON")
 
 
 def output_of(*command: str, timeout_s: float = 20.0) -> str | None:
-    """What a command prints; None where it is not there, fails or takes too long."""
+    """The output of a command; None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
@@ -142,6 +142,6 @@ def nearest_folder(path: Path) -> Path:
 
 
 def can_be_written(path: Path) -> bool:
-    """Whether the folder may be written to, or made."""
+    """True if the folder may be written to, or created."""
     nearest = nearest_folder(path)
     return nearest.is_dir() and os.access(nearest, os.W_OK)

@@ -18,21 +18,21 @@ from llava_ds.runtime.processes import RUNNER_MODULE
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
 
-# Name: the file in run/, and what it does.
+# Name: the file in run/, and its purpose.
 COMMANDS = {
     "train": ("train.py", "train on all GPUs of this machine (without one: one process on the CPU)"),
     "evaluate": ("evaluate.py", "score a model on questions that it was not trained on"),
     "chat": ("chat.py", "ask a model about images"),
     "export": ("export.py", "turn a checkpoint or a model folder into a model folder"),
-    "inspect": ("inspect_data.py", "see what would be trained on"),
-    "estimate": ("estimate.py", "how much memory training needs"),
-    "doctor": ("doctor.py", "whether training can start on this machine"),
+    "inspect": ("inspect_data.py", "show what would be trained on"),
+    "estimate": ("estimate.py", "estimate the memory that training needs"),
+    "doctor": ("doctor.py", "check whether training can start on this machine"),
     "report": ("report.py", "write the report of a run"),
     "compare": ("compare.py", "compare runs"),
     "verify": ("verify.py", "tell which checkpoints are whole"),
 }
 LAUNCHED = ("train", "evaluate")  # those that take one process per GPU
-RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # as srun and mpirun tell them
+RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # of srun and mpirun
 HELP = ("-h", "--help")
 # Flags of deepspeed's launcher that choose among this machine's GPUs, as long as no hostfile names others.
 OF_ONE_MACHINE = {"--num_gpus", "--num_accelerators", "--include", "-i", "--exclude", "-e"}
@@ -40,13 +40,13 @@ HOSTFILE = Path("/job/hostfile")  # that deepspeed looks for
 
 
 def main() -> NoReturn:
-    """Run the command that the command line names, as its script in run/."""
+    """Run the command of the command line, as its script in run/."""
     begin("llava-ds", ends_without_reader=True)
     leave_with(run_command, "llava-ds")
 
 
 def run_command() -> None:
-    """What main runs. The script says by itself how it ended; training becomes the launcher."""
+    """Run the command's script, which ends the process by itself; for training, become the launcher."""
     launcher_flags, name, argv = split(sys.argv[1:])
     if name in (*HELP, "--version"):
         print(__version__ if name == "--version" else usage())
@@ -61,9 +61,9 @@ def run_command() -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], str, list[str]]:
-    """The flags for the launcher, which stand before the command, the command's name, and its own flags.
+    """Split into the launcher's flags, which stand before the command, the command's name, and its own flags.
 
-    Raises ConfigError where no command is named, or flags stand before one that is never launched.
+    Raises ConfigError without a command, or with flags before one that is never launched.
     """
     at = next((i for i, word in enumerate(words) if word in COMMANDS), None)
     if at is None:
@@ -90,14 +90,14 @@ def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str
 
 
 def check_training_flags() -> None:
-    """End here where they can't be used: the launcher would take seconds, and speak before the message."""
+    """Exit now if the flags can't be used: the launcher would take seconds, and print before the message."""
     begin("run/train.py", reads=read_training_flags)
 
 
 def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:
     """Parse run/train.py's flags, the tiny model's where no other is named: see parse_arguments.
 
-    The import takes most of a second, in which Ctrl-C has to be heard: begin() stands before it.
+    The import takes most of a second, in which Ctrl-C has to work: begin() stands before it.
     """
     from llava_ds.config.parsing import parse_arguments, tiny_defaults
 
@@ -105,20 +105,20 @@ def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:
 
 
 def launch(script: Path, launcher_flags: list[str], argv: list[str]) -> NoReturn:
-    """Become deepspeed's launcher, which speaks of errors alone: at every start it warns that it found no hostfile."""
+    """Become deepspeed's launcher, which prints errors only: at every start it would warn about a missing hostfile."""
     import torch
 
     environ = {**os.environ}
     if not torch.accelerator.is_available():
         environ.setdefault("DS_ACCELERATOR", "cpu")  # it would warn that it found no GPU
-    # Not the script `deepspeed`: after pip install --user it does not lie beside the interpreter.
+    # Not the script `deepspeed`, which after pip install --user is not beside the interpreter.
     words = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "error", *port_flags(launcher_flags)]
     words += [*launcher_flags, str(script), *argv]
     os.execve(sys.executable, words, environ)
 
 
 def port_flags(launcher_flags: list[str]) -> list[str]:
-    """A free port, so that runs on one machine can stand beside each other; none where the user has to choose one."""
+    """The flag for a free port, so that runs can share a machine; none where the user has to choose one."""
     flags = {word.split("=", 1)[0] for word in launcher_flags if word.startswith("-")}
     return ["--master_port", str(free_port())] if flags <= OF_ONE_MACHINE and not HOSTFILE.exists() else []
 

@@ -1,4 +1,4 @@
-"""The frame around every command's main(): errors in flags, Ctrl-C, a reader that leaves, and exit codes.
+"""The frame around every command's main(): errors in flags, Ctrl-C, a closed pipe, and exit codes.
 
 A script of run/ calls begin() above the imports that take seconds, and leave_with() at its end.
 """
@@ -21,18 +21,18 @@ from llava_ds.runtime.launchers import check_variables
 from llava_ds.runtime.output import check_output, exit_for_bad_input, exit_for_failure, keep_streams
 from llava_ds.runtime.processes import watch_launcher
 
-ENDING_S = 3.0  # that child processes have after SIGTERM
+ENDING_S = 3.0  # for child processes to end after SIGTERM
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's flags: never shortened, errors in one line with the nearest flag, the module's text above them."""
+    """A parser whose flags can't be abbreviated, and whose errors are one line with the nearest flag."""
 
     def __init__(self, **options: object) -> None:
         defaults = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(**{**defaults, **options})
 
     def parse_known_args(self, *given: object, **more: object) -> tuple[argparse.Namespace, list[str]]:
-        """Raises ConfigError with a line for every value that its flag does not take."""
+        """Raise ConfigError with a line for every value that its flag does not take."""
         self._problems: list[str] = []
         parsed = super().parse_known_args(*given, **more)
         if self._problems:
@@ -70,30 +70,30 @@ def given_path(text: str) -> str:
 
 
 def new_folder(text: str) -> str:
-    """The `type=` of a flag that names a folder to write to, which may not be there yet."""
+    """The `type=` of a flag that names a folder to write to, which need not exist yet."""
     if not can_be_made(given_path(text)):
         raise argparse.ArgumentTypeError(f"{in_short(text)} can't be written to: name another folder")
     return given_path(text)
 
 
 def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends_without_reader: bool = False) -> None:
-    """Prepare this process for a command. Call it before libraries are imported that take seconds, and speak up.
+    """Prepare this process for a command. Call it before importing libraries that take seconds and print.
 
-    program: for messages, like "run/chat.py"; reads: reads the flags, so that --help and flags that can't be used end
-    the process now; ends_without_reader: see keep_streams.
+    program: for messages, like "run/chat.py"; reads: parses the flags, so that --help and wrong flags end the process
+    now; ends_without_reader: see keep_streams.
     """
     keep_streams(ends_without_reader)
     if os.environ.get("HOME") == "":
-        del os.environ["HOME"]  # ~ is then the user's own home folder, as the system knows it, instead of /
-    # Nothing is half-written yet, and an exception may be lost: transformers' lazy modules make an ImportError of it.
-    _hear_interrupts(exit_for_interrupt)
+        del os.environ["HOME"]  # ~ is then the home folder of the system's user database, not /
+    # Nothing is half-written yet, and an exception might be lost: transformers' lazy modules turn it into ImportError.
+    _handle_interrupts(exit_for_interrupt)
     try:
         check_variables(os.environ)
-    except ConfigError as error:  # said by every rank, for RANK itself may be no number
+    except ConfigError as error:  # on every rank, because RANK itself may be no number
         print(f"{program}: error: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
-    watch_launcher()  # from here on this process leaves when its launcher ends, also while it imports
-    # DeepSpeed warns that no GPU was found, which "ranks on CPU" says in our own lines.
+    watch_launcher()  # from now on this process exits when its launcher ends, also during imports
+    # DeepSpeed warns that no GPU was found, which our own lines report, too ("ranks on CPU").
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
     if reads is not None:
         try:
@@ -103,13 +103,13 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
 
 
 def leave_with(main: Callable[[], int | None], program: str) -> NoReturn:
-    """Run a command and end the process with its exit code: what main returns, and 0 for None.
+    """Run a command and exit with the code that main returns, 0 for None.
 
-    2: the user's input can't be used, or stdout not be written where it is all that the command is for, said in one
-    message; 130: Ctrl-C, without a word; 1: a failure, with a traceback.
+    2: the user's input can't be used, or stdout of a command that only prints can't be written, in one message; 130:
+    Ctrl-C, without a message; 1: a failure, with a traceback.
     """
     try:
-        _hear_interrupts(_raise_interrupt)
+        _handle_interrupts(_raise_interrupt)
         code = _run(main)
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, program)
@@ -121,10 +121,10 @@ def leave_with(main: Callable[[], int | None], program: str) -> NoReturn:
 
 
 def _run(main: Callable[[], int | None]) -> int:
-    """The exit code of a command that could also write what it prints."""
+    """The exit code of main, after its output was written."""
     try:
         code = main() or 0
-    except SystemExit as leaving:  # of --help, or of a command that was run by this one
+    except SystemExit as leaving:  # of --help, or of a command that this one runs
         if leaving.code not in (None, 0):
             raise
         code = 0
@@ -133,8 +133,8 @@ def _run(main: Callable[[], int | None]) -> int:
 
 
 def exit_for_interrupt() -> NoReturn:
-    """End the child processes, then this one at once: the interpreter's own way out would wait for threads, and print
-    what Ctrl-C broke in them."""
+    """End the child processes, then this one at once: the interpreter's own exit would wait for threads, and print
+    their errors after Ctrl-C."""
     import psutil
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -144,13 +144,13 @@ def exit_for_interrupt() -> NoReturn:
             with contextlib.suppress(psutil.NoSuchProcess):
                 getattr(child, signalled)()
         _, children = psutil.wait_procs(children, timeout=ENDING_S)
-    os._exit(EXIT_INTERRUPTED)  # without a flush: what was being written when Ctrl-C came might appear twice
+    os._exit(EXIT_INTERRUPTED)  # without a flush, which might print a line twice
 
 
-def _hear_interrupts(interrupt: Callable[[], NoReturn]) -> None:
+def _handle_interrupts(interrupt: Callable[[], NoReturn]) -> None:
     """Let Ctrl-C call `interrupt` in this process alone, once; a second one ends it at once.
 
-    Forked workers pass it over: the terminal sends it to all, and this process ends them.
+    Forked workers ignore it: the terminal sends it to all, and this process ends them.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background by a script
         return
@@ -166,7 +166,7 @@ def _hear_interrupts(interrupt: Callable[[], NoReturn]) -> None:
         interrupt()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
-        if issubclass(kind, KeyboardInterrupt):  # while leave_with said why the command ended
+        if issubclass(kind, KeyboardInterrupt):  # while leave_with printed an error
             exit_for_interrupt()
         sys.__excepthook__(kind, error, trace)
 

@@ -1,4 +1,4 @@
-"""A program's output: once for all ranks, without secrets, and also when nobody reads it any more."""
+"""A program's output: from one rank, without secrets, and safe when its reader is gone."""
 
 import contextlib
 import errno
@@ -15,16 +15,16 @@ READER_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader; a terminal th
 
 
 class _LastingFile(io.FileIO):
-    """A standard stream that no failing write reaches anybody from.
+    """A standard stream whose writes never raise.
 
-    When its reader is gone, what follows goes nowhere, from libraries and child processes too, and the program goes on;
-    or it ends where it next writes, as other programs do. What a full disk does not take is lost; `failure` says so.
+    When its reader is gone, later output, also of libraries and child processes, is dropped and the program continues;
+    or the program ends at its next write, as others do. Output that a full disk refuses is lost, and sets `failure`.
     """
 
     def __init__(self, descriptor: int, ends: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self.ends = ends
-        self.failure: OSError | None = None  # the first, of a file that has a reader
+        self.failure: OSError | None = None  # the first one, of a file that has a reader
 
     def write(self, data: bytes) -> int:
         try:
@@ -40,10 +40,10 @@ class _LastingFile(io.FileIO):
 
 
 def keep_streams(ends_without_reader: bool) -> None:
-    """Give this process stdout and stderr that last (see _LastingFile), in the place of those that Python opened.
+    """Replace stdout and stderr by streams whose writes never raise (see _LastingFile).
 
-    A standard descriptor that is closed becomes /dev/null first: the next file opened would get its number, and what
-    is printed. ends_without_reader: whether the program is of no use when nobody reads stdout any more.
+    A closed standard descriptor becomes /dev/null first: the next file to be opened would get its number and the
+    output. ends_without_reader: whether the program is useless without a reader of stdout.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -55,17 +55,18 @@ def keep_streams(ends_without_reader: bool) -> None:
 
 
 def check_output() -> None:
-    """Flush stdout. Raises ConfigError where a program that is of use only for what it prints could not write all of it
-    (see keep_streams)."""
+    """Flush stdout. Raises ConfigError if a program that only prints could not write all of it (see keep_streams)."""
     sys.stdout.flush()
     file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(file, _LastingFile) and file.ends and file.failure is not None:
-        said = f"{file.failure.strerror} ({errno.errorcode[file.failure.errno]})"
-        raise ConfigError(f"stdout could not be written, the output is cut off: {said}: make room, or write elsewhere")
+        problem = f"{file.failure.strerror} ({errno.errorcode[file.failure.errno]})"
+        raise ConfigError(
+            f"stdout could not be written, the output is cut off: {problem}: make room, or write elsewhere"
+        )
 
 
 def redirect_to_nowhere(descriptor: int) -> None:
-    """Make a descriptor one of /dev/null."""
+    """Redirect a descriptor to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != descriptor:
         os.dup2(null, descriptor)
@@ -84,48 +85,47 @@ def _lasting(stream: io.TextIOWrapper | None, descriptor: int, ends: bool) -> io
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with every character that a terminal may take as a command, beside those to keep, spelled out."""
+    """The text with every control character of terminals escaped, but for those to keep."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
-def rank_said() -> int:
-    """The rank that the environment names; 0 where that is no number, which command.begin refuses."""
-    said = os.environ.get("RANK", "0").strip()
-    return int(said) if said.isdecimal() else 0
+def env_rank() -> int:
+    """The rank in the environment; 0 where that is no number, which command.begin refuses."""
+    text = os.environ.get("RANK", "0").strip()
+    return int(text) if text.isdecimal() else 0
 
 
 def print_first(*lines: str) -> None:
-    """Print from rank 0 only; works before the process group exists. No line can steer the terminal,
-    or holds a secret."""
-    if lines and rank_said() == 0:
+    """Print from rank 0 only, also before the process group exists, without control characters and secrets."""
+    if lines and env_rank() == 0:
         from tqdm import tqdm
 
-        with tqdm.external_write_mode(file=sys.stdout):  # on a line of its own, where a bar is shown
+        with tqdm.external_write_mode(file=sys.stdout):  # on a line of its own beside a progress bar
             print(*(printable(redact(line), keep="\n\t") for line in lines), sep="\n", flush=True)
 
 
 def exit_for_failure() -> None:
-    """Say what was raised and leave with exit code 1, at once: the interpreter's own way out waits for threads and
-    connections of the collectives that the other ranks are in."""
+    """Print the traceback and exit with code 1 at once: the interpreter's own exit waits for threads and connections
+    of the collectives that the other ranks are in."""
     sys.stdout.flush()
     print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
     os._exit(EXIT_FAILURE)
 
 
 def exit_for_bad_input(error: Exception, program: str) -> None:
-    """Say once what is wrong with the user's input and leave with exit code 2.
+    """Print once what is wrong with the user's input, and exit with code 2.
 
-    The other ranks usually found the same: they wait to be ended by the launcher, and speak up only if they are not.
+    The other ranks usually found the same: they wait for the launcher to end them, and print only if it does not.
     """
-    rank = rank_said()
+    rank = env_rank()
     if rank != 0:
-        # The first on another machine, whose launcher does not hear of rank 0, speaks for those beside it.
+        # The first rank of another machine, whose launcher does not notice rank 0's end, prints for its machine.
         time.sleep(5.0 if os.environ.get("LOCAL_RANK") == "0" else 8.0)
     where = "" if rank == 0 else f" (rank {rank})"
     message = printable(redact(str(error)), keep="\n\t")
     print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
-    # Not sys.exit: other ranks may be inside a collective, and the interpreter's clean-up would wait for them.
+    # Not sys.exit: other ranks may be in a collective, for which the interpreter's clean-up would wait.
     sys.stdout.flush()
     os._exit(EXIT_BAD_INPUT)

@@ -1,7 +1,7 @@
-"""The lock on --output_dir: one run at a time writes there, whatever file system the machines share.
+"""The lock on --output_dir: one run at a time writes there, on any file system that the machines share.
 
-run.lock says who holds it: machine, process, start. It appears by a hard link and changes hands by a rename, which are
-one step on NFS too. A holder on this machine is alive if its process is; one elsewhere, while it renews the file.
+run.lock names its holder: machine, process, start. It is created by a hard link and passed on by a rename, which are
+atomic on NFS, too. A holder on this machine is alive if its process is; one on another, while it renews the file.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_fi
 NAME = "run.lock"
 TICK_S, RENEWAL_S = 0.5, 5.0
 SILENT_S = 60.0  # without a renewal, by the file system's own clock, a holder on another machine is dead
-ENDING_S = 900.0  # that a run which was asked to stop is waited for
-LINGERING_S = 90.0  # that ranks of a dead run are waited for, whose watchdogs end them
-SAME_START_S = 5.0  # by which the start of one process may differ between two looks: clocks are set
+ENDING_S = 900.0  # to wait for a run that was asked to stop
+LINGERING_S = 90.0  # to wait for ranks of a dead run, whose watchdogs end them
+SAME_START_S = 5.0  # by which the start of one process may differ between two reads: clocks are set
 MOST_BYTES = 1 << 20
 
-# What a field of run.lock may hold: others may have written it, and its token becomes part of a file's name.
+# Types of the fields in run.lock: anybody may have written it, and its token becomes part of a file's name.
 Token = Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
 Pid = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(max_length=256)]
@@ -42,7 +42,7 @@ Text = Annotated[str, Field(max_length=256)]
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process and what tells it from a later one of its number."""
+    """A process, distinct from a later one of its number."""
 
     host: Text
     namespace: Text  # see process_namespace
@@ -61,7 +61,7 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Of one that is here: whether it still runs, and is not another of the same number."""
+        """True if it still runs, for a process of this machine; another one of its number does not count."""
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.pid)
             same = abs(found.create_time() - self.started) < SAME_START_S
@@ -73,8 +73,8 @@ class Process:
 class Holder:
     """The content of run.lock.
 
-    ranks: all processes of the run, as soon as they have met; launcher: of rank 0, by which the others know it;
-    ending: whether it was asked to stop.
+    ranks: all processes of the run, once they have joined; launcher: of rank 0, by which the others recognise it;
+    ending: whether the run was asked to stop.
     """
 
     token: Token
@@ -93,7 +93,7 @@ class Holder:
 
     def __str__(self) -> str:
         if self.first is None:
-            return "a process that does not say its name"
+            return "an unknown process"
         return f"process {self.first.pid} on {self.first.host}, started {self.since}"
 
 
@@ -101,9 +101,9 @@ _HOLDER = TypeAdapter(Holder)
 
 
 class OutputLock:
-    """Held by rank 0 from before the ranks meet to the end of the block that it is entered for.
+    """The lock, which rank 0 holds from before the ranks join to the end of the `with` block.
 
-    A rank that crashes or is killed leaves the file behind, which then names a process that is gone.
+    After a crash or a kill the file remains, and names a process that is gone.
     """
 
     def __init__(self) -> None:
@@ -119,17 +119,17 @@ class OutputLock:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if error is None or isinstance(error, (ConfigError, DataError)):  # else other ranks may be writing yet
+        if error is None or isinstance(error, (ConfigError, DataError)):  # else other ranks may still be writing
             self.release()
 
     def tell_of(self, is_ending: Callable[[], bool]) -> None:
-        """Have those who wait for the lock know that this run was asked to stop."""
+        """Set the function that tells runs which wait for the lock whether this one was asked to stop."""
         self._is_ending = is_ending
 
     def take_early(self, folder: Path) -> None:
-        """Before the ranks meet, where all are on this machine: take it on rank 0, wait for that on the others.
+        """Take it on rank 0 before the ranks join, if all are on this machine; the others wait for that.
 
-        A second start with the same port would else join the first one's ranks. Raises ConfigError on rank 0 where
+        Otherwise a second start with the same port would join the first one's ranks. Raises ConfigError on rank 0 when
         another run holds it.
         """
         variables = {**os.environ, **rank_variables(os.environ)[0]}
@@ -140,17 +140,17 @@ class OutputLock:
             self.take(folder)
         elif (launcher := watch_launcher().above.launcher) is not None:
             while not _is_held_by(folder / NAME, launcher):
-                time.sleep(TICK_S / 2)  # if rank 0 is refused, the launcher ends this one
+                time.sleep(TICK_S / 2)  # if rank 0 fails, the launcher ends this one
 
     def take_together(self, folder: Path, ranks: Ranks) -> None:
-        """Take it on rank 0, unless that was done, and note all ranks in it. All call it together."""
+        """Take it on rank 0, if it does not hold it yet, and record all ranks in it. All call it together."""
         broadcast_from_first(ranks, lambda: self.take(folder) if self._holder is None else None)
         everyone = gather(Process.current(), ranks)
         if self._holder is not None:
             self._rewrite(ranks=tuple(everyone))
 
     def take(self, folder: Path) -> None:
-        """Take it, or raise ConfigError with the name of who holds it. Makes the folder."""
+        """Take it, or raise ConfigError with the name of its holder. Creates the folder."""
         try:
             self._made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
@@ -159,14 +159,14 @@ class OutputLock:
             self._wait_for_ranks(before)
         except OSError as error:
             raise ConfigError(f"--output_dir can't be written to: {described(folder, error)}") from error
-        self._remove_what_kills_left()
+        self._remove_leftovers()
         self._thread = threading.Thread(target=self._renew, name="output-lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """Let the next run in."""
+        """Release it for the next run."""
         self._released.set()
-        with self._writing, contextlib.suppress(OSError, ConfigError):  # the latter of what is no file any more
+        with self._writing, contextlib.suppress(OSError, ConfigError):  # ConfigError of what is no file any more
             holder, self._holder = self._holder, None
             if holder is None:
                 return
@@ -197,7 +197,7 @@ class OutputLock:
         return before
 
     def _wait(self, own: Path) -> Holder | None:
-        """The holder, once it is dead; None when another takes its place. Raises ConfigError if it lives on."""
+        """The holder, once it is dead; None when another takes its place. Raises ConfigError if it remains alive."""
         first, first_time = _read(self._path), _renewed(self._path)
         began, told = time.monotonic(), False
         while first is not None and (holder := _read(self._path)) is not None and holder.token == first.token:
@@ -224,8 +224,11 @@ class OutputLock:
         return None
 
     def _succeed(self, own: Path, dead: Holder) -> bool:
-        """Take a dead holder's place, if nobody else does. The right to it is a file with the dead one's token, that
-        only one start can create; if this start dies with it, the next one's is named after this one."""
+        """Take a dead holder's place, if nobody else does.
+
+        The right to it is a file with the dead one's token, which only one start can create. If this start dies with
+        it, the next one's is named after this start.
+        """
         token, passed = dead.token, []
         while not _create(own, right := self._path.with_name(f"{NAME}.after-{token}")):
             other = _read(right)
@@ -245,7 +248,7 @@ class OutputLock:
         return True
 
     def _wait_for_ranks(self, before: Holder | None) -> None:
-        """Until the other ranks of a dead run have ended, which may be writing yet."""
+        """Wait until the other ranks of a dead run, which may still be writing, have ended."""
         began, told = time.monotonic(), False
         while left := [each for each in (before.ranks if before else ()) if each.is_here and each.is_alive]:
             if time.monotonic() - began > LINGERING_S:
@@ -262,21 +265,21 @@ class OutputLock:
                 print_first(f"{len(left)} ranks of the run before, which was killed, are still ending: waiting")
             time.sleep(TICK_S)
 
-    def _remove_what_kills_left(self) -> None:
+    def _remove_leftovers(self) -> None:
         for path in self._path.parent.glob(f"{NAME}.*"):
-            with contextlib.suppress(OSError, ConfigError):  # what is no file is not a kill's to leave
+            with contextlib.suppress(OSError, ConfigError):  # what is no file was not left by a kill
                 if (other := _read(path)) is not None and other.is_here and not other.first.is_alive:
                     path.unlink()
 
     def _rewrite(self, **changes: object) -> None:
-        """Change what the file says, unless it is this run's no more."""
+        """Change the content of the file, unless this run holds it no longer."""
         with self._writing:
             if self._released.is_set():
                 return
             self._holder = dataclasses.replace(self._holder, **changes)
             self._scratch.write_text(self._holder.encoded(), encoding="utf-8")
             try:
-                if self._is_mine():  # the last look before the file is exchanged
+                if self._is_mine():  # the last check before the file is replaced
                     os.replace(self._scratch, self._path)
             finally:
                 self._scratch.unlink(missing_ok=True)
@@ -286,10 +289,10 @@ class OutputLock:
         return self._path.with_name(f"{NAME}.{self._holder.token}")
 
     def _is_mine(self) -> bool:
-        """Whether the file is there and this run's. If it is another run's, this process ends: both would write.
+        """True if the file exists and is this run's. If it is another run's, this process exits: both would write.
 
         A run that stood still for longer than SILENT_S (a suspended machine, a network disk that hangs) loses it to a
-        start on another machine, and must look before it writes.
+        start on another machine, and must check before it writes.
         """
         found = _read(self._path)
         if found is None:  # removed by hand
@@ -305,10 +308,10 @@ class OutputLock:
         return True
 
     def _renew(self) -> None:
-        """The thread: says that this run lives, and that it is ending; ends it if another holds the lock."""
+        """Renew the file, in the thread, and record a request to stop; exit if another run holds it."""
         due, told = time.monotonic(), False
         while not self._released.wait(TICK_S):
-            with contextlib.suppress(OSError, ConfigError):  # of a disk whose saves fail too, and say so
+            with contextlib.suppress(OSError, ConfigError):  # of a disk whose saves fail, too, with a message
                 if self._is_ending() and not told:
                     self._rewrite(ending=True)
                     told = True
@@ -321,13 +324,13 @@ class OutputLock:
 
 
 def _create(own: Path, path: Path) -> bool:
-    """Give a whole file another name, if nobody else has it. Whether it was done."""
+    """Give a whole file another name, if that is free; True if it was."""
     try:
         os.link(own, path)
         return True
     except FileExistsError:
         return False
-    except OSError:  # a file system without hard links; NFS may also have done it, and lost its answer
+    except OSError:  # a file system without hard links; NFS may also have done it, and lost its reply
         with contextlib.suppress(OSError):
             if os.path.samefile(own, path):
                 return True
@@ -340,12 +343,12 @@ def _create(own: Path, path: Path) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """Read a lock; None where there is none. One that can't be read has a holder without a name.
+    """The holder in a lock file, or None without a file. A file that can't be parsed has an unknown holder.
 
-    Raises OSError, and ConfigError where something stands there that no run has put there.
+    Raises OSError, and ConfigError for anything that no run creates.
     """
     try:
-        # Opening is what makes NFS ask its server; a pipe of that name would wait for a writer.
+        # Opening makes NFS ask its server; without O_NONBLOCK a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         if path.is_symlink():  # no lock could be created there either
@@ -363,7 +366,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _renewed(path: Path) -> float:
-    """Time at which a lock was last renewed, by the file system's clock; 0 where there is none."""
+    """The time at which a lock was last renewed, by the file system's clock; 0 without a lock."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -378,7 +381,7 @@ def _age(own: Path, path: Path) -> float:
 
 
 def _is_held_by(path: Path, launcher: int) -> bool:
-    """Whether rank 0 of a launcher of this machine's holds it. Not yet, where it can't be read: rank 0 says why."""
+    """True if rank 0 of a launcher of this machine holds it. False if it can't be read, which rank 0 reports."""
     try:
         holder = _read(path)
     except (OSError, ConfigError):

@@ -1,4 +1,4 @@
-"""The processes around a rank: the launchers above it, and those that it starts itself."""
+"""The processes around a rank: the launchers above it, and its own children."""
 
 import contextlib
 import ctypes
@@ -23,20 +23,20 @@ from llava_ds.constants import EXIT_STOPPED
 DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 LAUNCHER_MODULES = {DEEPSPEED_LAUNCHER, "torch.distributed.run", "torch.distributed.launch"}
 LAUNCHER_SCRIPTS = {"torchrun", "accelerate"}
-RUNNER_SCRIPTS = {"deepspeed", "deepspeed.pt", "ds"}  # what a person calls; it starts the launcher of the machine
+RUNNER_SCRIPTS = {"deepspeed", "deepspeed.pt", "ds"}  # the user's command, which starts the machine's launcher
 RUNNER_MODULE = "deepspeed.launcher.runner"
 PR_SET_PDEATHSIG = 1  # prctl(2)
-LOOK_S = 0.5  # between looks at who started this process
-LOOKS = 5  # at processes that come and go meanwhile
+LOOK_S = 0.5  # between checks of the launchers
+LOOKS = 5  # attempts at a list of processes that changes meanwhile
 GONE = "the process that started this run is gone"
 
 
 @dataclass(frozen=True)
 class Above:
-    """Who started this process: (child, parent) from itself up to the outermost launcher, and its machine's launcher.
+    """The launchers of this process: (child, parent) from itself up to the outermost, and its machine's launcher.
 
-    Empty where no launcher of ranks did: a shell may end before what it started in the background.
-    lost: why one of them must have ended before this process looked; None where none has.
+    Empty without a launcher of ranks: a shell may end before the processes that it started in the background.
+    lost: the reason why one of them must have ended before this process checked; None where none has.
     """
 
     links: tuple[tuple[int, int], ...] = ()
@@ -45,16 +45,16 @@ class Above:
 
     @property
     def intact(self) -> bool:
-        """Whether all of them still run."""
+        """True if all of them still run."""
         return self.lost is None and all(_parent_of(child) == parent for child, parent in self.links)
 
     def started_s_ago(self, now: float) -> float:
-        """Seconds since the first of them began. now: of time.time()."""
+        """Seconds since the first of them started. now: time.time()."""
         pids = [os.getpid(), *(parent for _, parent in self.links)]
         return now - min(psutil.Process(pid).create_time() for pid in pids)
 
     def siblings(self) -> list[psutil.Process]:
-        """All processes that the machine's launcher has started, this one among them."""
+        """All processes that the machine's launcher has started, including this one."""
         if self.launcher is None:
             return []
         with contextlib.suppress(psutil.Error):
@@ -63,13 +63,13 @@ class Above:
 
 
 def look_above(environ: Mapping[str, str] = os.environ) -> Above:
-    """Return the launchers of this process, found by their command lines.
+    """The launchers of this process, found by their command lines.
 
-    environ: in which deepspeed's launcher and torchrun leave marks, so that a launcher that has already ended is not
-    taken for a shell. Open MPI's mpirun and Slurm's step daemon are known by their marks alone.
+    environ: variables that deepspeed's launcher and torchrun set, which tell a launcher that has already ended from a
+    shell. Open MPI's mpirun and Slurm's step daemon are known by their variables alone.
     """
     parents, words = _ancestors()
-    nearest = next((i for i, said in enumerate(words) if _starts_ranks(said)), None)
+    nearest = next((i for i, line in enumerate(words) if _starts_ranks(line)), None)
     if nearest is None and (lost := _ended_launcher(environ, parents, words)):
         return Above(lost=lost)
     if nearest is None:
@@ -97,17 +97,17 @@ def _ancestors() -> tuple[list[psutil.Process], list[list[str]]]:
             break
         except psutil.NoSuchProcess:  # ended meanwhile: another process is the parent now
             time.sleep(0.02)
-    # Or hidden from this user (the mount option hidepid): then those that can be seen are all there is.
+    # Some may be hidden from this user (the mount option hidepid).
     return parents[: len(words)], words
 
 
 def _ended_launcher(environ: Mapping[str, str], parents: list[psutil.Process], words: list[list[str]]) -> str | None:
-    """Why a launcher must have been there, where none is; None where nothing says so."""
+    """The evidence of a launcher that has ended; None without any."""
     remedy = "if nothing of the kind started this process, unset"
     if {"RANK", "CROSS_RANK", "LOCAL_SIZE"} <= environ.keys():
         return f"{GONE} (deepspeed's launcher set CROSS_RANK; {remedy} it)"
-    # torch's agent may be called by any Python program; process 1 takes in what has lost its parent.
-    agents = (process for process, said in zip(parents, words) if process.pid != 1 and _is_python(said))
+    # Any Python program may call torch's agent; process 1 adopts processes that have lost their parent.
+    agents = (process for process, line in zip(parents, words) if process.pid != 1 and _is_python(line))
     if {"RANK", "TORCHELASTIC_RUN_ID"} <= environ.keys() and next(agents, None) is None:
         return f"{GONE} (torchrun set TORCHELASTIC_RUN_ID; {remedy} it)"
     return None
@@ -122,7 +122,7 @@ def _is_task(environ: Mapping[str, str]) -> bool:
 def _is_adopted(process: psutil.Process) -> bool:
     """True if a process has another parent than the one that started it.
 
-    Who is started by a shell, ssh or a container's first process leads a group, or is in its parent's session.
+    A process that a shell, ssh or a container's first process started leads a group, or is in its parent's session.
     """
     pid, parent = process.pid, process.ppid()
     with contextlib.suppress(OSError, psutil.Error):  # it ended, or the parent is in another namespace
@@ -130,17 +130,17 @@ def _is_adopted(process: psutil.Process) -> bool:
             return False
         if os.getsid(pid) != os.getsid(parent):
             return True
-        # A container's first process, in whose session all are: a shell or an init, or a Python program of the user's
-        # that calls DeepSpeed's runner.
+        # A container's first process, whose session all others share: a shell or an init, or a Python program of the
+        # user's that calls DeepSpeed's runner.
         return parent == 1 and not _is_python(_words(psutil.Process(1)))
     return False
 
 
 class LauncherWatch:
-    """Looks, in a thread of its own, whether the launchers of this process still run.
+    """A thread that checks whether the launchers of this process still run.
 
-    Not by prctl(PR_SET_PDEATHSIG): that signal comes when the thread that started this process ends, its process may
-    live on; and it says nothing of the runner above the launcher.
+    prctl(PR_SET_PDEATHSIG) can't replace it: that signal comes when the thread that started this process ends, although
+    its process may live on, and it tells nothing about the runner above the launcher.
     """
 
     def __init__(self, above: Above) -> None:
@@ -150,7 +150,7 @@ class LauncherWatch:
         self._thread = threading.Thread(target=self._look, name="launcher-watch", daemon=True)
 
     def start(self) -> "LauncherWatch":
-        """Begin to look. A launcher that is known to be gone ends this process at once."""
+        """Start the thread. If a launcher is known to be gone, this process exits at once."""
         if self.above.lost is not None:
             self._on_loss()
         elif self.above.links:
@@ -158,7 +158,7 @@ class LauncherWatch:
         return self
 
     def call(self, on_loss: Callable[[], None]) -> None:
-        """Have this called, from the thread, instead of ending the process; at once if the launchers are gone."""
+        """Set the function that the thread calls in place of exiting; called at once if the launchers are gone."""
         with self._calling:
             self._on_loss = on_loss
             if self._is_lost:
@@ -179,21 +179,21 @@ class LauncherWatch:
         os._exit(EXIT_STOPPED)
 
 
-@functools.cache  # one for the process: what was above it at the first look is what has to stay
+@functools.cache  # one for the process: the launchers at the first check have to remain
 def watch_launcher() -> LauncherWatch:
-    """Leave, from here on, when what started this process ends; a shell may end."""
+    """Exit, from now on, when a launcher of this process ends; a shell may end."""
     return LauncherWatch(look_above()).start()
 
 
 def say_now(line: str) -> None:
-    """Write a line to stderr, unless whoever reads it is gone or too slow: nobody may keep a thread from leaving."""
+    """Write a line to stderr, unless its reader is gone or too slow: it must not block a thread that exits."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0.0)[1]:
             os.write(2, f"\n{line}\n".encode())
 
 
 def process_namespace() -> str:
-    """Which processes this one sees: the same text, the same processes. Empty where that can't be told."""
+    """A name of the process namespace: processes with the same one see each other. Empty where it can't be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -201,7 +201,7 @@ def process_namespace() -> str:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process is gone, or only waits for its parent to notice."""
+    """True if a process is gone, or only waits for its parent to notice."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -209,13 +209,13 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def hold(pid: int) -> subprocess.Popen:
-    """Stop a process until this one ends, in whatever way, or until the answer's stdin is closed."""
+    """Stop a process until this one ends, in any way, or until the returned process's stdin is closed."""
     keeper = subprocess.Popen(
         ["sh", "-c", 'read -r _; kill -CONT "$0"', str(pid)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a signal to this process's group is not for it
+        start_new_session=True,  # signals to this process's group must not reach it
     )
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
@@ -223,16 +223,16 @@ def hold(pid: int) -> subprocess.Popen:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends (Linux; elsewhere nothing does)."""
+    """Let the kernel kill this process when the thread that started it ends (on Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def obey_only_parent(_: int = 0) -> None:
-    """Let no signal end this data-loader worker but its parent's SIGTERM (for torch's worker_init_fn).
+    """Ignore all signals in this data-loader worker but its parent's SIGTERM (for torch's worker_init_fn).
 
-    Ctrl-C, a closed terminal and the launchers' SIGTERM reach every process: the rank would miss the batches that its
-    last step needs.
+    Ctrl-C, a closed terminal and the launchers' SIGTERM reach every process: the rank would lose the batches of its
+    last step.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -250,12 +250,12 @@ def obey_only_parent(_: int = 0) -> None:
 def _words(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except (psutil.AccessDenied, psutil.ZombieProcess):  # another user's, which is no launcher of ours
+    except (psutil.AccessDenied, psutil.ZombieProcess):  # another user's process, which is no launcher of this one
         return []
 
 
 def _scripts(words: list[str]) -> set[str]:
-    """The names that a command line begins with: an interpreter, or a script beside it."""
+    """The first names of a command line: an interpreter, or a script beside it."""
     return {os.path.basename(word) for word in words[:3]}
 
 

@@ -1,11 +1,11 @@
-"""What is written and printed, without its secrets: tokens and passwords of flags, settings, addresses, variables."""
+"""Removal of secrets from output: tokens and passwords in flags, settings, addresses and variables."""
 
 import os
 import re
 from collections.abc import Mapping
 
 HIDDEN = "<redacted>"
-LEAST_CHARACTERS = 8  # of a variable's value: what is shorter would be found in words that are no secret
+LEAST_CHARACTERS = 8  # of a variable's value: a shorter one would be found in ordinary words
 
 _SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 # A whole word of a flag's or a setting's name: --hub_token and api_key, but not tokens_per_micro_batch.
@@ -17,7 +17,7 @@ _PATTERNS = [
     (re.compile(r"(?<=://)[^/\s@]+(?=@)"), HIDDEN),  # user:password@, or a token in its place
     (re.compile(r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abp]-)[A-Za-z0-9_-]{16,}"), HIDDEN),
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), HIDDEN),
-    # What an object store signs an address with.
+    # Signatures of object stores in an address.
     (re.compile(r"(?i)(?<=[?&])((?:x-amz-)?(?:signature|credential|security-token)|sig|access_token|token)=[^&\s\"']+"),
      rf"\1={HIDDEN}"),
     (re.compile(r"(?i)\b(authorization:\s*(?:bearer|basic)\s+)\S+"), rf"\1{HIDDEN}"),
@@ -27,25 +27,25 @@ _PATTERNS = [
 def redact(value: object, environ: Mapping[str, str] = os.environ) -> object:
     """The same text, list or dict with <redacted> in the place of every secret.
 
-    A secret is the value of a flag or key with token, key, secret, password or credential for a word of its name; the
-    value of a variable of the environment with one of these anywhere in its name; user and password of an address; and
-    what looks like a token of the usual services. Other values are left as they are.
+    A secret is the value of a flag or key whose name has the word token, key, secret, password or credential; the value
+    of an environment variable with one of these anywhere in its name; user and password in an address; and anything
+    that looks like a token of the usual services. Other values are unchanged.
     """
     secrets = sorted(
         (text for name, text in environ.items() if _SECRET_VARIABLE.search(name) and _may_be_secret(text)),
         key=len,
-        reverse=True,  # one may be part of another
+        reverse=True,  # one may be a part of another
     )
     return _redacted(value, secrets)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a flag or key of this name holds a secret."""
+    """True if a flag or key of this name holds a secret."""
     return any(word in _SECRET_WORDS for word in re.split(r"[^a-z0-9]+", name.lower()))
 
 
 def _may_be_secret(text: str) -> bool:
-    """A key's path is not the key."""
+    """False for the path of a key, and for short values."""
     return len(text) >= LEAST_CHARACTERS and not text.startswith(("/", "./", "~"))
 
 

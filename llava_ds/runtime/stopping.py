@@ -1,8 +1,8 @@
-"""A run that is asked to stop saves at the next step boundary and leaves, all ranks at the same boundary.
+"""Stopping a run on request: all ranks save at the same step boundary and exit.
 
-Asked by SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any of them, by the end of the process that started them, or by
---max_run_time.
-Signals are read by a thread, for a main thread inside a collective would not hear the second one, which leaves at once.
+A request is SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, the end of the process that started them, or
+--max_run_time. A thread reads the signals, because a main thread inside a collective would not notice the second one,
+which exits at once.
 """
 
 import contextlib
@@ -35,31 +35,31 @@ from llava_ds.runtime.processes import (
 )
 from llava_ds.runtime.ranks import Ranks, barrier, print_first
 
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last when the terminal is closed
-LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # what asks beside signals, whose numbers are smaller
-# One Ctrl-C comes twice, from the terminal and as SIGTERM from the launcher; so does a signal to the process group.
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last when the terminal is closed
+LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # requests beside signals, whose numbers are smaller
+# One Ctrl-C arrives twice, from the terminal and as SIGTERM from the launcher; so does a signal to the process group.
 SAME_REQUEST_S = 2.0
-WAIT_S = 1.0  # until the others have ended too
-HOLD_S = 900.0  # that a launcher is kept from killing; after it, a run that reaches no boundary is its to end
+WAIT_S = 1.0  # for the others to end, too
+HOLD_S = 900.0  # for which a launcher is stopped; afterwards it may kill a run that reaches no boundary
 PATIENCE = timedelta(hours=12)  # as for all waits in which a rank may be writing files
-LEAVING_S, LEAVING = 20.0, 0.1  # for the report and the processes' end: seconds, but at most this part of the limit
-UNKNOWN_SAVE = 0.05  # of --max_run_time, kept for the save while none has been timed
+LEAVING_S, LEAVING = 20.0, 0.1  # for the report and the processes' end: seconds, but at most this fraction of the limit
+UNKNOWN_SAVE = 0.05  # of --max_run_time, reserved for the save before one has been timed
 
 
 class Phase(Enum):
-    """What a request does."""
+    """The effect of a request."""
 
-    LEAVES = "nothing that is not on disk would be lost: the process ends at once"
-    SAVES = "it is agreed on and obeyed at a step boundary"
-    WAITS = "the run is about to end, and nothing but its end would keep what was trained"
-    IGNORED = "this rank is leaving"
+    LEAVES = "everything is on disk: the process exits at once"
+    SAVES = "the ranks agree on it, and stop at a step boundary"
+    WAITS = "the run is about to end, and only its end saves the model"
+    IGNORED = "this rank is exiting"
 
 
 class Agreement:
-    """One number of every rank, of which all learn the largest a step later, without waiting for each other's device.
+    """The largest of one number per rank, known to all a step later, without waiting for any device.
 
-    Each call begins a reduction over gloo, in a group of its own, and ends the one that the call before began: by
-    then it is done, if no rank is a whole step behind.
+    Each call starts a reduction over gloo, in a group of its own, and finishes that of the call before, which is done
+    by then if no rank is a whole step behind.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -69,12 +69,12 @@ class Agreement:
         self._begun: tuple[torch.distributed.Work, np.ndarray] | None = None
 
     def exchange(self, mine: int) -> int:
-        """The largest number that was given in the call before, or in this one by a rank that is alone; 0 at first."""
+        """The largest number of the call before; 0 at first. For a single rank: the number itself."""
         if self._group is None:
             return mine
         agreed = self.close()
         if not agreed:
-            values = np.array([mine], dtype=np.int64)  # read as numpy, for reading a tensor counts as a wait
+            values = np.array([mine], dtype=np.int64)  # read as numpy, because reading a tensor counts as a wait
             work = torch.distributed.all_reduce(
                 torch.from_numpy(values), torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
             )
@@ -82,7 +82,7 @@ class Agreement:
         return agreed
 
     def close(self) -> int:
-        """End what was begun, and return its number. All ranks call it together."""
+        """Finish the last reduction, and return its number. All ranks call it together."""
         if self._begun is None:
             return 0
         (work, values), self._begun = self._begun, None
@@ -91,17 +91,17 @@ class Agreement:
 
 
 class Stopping:
-    """Hears that the run is asked to stop, lets all ranks agree on it, and says so."""
+    """Receives requests to stop, lets all ranks agree on them, and reports them."""
 
     def __init__(
         self, watch: LauncherWatch | None = None, on_leaving: Callable[[str], None] = lambda reason: None
     ) -> None:
-        """watch: of the launchers, this process's own if absent; on_leaving: is told why this process ends at once."""
+        """watch: of the launchers, by default this process's; on_leaving: called with the reason of an exit at once."""
         self._watch, self._on_leaving = watch, on_leaving
         self._phase = Phase.LEAVES
-        self._asked = 0  # what asked first: a signal's number, LAUNCHER_GONE or TIME_IS_OVER
-        self._told_s: float | None = None  # when the first SIGTERM or SIGINT came, of time.monotonic()
-        self._reason = 0  # that all ranks agreed on
+        self._asked = 0  # the first request: a signal's number, LAUNCHER_GONE or TIME_IS_OVER
+        self._signalled_s: float | None = None  # time.monotonic() of the first SIGTERM or SIGINT
+        self._reason = 0  # the request that all ranks agreed on
         self._above, self._siblings = Above(), []
         self._rank = self._local_rank = 0
         self._held: subprocess.Popen | None = None
@@ -109,11 +109,11 @@ class Stopping:
         self._started_s = time.monotonic()
         self._limit_s: float | None = None
         self._longest_step_s, self._longest_save_s, self._num_steps = 0.0, None, 0
-        # srun --kill-on-bad-exit kills the others as soon as one task fails, and takes their end for the job's.
+        # srun --kill-on-bad-exit kills the other tasks as soon as one fails, and takes their end for the job's.
         self._one_code = "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ
 
     def __enter__(self) -> "Stopping":
-        """Take the signals over, from the main thread; until training begins, one ends this process at once."""
+        """Handle the signals, from the main thread; before training, one ends this process at once."""
         self._watch = self._watch or watch_launcher()
         self._above = self._watch.above
         self._started_s = time.monotonic() - self._above.started_s_ago(time.time())
@@ -122,7 +122,7 @@ class Stopping:
             os.set_blocking(end, False)
         self._pipe = (reader, writer)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        heard = [number for number in ASKING if not _is_ignored_hangup(number)]
+        heard = [number for number in REQUESTS if not _is_ignored_hangup(number)]
         self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
         _prepare_children()
         self._thread = threading.Thread(target=self._hear, name="stopping", daemon=True)
@@ -131,8 +131,8 @@ class Stopping:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give the signals back; whoever leaves as it was asked to hears no more of them."""
-        self._watch.call(lambda: None)  # it is about to end
+        """Restore the handlers; a process that exits on request ignores further signals."""
+        self._watch.call(lambda: None)  # this process is about to end
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if self._phase is Phase.IGNORED else handler)
@@ -143,34 +143,34 @@ class Stopping:
 
     @contextlib.contextmanager
     def training(self, max_run_time: str | None, ranks: Ranks) -> Iterator[None]:
-        """Within it a request waits for a step boundary. All ranks enter it together."""
+        """Let requests wait for a step boundary within the block. All ranks enter it together."""
         self._agreement = Agreement(ranks)
         self._limit_s = None if max_run_time is None else seconds_of(max_run_time)
         self._local_rank, self._rank = ranks.local_rank, ranks.rank
         self._siblings = self._above.siblings()
-        barrier(ranks)  # none leaves at once while another already waits for it in a step
+        barrier(ranks)  # no rank exits while another already waits for it in a step
         self._phase = Phase.SAVES
         try:
             yield
             self._agreement.close()
             self._phase = Phase.IGNORED if self._reason else Phase.WAITS
         except BaseException:
-            self._phase = Phase.LEAVES  # at the launcher's SIGTERM, with which it ends those that another has failed
+            self._phase = Phase.LEAVES  # on the launcher's SIGTERM, which ends the ranks that another has failed
             self._release()
             raise
 
     @property
     def is_asked(self) -> bool:
-        """True if this rank was asked to stop, or knows that all will."""
+        """True if this rank got a request, or all ranks agreed on one."""
         return bool(self._asked or self._reason)
 
     def agreed(self, step_time_s: float, ahead_s: float = 0.0) -> bool:
-        """Whether to save and stop at this boundary, the same on every rank. Each calls it once per step.
+        """True if all ranks save and stop at this boundary. Each calls it once per step.
 
-        ahead_s: seconds of what else comes before the next chance.
+        ahead_s: seconds of other work before the next boundary.
         """
         self._num_steps += 1
-        if self._num_steps > 1:  # the first one also compiles and allocates
+        if self._num_steps > 1:  # the first also compiles and allocates
             self._longest_step_s = max(self._longest_step_s, step_time_s)
         limited = self._limit_s is not None and not self._asked
         if limited and self._elapsed_s() > self._limit_s - self._needed_s() - ahead_s:
@@ -179,24 +179,24 @@ class Stopping:
         return self._reason != 0
 
     def saved(self, seconds: float) -> None:
-        """Note how long a checkpoint took, for --max_run_time."""
+        """Record the seconds of a checkpoint, for --max_run_time."""
         self._longest_save_s = max(seconds, self._longest_save_s or 0.0)
 
     def ends(self, is_saved: bool) -> None:
-        """Training is over. is_saved: whether a checkpoint holds all of it, so that a request ends the process at once,
-        also one that came too late for the last boundary."""
+        """End training. is_saved: whether a checkpoint holds all of it: then a request, also one that came after the
+        last boundary, ends the process at once."""
         if is_saved:
             self._phase = Phase.LEAVES
             if self._asked:
                 self._leave_now(self._asked)
 
     def leave(self, step: int, saved: str, resumable: bool, ranks: Ranks) -> int:
-        """Say what was saved, and return the exit code. All ranks call it together; no signal ends one of them now.
+        """Print the saved state, and return the exit code. All ranks call it together; signals are ignored now.
 
-        saved: whether that step was, and what the same command does next; resumable: whether that is to resume: a
-        batch system starts it again then.
+        saved: whether the step was saved, and what the same command does next, as text; resumable: whether it resumes,
+        so that a batch system may start it again.
         """
-        print_first(f"{_spelled(self._reason)}: stopped after step {step:,}, which is {saved}")
+        print_first(f"{_name_of(self._reason)}: stopped after step {step:,}, which is {saved}")
         barrier(ranks)
         if self._one_code:
             time.sleep(WAIT_S if ranks.is_first else 0.0)
@@ -207,21 +207,21 @@ class Stopping:
         return time.monotonic() - self._started_s
 
     def _needed_s(self) -> float:
-        """Seconds to keep for stopping: what is agreed now is done a step later and saved, and then all have to end."""
+        """Seconds to reserve for stopping: the ranks stop a step after the agreement, save, and end."""
         save_s = UNKNOWN_SAVE * self._limit_s if self._longest_save_s is None else 1.5 * self._longest_save_s
         return 3 * self._longest_step_s + save_s + WAIT_S + min(LEAVING_S, LEAVING * self._limit_s)
 
     def _hear(self) -> None:
-        """The thread: signals as they come, and the end of the launchers."""
+        """Handle signals and the end of the launchers, in the thread."""
         while True:
             ready, _, _ = select.select([self._pipe[0]], [], [], LOOK_S)
             received = os.read(self._pipe[0], 512) if ready else b""
             if 0 in received:
                 return
             for number in received:
-                if number in ASKING or (number == LAUNCHER_GONE and not self._asked):
-                    self._ask(number)  # other handlers' signals come here too
-            if self._held is not None and time.monotonic() - self._told_s > HOLD_S:
+                if number in REQUESTS or (number == LAUNCHER_GONE and not self._asked):
+                    self._ask(number)  # signals of other handlers arrive, too
+            if self._held is not None and time.monotonic() - self._signalled_s > HOLD_S:
                 self._release()
 
     def _ask(self, reason: int) -> None:
@@ -229,31 +229,31 @@ class Stopping:
             return
         now, first = time.monotonic(), not self._asked
         if reason in (signal.SIGTERM, signal.SIGINT):
-            if self._told_s is not None and now - self._told_s > SAME_REQUEST_S:
+            if self._signalled_s is not None and now - self._signalled_s > SAME_REQUEST_S:
                 os._exit(128 + reason)
-            self._told_s = self._told_s or now
+            self._signalled_s = self._signalled_s or now
             if self._phase is Phase.SAVES and any(has_ended(process) for process in self._siblings):
-                os._exit(128 + reason)  # the launcher ends those that another has failed: no boundary will come
+                os._exit(128 + reason)  # the launcher ends ranks that another has failed: no boundary will come
         self._asked = self._asked or reason
         if self._phase is Phase.LEAVES:
             self._leave_now(reason)
-        if self._phase is Phase.SAVES and self._told_s == now and self._local_rank == 0 and self._above.launcher:
-            # It has sent its first rank SIGTERM, kills it 30 s later, and then turns to the next: too soon for a large
+        if self._phase is Phase.SAVES and self._signalled_s == now and self._local_rank == 0 and self._above.launcher:
+            # The launcher sends SIGTERM to its first rank and kills it 30 s later, then the next: too soon for a large
             # checkpoint.
             self._held = hold(self._above.launcher)
         if first and self._rank == 0:
             again = f"again after {SAME_REQUEST_S:.0f} s (kill -TERM -{os.getpgrp()}) leaves at once"
             then = "a checkpoint after this step, then the end" if self._phase is Phase.SAVES else "finishing the run"
-            say_now(f"{_spelled(reason)}: {then}; {again}")
+            say_now(f"{_name_of(reason)}: {then}; {again}")
 
     def _leave_now(self, reason: int) -> None:
-        self._on_leaving(_spelled(reason))
+        self._on_leaving(_name_of(reason))
         if os.environ.get("RANK", "0") == "0":
-            say_now(f"{_spelled(reason)}: leaving at once, for nothing is lost by it; the same command starts again")
+            say_now(f"{_name_of(reason)}: leaving at once, for nothing is lost by it; the same command starts again")
         first = not self._one_code or os.environ.get("SLURM_PROCID") == "0"
         if self._one_code and first:
             time.sleep(WAIT_S)
-        os._exit(EXIT_STOPPED if first or reason != signal.SIGUSR1 else 0)  # Slurm sends that one to all tasks
+        os._exit(EXIT_STOPPED if first or reason != signal.SIGUSR1 else 0)  # Slurm sends SIGUSR1 to all tasks
 
     def _release(self) -> None:
         if self._held is not None:
@@ -261,9 +261,9 @@ class Stopping:
             self._held = None
 
 
-@functools.cache  # hooks can't be taken away again
+@functools.cache  # hooks can't be removed
 def _prepare_children() -> None:
-    """Keep processes that are forked from taking their signals for this one's, and let none of them stay behind."""
+    """Separate forked processes from this one's signals, and let them end with it."""
 
     def in_child() -> None:
         signal.set_wakeup_fd(-1)
@@ -276,11 +276,11 @@ def _prepare_children() -> None:
 
 
 def _is_ignored_hangup(number: int) -> bool:
-    """True for SIGHUP where nohup has asked to pass it over: that run is to outlive its terminal."""
+    """True for SIGHUP under nohup: that run is to outlive its terminal."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
-def _spelled(reason: int) -> str:
-    """What asked, for a person."""
+def _name_of(reason: int) -> str:
+    """The request as text."""
     others = {LAUNCHER_GONE: GONE, TIME_IS_OVER: "--max_run_time is nearly over"}
     return others.get(reason) or signal.Signals(reason).name

@@ -19,8 +19,8 @@ from launching import ROOT
 from llava_ds.doctor import checks as doctor
 from llava_ds.doctor import collectives as collective
 from llava_ds.doctor import machine, software
-from llava_ds.doctor import requirements as asked_module
-from llava_ds.doctor.requirements import OK, PROBLEM, WARNING, Asked, Finding
+from llava_ds.doctor import requirements as requirements
+from llava_ds.doctor.requirements import OK, PROBLEM, WARNING, Finding, Requirements
 from llava_ds.engine.ds_config.optimizer import OPTIMIZERS
 
 DOCTOR = ROOT / "run" / "doctor.py"
@@ -29,8 +29,8 @@ CPU_OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device":
 
 
 @pytest.fixture
-def asked(tmp_path) -> Asked:
-    return Asked(tmp_path / "out", tmp_path / "cache")
+def required(tmp_path) -> Requirements:
+    return Requirements(tmp_path / "out", tmp_path / "cache")
 
 
 @pytest.fixture
@@ -39,10 +39,10 @@ def with_json(tmp_path, monkeypatch):
     monkeypatch.setattr("llava_ds.engine.ds_config.zero.missing_tools", lambda device_type, op: [])
     monkeypatch.setattr("llava_ds.engine.ds_config.optimizer.missing_tools", lambda device_type, op: [])
 
-    def make(config: dict | str) -> Asked:
+    def make(config: dict | str) -> Requirements:
         path = tmp_path / "ds.json"
         path.write_text(config if isinstance(config, str) else json.dumps(config))
-        return Asked(tmp_path / "out", tmp_path / "cache", path)
+        return Requirements(tmp_path / "out", tmp_path / "cache", path)
 
     return make
 
@@ -52,11 +52,6 @@ def only(findings: list[Finding], level: str) -> Finding:
     [found] = [finding for finding in findings if finding.level == level]
     assert found.remedy
     return found
-
-
-def test_the_packages_are_setup_pys():
-    listed = (ROOT / "setup.py").read_text().split("install_requires=[")[1].split("]")[0]
-    assert [line.split('"')[1] for line in listed.splitlines() if '"' in line] == list(software.REQUIRED)
 
 
 @pytest.mark.parametrize(
@@ -124,10 +119,10 @@ def test_every_operator_is_one_of_deepspeeds():
 )
 def test_what_training_refuses_is_a_problem(with_json, monkeypatch, text, found, remedy):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    asked = with_json(text)
-    problem = only(software.check_configuration(asked), PROBLEM)
+    required = with_json(text)
+    problem = only(software.check_configuration(required), PROBLEM)
     assert found in problem.found and remedy in problem.remedy
-    assert machine.check_nvme(asked)[0].level == WARNING and asked.ops == {}
+    assert machine.check_nvme(required)[0].level == WARNING and required.ops == {}
 
 
 def test_every_line_of_a_refusal_is_a_problem_of_its_own(with_json):
@@ -154,36 +149,49 @@ def test_a_json_for_more_ranks_or_with_comments_can_be_used(with_json, config):
     assert found.level == OK, found
 
 
-def test_without_a_json_there_is_nothing_to_refuse(asked):
-    assert [finding.level for finding in software.check_configuration(asked)] == [OK]
+def test_without_a_json_there_is_nothing_to_refuse(required):
+    assert [finding.level for finding in software.check_configuration(required)] == [OK]
 
 
-def test_python_and_packages(asked, monkeypatch):
-    assert [finding.level for finding in software.check_python(asked) + software.check_packages(asked)] == [OK, OK]
-    monkeypatch.setattr(software, "LEAST_PYTHON", (9, 0))
-    assert "9.0 is needed" in only(software.check_python(asked), PROBLEM).found
-    monkeypatch.setattr(software, "REQUIRED", ("torch>=99", "no-such-package-here"))
-    found = [finding.found for finding in software.check_packages(asked) if finding.level == PROBLEM]
+def test_python_and_packages(required, monkeypatch):
+    assert [finding.level for finding in software.check_python(required) + software.check_packages(required)] == [
+        OK,
+        OK,
+    ]
+    monkeypatch.setattr(software.importlib.metadata, "metadata", lambda name: {"Requires-Python": ">=9.0"})
+    assert ">=9.0 is needed" in only(software.check_python(required), PROBLEM).found
+    listed = ["torch>=99", "no-such-package-here", 'not-wanted; extra == "video"']
+    monkeypatch.setattr(software.importlib.metadata, "requires", lambda name: listed)
+    found = [finding.found for finding in software.check_packages(required) if finding.level == PROBLEM]
+    assert len(found) == 2
     assert "and torch>=99 is needed" in found[0] and found[1] == "no-such-package-here is not installed"
 
+    def missing(name):
+        raise software.importlib.metadata.PackageNotFoundError(name)
 
-def test_a_torchvision_of_another_build(asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(software.importlib.metadata, "requires", missing)
+    monkeypatch.setattr(software.importlib.metadata, "metadata", missing)
+    assert [finding.level for finding in software.check_python(required)] == [OK]
+    assert "llava_ds is not installed" in only(software.check_packages(required), WARNING).found
+
+
+def test_a_torchvision_of_another_build(required, monkeypatch, tmp_path):
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     importlib.invalidate_caches()
-    problem = only(software.check_imports(asked), PROBLEM)
+    problem = only(software.check_imports(required), PROBLEM)
     assert "import torchvision: RuntimeError: operator" in problem.found and "uninstall torchvision" in problem.remedy
     # What needs the packages is not looked at then, and says so.
     checks = [check for check in doctor.CHECKS if check.name in ("imports", "devices")]
-    levels = [(name, finding.level) for name, finding in doctor.examine(asked, tuple(checks))]
+    levels = [(name, finding.level) for name, finding in doctor.examine(required, tuple(checks))]
     assert levels == [("imports", PROBLEM), ("devices", WARNING)]
 
 
-def test_a_compiler_counts_where_something_is_compiled(asked, with_json, monkeypatch):
+def test_a_compiler_counts_where_something_is_compiled(required, with_json, monkeypatch):
     monkeypatch.setattr(software, "_is_built", lambda op: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no no-such-compiler" in only(software.check_compiler(asked), WARNING).found
+    assert "no no-such-compiler" in only(software.check_compiler(required), WARNING).found
     problem = only(software.check_compiler(with_json(CPU_OFFLOAD)), PROBLEM)
     assert "cpu_adam would be compiled" in problem.found and "g++" in problem.remedy
     monkeypatch.setattr(software, "_is_built", lambda op: True)
@@ -205,21 +213,23 @@ def test_a_cuda_toolkit_that_does_not_fit(with_json, monkeypatch, nvcc, found):
     assert found in only(software.check_compiler(with_json(CPU_OFFLOAD)), WARNING).found
 
 
-def test_a_lock_on_which_torch_would_wait(asked, with_json, monkeypatch, tmp_path):
+def test_a_lock_on_which_torch_would_wait(required, with_json, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    assert "is being built, or was broken off" in only(software.check_built_operators(asked), WARNING).found
+    assert (
+        "is being built, or the build was interrupted" in only(software.check_built_operators(required), WARNING).found
+    )
     os.utime(lock, (0, 0))
-    only(software.check_built_operators(asked), WARNING)
+    only(software.check_built_operators(required), WARNING)
     problem = only(software.check_built_operators(with_json(CPU_OFFLOAD)), PROBLEM)
     assert str(lock) in problem.found and problem.remedy == "delete that file"
     monkeypatch.setattr(software, "can_be_written", lambda path: False)
-    assert "TORCH_EXTENSIONS_DIR" in only(software.check_built_operators(asked), WARNING).remedy
+    assert "TORCH_EXTENSIONS_DIR" in only(software.check_built_operators(required), WARNING).remedy
 
 
-def test_an_operator_that_can_not_be_compiled(asked, with_json, monkeypatch):
+def test_an_operator_that_can_not_be_compiled(required, with_json, monkeypatch):
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     def refuse(verbose):
@@ -227,36 +237,36 @@ def test_an_operator_that_can_not_be_compiled(asked, with_json, monkeypatch):
         return False
 
     monkeypatch.setattr(ALL_OPS["async_io"], "is_compatible", refuse)
-    assert all(finding.level == OK for finding in software.check_operators(asked))
+    assert all(finding.level == OK for finding in software.check_operators(required))
     problem = only(software.check_operators(with_json(NVME)), PROBLEM)
     assert "requires the dev libaio" in problem.found and "libaio-dev" in problem.remedy
 
 
-def test_attention(asked, monkeypatch, tmp_path):
-    [found] = software.check_attention(asked)
+def test_attention(required, monkeypatch, tmp_path):
+    [found] = software.check_attention(required)
     assert found.level == OK
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    assert "undefined symbol" in only(software.check_attention(asked), WARNING).found
+    assert "undefined symbol" in only(software.check_attention(required), WARNING).found
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "uninstall flash-attn" in only(software.check_attention(asked), PROBLEM).remedy
+    assert "uninstall flash-attn" in only(software.check_attention(required), PROBLEM).remedy
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "neither" in only(software.check_attention(asked), PROBLEM).found
+    assert "neither" in only(software.check_attention(required), PROBLEM).found
 
 
-def test_a_machine_without_a_gpu(asked, monkeypatch):
+def test_a_machine_without_a_gpu(required, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(machine, "output_of", lambda *command: None)
-    assert [finding.level for finding in machine.check_devices(asked)] == [OK]
+    assert [finding.level for finding in machine.check_devices(required)] == [OK]
     monkeypatch.setattr(machine, "output_of", lambda *command: "NVIDIA H100, 550.54")
-    assert "torch's CUDA build" in only(machine.check_devices(asked), WARNING).remedy
+    assert "torch's CUDA build" in only(machine.check_devices(required), WARNING).remedy
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert "a driver for CUDA 12.8" in only(machine.check_devices(asked), WARNING).remedy
+    assert "a driver for CUDA 12.8" in only(machine.check_devices(required), WARNING).remedy
 
 
-def test_gpus(asked, monkeypatch):
+def test_gpus(required, monkeypatch):
     properties = namedtuple("Properties", "name major minor")
     gpus = [properties("A100", 8, 0), properties("V100", 7, 0)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -265,7 +275,7 @@ def test_gpus(asked, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: ((40 - 30 * i) * 2**30, 40 * 2**30))
     monkeypatch.setattr(machine, "output_of", lambda *command: "A100, 550.54\nV100, 550.54")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    findings = machine.check_devices(asked)
+    findings = machine.check_devices(required)
     assert "GPU 0: A100, 40 GiB, compute capability 8.0, bf16" in [finding.found for finding in findings]
     assert findings[-1].found.startswith("driver 550.54")
     warnings = " ".join(finding.found for finding in findings if finding.level == WARNING)
@@ -274,36 +284,36 @@ def test_gpus(asked, monkeypatch):
     assert all(finding.level != PROBLEM for finding in findings)
 
 
-def test_memory_and_its_limits(asked, with_json, monkeypatch):
+def test_memory_and_its_limits(required, with_json, monkeypatch):
     numbers = {"/sys/fs/cgroup/memory.max": 3 * 2**30, "/sys/fs/cgroup/memory.current": 2**30}
     monkeypatch.setattr(machine, "_read_number", numbers.get)
-    assert only(machine.check_memory(asked), WARNING).found == "2 of 3 GiB available"
+    assert only(machine.check_memory(required), WARNING).found == "2 of 3 GiB available"
     limits = {resource.RLIMIT_NOFILE: (1024, 1 << 20), resource.RLIMIT_MEMLOCK: (8 << 20, 8 << 20)}
     monkeypatch.setattr(resource, "getrlimit", limits.get)
     monkeypatch.setattr(machine, "_has_rdma", lambda: True)
-    findings = machine.check_limits(asked)
+    findings = machine.check_limits(required)
     assert [finding.remedy.split(" (")[0] for finding in findings] == ["", "ulimit -n 65536", "ulimit -l unlimited"]
     monkeypatch.setattr(machine, "_has_rdma", lambda: False)
-    assert len(machine.check_limits(asked)) == 2
+    assert len(machine.check_limits(required)) == 2
     pinned = machine.check_nvme(with_json(NVME))[-1]
     assert "offload to NVMe pins more" in pinned.found and "ulimit -l unlimited" in pinned.remedy
 
 
-def test_shared_memory_and_disks(asked, monkeypatch, tmp_path):
-    assert "--dataloader_num_workers 0" not in machine.check_disks(asked)[0].remedy
-    only(machine.check_shared_memory(asked, tmp_path / "shm"), PROBLEM)
+def test_shared_memory_and_disks(required, monkeypatch, tmp_path):
+    assert "--dataloader_num_workers 0" not in machine.check_disks(required)[0].remedy
+    only(machine.check_shared_memory(required, tmp_path / "shm"), PROBLEM)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20))
-    assert "--shm-size" in only(machine.check_shared_memory(asked, tmp_path), WARNING).remedy
-    assert [finding.level for finding in machine.check_disks(asked)] == [PROBLEM, PROBLEM]
+    assert "--shm-size" in only(machine.check_shared_memory(required, tmp_path), WARNING).remedy
+    assert [finding.level for finding in machine.check_disks(required)] == [PROBLEM, PROBLEM]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2 << 30))
-    assert [finding.level for finding in machine.check_disks(asked)] == [WARNING, WARNING]
+    assert [finding.level for finding in machine.check_disks(required)] == [WARNING, WARNING]
     monkeypatch.setattr(machine, "can_be_written", lambda path: False)
-    assert "can't be written to" in machine.check_disks(asked)[0].found
+    assert "can't be written to" in machine.check_disks(required)[0].found
 
 
-def test_the_folder_that_is_offloaded_to(asked, with_json, monkeypatch, tmp_path):
-    assert [finding.level for finding in machine.check_nvme(asked)] == [OK]
+def test_the_folder_that_is_offloaded_to(required, with_json, monkeypatch, tmp_path):
+    assert [finding.level for finding in machine.check_nvme(required)] == [OK]
     section = {"device": "nvme", "nvme_path": str(tmp_path)}
     here = with_json({"zero_optimization": {"stage": 3, "offload_param": section}})
     assert f"offload_param.nvme_path {tmp_path}: " in machine.check_nvme(here)[0].found
@@ -311,12 +321,12 @@ def test_the_folder_that_is_offloaded_to(asked, with_json, monkeypatch, tmp_path
     assert "O_DIRECT" in only(machine.check_nvme(here), PROBLEM).found
 
 
-def test_the_network(asked, monkeypatch):
+def test_the_network(required, monkeypatch):
     monkeypatch.setattr(machine, "is_loopback_name", lambda host: True)
     monkeypatch.setattr(machine.socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0")])
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DEEPSPEED_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
-    assert "/etc/hosts" in only(machine.check_network(asked), WARNING).remedy
+    assert "/etc/hosts" in only(machine.check_network(required), WARNING).remedy
     for name, good, bad in (
         ("GLOO_SOCKET_IFNAME", ("ib0", "lo,ib0"), ("ib", "eth0")),
         ("NCCL_SOCKET_IFNAME", ("ib", "=ib0", "eth,ib", "^lo"), ("=ib", "eth")),
@@ -324,18 +334,18 @@ def test_the_network(asked, monkeypatch):
     ):
         for value in good + bad:
             monkeypatch.setenv(name, value)
-            problems = [finding.found for finding in machine.check_network(asked) if finding.level == PROBLEM]
+            problems = [finding.found for finding in machine.check_network(required) if finding.level == PROBLEM]
             assert len(problems) == (value in bad) and all(name in found for found in problems), (name, value)
         monkeypatch.delenv(name)
 
 
-def test_backends(asked, monkeypatch):
-    assert machine.check_backends(asked)[0].found.startswith("gloo")
+def test_backends(required, monkeypatch):
+    assert machine.check_backends(required)[0].found.startswith("gloo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert "no NCCL" in only(machine.check_backends(asked), PROBLEM).found
+    assert "no NCCL" in only(machine.check_backends(required), PROBLEM).found
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    assert "no gloo" in only(machine.check_backends(asked), PROBLEM).found
+    assert "no gloo" in only(machine.check_backends(required), PROBLEM).found
 
 
 def test_ranks_that_do_not_end_are_ended(monkeypatch, tmp_path):
@@ -370,28 +380,28 @@ def test_ranks_that_fail_say_why(monkeypatch, tmp_path):
     assert "NCCL_DEBUG" in finding.remedy
 
 
-def test_which_ranks_are_tried(asked, monkeypatch):
+def test_which_ranks_are_tried(required, monkeypatch):
     tried = []
     monkeypatch.setattr(collective, "try_collective", lambda *what: tried.append(what) or Finding(OK, ""))
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     for num_gpus in (0, 1, 8):
         monkeypatch.setattr(torch.cuda, "device_count", lambda n=num_gpus: n)
-        collective.check_collective(asked)
+        collective.check_collective(required)
     assert tried == [("gloo", 2), ("gloo", 2), ("nccl", 1), ("nccl", 8)]
 
 
-def test_a_check_that_breaks_is_a_problem(asked):
-    def check_nothing(asked):
+def test_a_check_that_breaks_is_a_problem(required):
+    def check_nothing(required):
         raise OSError("gone")
 
-    [(name, finding)] = doctor.examine(asked, (doctor.Check("x", check_nothing),))
+    [(name, finding)] = doctor.examine(required, (doctor.Check("x", check_nothing),))
     assert name == "x" and finding.level == PROBLEM and "OSError: gone" in finding.found
 
 
 def test_a_command_that_is_not_there_or_hangs():
-    assert asked_module.output_of("no-such-command") is None
-    assert asked_module.output_of("sleep", "5", timeout_s=0.1) is None
-    assert asked_module.output_of("false") is None and asked_module.output_of("echo", "a") == "a"
+    assert requirements.output_of("no-such-command") is None
+    assert requirements.output_of("sleep", "5", timeout_s=0.1) is None
+    assert requirements.output_of("false") is None and requirements.output_of("echo", "a") == "a"
 
 
 def load_run() -> types.ModuleType:
@@ -405,7 +415,7 @@ def test_the_exit_code_follows_the_worst_finding(monkeypatch, capsys):
     run = load_run()
     for levels, code in (([OK], 0), ([OK, WARNING], 0), ([WARNING, PROBLEM], 1)):
         made = [("some check", Finding(level, "found", "do this" * (level != OK))) for level in levels]
-        monkeypatch.setattr(run, "examine", lambda asked, checks, made=made: iter(made))
+        monkeypatch.setattr(run, "examine", lambda required, checks, made=made: iter(made))
         assert run.main([]) == code
         out = capsys.readouterr().out
         assert ("training can start" in out) == (code == 0) and out.count("-> do this") == len(levels) - (OK in levels)

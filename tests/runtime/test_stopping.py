@@ -46,7 +46,7 @@ def kill_self(number: int) -> None:
     time.sleep(0.3)
 
 
-@pytest.mark.parametrize("number", stopping.ASKING)
+@pytest.mark.parametrize("number", stopping.REQUESTS)
 def test_before_training_a_signal_ends_the_process_at_once(number):
     def run() -> None:
         with Stopping():
@@ -55,7 +55,7 @@ def test_before_training_a_signal_ends_the_process_at_once(number):
     assert in_child(run) == EXIT_STOPPED
 
 
-@pytest.mark.parametrize("number", stopping.ASKING)
+@pytest.mark.parametrize("number", stopping.REQUESTS)
 def test_in_training_a_signal_is_agreed_on_at_the_step_boundary(number):
     def run() -> None:
         with Stopping() as stop, stop.training(None, ALONE):
@@ -182,7 +182,7 @@ def test_a_loader_worker_obeys_only_its_parent():
 
     pid = fork(worker)
     time.sleep(0.3)
-    for number in stopping.ASKING:
+    for number in stopping.REQUESTS:
         subprocess.run(["sh", "-c", f"kill -{int(number)} {pid}"], check=True)
     time.sleep(0.3)
     assert os.waitpid(pid, os.WNOHANG) == (0, 0)
