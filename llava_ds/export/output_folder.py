@@ -11,7 +11,7 @@ from llava_ds.export.llava_folder import llava_entries, projector_entries, write
 from llava_ds.export.tensors import Counted, Entry, live_entries, take_part
 from llava_ds.export.transformers_folder import hf_entries, write_hf
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.loading import freed_memory_returns
+from llava_ds.model.loading import return_freed_memory
 from llava_ds.runtime.ranks import Ranks
 
 WRITERS = {"hf": write_hf, "llava": write_llava, "projector": write_projector}
@@ -37,7 +37,7 @@ def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, r
     When the disk refuses a file, rank 0 raises after all of the model is gathered, so that no rank waits for it.
     """
     entries = live_entries(model, ranks)
-    with freed_memory_returns():
+    with return_freed_memory():
         if ranks.is_first:
             counted = Counted()
             try:
