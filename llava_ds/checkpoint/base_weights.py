@@ -77,7 +77,7 @@ def _compare(checkpoint: Path, found: Hashes) -> None:
     if lines:
         raise ConfigError(
             f"{checkpoint} is of a run that began with other weights, and those that do not train are read from there "
-            "again:\n" + "\n".join(lines) + "\nbring the old files back (or train anew: --resume never)"
+            "again:\n" + "\n".join(lines) + "\nbring the old files back (or start again: --resume never)"
         )
 
 

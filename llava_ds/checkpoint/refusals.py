@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import SHARDED, optimizer_name
-from llava_ds.engine.shards import has_layout
+from llava_ds.engine.pieces import has_layout
 
 
 def permitted(allowed: str | None, known: Collection[str], free: Collection[str]) -> set[str]:
@@ -33,7 +33,7 @@ def refuse_uneven(total: int, world_size: int) -> None:
     if total % world_size:
         shares = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise ConfigError(
-            f"the run that is gone on with takes {total} samples per step, which {world_size} ranks can't share "
+            f"the checkpoint being resumed uses {total} samples per step, which {world_size} ranks can't share "
             f"evenly: start {', '.join(shares[:-1])} or {shares[-1]} of them, or give --resume never to start again"
         )
 
@@ -52,7 +52,7 @@ def about_batch_size(total: int, world_size: int) -> str:
 
 
 def refuse_uncuttable(path: Path, saved: dict, reshaped: list[str], optimizer: dict | None) -> None:
-    """Raise ConfigError, before a model is built, where what was saved can't be cut anew.
+    """Raise ConfigError, before a model is built, where the checkpoint can't be re-sharded.
 
     saved: the checkpoint's identity; reshaped: lines that say what is another; optimizer: the JSON's block.
     """
@@ -61,11 +61,10 @@ def refuse_uncuttable(path: Path, saved: dict, reshaped: list[str], optimizer: d
     if name in SHARDED or name == "Muon":
         why = f"{name} sees shards instead of {SHARDED[name]}" if name in SHARDED else "Muon keeps whole matrices"
         raise ConfigError(
-            f"{path} can't be gone on from: {'; '.join(reshaped)}, but {why}, so that its states can't be cut anew: "
-            f"{where}"
+            f"{path} can't be resumed: {'; '.join(reshaped)}, but {why}, so its states can't be re-sharded: {where}"
         )
     if not has_layout(path):
         raise ConfigError(
-            f"{path} can't be gone on from: {'; '.join(reshaped)}, but it was saved by an earlier version, which did "
+            f"{path} can't be resumed: {'; '.join(reshaped)}, but it was saved by an earlier version, which did "
             f"not write down where its numbers lie: {where}"
         )

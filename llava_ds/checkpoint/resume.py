@@ -10,13 +10,14 @@ from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import Hashes
 from llava_ds.checkpoint.random_states import random_states, seed_random_states, set_random_states
 from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
-from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
-from llava_ds.checkpoint.run_identity import ENGINE, RunIdentity, saved_identity
+from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
 from llava_ds.config.arguments import Arguments, flags_free_on_resume
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine import safe_load
-from llava_ds.engine.shards import has_layout, layout_of, read_layout
+from llava_ds.engine.checkpoint_files import ENGINE
+from llava_ds.engine.pieces import has_layout, layout_of, read_layout
+from llava_ds.engine.reshard import load_resharded, renew_rates
 from llava_ds.runtime.ranks import Ranks, barrier, gather
 
 # What a run writes of itself, which another one in the same folder would take for its own.
@@ -91,7 +92,7 @@ def find_resume_point(
         return ResumePoint(), lines
     if identity.optimizer_on_nvme:
         raise ConfigError(
-            f"{path} can't be gone on from: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
+            f"{path} can't be resumed: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
             '--resume never to start again, or offload_optimizer to "cpu", which a run has to begin with'
         )
     trainer = read_trainer(path)
@@ -208,12 +209,12 @@ def _load(engine, point: ResumePoint, ranks: Ranks) -> str:
             )
         if loaded is None:
             raise RuntimeError(f"DeepSpeed loaded nothing from {point.path}")
-        line = f"went on at step {point.step}, bit for bit where it stopped"
+        line = f"resumed at step {point.step}, bit for bit where it stopped"
     else:
-        load_reshaped(engine, point.path, point.path / ENGINE, point.world_size, schedule=not point.changed)
-        line = f"went on at step {point.step}: weights and states of {point.world_size} ranks, cut anew"
+        load_resharded(engine, point.path, point.world_size, schedule=not point.changed)
+        line = f"resumed at step {point.step}: weights and states re-sharded from {point.world_size} ranks"
         if ranks.world_size > point.world_size:
             line += "; ranks that are new draw random numbers of their own"
     if point.changed:
-        renew_rates(engine, groups, point.path / ENGINE)
+        renew_rates(engine, groups, point.path)
     return line

@@ -13,8 +13,6 @@ from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
 
-ENGINE = "engine"  # the tag under which DeepSpeed writes its part
-
 # Flags that say on which rank and in which micro-batch a sample of the step is computed, and nothing else.
 LAYOUT_FLAGS = tuple(name for name, flag in FLAGS.items() if flag.resume == "layout")
 

@@ -11,11 +11,11 @@ import torch
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.random_states import random_states
 from llava_ds.checkpoint.resume import ResumePlan, rewind
-from llava_ds.checkpoint.run_identity import ENGINE
 from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem
-from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
 from llava_ds.config.arguments import TrainingArguments
-from llava_ds.engine.shards import layout_file, layout_text
+from llava_ds.engine.checkpoint_files import ENGINE
+from llava_ds.engine.checkpoint_writer import CheckpointWriter, save_engine
+from llava_ds.engine.pieces import layout_file, layout_text
 from llava_ds.files.writing import described
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 
@@ -42,7 +42,7 @@ def what_is_saved(training: TrainingArguments) -> str:
         return "not saved, for --save_strategy is no"
     if training.save_only_model:
         return "saved, the model alone (--save_only_model): no run can be resumed from it"
-    return "saved; the same command goes on from there"
+    return "saved; the same command resumes there"
 
 
 @dataclasses.dataclass
@@ -209,7 +209,7 @@ class Saver:
 
     def _problem(self, last: bool) -> str:
         times = "" if last else f"{self.num_failed} saves in a row failed. "
-        return f"{times}{self.failure}. {self._good()}: mend it and start again to go on from there"
+        return f"{times}{self.failure}. {self._good()}: fix it and start again to resume there"
 
     def _good(self) -> str:
         return "There is no checkpoint yet" if self.last_good is None else f"The last good one is {self.last_good}"

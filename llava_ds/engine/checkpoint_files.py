@@ -1,21 +1,47 @@
-"""The files that DeepSpeed leaves, read without running anything that they hold."""
+"""The files that DeepSpeed leaves in a checkpoint, read without running anything that they hold.
 
+Tensors are mapped into memory, and read from the disk where they are looked at.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from llava_ds.constants import DataError
 from llava_ds.engine import safe_load
+from llava_ds.engine.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, read_layout
+
+ENGINE = "engine"  # the tag, and the folder in a checkpoint, under which DeepSpeed writes its part
+COUNT_IN_LAST = ("FusedAdam", "FusedLion")
+
+
+class SavedPiece(NamedTuple):
+    """A piece of a saved tensor, and the optimizer's states of that tensor."""
+
+    piece: Piece
+    master: torch.Tensor
+    states: dict[str, object]
+
+
+class SavedWeight(NamedTuple):
+    """A trained parameter in a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
 
 
 def read_states(file: Path) -> dict:
-    """What torch.save wrote to a file. Tensors are mapped, and read from the disk where they are looked at.
-
-    Raises DataError for a file that can't be read, or that holds code.
-    """
+    """Read a file of torch.save. Raises DataError for a file that can't be read, or that holds code."""
     return safe_load.load(file, mmap=True)
 
 
 def model_states(engine_dir: Path) -> dict:
-    """What all ranks have in common: counters, the schedule, and at stages 0 to 2 the trained weights.
+    """Read what all ranks have in common: counters, the schedule, and at stages 0 to 2 the trained weights.
 
     Raises DataError where the file is missing or can't be read.
     """
@@ -27,9 +53,132 @@ def model_states(engine_dir: Path) -> dict:
 
 
 def optimizer_states(engine_dir: Path, rank: int) -> dict:
-    """What one rank's ZeRO optimizer saved. Raises DataError where the file is missing or can't be read."""
+    """Read one rank's state of its ZeRO optimizer. Raises DataError where the file is missing or can't be read."""
     pattern = f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
     found = sorted(engine_dir.glob(pattern))
     if len(found) != 1:
         raise DataError(f"{engine_dir} holds {len(found)} files named {pattern}, not 1")
     return read_states(found[0])["optimizer_state_dict"]
+
+
+def rank_states(layout: Layout, engine_dir: Path, rank: int) -> dict:
+    """Read the file with the masters of a rank: its own, or the common one where every rank has all of them."""
+    return model_states(engine_dir) if layout.kind in REPLICATED else optimizer_states(engine_dir, rank)
+
+
+def saved_masters(layout: Layout, states: dict) -> list[torch.Tensor]:
+    """List the saved tensors in the order of pieces.masters. states: of rank_states."""
+    if layout.kind == PLAIN:
+        return [states["module"][slot[0].name] for slot in layout.slots]
+    held = (states["optimizer"] if layout.kind in REPLICATED else states)[WRAPPERS[layout.kind].saved]
+    return [p for group in held for p in group] if layout.kind == UNFUSED else held
+
+
+def saved_optimizer(layout: Layout, states: dict) -> dict:
+    """Return the state_dict of the optimizer that the user chose: its "state" is numbered as saved_masters."""
+    held = states["optimizer"] if layout.kind in REPLICATED else states
+    return held if layout.kind == PLAIN else held[WRAPPERS[layout.kind].saved_optimizer]
+
+
+def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[SavedPiece]:
+    """Yield every saved piece that has numbers of a rank's own. live: the rank's layout.
+
+    Raises DataError for files that can't be read, or that do not hold what their layout says.
+    """
+    own: dict[str, list[Piece]] = {}
+    for slot in live.slots:
+        for piece in slot:
+            own.setdefault(piece.name, []).append(piece)
+    first = read_layout(checkpoint, 0)
+    for rank in range(1 if first.kind in REPLICATED else world_size):
+        layout = read_layout(checkpoint, rank)
+        wanted = [
+            [piece for piece in slot if any(map(piece.overlap, own.get(piece.name, [])))] for slot in layout.slots
+        ]
+        if not any(wanted):
+            continue  # its file is not opened
+        states = rank_states(layout, checkpoint / ENGINE, rank)
+        held, moments = saved_masters(layout, states), states_by_tensor(layout, saved_optimizer(layout, states))
+        if len(held) != len(layout.slots):
+            raise DataError(f"{checkpoint}: rank {rank} saved {len(held)} tensors, its layout has {len(layout.slots)}")
+        for index, (pieces, master) in enumerate(zip(wanted, held)):
+            for piece in pieces:
+                yield SavedPiece(piece, master, moments.get(index, {}))
+
+
+def states_by_tensor(layout: Layout, optimizer: dict) -> dict[int, dict[str, object]]:
+    """Return the states of each tensor, with their count of steps: DeepSpeed 0.19.8's fused kernels count in the last
+    tensor of a group alone."""
+    state = optimizer["state"]
+    if layout.optimizer not in COUNT_IN_LAST:
+        return state
+    counted = {}
+    for group in optimizer["param_groups"]:
+        held = [index for index in group["params"] if index in state]
+        steps = max((state[index]["step"] for index in held), default=0)
+        counted.update({index: {**state[index], "step": steps} for index in held})
+    return counted
+
+
+def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
+    """List the trained parameters of a checkpoint of any ZeRO stage, and return the precision of training.
+
+    A tied parameter comes once. Raises DataError for files that are missing or can't be read.
+    """
+    files = sorted(engine_dir.glob("*mp_rank_00_model_states.pt"), key=_rank)
+    if not files:
+        raise DataError(f"{engine_dir} holds no model states of DeepSpeed: is it a checkpoint of run/train.py?")
+    try:
+        first = read_states(files[0])
+        module, shared = first["module"], first["shared_params"] or {}  # None at stage 0
+        dtype = next(iter(module.values())).dtype
+        if files[0].name.startswith("zero_pp_rank_"):
+            return _partitioned_weights(engine_dir, first, dtype), dtype
+        whole = [(name, tensor) for name, tensor in module.items() if name not in shared]
+        return [SavedWeight(name, tuple(tensor.shape), lambda t=tensor: t) for name, tensor in whole], dtype
+    except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError) as error:
+        text = f"{type(error).__name__}: {error}"[:200]
+        raise DataError(f"{engine_dir} does not hold what DeepSpeed saves ({text}): take another checkpoint") from error
+
+
+def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype) -> list[SavedWeight]:
+    """Stage 3: every rank has an equal part of every parameter, in its fp32 groups, one behind the other.
+
+    Checkpoints without layouts are read as well.
+    """
+    num_ranks = common["dp_world_size"]
+    files = sorted(engine_dir.glob("*_optim_states.pt"), key=_rank)
+    if len(files) != num_ranks:
+        raise DataError(
+            f"{engine_dir} was written by {num_ranks} ranks, but has the optimizer's states of {len(files)}"
+        )
+    parts = [read_states(file)["optimizer_state_dict"]["fp32_flat_groups"] for file in files]
+    weights, offset = [], 0
+    for name, shape in ((name, tuple(shape)) for group in common["param_shapes"] for name, shape in group.items()):
+        numel = math.prod(shape)
+        length = -(-numel // num_ranks)
+
+        def read(offset=offset, length=length, numel=numel, shape=shape) -> torch.Tensor:
+            whole = torch.cat([part for groups in parts for part in _spans(groups, offset, length)])
+            return whole[:numel].view(shape).to(dtype)
+
+        weights.append(SavedWeight(name, shape, read))
+        offset += length
+    held = sum(group.numel() for group in parts[0])
+    if offset != held:
+        raise DataError(f"{engine_dir}: a rank's parameters have {offset} numbers, its optimizer's states {held}")
+    return weights
+
+
+def _spans(groups: list[torch.Tensor], offset: int, length: int) -> Iterator[torch.Tensor]:
+    """Yield the parts, from an offset on, of flat groups laid end to end."""
+    for group in groups:
+        part = group[offset : offset + length]
+        yield part
+        length -= part.numel()
+        offset = max(0, offset - group.numel())
+
+
+def _rank(file: Path) -> int:
+    found = re.search(r"zero_pp_rank_(\d+)_", file.name)
+    return 0 if found is None else int(found[1])

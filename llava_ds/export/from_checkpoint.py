@@ -8,11 +8,11 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import weight_hashes
-from llava_ds.checkpoint.run_identity import ENGINE, SETTINGS, folder_digest
+from llava_ds.checkpoint.run_identity import SETTINGS, folder_digest
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.export.deepspeed_files import engine_entries
+from llava_ds.engine.checkpoint_files import ENGINE, trained_weights
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.lora_merge import merged_entries
 from llava_ds.export.tensors import Entry, completed, read_entries
@@ -46,7 +46,8 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     run_dir = checkpoint.resolve().parent
     run, record = read_run_record(run_dir)
     run = located(run, record, run_dir).replaced(**moved)
-    trained, trained_in = engine_entries(checkpoint / ENGINE)
+    weights, trained_in = trained_weights(checkpoint / ENGINE)
+    trained = [Entry(*weight) for weight in weights]
     if _holds_projector(trained, run):
         run = run.replaced(pretrain_mm_mlp_adapter=None)
     _check_bases(run, read_trainer(checkpoint)["identity"]["flags"])

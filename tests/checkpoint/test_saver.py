@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llava_ds.checkpoint import commit, writer
+from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.resume import ResumePlan, ResumePoint, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.checkpoint.saver import ModelWriter, Saver
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, is_training_checkpoint
 from llava_ds.constants import ConfigError
+from llava_ds.engine import checkpoint_writer as writer
 from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))

@@ -11,7 +11,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from launching import ds_config, run_many
 from safetensors.torch import load_file
 
-from llava_ds.checkpoint.run_identity import ENGINE
+from llava_ds.engine.checkpoint_files import ENGINE
 
 pytestmark = pytest.mark.full  # every day tests/checkpoint/test_reshape.py shows it in one process
 
@@ -51,7 +51,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         break_off(folder / ("fp32" if name == "slower" else name), folder / f"{name} on one", SAVED)
     moved[-1] |= {"learning_rate": 1e-3, "bf16": True, "allow_changed_flags": "learning_rate,bf16"}
     said = run_many(1, folder / "launch-2", moved)
-    assert said.count(f"went on at step {SAVED}: weights and states of 2 ranks, cut anew") == len(RUNS)
+    assert said.count(f"resumed at step {SAVED}: weights and states re-sharded from 2 ranks") == len(RUNS)
     assert said.count("the same but for rounding: world_size is 1, was 2") == len(RUNS)
     assert said.count("allowed to change: --learning_rate is 0.001, was 0.002") == 1
     assert said.count("allowed to change: --bf16 is True, was False; bf16 in the DeepSpeed JSON is") == 1

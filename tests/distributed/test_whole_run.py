@@ -14,13 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from llava_ds.checkpoint.commit import newest_whole
-from llava_ds.checkpoint.run_identity import ENGINE
 from llava_ds.checkpoint.trainer_file import checkpoint_problem
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images.decode import load_image
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import render_prompt
-from llava_ds.export.deepspeed_files import engine_entries
+from llava_ds.engine.checkpoint_files import ENGINE, trained_weights
 from llava_ds.export.from_checkpoint import restore
 
 STEPS, SAVED = 6, 3
@@ -161,7 +160,7 @@ def test_deepspeeds_own_script_works_as_people_call_it(folders, name, tmp_path, 
     monkeypatch.setattr(sys, "argv", ["zero_to_fp32.py", ".", str(tmp_path)])
     runpy.run_path("zero_to_fp32.py", run_name="__main__")
     found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
-    trained, _ = engine_entries(checkpoint / ENGINE)
+    trained, _ = trained_weights(checkpoint / ENGINE)
     assert found.keys() == {entry.name for entry in trained}
     assert all(torch.equal(found[entry.name], entry.read().float()) for entry in trained)
     assert checkpoint_problem(checkpoint) is None  # it left nothing there

@@ -90,7 +90,7 @@ def folder(tmp_path_factory):
             if move[2] == size
         ]
         said = run_many(size, folder / f"launch-to-{size}", runs, timeout_s=3600, finished=False)
-        assert said.count(f"went on at step {SAVED}") == len(runs)
+        assert said.count(f"resumed at step {SAVED}") == len(runs)
 
     # Beside each other, for half the time goes into starting.
     with ThreadPoolExecutor(len(SIZES)) as pool:

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import torch
 
-from llava_ds.checkpoint.reshape import saved_pieces
-from llava_ds.checkpoint.run_identity import ENGINE
-from llava_ds.engine.checkpoint_files import model_states, read_states
-from llava_ds.engine.shards import PLAIN, Layout, Piece
+from llava_ds.engine.checkpoint_files import ENGINE, model_states, read_states, saved_pieces
+from llava_ds.engine.pieces import PLAIN, Layout, Piece
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -60,12 +58,14 @@ def break_off(whole: Path, broken: Path, step: int) -> Path:
 
 def assembled(checkpoint: Path, world_size: int, shapes: dict[str, torch.Size]) -> dict[str, dict[str, torch.Tensor]]:
     """Whole fp32 weights ("weight") and Adam's moments in a checkpoint of any size and stage, by parameter."""
-    live = Layout(PLAIN, "AdamW", "", "", tuple((Piece(name, 0, shape.numel(), 0),) for name, shape in shapes.items()))
+    live = Layout(
+        PLAIN, "AdamW", "", "", tuple((Piece(name, (), 0, shape.numel(), 0),) for name, shape in shapes.items())
+    )
     found = {
         key: {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
         for key in ("weight", "exp_avg", "exp_avg_sq")
     }
-    for piece, weight, states in saved_pieces(checkpoint, checkpoint / ENGINE, world_size, live):
+    for piece, weight, states in saved_pieces(checkpoint, world_size, live):
         for key, tensor in {"weight": weight, **{key: states[key] for key in ("exp_avg", "exp_avg_sq")}}.items():
             part = tensor.reshape(-1)[piece.offset :][: piece.length]
             found[key][piece.name].view(-1)[piece.start :][: piece.length] = part

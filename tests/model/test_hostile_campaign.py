@@ -33,11 +33,11 @@ from launching import ROOT, TRAIN, ds_config, launch, toy_run
 from launching import command_line as words_of
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.run_identity import ENGINE
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data import template_process
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.templates import resolve_template
+from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.engine.construct import build_model
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.trial import try_export

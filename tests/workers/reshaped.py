@@ -18,13 +18,13 @@ from torch import nn
 
 from llava_ds.checkpoint.random_states import random_states
 from llava_ds.checkpoint.resume import ResumePoint, restore
-from llava_ds.checkpoint.run_identity import ENGINE
 from llava_ds.config.parsing import parse_arguments
+from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.gather import gathered
 from llava_ds.engine.param_groups import parameter_groups
+from llava_ds.engine.pieces import layout_file, layout_text
 from llava_ds.engine.process_group import init_ranks
-from llava_ds.engine.shards import layout_file, layout_text
 from llava_ds.engine.start import start_engine
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, all_sum, quiet_libraries
@@ -72,6 +72,13 @@ def windows(ranks: Ranks, start_step: int):
         )
 
 
+def remove_slices(file: Path) -> None:
+    """Change a layout file into one of an earlier version."""
+    content = json.loads(file.read_text())
+    assert all(piece.pop(1) == [] for slot in content["slots"] for piece in slot)
+    file.write_text(json.dumps(content))
+
+
 def run(case: dict, ranks: Ranks) -> dict:
     folder = Path(case["folder"])
     flags = {**case["flags"], "per_device_train_batch_size": 1, "train_batch_size": MICRO_BATCHES}
@@ -93,6 +100,8 @@ def run(case: dict, ranks: Ranks) -> dict:
         if result.step == SAVED and "before" in case:
             engine.save_checkpoint(str(folder), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)
             layout_file(folder, ranks.rank).write_text(layout_text(engine))
+            if case["old_layouts"]:
+                remove_slices(layout_file(folder, ranks.rank))
             torch.save(random_states(ranks.device), folder / f"random-{ranks.rank}.pt")
             torch.distributed.barrier()
         return 0.0

@@ -6,9 +6,10 @@ import itertools
 import pytest
 import torch
 
-from llava_ds.checkpoint import reshape
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine.shards import Layout, Piece
+from llava_ds.engine import reshard
+from llava_ds.engine.checkpoint_files import SavedPiece, states_by_tensor
+from llava_ds.engine.pieces import Layout, Piece
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (3,), "b.weight": (7, 2), "scale": (1,), "c.weight": (2, 2, 2)}
 GROUPS = (("a.weight", "b.weight", "c.weight"), ("a.bias", "scale"))
@@ -26,7 +27,7 @@ def cut(kind: str, world_size: int, rank: int) -> tuple[tuple[Piece, ...], ...]:
     parameter cut evenly, two to a sub-group."""
     numel = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
     if kind == "plain":
-        return tuple((Piece(name, 0, numel[name], 0),) for group in GROUPS for name in group)
+        return tuple((Piece(name, (), 0, numel[name], 0),) for group in GROUPS for name in group)
     if kind == "zero_3":
         slots = []
         for group in GROUPS:
@@ -36,7 +37,7 @@ def cut(kind: str, world_size: int, rank: int) -> tuple[tuple[Piece, ...], ...]:
                     share = -(-numel[name] // world_size)
                     start = rank * share
                     if start < numel[name]:
-                        pieces.append(Piece(name, start, min(share, numel[name] - start), offset))
+                        pieces.append(Piece(name, (), start, min(share, numel[name] - start), offset))
                     offset += share
                 slots.append(tuple(pieces))
         return tuple(slots)
@@ -47,7 +48,7 @@ def cut(kind: str, world_size: int, rank: int) -> tuple[tuple[Piece, ...], ...]:
         for name in group:
             first, last = max(begin, rank * share), min(begin + numel[name], (rank + 1) * share)
             if first < last:
-                pieces.append(Piece(name, first - begin, last - first, first - rank * share))
+                pieces.append(Piece(name, (), first - begin, last - first, first - rank * share))
             begin += numel[name]
         slots.append(tuple(pieces))
     return tuple(slots)
@@ -72,7 +73,7 @@ def saved(kind: str, world_size: int):
                 tensors = [tensor.view(SHAPES[slot[0].name]) for tensor in tensors]
             states = {"exp_avg": tensors[1], "exp_avg_sq": tensors[2], "step": torch.tensor(float(STEPS))}
             for piece in slot:
-                yield piece, tensors[0], states
+                yield SavedPiece(piece, tensors[0], states)
 
 
 def filled(kind: str, world_size: int, rank: int, pieces, optimizer=torch.optim.AdamW):
@@ -84,7 +85,7 @@ def filled(kind: str, world_size: int, rank: int, pieces, optimizer=torch.optim.
         tensors = [torch.zeros(SHAPES[slot[0].name]) for slot in slots]
     tensors = [tensor.requires_grad_() for tensor in tensors]
     made = optimizer(tensors, lr=1.0)
-    reshape.fill(made, tensors, layout, pieces)
+    reshard.fill(made, tensors, layout, pieces)
     return slots, tensors, made.state
 
 
@@ -110,18 +111,25 @@ def test_every_number_arrives_from_every_cut_in_every_other(before, after):
     assert seen == {name: whole(name, 0).numel() for name in SHAPES}
 
 
+def test_pieces_of_another_slice_are_not_taken_for_those_of_the_whole_parameter():
+    half = ((0, 0, 2),)
+    pieces = [SavedPiece(piece._replace(slice=half), *rest) for piece, *rest in saved("plain", 1)]
+    with pytest.raises(DataError, match=r"of this rank's weights are in no file of the checkpoint"):
+        filled("plain", 1, 0, pieces)
+
+
 def test_a_missing_part_and_counts_that_differ_are_refused():
     with pytest.raises(DataError, match=r"of this rank's weights are in no file of the checkpoint"):
         filled("plain", 1, 0, list(saved("zero", 2))[:-1])
-    pieces = [(piece, tensor, dict(states)) for piece, tensor, states in saved("plain", 1)]
-    pieces[0][2]["step"] = torch.tensor(3.0)
+    pieces = [SavedPiece(piece, tensor, dict(states)) for piece, tensor, states in saved("plain", 1)]
+    pieces[0].states["step"] = torch.tensor(3.0)
     with pytest.raises(DataError, match=r"has step 9.0, others beside it 3.0"):
         filled("zero", 1, 0, pieces)
 
 
 def test_states_that_are_not_one_number_per_weight_are_refused():
-    pieces = [(piece, tensor, {"row": torch.zeros(5)}) for piece, tensor, _ in saved("plain", 1)]
-    with pytest.raises(ConfigError, match=r"state row has the shape \(5,\) for 15 weights, which can't be cut anew"):
+    pieces = [SavedPiece(piece, tensor, {"row": torch.zeros(5)}) for piece, tensor, _ in saved("plain", 1)]
+    with pytest.raises(ConfigError, match=r"state row has the shape \(5,\) for 15 weights, which can't be re-sharded"):
         filled("zero", 2, 0, pieces)
 
 
@@ -129,7 +137,7 @@ def test_a_fused_kernels_count_of_the_groups_last_tensor_counts_for_all():
     layout = Layout("plain", "FusedAdam", "torch.float32", "torch.float32", ())
     state = {0: {"step": 0}, 1: {"step": 7}, 2: {"step": 7}}
     groups = [{"params": [0, 1]}, {"params": [2, 3]}]
-    counted = reshape._counted(layout, {"state": state, "param_groups": groups})
+    counted = states_by_tensor(layout, {"state": state, "param_groups": groups})
     assert counted == {0: {"step": 7}, 1: {"step": 7}, 2: {"step": 7}}
 
 
@@ -139,7 +147,7 @@ class NotTorchs(torch.optim.SGD):
 
 def test_a_count_of_steps_becomes_a_tensor_for_torchs_optimizers_and_a_number_for_deepspeeds():
     for kept in (torch.tensor(9.0), 9):
-        pieces = [(piece, tensor, {**states, "step": kept}) for piece, tensor, states in saved("zero", 2)]
+        pieces = [SavedPiece(piece, tensor, {**states, "step": kept}) for piece, tensor, states in saved("zero", 2)]
         (_, tensors, state), (_, others, numbers) = (
             filled("plain", 1, 0, pieces, of) for of in (torch.optim.AdamW, NotTorchs)
         )

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from llava_ds.checkpoint.run_identity import ENGINE
+from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.files.writing import Entry, damage, described, not_cached, write_file
 
 

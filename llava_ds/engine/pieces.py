@@ -1,0 +1,203 @@
+"""Pieces of parameters: which numbers of which parameter lie where in a rank's optimizer, and in its files.
+
+Every ZeRO stage and every number of ranks divides and orders the parameters in another way. A Layout describes one
+rank's part by the parameters' names; it is taken from a live engine, and lies beside the engine's files in a
+checkpoint, so that the same description finds every number in both.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.files.reading import read_json
+
+MAX_LAYOUT_BYTES = 256 << 20  # of a file, which has a line for every parameter
+
+# Kinds of optimizer, by the class that wraps the one that the user chose.
+PLAIN, UNFUSED, FUSED, ZERO, BF16_ZERO, ZERO_3 = "plain", "unfused", "fused", "zero", "bf16_zero", "zero_3"
+REPLICATED = (PLAIN, UNFUSED, FUSED)  # every rank has all of it, and rank 0 saves it
+
+
+class Wrapper(NamedTuple):
+    """Names in DeepSpeed 0.19. masters, weights: its attributes with the tensors that the optimizer updates, and with
+    the model's parameters by group; saved, saved_optimizer: keys of its state with the masters, and with the state of
+    the user's optimizer."""
+
+    masters: str
+    weights: str
+    saved: str
+    saved_optimizer: str
+
+
+WRAPPERS = {
+    UNFUSED: Wrapper("fp32_groups", "fp16_groups", "fp32_groups", "optimizer_state_dict"),
+    FUSED: Wrapper("fp32_groups_flat", "fp16_groups", "fp32_groups_flat", "optimizer_state_dict"),
+    ZERO: Wrapper(
+        "single_partition_of_fp32_groups", "bit16_groups", "single_partition_of_fp32_groups", "base_optimizer_state"
+    ),
+    BF16_ZERO: Wrapper(
+        "fp32_groups_flat_partition", "bf16_groups", "single_partition_of_fp32_groups", "base_optimizer_state"
+    ),
+    ZERO_3: Wrapper("fp32_partitioned_groups_flat", "fp16_groups", "fp32_flat_groups", "optimizer_state_dict"),
+}
+_KINDS = {
+    FP16_UnfusedOptimizer: UNFUSED,
+    FP16_Optimizer: FUSED,
+    DeepSpeedZeroOptimizer: ZERO,
+    BF16_Optimizer: BF16_ZERO,
+    DeepSpeedZeroOptimizer_Stage3: ZERO_3,
+}
+
+Slice = tuple[tuple[int, int, int], ...]  # (dimension, begin, end) of the whole parameter; () for all of it
+
+
+class Piece(NamedTuple):
+    """Consecutive numbers of a parameter's slice, laid flat: length of them from start on.
+
+    name: the parameter's in the model; offset: where in the slot's tensor the piece begins.
+    """
+
+    name: str
+    slice: Slice
+    start: int
+    length: int
+    offset: int
+
+    def overlap(self, other: "Piece") -> int:
+        """Count the numbers that are in both, of pieces of one parameter."""
+        if self.slice != other.slice:
+            return 0  # data parallelism alone, the only axis so far, leaves every parameter whole
+        return max(0, min(self.start + self.length, other.start + other.length) - max(self.start, other.start))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One rank's pieces.
+
+    kind: one of those above; optimizer: its class; dtype, master_dtype: of the model's and the optimizer's weights;
+    slots: the pieces in each tensor that the optimizer updates, in the order in which it numbers their states; fused:
+    torch's in one kernel, whose states lie on another device.
+    """
+
+    kind: str
+    optimizer: str
+    dtype: str
+    master_dtype: str
+    slots: tuple[tuple[Piece, ...], ...]
+    fused: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the parameters that have a piece here."""
+        return {piece.name for slot in self.slots for piece in slot}
+
+
+def kind_of(engine) -> str:
+    """Return the kind of an engine's optimizer. Raises ConfigError for an unknown one."""
+    optimizer = engine.optimizer
+    if type(optimizer) in _KINDS:
+        return _KINDS[type(optimizer)]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return PLAIN
+    raise ConfigError(f"where {type(optimizer).__name__} keeps its states is not known: use another ZeRO configuration")
+
+
+def masters(engine) -> list[torch.Tensor]:
+    """List the tensors that the optimizer updates and has states of, in the order in which it numbers them."""
+    kind, optimizer = kind_of(engine), engine.optimizer
+    if kind == PLAIN:
+        return [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = getattr(optimizer, WRAPPERS[kind].masters)
+    return [p for group in tensors for p in group] if kind == UNFUSED else list(tensors)
+
+
+def layout_of(engine) -> Layout:
+    """Describe what this rank of an engine holds."""
+    kind, names = kind_of(engine), engine.param_names
+    parameters = masters(engine) if kind == PLAIN else getattr(engine.optimizer, WRAPPERS[kind].weights)
+    if kind == UNFUSED:
+        parameters = [p for group in parameters for p in group]
+    slots = [[p] for p in parameters] if kind in (PLAIN, UNFUSED) else parameters
+    pieces = {ZERO: _fragments, BF16_ZERO: _fragments, ZERO_3: _partitions}.get(kind, _whole_parameters)
+    return Layout(
+        kind,
+        type(engine.basic_optimizer).__name__,
+        str(engine.get_data_types()[0]),
+        str(masters(engine)[0].dtype),
+        tuple(tuple(pieces(slot, names)) for slot in slots),
+        any(group.get("fused") for group in engine.basic_optimizer.param_groups),
+    )
+
+
+def _whole_parameters(parameters: list[torch.Tensor], names: dict) -> list[Piece]:
+    """Stage 0: parameters laid end to end."""
+    pieces, offset = [], 0
+    for p in parameters:
+        pieces.append(Piece(names[p], (), 0, p.numel(), offset))
+        offset += p.numel()
+    return pieces
+
+
+def _fragments(parameters: list[torch.Tensor], names: dict) -> list[Piece]:
+    """Stages 1 and 2: a rank's part of a group's parameters laid end to end, as DeepSpeed links them."""
+    linked = [(names[p], p._hp_mapping) for p in parameters if p._hp_mapping is not None]
+    return [
+        Piece(name, (), to.lp_fragment_address.start, to.lp_fragment_address.numel, to.hp_fragment_address.start)
+        for name, to in linked
+    ]
+
+
+def _partitions(parameters: list[torch.Tensor], names: dict) -> list[Piece]:
+    """Stage 3: a rank's part of every parameter of a sub-group; the last ranks' parts may be padding."""
+    pieces, offset = [], 0
+    for p in parameters:
+        share = p.partition_numel()
+        start = share * torch.distributed.get_rank(p.ds_process_group)
+        if start < p.ds_numel:
+            pieces.append(Piece(names[p], (), start, min(share, p.ds_numel - start), offset))
+        offset += share
+    return pieces
+
+
+def layout_text(engine) -> str:
+    """Return the content of this rank's layout_file."""
+    return json.dumps(dataclasses.asdict(layout_of(engine)))
+
+
+def read_layout(checkpoint: Path, rank: int) -> Layout:
+    """Read a rank's layout. Raises DataError where it is missing or can't be read.
+
+    Pieces without a slice, as earlier versions wrote them, are of whole parameters.
+    """
+    file = layout_file(checkpoint, rank)
+    try:
+        found = read_json(file, dict, MAX_LAYOUT_BYTES)
+        slots = tuple(tuple(_read_piece(*piece) for piece in slot) for slot in found.pop("slots"))
+        return Layout(**found, slots=slots)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{file} can't be read: {error}") from error
+
+
+def _read_piece(name: str, *numbers) -> Piece:
+    part, *numbers = numbers if len(numbers) == 4 else ((), *numbers)
+    return Piece(name, tuple(map(tuple, part)), *numbers)
+
+
+def has_layout(checkpoint: Path) -> bool:
+    """True if a checkpoint has layouts; the first versions wrote none."""
+    return layout_file(checkpoint, 0).is_file()
+
+
+def layout_file(checkpoint: Path, rank: int) -> Path:
+    """Name the file with a rank's layout."""
+    return checkpoint / f"layout-{rank}.json"

@@ -1,0 +1,225 @@
+"""Load a checkpoint of another number of ranks, or of another ZeRO stage, into a live engine.
+
+DeepSpeed's own way, the universal checkpoint, writes the whole model once more, does not go from stage 3 to the others
+or back, and in 0.19.8 gives every parameter group the first one's rate and decay at stage 3. Here every rank maps the
+old files into memory and copies the numbers that it holds itself, by parameter and position: fp32 weights and moments
+come over exactly, no rank holds more than its share, and nothing is sent between ranks but the finished bf16 weights.
+"""
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.engine.checkpoint_files import (
+    ENGINE,
+    SavedPiece,
+    model_states,
+    rank_states,
+    saved_optimizer,
+    saved_pieces,
+)
+from llava_ds.engine.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, Piece, layout_of, masters, read_layout
+
+# Optimizers whose update of a weight depends on more than this weight's own gradients and states.
+WHOLE = {
+    "Lamb": "Lamb's updates depend on norms of what a rank holds",
+    "FusedLamb": "Lamb's updates depend on norms of what a rank holds",
+    "Adafactor": "Adafactor keeps sums over rows and columns of what a rank holds",
+    "Muon": "Muon keeps the momentum of whole matrices, in another way at every stage",
+    "MuonWithAuxAdam": "Muon keeps the momentum of whole matrices, in another way at every stage",
+}
+# Classes with the same states.
+FAMILIES = {
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), "Adam"),
+    **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), "Lion"),
+}
+# Settings of the code that computes, which are this run's own.
+OWN_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
+SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool) -> None:
+    """Bring an engine to where a checkpoint of world_size ranks was saved, whatever its ZeRO stage.
+
+    Sets trained weights, optimizer states, counters, fp16's loss scale, and, if schedule is true, the schedule. All
+    ranks call it together.
+    Raises ConfigError where the optimizer's states can't be re-sharded, or other parameters train than did; DataError
+    for files that do not hold what their layout says.
+    """
+    live, saved = layout_of(engine), read_layout(checkpoint, 0)
+    common = model_states(checkpoint / ENGINE)
+    _refuse(engine, live, saved, common)
+    first = rank_states(saved, checkpoint / ENGINE, 0)
+    if live.kind == ZERO_3:
+        engine.optimizer.checkpoint_event_prologue()  # partitions what it has gathered
+    fill(engine.basic_optimizer, masters(engine), live, saved_pieces(checkpoint, world_size, live))
+    for group, before in zip(engine.basic_optimizer.param_groups, saved_optimizer(saved, first)["param_groups"]):
+        group.update({key: before[key] for key in before.keys() & group.keys() - OWN_KEYS})
+    _update_weights(engine, live)
+    if live.kind == ZERO_3:
+        engine.optimizer.checkpoint_event_epilogue()
+    if schedule:
+        engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, name, common[name])
+    if engine.fp16_enabled():
+        _set_loss_scale(engine, common["optimizer"] if saved.kind in REPLICATED else first)
+
+
+def renew_rates(engine, groups: list[dict], checkpoint: Path) -> None:
+    """Set rates, decay and the like to those that an engine was made with, which may differ from its checkpoint's, and
+    step the schedule, still at its beginning, to where the checkpoint's was.
+
+    groups: the optimizer's, as they were before the checkpoint was loaded.
+    """
+    for group, before in zip(engine.basic_optimizer.param_groups, groups):
+        group.update({key: value for key, value in before.items() if key != "params"})
+    done, fresh = model_states(checkpoint / ENGINE)["lr_scheduler"], engine.lr_scheduler.state_dict()
+    counter = "last_epoch" if "last_epoch" in fresh else "last_batch_iteration"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch expects the optimizer to have stepped as often
+        for _ in range(fresh[counter], done[counter]):
+            engine.lr_scheduler.step()
+
+
+def _refuse(engine, live: Layout, saved: Layout, common: dict) -> None:
+    for name in (live.optimizer, saved.optimizer):
+        if name in WHOLE:
+            raise ConfigError(
+                f"a checkpoint of {name} can't be brought to another number of ranks or another ZeRO stage: "
+                f"{WHOLE[name]}. Start the ranks, and give the stage, that it was saved with"
+            )
+    if FAMILIES.get(live.optimizer, live.optimizer) != FAMILIES.get(saved.optimizer, saved.optimizer):
+        raise ConfigError(
+            f"the checkpoint holds states of {saved.optimizer}, which {live.optimizer} can't use: give the same "
+            "optimizer"
+        )
+    own = (p for p in engine.module.parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel()))
+    trained = {engine.param_names[p] for p in own}
+    # Under ZeRO a rank may hold nothing of some.
+    held = saved.names if saved.kind in REPLICATED else {name for group in common["param_shapes"] for name in group}
+    if trained != held:
+        name = min(trained ^ held)
+        raise ConfigError(
+            f"{len(trained ^ held)} parameters (like {name}) train now and did not when the checkpoint was saved, or "
+            "the other way round: let the same parts train"
+        )
+
+
+def fill(
+    optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], live: Layout, pieces: Iterable[SavedPiece]
+) -> None:
+    """Copy this rank's numbers out of saved pieces: into the tensors that its optimizer updates, and into new states.
+
+    tensors: of masters(); live: their layout.
+    Raises DataError where weights are missing, ConfigError where states can't be re-sharded.
+    """
+    own: dict[str, list[tuple[int, Piece]]] = {}
+    for index, slot in enumerate(live.slots):
+        for piece in slot:
+            own.setdefault(piece.name, []).append((index, piece))
+    missing = sum(piece.length for slot in live.slots for piece in slot)
+    fresh: list[dict[str, object]] = [{} for _ in tensors]
+    for saved in pieces:
+        for index, target in own.get(saved.piece.name, []):
+            if length := saved.piece.overlap(target):
+                missing -= length
+                _copy(saved, target, tensors[index], fresh[index], optimizer)
+    if missing:
+        raise DataError(f"{missing:,} of this rank's weights are in no file of the checkpoint")
+    for master, slot, states in zip(tensors, live.slots, fresh):
+        if states:
+            optimizer.state[master] = states
+        elif slot:  # no step was taken yet; a slot of padding alone stays as it was made
+            optimizer.state.pop(master, None)
+
+
+def _copy(saved: SavedPiece, target: Piece, master: torch.Tensor, states: dict, optimizer: torch.optim.Optimizer):
+    """Copy the numbers that are in both pieces: weights into the master, the optimizer's into its states."""
+    source, length = saved.piece, saved.piece.overlap(target)
+    first = max(source.start, target.start)
+    to, from_ = target.offset + first - target.start, source.offset + first - source.start
+
+    def copy(into: torch.Tensor, values: torch.Tensor) -> None:
+        _flat(into)[to : to + length] = _flat(values)[from_ : from_ + length].to(master.device)
+
+    copy(master, saved.master)
+    for key, value in saved.states.items():
+        if _is_per_element(key, value, saved.master):
+            if key not in states:
+                states[key] = torch.zeros_like(master, dtype=_moment_dtype(optimizer, value, master))
+            copy(states[key], value)
+            continue
+        own = _scalar(key, value, optimizer, master.device)
+        if states.setdefault(key, own) != own:
+            raise DataError(f"{source.name} has {key} {value}, others beside it {states[key]}: they can't be one group")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of all its numbers."""
+    return tensor.detach().view(-1)
+
+
+def _is_per_element(key: str, value: object, master: torch.Tensor) -> bool:
+    """True for a state with a number for each weight. Raises ConfigError for tensors of another kind."""
+    if not torch.is_tensor(value) or key == "step" or (value.ndim == 0 and master.ndim > 0):
+        return False
+    # Stages 1 and 2 save weights without the padding at their end, and states with it.
+    if value.ndim != master.ndim or value.numel() < master.numel():
+        raise ConfigError(
+            f"the optimizer's state {key} has the shape {tuple(value.shape)} for {master.numel()} weights, which can't "
+            "be re-sharded: start the ranks, and give the stage, that the checkpoint was saved with"
+        )
+    return True
+
+
+def _moment_dtype(optimizer: torch.optim.Optimizer, value: torch.Tensor, master: torch.Tensor) -> torch.dtype:
+    """The precision that the optimizer would choose: its weights', except that DeepSpeed's on the CPU has its own."""
+    if not value.is_floating_point():
+        return value.dtype
+    return torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else master.dtype
+
+
+def _scalar(key: str, value: object, optimizer: torch.optim.Optimizer, device: torch.device) -> object:
+    """A state that a whole tensor of weights shares, like the count of steps: a tensor for torch's optimizers, a number
+    for DeepSpeed's. device: of the weights; only torch's fused and capturable optimizers count there."""
+    if value is None:
+        return None
+    if not torch.is_tensor(value) and not isinstance(value, (int, float)):
+        raise ConfigError(f"the optimizer's state {key} is {value!r}, which llava_ds does not know how to re-shard")
+    if type(optimizer).__module__.startswith("torch."):
+        on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        return torch.tensor(float(value), dtype=torch.float32, device=device if on_device else "cpu")
+    return int(value) if key == "step" else float(value)
+
+
+def _update_weights(engine, live: Layout) -> None:
+    """Set the model's own weights from the optimizer's."""
+    optimizer = engine.optimizer
+    with torch.no_grad():
+        if live.kind == ZERO_3:
+            for index in range(len(live.slots)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        elif live.kind not in REPLICATED:
+            optimizer.update_lp_params()
+        elif hasattr(optimizer, "fp16_groups"):
+            weights = [p for group in optimizer.fp16_groups for p in group]
+            tensors = masters(engine)
+            if live.kind != UNFUSED:
+                slots = zip(tensors, live.slots)
+                tensors = [_flat(t)[piece.offset :][: piece.length] for t, pieces in slots for piece in pieces]
+            for weight, master in zip(weights, tensors):
+                weight.copy_(master.view_as(weight))
+
+
+def _set_loss_scale(engine, saved: dict) -> None:
+    """Set fp16's loss scale and its counters. saved: state of a ZeRO optimizer, or of DeepSpeed's at stage 0."""
+    before = saved.get("loss_scaler", saved)
+    values = before if isinstance(before, dict) else vars(before)
+    scaler = getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer.loss_scale_config
+    for key in SCALER_KEYS:
+        if values.get(key) is not None and hasattr(scaler, key):
+            setattr(scaler, key, values[key])
