@@ -14,7 +14,7 @@ import pytest
 from launching import ROOT
 
 from llava_ds.checkpoint import base_weights as sources
-from llava_ds.checkpoint.resume import OF_A_RUN
+from llava_ds.checkpoint.resume import RUN_FILES
 from llava_ds.config.arguments import SECTIONS
 from llava_ds.config.bounds import bounds_of
 from llava_ds.config.other_trainers import ELSEWHERE, WITHOUT_EFFECT
@@ -208,7 +208,9 @@ def messages() -> list[str]:
 
 def test_the_readme_names_every_file_that_a_run_leaves():
     table = (ROOT / "README.md").read_text()
-    names = {*OF_A_RUN, *WRITTEN_ANEW, sources.REMEMBERED, output_lock.NAME} - {"evaluation*.jsonl"}  # beside the .json
+    names = {*RUN_FILES, *WRITTEN_ANEW, sources.REMEMBERED, output_lock.NAME} - {
+        "evaluation*.jsonl"
+    }  # beside the .json
     assert sorted(name for name in names if f"`{name}`" not in table) == []
 
 

@@ -1,1 +1,1 @@
-"""Saving, resuming and exporting."""
+"""Checkpoints: saving, verifying and resuming."""

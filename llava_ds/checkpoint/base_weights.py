@@ -1,7 +1,5 @@
-"""Whether the models that a run began with still hold the same weights.
-
-Frozen parameters are in no checkpoint: a resumed run reads them where the run began with them.
-"""
+"""Hashes of the weights that a run began with: frozen parameters are in no checkpoint, so a resumed run reads them
+from the same folders again."""
 
 import json
 import os
@@ -22,17 +20,17 @@ Hashes = dict[str, dict[str, str]]  # SHA-256 by file name, by flag
 
 
 class _Known(FileState):
-    """Of a weight file: its state when it was hashed, and a hash of all of it."""
+    """A weight file's state when it was hashed, and its hash."""
 
     sha256: str
 
 
 def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) -> Hashes:
-    """The SHA-256 of every weight file in the folders that the flags name. For rank 0: it reads all of them.
+    """Hash every weight file in the folders that the flags name, on rank 0.
 
-    Files whose place and stamp are as they were, and some of whose blocks are, are not read again; output_dir remembers
-    them, but for a dry run. Raises ConfigError when the checkpoint to go on from (None: a fresh start) is of a run that
-    began with others. {} where nothing is compared now or later.
+    A file whose place, stamp and some of whose blocks are unchanged is not read again: output_dir remembers its hash,
+    except in a dry run. Returns {} where nothing is compared now or later. Raises ConfigError when the checkpoint to
+    resume from (None: a fresh start) is of a run that began with other weights.
     """
     if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
         return {}
@@ -59,7 +57,7 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
 
 
 def _remembered(note: Path) -> dict[str, _Known]:
-    """Hashes that an earlier start left; none where the note is missing, cut short by a kill or no file."""
+    """Read the hashes of an earlier start; none where the note is missing, cut short by a kill or no file."""
     try:
         return read_json(note, dict[str, _Known])
     except (FileNotFoundError, DataError):
@@ -76,13 +74,14 @@ def _compare(checkpoint: Path, found: Hashes) -> None:
     ]
     if lines:
         raise ConfigError(
-            f"{checkpoint} is of a run that began with other weights, and those that do not train are read from there "
-            "again:\n" + "\n".join(lines) + "\nbring the old files back (or start again: --resume never)"
+            f"{checkpoint} is of a run that began with other weights, and frozen weights are read there again:\n"
+            + "\n".join(lines)
+            + "\nbring the old files back (or start again: --resume never)"
         )
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder that are read as weights; of an adapter's or a projector's folder, all that may be."""
+    """List a folder's weight files; of an adapter's or a projector's folder, all candidates."""
     try:
         return weight_files(folder)
     except DataError:

@@ -1,8 +1,8 @@
-"""When a checkpoint exists: its folder carries a manifest, and every file is as the manifest says.
+"""Commit a checkpoint: it exists when its folder has a manifest and every file is as the manifest says.
 
-All ranks write to a temporary folder; each flushes and hashes its own files. When all of them say that theirs are on
-the disk, rank 0 writes the manifest, and the folder appears in one rename. Whatever kills whichever rank at whatever
-moment, the newest whole checkpoint is the one before or the new one. Nothing is deleted before a newer one is whole.
+All ranks write to a temporary folder; each flushes and hashes its own files. When all files are on the disk, rank 0
+writes the manifest and renames the folder. Whatever kills a rank at any moment, the newest whole checkpoint is the one
+before or the new one. Nothing is deleted before a newer one is whole.
 """
 
 import contextlib
@@ -22,15 +22,13 @@ from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
-from llava_ds.files.writing import Entry, damage, described, flush, flush_and_hash, sha256, write_file
+from llava_ds.files.writing import Entry, damage, described, flush, flush_and_hash, write_file
 from llava_ds.runtime.ranks import Ranks, gather
 
 MANIFEST = "manifest.json"
 HASHING_THREADS = 8
 _NAME = re.compile(r"checkpoint-([0-9]{1,18})")
-_UNFINISHED, _REPLACED, _DELETED = ".tmp", ".replaced", ".deleted"  # behind the name of what is no checkpoint
-
-__all__ = ["MANIFEST", "SaveFailed", "sha256"]  # sha256 is others' way to hash a file, too
+_UNFINISHED, _REPLACED, _DELETED = ".tmp", ".replaced", ".deleted"  # suffixes of folders that are no checkpoints
 
 
 class _Entry(TypedDict):
@@ -47,13 +45,13 @@ class Manifest(TypedDict):
 
 
 class SaveFailed(Exception):
-    """A checkpoint was not made, on no rank. The text names the ranks, the files and what to do."""
+    """No checkpoint was made, on any rank. The text names the ranks, the files and what to do."""
 
 
 def begin(output_dir: Path, step: int, ranks: Ranks) -> Path:
-    """An empty temporary folder that all ranks write the checkpoint of a step to. Raises SaveFailed on all of them.
+    """Make an empty temporary folder for the checkpoint of a step. Raises SaveFailed on all ranks.
 
-    What earlier saves left unfinished is removed, for its space may be needed.
+    Folders of unfinished saves are removed, because their space may be needed.
     """
     scratch = output_dir / f"checkpoint-{step}{_UNFINISHED}"
 
@@ -64,22 +62,22 @@ def begin(output_dir: Path, step: int, ranks: Ranks) -> Path:
                 shutil.rmtree(path, ignore_errors=True)
         scratch.mkdir(parents=True)
 
-    _first_acts(scratch, make, ranks)
+    _act_on_first(scratch, make, ranks)
     return scratch
 
 
 def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks: Ranks) -> Path:
     """Make the folder a checkpoint, once every rank has written its part. All ranks call it together.
 
-    written: this rank's files, as paths from the folder; problem: why they are not all there. Returns the final path.
-    Raises SaveFailed on every rank, with the folder removed, when one of them has a problem.
+    written: this rank's files, as paths from the folder; problem: the reason why some are missing. Returns the final
+    path. Raises SaveFailed on every rank, with the folder removed, when one of them has a problem.
     """
     final = scratch.with_suffix("")
     try:
-        parts = _agreed(problem, ranks, written)
+        parts = _gather_values(problem, ranks, written)
         files = {name: entry for part in parts for name, entry in part.items()}
         assert len(files) == sum(map(len, parts)), "two ranks wrote a file of the same name"
-        _first_acts(scratch, lambda: _publish(scratch, final, files), ranks)
+        _act_on_first(scratch, lambda: _publish(scratch, final, files), ranks)
     except SaveFailed:
         if ranks.is_first:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -88,13 +86,13 @@ def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks:
 
 
 def keep_newest(output_dir: Path, limit: int | None) -> None:
-    """Delete all but the newest checkpoints; None keeps all. For rank 0, when a newer one is there."""
+    """Delete all but the newest checkpoints, on rank 0; None keeps all."""
     for path in checkpoints(output_dir)[limit:] if limit is not None else []:
         _delete(path)
 
 
 def problem_with(checkpoint: Path) -> str | None:
-    """Why a folder is not a whole checkpoint; None when it is. Reads and hashes every file."""
+    """Return the reason why a folder is not a whole checkpoint; None for one. Reads and hashes every file."""
     try:
         files = read_manifest(checkpoint)
     except FileNotFoundError:
@@ -105,7 +103,7 @@ def problem_with(checkpoint: Path) -> str | None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Entry]:
-    """The files of a checkpoint. Raises FileNotFoundError, and DataError when there is no sound manifest of it."""
+    """Read the files' entries of a checkpoint. Raises FileNotFoundError, and DataError for an unsound manifest."""
     if (checkpoint / MANIFEST).is_symlink():
         raise DataError("it is a link")
     manifest = read_json(checkpoint / MANIFEST, Manifest)
@@ -122,13 +120,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
 
 
 def step_in_name(checkpoint: Path) -> int | None:
-    """The step that a folder's name says, links resolved; None for other names."""
+    """The step in a folder's name, links resolved; None for other names."""
     named = _NAME.fullmatch(checkpoint.resolve().name)
     return None if named is None else int(named[1])
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """All folders that are named like checkpoints, newest step first."""
+    """List the folders that are named like checkpoints, newest step first."""
     found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -141,9 +139,9 @@ def step_of(checkpoint: Path) -> int:
 def newest_whole(
     output_dir: Path, problem_of: Callable[[Path], str | None] = problem_with
 ) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and a line for every newer one that does not.
+    """Find the newest checkpoint that verifies, with a line for every newer one that does not.
 
-    problem_of: why a folder is not used; None when it can be.
+    problem_of: returns the reason why a folder can't be used; None for one that can.
     """
     recover(output_dir)
     refused = []
@@ -156,20 +154,20 @@ def newest_whole(
 
 
 def recover(output_dir: Path) -> None:
-    """Put back what a newer save of the same step had moved away when it was killed before its own rename."""
+    """Put back a checkpoint that a newer save of the same step had moved away before it was killed."""
     for path in _beside(output_dir, _REPLACED):
         if not (final := path.with_suffix("")).exists():
             path.rename(final)
 
 
 def _beside(output_dir: Path, suffix: str) -> list[Path]:
-    """What saves that were killed left under such names."""
+    """List the folders that killed saves left with such a suffix."""
     return [path for path in output_dir.glob(f"checkpoint-*{suffix}") if _NAME.fullmatch(path.stem)]
 
 
 def _publish(scratch: Path, final: Path, files: dict[str, Entry]) -> None:
-    """Write the manifest and rename the folder. Only rank 0 does it, after all have agreed."""
-    for path in sorted(scratch.rglob("*")):  # what DeepSpeed copied there by itself
+    """Write the manifest and rename the folder, on rank 0."""
+    for path in sorted(scratch.rglob("*")):  # files that DeepSpeed copied there by itself
         name = path.relative_to(scratch).as_posix()
         if path.is_file() and name not in files:
             files[name] = flush_and_hash(path)
@@ -187,7 +185,7 @@ def _publish(scratch: Path, final: Path, files: dict[str, Entry]) -> None:
         final.rename(replaced)  # recover brings it back if the next line is never reached
     scratch.rename(final)
     flush(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)  # what is left of it goes when the next save begins
+    shutil.rmtree(replaced, ignore_errors=True)  # the next save removes the rest
 
 
 def _digest(step: int, files: dict[str, Entry]) -> str:
@@ -203,7 +201,7 @@ def _first_damage(checkpoint: Path, files: dict[str, Entry]) -> str | None:
 
 
 def _delete(path: Path) -> None:
-    """Remove a checkpoint, which is none any more from the first moment on."""
+    """Remove a checkpoint: the rename makes it none at once."""
     try:
         away = path.with_suffix(_DELETED)
         path.rename(away)
@@ -212,15 +210,15 @@ def _delete(path: Path) -> None:
         print(f"WARNING: could not delete all of {described(path, error)}", flush=True)
 
 
-def _first_acts(scratch: Path, act: Callable[[], None], ranks: Ranks) -> None:
-    """Let rank 0 do something with files; what it meets is raised on every rank."""
+def _act_on_first(scratch: Path, act: Callable[[], None], ranks: Ranks) -> None:
+    """Let rank 0 act on files, and raise its error on every rank."""
     problem = None
     if ranks.is_first:
         try:
             act()
         except OSError as error:
             problem = described(_relative(error.filename, scratch), error)
-    _agreed(problem, ranks)
+    _gather_values(problem, ranks)
 
 
 def _relative(path: str | None, scratch: Path) -> str:
@@ -229,8 +227,8 @@ def _relative(path: str | None, scratch: Path) -> str:
     return str(path or scratch.name)
 
 
-def _agreed(problem: str | None, ranks: Ranks, value: object = None) -> list:
-    """Every rank's value, where none of them has a problem. Raises SaveFailed on all of them else."""
+def _gather_values(problem: str | None, ranks: Ranks, value: object = None) -> list:
+    """Gather every rank's value. Raises SaveFailed on all ranks when one of them has a problem."""
     found = gather((socket.gethostname(), problem, value), ranks)
     met = [f"rank {rank} on {host}: {text}" for rank, (host, text, _) in enumerate(found) if text is not None]
     if met:

@@ -1,38 +1,33 @@
-"""What a checkpoint holds beside the engine's part, and how a run goes on from it."""
+"""The checkpoint that a run resumes from: found, compared with the run, or refused."""
 
-import copy
 import dataclasses
+import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import Hashes
-from llava_ds.checkpoint.random_states import random_states, seed_random_states, set_random_states
-from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
 from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
 from llava_ds.config.arguments import Arguments, flags_free_on_resume
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine import safe_load
-from llava_ds.engine.checkpoint_files import ENGINE
-from llava_ds.engine.pieces import has_layout, layout_of, read_layout
-from llava_ds.engine.reshard import load_resharded, renew_rates
-from llava_ds.runtime.ranks import Ranks, barrier, gather
+from llava_ds.constants import ConfigError
+from llava_ds.engine.ds_config.optimizer import SHARDED, optimizer_name
+from llava_ds.engine.pieces import has_layout
+from llava_ds.runtime.ranks import Ranks, barrier
 
-# What a run writes of itself, which another one in the same folder would take for its own.
-OF_A_RUN = (
+# Files of one run, which another run in the same folder would take for its own.
+RUN_FILES = (
     "metrics.jsonl", "metrics.csv", "evals.jsonl", "samples.jsonl", "loss_spikes.jsonl", "skipped.jsonl",
     "skipped_steps.jsonl", "evaluation*.json", "evaluation*.jsonl", "report.html", "loss.png",
 )  # fmt: skip
-GROUP_STATES = {"params", "step"}  # of a parameter group, what is no rate; DeepSpeed's Adam and Lion count there
 
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """Where to go on: a checkpoint and its counters; path is None for a fresh start.
+    """A checkpoint to resume from; path is None for a fresh start.
 
-    world_size: ranks that wrote it; changed: whether settings that decide are allowed to be others than it has.
+    world_size: ranks that wrote it; changed: settings that change the result are allowed to differ from its run's.
     """
 
     path: Path | None = None
@@ -51,8 +46,9 @@ class ResumePlan:
     weights: Hashes
 
 
-def kept_batch_size(args: Arguments, world_size: int) -> int | None:
-    """Samples per step of the run to go on with, where the flags leave them open and the number of ranks is another.
+def saved_batch_size(args: Arguments, world_size: int) -> int | None:
+    """Return the samples per step of the checkpoint to resume from, if the flags leave them open and the number of
+    ranks differs.
 
     Raises ConfigError where that many ranks can't share them.
     """
@@ -62,7 +58,7 @@ def kept_batch_size(args: Arguments, world_size: int) -> int | None:
     both = {"per_device_train_batch_size", "gradient_accumulation_steps"} <= args.given
     if total is None or saved["world_size"] == world_size or both or "train_batch_size" in args.given:
         return None
-    refuse_uneven(total, world_size)
+    _refuse_uneven(total, world_size)
     return total
 
 
@@ -73,13 +69,13 @@ def find_resume_point(
     allowed: str | None = None,
     about_data: Callable[[Path], str] = lambda run_dir: "",
 ) -> tuple[ResumePoint, list[str]]:
-    """The checkpoint that --resume asks for, and lines to print. Raises ConfigError when it can't be gone on from.
+    """Find the checkpoint that --resume asks for. Returns it with lines to print; raises ConfigError for an unfit one.
 
-    allowed: --allow_changed_flags; about_data: how the data set differs from that of a run in a folder, in a clause.
+    allowed: --allow_changed_flags; about_data: returns a clause on how the data differ from a run folder's.
     """
     known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
-    may_change = permitted(allowed, known, flags_free_on_resume())
-    # DeepSpeed 0.19.8 goes on with a rate of 0, and without the states that never left memory.
+    may_change = _permitted(allowed, known, flags_free_on_resume())
+    # DeepSpeed 0.19.8 continues with a rate of 0, and without the states that never left memory.
     if identity.optimizer_on_nvme and identity.flags["on_loss_spike"] == "rewind":
         raise ConfigError(
             "--on_loss_spike rewind can't go back: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
@@ -104,16 +100,16 @@ def find_resume_point(
     if refused:
         about, before = "", saved["flags"].get("train_batch_size")
         if "train_batch_size" in refused and before is not None:
-            about = "\n" + about_batch_size(before, identity.world_size)
+            about = "\n" + _batch_size_hint(before, identity.world_size)
         raise ConfigError(
             f"{path} is a checkpoint of a run with other settings, which would not end in the same model:\n"
             + "\n".join(f"  {line}" for line in refused.values())
-            + "\ngive the same settings, another --output_dir, --resume never to start again, or go on with the new "
-            f"ones: --allow_changed_flags {','.join(refused)}{about}"
+            + "\ngive the same settings, another --output_dir, --resume never to start again, or resume with "
+            f"the new ones: --allow_changed_flags {','.join(refused)}{about}"
         )
     reshaped = identity.reshaped(saved)
     if (saved["world_size"], saved["zero_stage"]) != (identity.world_size, identity.zero_stage):
-        refuse_uncuttable(path, saved, reshaped, identity.deepspeed.get("optimizer"))
+        _refuse_unfit_states(path, saved, reshaped, identity.deepspeed.get("optimizer"))
     lines += [f"allowed to change: {line}" for line in differences.values()]
     lines += [f"the same but for rounding: {line}" for line in reshaped]
     point = ResumePoint(path, trainer["step"], saved["world_size"], bool(differences))
@@ -121,8 +117,10 @@ def find_resume_point(
 
 
 def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that can be resumed from, and a line for every newer one. Raises ConfigError where there
-    are only such that hold the model alone: a start from nothing would move them aside."""
+    """Find the newest checkpoint that can be resumed from, with a line for every newer one.
+
+    Raises ConfigError where all of them hold the model alone: a fresh start would move them aside.
+    """
     path, lines = commit.newest_whole(output_dir, resume_problem)
     if path is None and any(line.endswith(MODEL_ONLY) for line in lines):
         raise ConfigError(
@@ -134,7 +132,7 @@ def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def _named(resume: str) -> Path:
-    """The checkpoint that --resume names. Raises ConfigError where it can't be resumed from."""
+    """Check the checkpoint that --resume names. Raises ConfigError where no run can be resumed from it."""
     path = Path(resume)
     problem = resume_problem(path) if path.is_dir() else "there is no such folder"
     if problem is not None:
@@ -143,78 +141,79 @@ def _named(resume: str) -> Path:
 
 
 def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
-    """Move what lies ahead of the point to a folder of its own: later checkpoints, and all logs at a fresh start.
+    """Move later checkpoints than the point, and all logs at a fresh start, to a folder of their own.
 
-    They are another run's, or damaged: left where they are, a later resume or clean-up would take them for this one's.
+    They are another run's, or damaged: in their old place, a later resume or clean-up would take them for this run's.
     """
     if ranks.is_first:
         ahead = [path for path in commit.checkpoints(output_dir) if commit.step_of(path) > point.step]
         if point.path is None:
-            ahead += [path for name in OF_A_RUN for path in output_dir.glob(name)]
+            ahead += [path for name in RUN_FILES for path in output_dir.glob(name)]
         if ahead:
             target = output_dir / time.strftime("previous-%Y%m%d-%H%M%S")
             target.mkdir()
             for path in ahead:
                 path.rename(target / path.name)
-            print(f"what an earlier run left is now in {target}: {', '.join(path.name for path in ahead)}", flush=True)
+            print(f"files of an earlier run are now in {target}: {', '.join(path.name for path in ahead)}", flush=True)
     barrier(ranks)
 
 
-def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
-    """Bring the engine and this rank's random states to where the checkpoint was saved. Returns how, in a line.
+def _permitted(allowed: str | None, known: Collection[str], free: Collection[str]) -> set[str]:
+    """Parse --allow_changed_flags. Raises ConfigError for an unknown name.
 
-    seed: for the random states of ranks that the checkpoint has none of. All ranks call it together.
+    known: names that are compared; free: flags that are not, because their value changes no result.
     """
-    line = _load(engine, point, ranks)
-    if ranks.rank < point.world_size:
-        file = point.path / f"random-{ranks.rank}.pt"
-        try:
-            set_random_states(safe_load.load(file), ranks.device)
-        except DataError as error:
-            raise DataError(f"{file} can't be used: {error}") from error
-    else:
-        seed_random_states(seed, point.step, ranks.rank)
-    return line
+    if allowed is None:
+        return set()
+    names = {name.strip().removeprefix("--") for name in allowed.split(",")}
+    if names == {"all"}:
+        return set(known)
+    for name in sorted(names - set(known)):
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "give names of flags with commas between, or all"
+        if name in free:
+            hint = "another value changes no result, so leave it out"
+        raise ConfigError(f"--allow_changed_flags {name} is nothing that a resume compares: {hint}")
+    return names
 
 
-def rewind(engine, path: Path, ranks: Ranks) -> None:
-    """Bring weights and optimizer states back to a checkpoint's, as if the steps since then had changed nothing.
-
-    They stay counted: schedule, rates, counters and random states go on from where they are. All ranks call it
-    together.
-    """
-    trainer = read_trainer(path)
-    counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
-    schedule, random = copy.deepcopy(engine.lr_scheduler.state_dict()), random_states(ranks.device)
-    rates = [{key: group[key] for key in group.keys() - GROUP_STATES} for group in engine.basic_optimizer.param_groups]
-    _load(engine, ResumePoint(path, trainer["step"], trainer["identity"]["world_size"]), ranks)
-    engine.lr_scheduler.load_state_dict(schedule)
-    for group, before in zip(engine.basic_optimizer.param_groups, rates):
-        group.update(before)
-    for name, value in counters.items():
-        setattr(engine, name, value)
-    set_random_states(random, ranks.device)
+def _refuse_uneven(total: int, world_size: int) -> None:
+    """Raise ConfigError where that many ranks can't share the samples of a step."""
+    if total % world_size:
+        shares = [str(n) for n in range(1, total + 1) if total % n == 0]
+        raise ConfigError(
+            f"the checkpoint being resumed uses {total} samples per step, which {world_size} ranks can't share "
+            f"evenly: start {', '.join(shares[:-1])} or {shares[-1]} of them, or give --resume never to start again"
+        )
 
 
-def _load(engine, point: ResumePoint, ranks: Ranks) -> str:
-    """Weights, optimizer states, schedule and counters of a checkpoint, into the engine. Returns how, in a line."""
-    groups = [{**group, "params": None} for group in engine.basic_optimizer.param_groups]
-    same = point.world_size == ranks.world_size and (
-        not has_layout(point.path) or read_layout(point.path, ranks.rank) == layout_of(engine)
+def _batch_size_hint(total: int, world_size: int) -> str:
+    """Name the flags that keep that many samples per step."""
+    share, rest = divmod(total, world_size)
+    if rest or not share:
+        return f"{world_size} ranks can't share the {total} samples of a step evenly: start another number of them"
+    ways = [f"{share // n} x {n}" for n in range(1, share + 1) if share % n == 0]
+    return (
+        f"{total} samples per step on {world_size} ranks are --per_device_train_batch_size x "
+        f"--gradient_accumulation_steps = {' or '.join(ways[:6])}; or give --train_batch_size {total} instead of the "
+        "second"
     )
-    if all(gather(same, ranks)):
-        with safe_load.without_code(point.path):
-            loaded, _ = engine.load_checkpoint(
-                str(point.path), tag=ENGINE, load_module_strict=False, load_lr_scheduler_states=not point.changed
-            )
-        if loaded is None:
-            raise RuntimeError(f"DeepSpeed loaded nothing from {point.path}")
-        line = f"resumed at step {point.step}, bit for bit where it stopped"
-    else:
-        load_resharded(engine, point.path, point.world_size, schedule=not point.changed)
-        line = f"resumed at step {point.step}: weights and states re-sharded from {point.world_size} ranks"
-        if ranks.world_size > point.world_size:
-            line += "; ranks that are new draw random numbers of their own"
-    if point.changed:
-        renew_rates(engine, groups, point.path)
-    return line
+
+
+def _refuse_unfit_states(path: Path, saved: dict, reshaped: list[str], optimizer: dict | None) -> None:
+    """Raise ConfigError, before a model is built, where the checkpoint can't be re-sharded.
+
+    saved: the checkpoint's identity; reshaped: lines about the differences; optimizer: the JSON's block.
+    """
+    where = f"start {saved['world_size']} ranks at ZeRO-{saved['zero_stage']}, or give --resume never to start again"
+    name = optimizer and optimizer_name(optimizer)
+    if name in SHARDED or name == "Muon":
+        why = f"{name} sees shards instead of {SHARDED[name]}" if name in SHARDED else "Muon keeps whole matrices"
+        raise ConfigError(
+            f"{path} can't be resumed: {'; '.join(reshaped)}, but {why}, so its states can't be re-sharded: {where}"
+        )
+    if not has_layout(path):
+        raise ConfigError(
+            f"{path} can't be resumed: {'; '.join(reshaped)}, but it was saved by an earlier version, which did "
+            f"not write down where its numbers lie: {where}"
+        )

@@ -1,4 +1,4 @@
-"""Which run a checkpoint is of: all that has to be the same for another start to go on with it."""
+"""The identity of a run: all that has to be the same for another start to resume its checkpoint."""
 
 import dataclasses
 import hashlib
@@ -11,12 +11,13 @@ from llava_ds.config.arguments import FLAGS, Arguments, flag_default, flags_free
 from llava_ds.constants import DataError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.ds_config.zero import offload_device
+from llava_ds.files.writing import sha256
 from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
 
-# Flags that say on which rank and in which micro-batch a sample of the step is computed, and nothing else.
+# Flags that only decide on which rank and in which micro-batch a sample of the step is computed.
 LAYOUT_FLAGS = tuple(name for name, flag in FLAGS.items() if flag.resume == "layout")
 
-# Orders of LLaVA-NeXT's sampler, and the flag of the layout that the samples of their steps depend on all the same.
+# Orders of LLaVA-NeXT's sampler, and the layout flag that decides which samples their steps take.
 ORDERED_BY_LAYOUT = {
     "group_by_length": "per_device_train_batch_size",
     "group_by_modality_length_auto": "per_device_train_batch_size",
@@ -25,7 +26,7 @@ ORDERED_BY_LAYOUT = {
 
 SETTINGS = ("config.json", "adapter_config.json")  # of a model's folder, which has at least one
 
-# Sections of the DeepSpeed JSON that change what is trained; the others change how fast, or where things lie.
+# Sections of the DeepSpeed JSON that change the result; the others change speed or placement.
 DECIDING_SECTIONS = (
     "optimizer", "scheduler", "bf16", "fp16", "torch_autocast", "data_types", "communication_data_type",
 )  # fmt: skip
@@ -39,16 +40,16 @@ class RunIdentity:
     data: str  # fingerprint of the encoded samples
     world_size: int
     zero_stage: int
-    deepspeed: dict[str, object]  # what the DeepSpeed JSON says beside the flags, and decides about the result
+    deepspeed: dict[str, object]  # settings of the DeepSpeed JSON that no flag has, and that change the result
     optimizer_on_nvme: bool = False
 
     @classmethod
     def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
         free = flags_free_on_resume(rewinds=args.training.on_loss_spike == "rewind")
         flags = {name: value for name, value in args.as_dict().items() if name not in free}
-        # What lies behind a path counts, not the path.
+        # The content at a path counts, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
-        flags["pretrain_mm_mlp_adapter"] = projector and commit.sha256(Path(projector))
+        flags["pretrain_mm_mlp_adapter"] = projector and sha256(Path(projector))
         for name in ("model_name_or_path", "model_base", "vision_tower"):
             folder = getattr(args.model, name)
             flags[name] = folder and folder_digest(Path(folder))
@@ -60,9 +61,9 @@ class RunIdentity:
         return cls(flags, data, world_size, zero_stage, deciding, on_nvme)
 
     def differences(self, saved: dict) -> dict[str, str]:
-        """What a saved identity (as read from JSON) has so differently that the run would end in another model: a line
-        for each, by the name that --allow_changed_flags knows it by."""
-        # An earlier version had not every flag: its runs did what the default does.
+        """List the differences to a saved identity (as read from JSON) that lead to another model: a line for each, by
+        its name for --allow_changed_flags."""
+        # A flag that an earlier version did not have counts as its default.
         lines = {
             name: f"--{name} is {value}, was {before}"
             for name, value in self.flags.items()
@@ -72,19 +73,19 @@ class RunIdentity:
         if saved["data"] != self.data:
             lines["data"] = "the data set (or its encoding) is another one"
         for key, line in self._section_changes(saved).items():
-            if key != "optimizer" or _meant(vars(self)) != _meant(saved):
+            if key != "optimizer" or _optimizer_of(vars(self)) != _optimizer_of(saved):
                 lines[key] = f"{lines[key]}; {line}" if key in lines else line
         if self._layout_decides:
             lines |= self._layout_changes(saved)
         return lines
 
     def reshaped(self, saved: dict) -> list[str]:
-        """A line for everything that a saved identity has differently and that changes no more than the rounding."""
+        """List the differences to a saved identity that change no more than the rounding, a line for each."""
         changes = {} if self._layout_decides else self._layout_changes(saved)
         lines = [line for name, line in changes.items() if name not in self._ordering_flags]
         if saved["zero_stage"] != self.zero_stage:
             lines.append(f"zero_stage is {self.zero_stage}, was {saved['zero_stage']}")
-        if _meant(vars(self)) == _meant(saved):
+        if _optimizer_of(vars(self)) == _optimizer_of(saved):
             lines += [line for key, line in self._section_changes(saved).items() if key == "optimizer"]
         return lines
 
@@ -97,12 +98,12 @@ class RunIdentity:
 
     @property
     def _layout_decides(self) -> bool:
-        """Whether the loss, or which samples a step takes, depends on ranks and micro-batches."""
+        """True if the loss, or the samples of a step, depend on ranks and micro-batches."""
         return self.flags["loss_reduction"] == "micro_batch" or bool(self.flags["steps_across_epochs"])
 
     @property
     def _ordering_flags(self) -> set[str]:
-        """Flags of the layout by which the order takes other samples for a step."""
+        """Layout flags that decide which samples the order takes for a step."""
         return {flag for order, flag in ORDERED_BY_LAYOUT.items() if self.flags[order]}
 
     def _layout_changes(self, saved: dict) -> dict[str, str]:
@@ -116,9 +117,9 @@ class RunIdentity:
         return lines
 
 
-def _meant(identity: dict) -> dict | None:
-    """The optimizer block of an identity; None where it is AdamW with the flags' numbers, whichever code computes it:
-    DeepSpeed's for states in CPU memory, or torch's."""
+def _optimizer_of(identity: dict) -> dict | None:
+    """Return an identity's optimizer block; None for AdamW with the flags' numbers, whether DeepSpeed's code for
+    states in CPU memory or torch's computes it."""
     block, flags = identity.get("deepspeed", {}).get("optimizer"), identity["flags"]
     if block is None or optimizer_name(block) not in ("Adam", "AdamW"):
         return block
@@ -131,15 +132,13 @@ def _meant(identity: dict) -> dict | None:
     }
     decoupled = params.pop("adam_w_mode", True)
     params.pop("torch_adam", None)
-    return None if decoupled and {**params, "betas": _as_list(params.get("betas"))} == by_flags else block
-
-
-def _as_list(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(params.get("betas"), tuple):
+        params["betas"] = list(params["betas"])
+    return None if decoupled and params == by_flags else block
 
 
 def folder_digest(folder: Path) -> str:
-    """A hash of a model folder's settings and of its weight files' names and sizes (not of gigabytes of weights)."""
+    """Hash a model folder's settings and its weight files' names and sizes (not gigabytes of weights)."""
     weights = [path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)]
     listed = sorted((path.name, path.stat().st_size) for path in weights)
     settings = [file.read_bytes() for name in SETTINGS if (file := folder / name).is_file()]
@@ -147,21 +146,21 @@ def folder_digest(folder: Path) -> str:
 
 
 def adapter_digest(folder: Path) -> str:
-    """A hash of an adapter folder: its settings, its weights, and the projector beside them."""
+    """Hash an adapter folder: its settings, its weights, and the projector beside them."""
     files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / NON_LORA]
-    listed = [(file.name, commit.sha256(file)) for file in files if file is not None and file.is_file()]
+    listed = [(file.name, sha256(file)) for file in files if file is not None and file.is_file()]
     return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:
-    """The identity of the run that a resume would go on with, as its newest checkpoint has it; {} for a fresh start.
+    """Read the identity in the newest checkpoint that a resume could use; {} for a fresh start.
 
-    Not of what was verified: for values that a run chose for itself and has to keep.
+    The checkpoint is not verified: this is for values that a run chose for itself and has to keep.
     """
     paths = {"auto": commit.checkpoints(output_dir), "never": []}.get(resume, [Path(resume)])
     for path in paths:
         try:
             return read_trainer(path)["identity"]
         except DataError:
-            continue  # a damaged one, which is refused, and said so, where it is looked for
+            continue  # a damaged one; find_resume_point refuses it with a message
     return {}

@@ -1,4 +1,4 @@
-"""When checkpoints are saved and become ones, and what a run does when a save fails."""
+"""A run's checkpoints: saved at once or in the background, one at a time; failed saves are counted."""
 
 import dataclasses
 import json
@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.random_states import random_states
-from llava_ds.checkpoint.resume import ResumePlan, rewind
+from llava_ds.checkpoint.resume import ResumePlan
 from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem
+from llava_ds.checkpoint.training_state import random_states, rewind
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.engine.checkpoint_writer import CheckpointWriter, save_engine
@@ -36,10 +36,10 @@ def can_be_resumed(training: TrainingArguments) -> bool:
     return training.save_strategy != "no" and not training.save_only_model
 
 
-def what_is_saved(training: TrainingArguments) -> str:
-    """Say in a clause if the step at which a run stops is saved, and what the same command does next."""
+def describe_saving(training: TrainingArguments) -> str:
+    """Describe in a clause if the step at which a run stops is saved, and what the same command does next."""
     if training.save_strategy == "no":
-        return "not saved, for --save_strategy is no"
+        return "not saved (--save_strategy no)"
     if training.save_only_model:
         return "saved, the model alone (--save_only_model): no run can be resumed from it"
     return "saved; the same command resumes there"
@@ -47,7 +47,7 @@ def what_is_saved(training: TrainingArguments) -> str:
 
 @dataclasses.dataclass
 class _Save:
-    """One that is under way. keeps_all: whether older ones stay; waited_s: what training has waited for it so far."""
+    """A save that is under way. keeps_all: older ones stay; waited_s: time that training has waited for it so far."""
 
     step: int
     scratch: Path
@@ -75,34 +75,33 @@ class Saver:
         self.last_good = resume.point.path
         self.num_failed, self.failure = 0, ""  # in a row, and what the last one was
         self._save: _Save | None = None
-        self._asked: tuple[torch.distributed.Work, torch.Tensor] | None = None
+        self._reduction: tuple[torch.distributed.Work, torch.Tensor] | None = None
 
     def after_step(self, step: int, saves: bool, last: bool = False, keeps_all: bool = False) -> str | None:
-        """Save this step's checkpoint if it is to be saved, and look after one that is being written.
+        """Save this step's checkpoint if saves is true, and commit one that has been written.
 
-        last: nothing comes after this step, so that all has to be on the disk when this returns; keeps_all: whether
-        this checkpoint takes no older one's place. Returns why the run has to end, the same on every rank; None while
-        it goes on.
+        last: nothing comes after this step, so all has to be on the disk when this returns; keeps_all: delete no older
+        checkpoint. Returns the reason why the run has to end, the same on every rank; None while it continues.
         """
         if self._save is not None and (saves or last or self._all_have_written()):
-            self._settle()
+            self._commit_written()
         if saves and self.model_writer is not None:
             self._save_model(step, keeps_all)
         elif saves:
             self._begin(step, keeps_all)
             if self._save is not None and (last or not self.background):
-                self._settle()
+                self._commit_written()
         if self.num_failed and (last or self.num_failed >= MAX_FAILED_SAVES):
             return self._problem(last)
         return None
 
     def rewind(self) -> Path | None:
-        """Bring the engine back to the last good checkpoint (see state.rewind) and return it; None while there is none.
+        """Bring the engine back to the last good checkpoint (training_state.rewind) and return it; None without one.
 
-        One that is being written becomes it first. One that is damaged, or gone, gives way to the newest whole one.
+        Commits first what is being written. Where the last is damaged or gone, uses the newest whole one.
         """
         if self._save is not None:
-            self._settle()
+            self._commit_written()
         if self.last_good is None:
             return None
         path, lines = broadcast_from_first(self.ranks, self._whole)
@@ -120,7 +119,7 @@ class Saver:
         return path, [f"{self.last_good} is not used: {problem}", *lines]
 
     def _begin(self, step: int, keeps_all: bool) -> None:
-        """Write a checkpoint's files, or copy what they are to hold. RNG and engine are this moment's in both cases."""
+        """Write a checkpoint's files, or copy their content, to be written in the background."""
         started = time.perf_counter()
         try:
             scratch = commit.begin(self.output_dir, step, self.ranks)
@@ -132,7 +131,7 @@ class Saver:
         writer.save(random_states(self.ranks.device), scratch / f"random-{self.ranks.rank}.pt")
         if self.ranks.is_first:
             writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
-            # For the zero_to_fp32.py that DeepSpeed copies beside it. It can't lie: it is there whole with the rest.
+            # For the zero_to_fp32.py that DeepSpeed copies beside it.
             writer.save_text(ENGINE, scratch / "latest")
         writer.start()
         self._save = _Save(step, scratch, writer, keeps_all, time.perf_counter() - started)
@@ -165,32 +164,32 @@ class Saver:
         self.last_good, self.num_failed = path, 0
 
     def _all_have_written(self) -> bool:
-        """Whether every rank's writer is done, the same answer on all. None of them waits for a writer here.
+        """True if every rank's writer is done, the same on all ranks. No rank waits here for a writer.
 
-        What is asked at one step is answered at the next, when it has long arrived.
+        A reduction that begins at one step is read at the next, when it has long arrived.
         """
         if self.ranks.world_size == 1:
             return self._save.writer.is_done
-        if self._answer():
+        if self._reduced():
             return True
         flag = torch.tensor([int(self._save.writer.is_done)])
         group, smallest = self.ranks.patient_group, torch.distributed.ReduceOp.MIN
-        self._asked = (torch.distributed.all_reduce(flag, smallest, group, async_op=True), flag)
+        self._reduction = (torch.distributed.all_reduce(flag, smallest, group, async_op=True), flag)
         return False
 
-    def _answer(self) -> bool:
-        """What the ranks said to the last question; no if none was asked."""
-        if self._asked is None:
+    def _reduced(self) -> bool:
+        """Result of the last reduction; false without one."""
+        if self._reduction is None:
             return False
-        work, flag = self._asked
-        self._asked = None
+        work, flag = self._reduction
+        self._reduction = None
         work.wait()
         return bool(flag)
 
-    def _settle(self) -> None:
-        """Make what was written a checkpoint, once all ranks have written it."""
+    def _commit_written(self) -> None:
+        """Commit the checkpoint once all ranks have written it."""
         save, self._save = self._save, None
-        self._answer()
+        self._reduced()
         started = time.perf_counter()
         save.writer.finish()
         try:

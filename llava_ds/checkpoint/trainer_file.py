@@ -1,4 +1,4 @@
-"""trainer.json: what a checkpoint says of the run that it is of. A checkpoint without a sound one is none."""
+"""trainer.json: a checkpoint's step, and the identity of its run. A checkpoint without a sound one is refused."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ class _Optimizer(TypedDict):
 
 
 class _Flags(TypedDict):
-    """Those that are computed with; the others are only compared."""
+    """Flags that are computed with; the others are only compared."""
 
     train_batch_size: NotRequired[_Count | None]
     per_device_train_batch_size: NotRequired[_Count | None]
@@ -39,7 +39,7 @@ class _Sections(TypedDict):
 
 
 class Identity(TypedDict):
-    """A RunIdentity as JSON has it; what earlier versions did not write is not required."""
+    """A RunIdentity in JSON; keys that earlier versions did not write are not required."""
 
     flags: _Flags
     data: str
@@ -80,13 +80,13 @@ def is_training_checkpoint(folder: Path) -> bool:
 
 
 def resume_problem(checkpoint: Path) -> str | None:
-    """Why no run can be resumed from a folder; None where one can."""
+    """Return the reason why no run can be resumed from a folder; None where one can."""
     problem = checkpoint_problem(checkpoint)
     return MODEL_ONLY if problem is None and not is_training_checkpoint(checkpoint) else problem
 
 
 def checkpoint_problem(checkpoint: Path) -> str | None:
-    """Why a folder is not a whole checkpoint of a run; None when it is. Reads and hashes every file."""
+    """Return the reason why a folder is not a whole checkpoint of a run; None for one. Reads and hashes every file."""
     problem = commit.problem_with(checkpoint)
     if problem is not None:
         return problem

@@ -1,4 +1,4 @@
-"""How this rank's part of a checkpoint reaches the disk, at once or behind training's back."""
+"""The writer of this rank's part of a checkpoint, at once or in a thread beside training."""
 
 import copy
 import threading
@@ -16,16 +16,16 @@ from llava_ds.files.writing import Entry, damage, described, not_cached, write_f
 
 
 class CheckpointWriter(TorchCheckpointEngine):
-    """Writes, flushes and hashes what DeepSpeed and this package hand it, and remembers what it wrote.
+    """Writes, flushes and hashes the files of DeepSpeed and of this package.
 
-    It stands in for the engine's own writer while a checkpoint is made. Nothing that goes wrong with a file leaves it:
+    It replaces the engine's own writer while a checkpoint is made. It raises no error of a file but keeps the first:
     DeepSpeed has collectives between its files, and a rank that raised would leave the others waiting in them. With
-    background, save takes a copy in host memory, and a thread of its own does the rest after start.
+    background, save copies the tensors to host memory, and a thread writes them after start.
     """
 
     def __init__(self, config, root: Path, background: bool, reads_back: bool) -> None:
-        """config: the engine's, as DeepSpeed holds it; root: the folder that is to become the checkpoint; reads_back:
-        whether all is read and compared when it is written."""
+        """config: the engine's, as DeepSpeed holds it; root: the folder of the checkpoint; reads_back: read all files
+        after writing, and compare."""
         super().__init__(config)
         self.root, self.background, self.reads_back = root, background, reads_back
         self.written: dict[str, Entry] = {}
@@ -36,13 +36,13 @@ class CheckpointWriter(TorchCheckpointEngine):
         self._thread = threading.Thread(target=self._write_waiting, name="checkpoint-writer", daemon=True)
 
     def create(self, info) -> None:
-        """DeepSpeed's word that a checkpoint begins."""
+        """DeepSpeed calls it when a checkpoint begins."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self.attempt(path, lambda: super(CheckpointWriter, self).makedirs(path, exist_ok=exist_ok))
 
     def save(self, state_dict: object, path: str | Path) -> None:
-        """Write an object as torch.save does."""
+        """Write an object with torch.save."""
         if self.background:
             # Changes in training from the next step on.
             state_dict = self.attempt(path, lambda: snapshot(state_dict, {}))
@@ -59,7 +59,7 @@ class CheckpointWriter(TorchCheckpointEngine):
         return True  # llava_ds.checkpoint.commit does it, when all ranks have written
 
     def attempt(self, path: str | Path, act: Callable[[], object]) -> object:
-        """What the act returns; the first problem with a file, or with the memory for it, is kept for later."""
+        """Return the act's result; keep the first problem with a file, or with the memory for it, for later."""
         if self.problem is not None:
             return None
         try:
@@ -73,7 +73,7 @@ class CheckpointWriter(TorchCheckpointEngine):
         self.problem = self.problem or described(name, error)
 
     def start(self) -> None:
-        """Begin to write what was kept. Nothing more may be saved."""
+        """Begin to write the copies. Nothing more may be saved."""
         if self.background:
             self._thread.start()
         else:
@@ -81,7 +81,7 @@ class CheckpointWriter(TorchCheckpointEngine):
 
     @property
     def is_done(self) -> bool:
-        """Whether all is on the disk, or can't be."""
+        """True if all is on the disk, or can't be."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
@@ -137,9 +137,9 @@ def save_engine(engine, writer: CheckpointWriter) -> None:
 
 
 def snapshot(value: object, known: dict) -> object:
-    """A copy in host memory that no training changes; what was one tensor stays one.
+    """Copy to host memory, where training changes nothing; a tensor that occurs twice is copied once.
 
-    known: copies by what they are of, to be handed in empty. Of a view, only what it shows is copied.
+    known: copies by their sources, empty at first. Of a view, only the numbers that it shows are copied.
     """
     if isinstance(value, torch.Tensor):
         key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)

@@ -1,4 +1,4 @@
-"""Files of DeepSpeed's and torch's, read without running what may be pickled in them."""
+"""Loading of DeepSpeed's and torch's files without running code that may be pickled in them."""
 
 import contextlib
 import os
@@ -15,16 +15,16 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from llava_ds.constants import DataError
 from llava_ds.model.open.weights import refused_name
 
-# What a checkpoint holds beside tensors and plain values (DeepSpeed 0.19): nothing else in it is called.
+# Classes in a checkpoint beside tensors and plain values (DeepSpeed 0.19): no other one is called.
 CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch: wins over what a caller of torch.load says
 
 
 def load(path: str | Path, mmap: bool = False) -> object:
-    """What torch.save wrote to a file, on the CPU: tensors, plain values and CLASSES.
+    """Load a file of torch.save to the CPU: tensors, plain values and CLASSES.
 
     mmap: map the file instead of reading it, where its format allows that. Raises DataError for a file that is damaged,
-    or that holds anything else: it is not run.
+    or that holds anything else, which is not run.
     """
     try:
         with _refusing(path), torch.serialization.safe_globals(CLASSES):
@@ -38,11 +38,11 @@ def load(path: str | Path, mmap: bool = False) -> object:
 
 @contextlib.contextmanager
 def without_code(path: str | Path) -> Iterator[None]:
-    """Within it every torch.load of this process, and of those that it starts, is like load(): also DeepSpeed's own,
-    which ask for whatever is in a file to be run.
+    """Make every torch.load of this process, and of those that it starts, like load(), even DeepSpeed's own, which
+    allow code in a file to run.
 
-    path: named in the DataError for files that hold anything else. Processes that are started, not forked, know no
-    CLASSES.
+    path: named in the DataError for files that hold anything else. In processes that are started, not forked, CLASSES
+    are refused as well.
     """
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
@@ -58,7 +58,7 @@ def without_code(path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusing(path: str | Path) -> Iterator[None]:
-    """What torch says of a pickle that it does not take, as a DataError."""
+    """Raise DataError for a pickle that torch refuses."""
     try:
         yield
     except pickle.UnpicklingError as error:

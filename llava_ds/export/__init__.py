@@ -1,1 +1,1 @@
-"""What a finished model becomes: a folder for transformers, for LLaVA's own code, or a projector by itself."""
+"""Model folders for transformers and for LLaVA, adapters, and projectors."""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.run_identity import SETTINGS, folder_digest
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
@@ -16,6 +15,7 @@ from llava_ds.engine.checkpoint_files import ENGINE, trained_weights
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.lora_merge import merged_entries
 from llava_ds.export.tensors import Entry, completed, read_entries
+from llava_ds.files.writing import sha256
 from llava_ds.model.plan import part_weights, plan_model
 from llava_ds.tracking.run_record import located, read_run_record
 
@@ -92,7 +92,7 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
     projector = run.model.pretrain_mm_mlp_adapter
     if projector is not None and not Path(projector).is_file():
         problems.append(f"--pretrain_mm_mlp_adapter {projector} is not there any more: say where it lies now")
-    elif projector is not None and commit.sha256(Path(projector)) != saved.get("pretrain_mm_mlp_adapter"):
+    elif projector is not None and sha256(Path(projector)) != saved.get("pretrain_mm_mlp_adapter"):
         problems.append(f"--pretrain_mm_mlp_adapter {projector} is not what this was trained from: name that one")
     if problems:
         raise ConfigError("\n".join(problems))

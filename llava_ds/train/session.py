@@ -6,8 +6,9 @@ from functools import partial
 import deepspeed
 import torch
 
-from llava_ds.checkpoint.resume import OF_A_RUN, restore, set_aside
-from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, what_is_saved
+from llava_ds.checkpoint.resume import RUN_FILES, set_aside
+from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
+from llava_ds.checkpoint.training_state import restore
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.activation_budget import choose_checkpointed_layers
@@ -97,7 +98,7 @@ def finish(session: Session) -> int:
     plan, ranks, training = session.plan, session.ranks, session.plan.args.training
     if session.state.stops:
         session.trackers.close()
-        return session.stop.leave(session.state.step, what_is_saved(training), can_be_resumed(training), ranks)
+        return session.stop.leave(session.state.step, describe_saving(training), can_be_resumed(training), ranks)
     session.stop.ends(can_be_resumed(training))
     if plan.resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
@@ -110,7 +111,7 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
     """Clear and mend --output_dir, write run.json beside what the run will log, and try the export."""
     output_dir = plan.output_dir
     set_aside(output_dir, plan.resume.point, ranks)
-    mend_side_files(output_dir, OF_A_RUN, ranks)
+    mend_side_files(output_dir, RUN_FILES, ranks)
 
     def record() -> None:
         with write_errors(output_dir, "what the run is", "--output_dir"):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from llava_ds.checkpoint.resume import kept_batch_size
+from llava_ds.checkpoint.resume import saved_batch_size
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG
 from llava_ds.engine.ds_config.resolve import read_ds_config
@@ -46,7 +46,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
     check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
-    if batch_size := broadcast_from_first(ranks, lambda: kept_batch_size(args, ranks.world_size)):
+    if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, ranks.world_size)):
         args = args.replaced(train_batch_size=batch_size)
     if args.training.use_liger_kernel:
         check_liger(ranks.device)

@@ -11,7 +11,7 @@ import torch
 import toys
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.resume import find_resume_point, kept_batch_size
+from llava_ds.checkpoint.resume import find_resume_point, saved_batch_size
 from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
@@ -198,7 +198,7 @@ def test_samples_per_step_are_kept_where_the_flags_leave_them_open(tmp_path):
 
     def kept(world_size: int, *given: str, **flags) -> int | None:
         args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset(given))
-        return kept_batch_size(args.replaced(output_dir=str(tmp_path), **flags), world_size)
+        return saved_batch_size(args.replaced(output_dir=str(tmp_path), **flags), world_size)
 
     assert kept(2) == kept(2, "per_device_train_batch_size") == kept(8, "gradient_accumulation_steps") == 24
     assert kept(4) is None and kept(2, "train_batch_size") is None

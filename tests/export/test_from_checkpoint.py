@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from llava_ds.checkpoint.commit import sha256
 from llava_ds.checkpoint.run_identity import folder_digest
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.export.card import write_card
 from llava_ds.export.from_checkpoint import _check_bases, _holds_projector
 from llava_ds.export.tensors import Entry
+from llava_ds.files.writing import sha256
 
 RECORD = {"num_steps": 2, "versions": {"torch": "2"}}
 

@@ -41,6 +41,7 @@ from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.engine.construct import build_model
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.trial import try_export
+from llava_ds.files.writing import sha256
 from llava_ds.infer import engines, web  # noqa: F401  imported once, before the processes are forked
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
@@ -289,7 +290,7 @@ def sign(checkpoint: Path) -> str:
     manifest = json.loads((checkpoint / commit.MANIFEST).read_text())
     for name, entry in manifest["files"].items():
         if (file := checkpoint / name).is_file() and not file.is_symlink():
-            entry |= {"bytes": file.stat().st_size, "sha256": commit.sha256(file)}
+            entry |= {"bytes": file.stat().st_size, "sha256": sha256(file)}
     manifest["sha256"] = commit._digest(manifest["step"], manifest["files"])
     (checkpoint / commit.MANIFEST).write_text(json.dumps(manifest))
     return ", signed"

@@ -31,7 +31,7 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import weight_hashes
-from llava_ds.checkpoint.resume import OF_A_RUN, find_resume_point
+from llava_ds.checkpoint.resume import RUN_FILES, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
 from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.constants import ConfigError, DataError
@@ -189,7 +189,7 @@ def asked(run: Path, identity: RunIdentity, args, verify: Callable) -> dict[str,
             pass
 
     def go_on() -> None:
-        mend_side_files(run, OF_A_RUN, RANKS)
+        mend_side_files(run, RUN_FILES, RANKS)
         MetricsLog(run / "metrics.jsonl", 2)
         read_run_record(run)
 

@@ -16,8 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from optimizers import WIDTH, Small
 from torch import nn
 
-from llava_ds.checkpoint.random_states import random_states
-from llava_ds.checkpoint.resume import ResumePoint, restore
+from llava_ds.checkpoint.resume import ResumePoint
+from llava_ds.checkpoint.training_state import random_states, restore
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
