@@ -118,8 +118,8 @@ def auto_lines(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]
         return [f"auto ({flags}) depends on memory: give --gpu_memory; without it, memory is taken as sufficient"]
     tokens, recomputed = run.batch.num_tokens, run.batch.num_recomputed
     return [
-        f"auto ({flags}), as estimated: {tokens:,} tokens a micro-batch, {recomputed} of {run.shape.text.num_layers} layers "
-        "are checkpointed"
+        f"auto ({flags}), as estimated: {tokens:,} tokens a micro-batch, {recomputed} of "
+        f"{run.shape.text.num_layers} layers are checkpointed"
     ]
 
 
