@@ -1,5 +1,5 @@
 # P features of a tile (side x side of them), n tiles of one image or video
-"""Sizes of images on their way to the model, and where their features go: pure arithmetic, no tensors, no files."""
+"""Arithmetic on sizes of images, and the places of their features. No tensors, no files."""
 
 import ast
 import dataclasses
@@ -19,18 +19,18 @@ Size = tuple[int, int]  # width, height
 MAX_GRID_SIDE = 100  # tiles: 10,000 grids, where LLaVA-NeXT has 36
 DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and down, in LLaVA-NeXT's order
 
-# An image of many grids is small; the rows of its features are not.
+# Bounds of caches: layouts are small, the indices of their features are not.
 _MAX_LAYOUTS, _MAX_ROWS = 4096, 64
 
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """All that the pixels of an image or video, and the order of its features, depend on.
+    """Everything that the pixels of an image or video, and the order of its features, depend on.
 
-    size: side of the tower's square in pixels; patch_size: side of what one feature stands for; mean: per channel, in
+    size: side of the tower's square in pixels; patch_size: side of one feature's patch; mean: per channel, in
     [0, 1]; pinpoints: sizes that an anyres image may take, (width, height) in pixels, () for LLaVA-NeXT's five;
-    stretch: whether the tower's own processor stretches an image to the square, rather than cutting its middle out;
-    class_token: whether a tile's first feature is of the whole tile; the rest are the flags of like names.
+    stretch: the tower's own processor stretches an image to the square, instead of cropping its centre; class_token:
+    the first feature of a tile is of the whole tile; the others are the flags of similar names.
     """
 
     size: int
@@ -62,22 +62,22 @@ class ImageOptions:
 
     @property
     def has_newline(self) -> bool:
-        """Whether the model has a learned newline, and the table of features a row for it."""
+        """True if the model has a learned newline."""
         return "unpad" in self.merge_type
 
     @property
     def has_overview(self) -> bool:
-        """True if an anyres image's overview stands before its tiles."""
+        """True if an anyres image has an overview before its tiles."""
         return "nobase" not in self.merge_type
 
     @property
     def pools_tiles(self) -> bool:
-        """True if of each 2 x 2 features of an anyres image's tiles the largest is taken."""
+        """True if 2 x 2 features of an anyres image's tiles are pooled to their maximum."""
         return "maxpool2x2" in self.merge_type
 
     @property
     def is_anyres(self) -> bool:
-        """Whether an image on its own is cut into tiles."""
+        """True if the only image of a sample is cut into tiles."""
         return self.aspect_ratio.startswith("anyres")
 
     @property
@@ -102,7 +102,7 @@ def image_options(
     stretch: bool = False,
     class_token: bool = False,
 ) -> ImageOptions:
-    """The options that checked flags and the tower say. Raises ConfigError for what does not fit the tower."""
+    """Image options from checked flags and the tower. Raises ConfigError for flags that don't fit the tower."""
     ratio, stride = data.image_aspect_ratio, data.mm_spatial_pool_stride
     if class_token and model.mm_patch_merge_type != "flat":
         raise ConfigError(
@@ -134,11 +134,10 @@ def image_options(
 
 
 def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
-    """The sizes that --image_grid_pinpoints names, (width, height) in pixels, in its order, which decides ties.
+    """Parse --image_grid_pinpoints to (width, height) in pixels, in its order, which decides ties.
 
-    LLaVA's list "[(336,672),(672,336)]", or LLaVA-NeXT's range "(1x1),...,(6x6)": every grid between the first and
-    the last named. None gives LLaVA-NeXT's five. Raises ConfigError for other texts and for sizes that tiles of size
-    x size don't fill.
+    Takes LLaVA's list "[(336,672),(672,336)]", or LLaVA-NeXT's range "(1x1),...,(6x6)" of grids from the first to the
+    last. None gives LLaVA-NeXT's five. Raises ConfigError for other texts and for sizes that are no multiples of size.
     """
     if text is None:
         return tuple((across * size, down * size) for across, down in DEFAULT_GRIDS)
@@ -170,7 +169,7 @@ def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
 
 
 def resized_size(width: int, height: int, short_side: int) -> Size:
-    """(width, height) after the shorter side was scaled to short_side.
+    """(width, height) after scaling the shorter side to short_side.
 
     Source: transformers' get_resize_output_image_size with default_to_square=False, which rounds the long side down.
     """
@@ -180,7 +179,7 @@ def resized_size(width: int, height: int, short_side: int) -> Size:
 
 
 def centre_box(width: int, height: int, size: int) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of the size x size square in the middle, for an image at least that large.
+    """(left, top, right, bottom) of the size x size square in the centre of an image at least that large.
 
     Source: transformers' center_crop, which rounds the margins down.
     """
@@ -189,7 +188,7 @@ def centre_box(width: int, height: int, size: int) -> tuple[int, int, int, int]:
 
 
 def square_padding(width: int, height: int) -> tuple[int, int, int]:
-    """(side, left, top): the square that holds the image, and where the image's corner goes in it.
+    """(side, left, top): the side of the padded square, and the place of the image's corner in it.
 
     Source: LLaVA's expand2square.
     """
@@ -198,23 +197,23 @@ def square_padding(width: int, height: int) -> tuple[int, int, int]:
 
 
 def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:
-    """The pinpoint that keeps most of an image's pixels and, among equals, wastes least of its own.
+    """The pinpoint that preserves most pixels of an image and, among equals, wastes fewest of its own.
 
     Source: LLaVA's select_best_resolution.
     """
     width, height = size
-    best, most_kept, least_wasted = pinpoints[0], 0, math.inf
+    best, most_pixels, least_wasted = pinpoints[0], 0, math.inf
     for across, down in pinpoints:
         scale = min(across / width, down / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        wasted = across * down - kept
-        if kept > most_kept or (kept == most_kept and wasted < least_wasted):
-            best, most_kept, least_wasted = (across, down), kept, wasted
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        wasted = across * down - pixels
+        if pixels > most_pixels or (pixels == most_pixels and wasted < least_wasted):
+            best, most_pixels, least_wasted = (across, down), pixels, wasted
     return best
 
 
 def fitted_size(size: Size, target: Size) -> Size:
-    """The image's size scaled to fill one side of the target and stay within the other.
+    """The size of an image scaled to fit into the target.
 
     Source: LLaVA's resize_and_pad_image.
     """
@@ -226,9 +225,9 @@ def fitted_size(size: Size, target: Size) -> Size:
 
 
 def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of the features that show the image and not its padding, of across x down.
+    """(left, top, right, bottom) of the features without padding, of across x down features.
 
-    An extreme image may have no column (or row) left. Source: LLaVA's unpad_image, which rounds the image down.
+    A very narrow image may have no column (or row) left. Source: LLaVA's unpad_image, which rounds the image down.
     """
     width, height = size
     if width / height > across / down:
@@ -239,14 +238,14 @@ def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int
 
 
 def even_frames(num_frames: int, most: int) -> list[int]:
-    """Indices of at most so many frames (0: all), evenly spread from the first to the last. Source: LLaVA-NeXT."""
+    """Indices of at most `most` frames (0: all), evenly spread from the first to the last. Source: LLaVA-NeXT."""
     return _spread(num_frames, most) if 0 < most < num_frames else list(range(num_frames))
 
 
 def video_frames(num_frames: int, frame_rate: float, options: ImageOptions) -> list[int]:
-    """Indices of the frames that are taken of a video file, rising: video_fps in a second, spread evenly when too many.
+    """Rising indices of the frames to use of a video file: video_fps per second, evenly spread if too many.
 
-    With force_sample always frames_upbound of them, some more than once in a video that has fewer.
+    With force_sample always frames_upbound of them, some repeated if the video has fewer.
     Source: LLaVA-NeXT's process_video_with_decord.
     """
     most = options.frames_upbound
@@ -260,40 +259,40 @@ def _spread(num_frames: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class MediaLayout:
-    """How the tiles of one image or video become features in a sequence.
+    """The layout of one image or video: its tiles, and the order of their features in a sequence.
 
-    num_tiles, n: squares that the tower sees, an anyres image's overview first, then its tiles row by row;
-    num_tokens: positions in the sequence, newlines included. The rest says which features, in which order; overview:
-    whether the first tile is an overview, and is placed.
+    num_tiles, n: tiles for the tower, an anyres image's overview first, then row by row; num_tokens: positions in the
+    sequence, newlines included; overview: the first tile is an overview that has positions.
     """
 
     num_tiles: int
     num_tokens: int
     side: int
-    grid: tuple[int, int] | None  # tiles across and down behind the overview; None: no overview, blocks of one tile
+    grid: tuple[int, int] | None  # tiles across and down after the overview; None: no overview, each tile is a block
     box: tuple[int, int, int, int]  # of each block's features: left, top, right, bottom
-    pooled: tuple[int, int] | None  # width and height that each block's features are pooled to; None: they stay
-    pool_stride: int | None  # of average and maximum pooling; None: bilinear
-    newline: Literal["none", "end", "block", "row"]  # what the newline comes behind
-    class_token: bool  # whether a tile's first feature is no part of its grid
-    sizes: tuple[Size, ...] = dataclasses.field(compare=False)  # what it was made for; another size may give the same
+    pooled: tuple[int, int] | None  # width and height that each block is pooled to; None: not pooled
+    pool_stride: int | None  # of average and max pooling; None: bilinear
+    newline: Literal["none", "end", "block", "row"]  # the place of newlines: behind this
+    class_token: bool  # each tile has a first feature outside of its grid
+    sizes: tuple[Size, ...] = dataclasses.field(
+        compare=False
+    )  # the images' sizes; other sizes may give the same layout
     overview: bool = True
     pools_by_max: bool = False
 
     @property
     def rows(self) -> np.ndarray:
-        """(num_tokens,) int64: what stands at each position. Below n * P, a feature of the tiles in order; n * P, the
-        newline; above, the pooled feature of that number."""
+        """(num_tokens,) int64: below n * P, a feature of the tiles; n * P, the newline; above, a pooled feature."""
         return _indices(self)[0]
 
     @property
     def pool_index(self) -> np.ndarray:
-        """(R, K) int64: the features of the tiles that each pooled feature is made of."""
+        """(R, K) int64: the features of the tiles that each pooled feature is computed from."""
         return _indices(self)[1]
 
     @property
     def pool_weight(self) -> np.ndarray:
-        """(R, K) float32: their weights, which add up to 1; infinity where the largest of them is taken."""
+        """(R, K) float32: their weights, which add up to 1; infinity for max pooling."""
         return _indices(self)[2]
 
 
@@ -301,9 +300,9 @@ class MediaLayout:
 def media_layout(
     kind: Literal["image", "frames", "video"], sizes: tuple[Size, ...], num_media: int, options: ImageOptions
 ) -> MediaLayout:
-    """The layout of one image (a size) or video (a size per frame) of a sample that shows num_media of them.
+    """The layout of one image (a size) or video (a size per frame) of a sample with num_media of them.
 
-    An image that is not alone is not cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
+    Only a sample's single image is cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
     """
     side, newline, class_token = options.side, options.has_newline, options.class_token
     whole = (0, 0, side, side)
@@ -347,7 +346,7 @@ def media_layout(
 
 
 def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:
-    """The size that features of more than max_tiles' worth are scaled to; None if they stay."""
+    """The size to scale features of more than max_tiles tiles to; None if they stay."""
     if max_tiles is None:
         return None
     times = math.sqrt(height * width / (max_tiles * side**2))
@@ -360,7 +359,7 @@ def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> t
 def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """rows, pool_index, pool_weight."""
     n, side = layout.num_tiles, layout.side
-    if layout.class_token:  # every feature in its order, for nothing here is laid out by rows
+    if layout.class_token:  # all features in order
         return np.arange(layout.num_tokens), np.zeros((0, 1), np.int64), np.zeros((0, 1), np.float32)
     features = np.arange(n * side * side).reshape(n, side, side)
     overview = features[:0].reshape(-1)
@@ -376,7 +375,7 @@ def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if layout.pooled is not None:
         width, height = layout.pooled
         if layout.pool_stride is not None:
-            index, weight = _squares(blocks, width, height, layout.pool_stride)
+            index, weight = _windows(blocks, width, height, layout.pool_stride)
             weight = np.full_like(weight, np.inf) if layout.pools_by_max else weight
         else:
             index, weight = _bilinear(blocks, width, height)
@@ -393,8 +392,8 @@ def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rows, index, weight
 
 
-def _squares(blocks: np.ndarray, width: int, height: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and weights of torch's avg_pool2d; as in max_pool2d, far edges that fill no square are left out."""
+def _windows(blocks: np.ndarray, width: int, height: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sources and weights of torch's avg_pool2d or max_pool2d; edges that fill no window are left out."""
     used = blocks[:, : height * stride, : width * stride].reshape(len(blocks), height, stride, width, stride)
     index = used.transpose(0, 1, 3, 2, 4).reshape(-1, stride * stride)
     return index, np.full(index.shape, 1 / stride**2, np.float32)
@@ -415,7 +414,7 @@ def _bilinear(blocks: np.ndarray, width: int, height: int) -> tuple[np.ndarray, 
 
 
 def _taps(length: int, new_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per new position: the two old ones that it lies between, and the weight of the second.
+    """Per new position: the two old positions beside it, and the weight of the second.
 
     In single precision with a fused multiply-add, as torch's kernels compute it.
     """

@@ -1,8 +1,8 @@
-"""Tokenizers that give the ids of LLaVA's own code, whichever files a folder brings.
+"""Tokenizers with the ids of LLaVA's own code, for any files that a folder may have.
 
-LLaVA trained with transformers 4.37: sentencepiece itself where a folder has tokenizer.model (use_fast=False), else
-tokenizer.json as it is written. transformers 5 rebuilds Llama's and Gemma's tokenizers by rules of its own instead: it
-may leave out the first token, drop the space that sentencepiece puts before a text, and split at other places.
+LLaVA trained with transformers 4.37: sentencepiece if the folder has tokenizer.model (use_fast=False), else
+tokenizer.json as written. transformers 5 rebuilds Llama's and Gemma's tokenizers by its own rules: it may leave out the
+first token, drop sentencepiece's space before a text, and split at other places.
 """
 
 import copy
@@ -18,17 +18,17 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, ConfigError
 from llava_ds.files.model_files import check_folder, library_errors, read_config, read_json_if_there, shown
 
-SPACE = "▁"  # what sentencepiece writes for a space
+SPACE = "▁"  # sentencepiece's space
 
-# Classes whose 4.37 versions begin a text with the first token unless tokenizer_config.json says otherwise, whatever
-# the post-processor in tokenizer.json.
+# Classes that in 4.37 begin a text with bos unless tokenizer_config.json says otherwise, whatever the post-processor in
+# tokenizer.json.
 _BEGINS_WITH_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"}
-# Sections of a text keep their first space only once, where the text begins: LlamaTokenizer with legacy=False.
+# A space is added only at the beginning of the whole text: LlamaTokenizer with legacy=False.
 _FIRST_SPACE_ONLY = "sentencepiece_first_space_only"
 
 
 def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, with character offsets. Raises ConfigError for a folder without one."""
+    """Open the tokenizer of a folder, with character offsets. Raises ConfigError for a folder without one."""
     where = f"--model_name_or_path {path}"
     try:
         tokenizer = read_tokenizer(path, where)
@@ -45,7 +45,7 @@ def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(path: str | Path, where: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder in transformers' own class. Raises ConfigError that says where."""
+    """Open the tokenizer of a folder in transformers' own class. where: the beginning of error messages."""
     check_folder(path, where)
     with library_errors(where, "the tokenizer can't be opened"):
         tokenizer = _auto_tokenizer(path, where)
@@ -62,8 +62,8 @@ def _auto_tokenizer(path: str | Path, where: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False, use_fast=True)
     except AttributeError:
-        # transformers 5.23 opens a config.json of a model_type that it does not know, as LLaVA's are, with its base
-        # class, which fails on rotary angles of Llama 3.1's kind, YaRN's and Phi-3's.
+        # transformers 5.23 opens the config.json of an unknown model_type, as LLaVA's, with its base class, which fails
+        # for the rotary embeddings of Llama 3.1, YaRN and Phi-3.
         config = read_config(Path(path) / "config.json", where)
         rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
         rest = PreTrainedConfig.from_dict(rest)
@@ -73,9 +73,9 @@ def _auto_tokenizer(path: str | Path, where: str) -> PreTrainedTokenizerBase:
 
 
 def as_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer with the ids of LLaVA's own code, built from the files in the folder that this one came from.
+    """Rebuild a tokenizer from the files in its folder, with the ids of LLaVA's own code.
 
-    One that came from no folder, or is already such a tokenizer, is returned as it is.
+    One from no folder, or that was rebuilt already, is returned as it is.
     """
     folder = Path(tokenizer.name_or_path or "")
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -91,7 +91,7 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
     declared = str(config.get("tokenizer_class", type(tokenizer).__name__)).removesuffix("Fast")
     first_space_only = bool(config.get(_FIRST_SPACE_ONLY, False))
     if proto is not None:
-        # Sentencepiece's own class in 4.37 takes legacy=True when nothing is said; transformers 5 takes False.
+        # The default of legacy is True in 4.37 and False in transformers 5.
         first_space_only = declared in ("LlamaTokenizer", "CodeLlamaTokenizer") and config.get("legacy") is False
         backend = _from_sentencepiece(tokenizer, proto, _declared_tokens(folder, config), first_space_only)
     elif (folder / "tokenizer.json").is_file():
@@ -102,7 +102,7 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
     backend.no_padding()
     backend.no_truncation()
     if declared in _BEGINS_WITH_BOS:
-        # transformers 5 writes the flags of its own class, where they were left at their defaults, as false or null.
+        # transformers 5 writes flags of its own class that are at their defaults as false or null.
         bos = tokenizer.bos_token if config.get("add_bos_token") in (True, None) else None
         eos = tokenizer.eos_token if config.get("add_eos_token") else None
         backend.post_processor = _framing(backend, bos, eos)
@@ -112,8 +112,7 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
 
 
 def add_image_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> list[str]:
-    """Add the tokens of --mm_use_im_patch_token and --mm_use_im_start_end that the tokenizer does not know, as its last
-    ones, and return which.
+    """Add the missing tokens of --mm_use_im_patch_token and --mm_use_im_start_end at the end, and return them.
 
     Source: LLaVA's initialize_vision_tokenizer.
     """
@@ -126,10 +125,10 @@ def add_image_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -
 
 
 def first_space_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None:
-    """Beginnings of a text that need one more space to be tokenized as LLaVA did; None where there are none.
+    """Beginnings of texts that need one more space to be tokenized as by LLaVA; None if there are none.
 
-    With legacy=False a text gets its first space from 4.37 whatever it begins with, unless that is a special token;
-    the tokenizers library gives none to a text that begins with one, or with an added token.
+    With legacy=False, 4.37 adds a space to every text that does not begin with a special token. The tokenizers library
+    adds none to a text that begins with a space or an added token.
     """
     if not tokenizer.init_kwargs.get(_FIRST_SPACE_ONLY, False):
         return None
@@ -138,19 +137,19 @@ def first_space_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None
 
 
 def _read_sentencepiece(path: Path):
-    """The parsed model, or None where there is none or where it is of another kind (tiktoken's has the same name)."""
+    """The parsed BPE model; None if there is none, or another kind of file (tiktoken's has the same name)."""
     if not path.is_file():
         return None
     module = import_protobuf()
     try:
         proto = module.ModelProto.FromString(path.read_bytes())
-    except Exception:  # protobuf's libraries have errors of their own; other files of this name are not sentencepiece's
+    except Exception:  # protobuf has its own errors; other files of this name are not sentencepiece's
         return None
     return proto if proto.trainer_spec.model_type == module.TrainerSpec.ModelType.BPE else None
 
 
 def _declared_tokens(folder: Path, config: dict) -> set[str]:
-    """Tokens that the folder's files add to sentencepiece's vocabulary or call special."""
+    """Tokens that the folder's files add to sentencepiece's vocabulary or declare as special."""
     named = [value for key, value in config.items() if key.endswith("_token")]
     named += config.get("additional_special_tokens") or []
     named += (config.get("added_tokens_decoder") or {}).values()
@@ -163,10 +162,10 @@ def _declared_tokens(folder: Path, config: dict) -> set[str]:
 def _from_sentencepiece(
     tokenizer: PreTrainedTokenizerBase, proto, declared: set[str], first_space_only: bool
 ) -> Tokenizer:
-    """sentencepiece's own steps: normalisation, spaces, symbols that are never split, then the merges.
+    """A backend with sentencepiece's steps: normalisation, spaces, symbols that are never split, merges.
 
-    Source: sentencepiece's normalizer and 4.37's LlamaTokenizer, which tokenizes what stands between added tokens
-    by itself.
+    Source: sentencepiece's normalizer and 4.37's LlamaTokenizer, which tokenizes the text between added tokens
+    separately.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     types = type(proto.pieces[0])
@@ -204,12 +203,12 @@ def _from_sentencepiece(
 
 
 def _escaped(text: str) -> str:
-    """The text as a regular expression of the tokenizers library."""
+    """The text as a regular expression for the tokenizers library."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
 
 
 def _add_missing(backend: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the tokens that the folder's other files name, in the order of their ids."""
+    """Add tokens of the folder's other files, in the order of their ids."""
     known = backend.get_vocab(with_added_tokens=True)
     for _, token in sorted(tokenizer.added_tokens_decoder.items()):
         if token.content not in known:
@@ -226,7 +225,7 @@ def _framing(backend: Tokenizer, bos: str | None, eos: str | None) -> processors
 
 
 def _split_at_spaces(backend: Tokenizer) -> None:
-    """Let the merges work word by word, which is many times faster, where no token reaches over a word's beginning."""
+    """Apply merges word by word, which is many times faster, if no token crosses the beginning of a word."""
     state = json.loads(backend.to_str())
     model, scheme = state["model"], state["pre_tokenizer"] or {}
     alone = scheme.get("type") == "Metaspace" and not scheme.get("split", True)
@@ -239,7 +238,7 @@ def _split_at_spaces(backend: Tokenizer) -> None:
 
 
 def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, first_space_only: bool) -> TokenizersBackend:
-    """The backend in transformers' generic class, which reads tokenizer.json as it is written."""
+    """The backend in transformers' generic class, which reads tokenizer.json as written."""
     named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     vocab = backend.get_vocab(with_added_tokens=True)
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -260,7 +259,7 @@ def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, first_space
 
 
 def copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A backend of its own, without padding, truncation and added first or last tokens, with offsets as they are."""
+    """A copy of the backend without padding, truncation, and added first or last tokens."""
     backend = copy.deepcopy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
@@ -270,7 +269,7 @@ def copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def with_token(backend: Tokenizer, text: str) -> Tokenizer:
-    """A copy that knows a text as one special token."""
+    """A copy with a text as one special token."""
     backend = copy.deepcopy(backend)
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
     return backend

@@ -21,8 +21,16 @@ from typing import Annotated
 from llava_ds.config.bounds import MOST, Bounds, number
 from llava_ds.constants import ConfigError
 from llava_ds.engine.process_group import init_ranks
-from llava_ds.infer.chat import Session, checked_media, converse, follow, followed, tell, terminal_reader
-from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
+from llava_ds.infer.chat import (
+    Session,
+    answer_for_rank_0,
+    make_line_reader,
+    print_note,
+    read_media,
+    release_other_ranks,
+    run_conversation,
+)
+from llava_ds.infer.engines import EngineOptions, add_engine_flags, load_for_inference, parse_engine_options
 from llava_ds.infer.generate import Sampling
 from llava_ds.runtime.ranks import Ranks, quiet_libraries
 
@@ -33,7 +41,7 @@ def main() -> None:
     args = parse()
     if args.web and (given := [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]):
         raise ConfigError(f"{', '.join(given)}: with --web it is given on the page, leave it out")
-    options, sampling = engine_options(args), sampling_of(args)
+    options, sampling = parse_engine_options(args), sampling_of(args)
     quiet_libraries()
     ranks = start(options)
     if args.web:
@@ -42,12 +50,12 @@ def main() -> None:
         gradio()  # a missing package is reported before a large model is read
     loaded = load_for_inference(args.model_path, options, ranks)
     if ranks is not None and not ranks.is_first:
-        follow(loaded)
+        answer_for_rank_0(loaded)
         return
     if not args.quiet:
         for note in loaded.notes:
-            tell(f"[{note}]")
-    with followed(loaded):
+            print_note(f"[{note}]")
+    with release_other_ranks(loaded):
         if args.web:
             serve(loaded, os.path.basename(os.path.abspath(args.model_path)), sampling, args.port, args.quiet)
         else:
@@ -66,12 +74,12 @@ def start(options: EngineOptions) -> Ranks | None:
 
 def talk(session: Session, args: argparse.Namespace) -> None:
     """Answer one question, or all that are typed in the terminal."""
-    session.waiting += [checked_media("image", path, session.loaded) for path in args.image]
-    session.waiting += [checked_media("video", path, session.loaded) for path in args.video]
+    session.pending += [read_media("image", path, session.loaded) for path in args.image]
+    session.pending += [read_media("video", path, session.loaded) for path in args.video]
     if args.question is not None:
         session.question(args.question)
     else:
-        converse(session, terminal_reader())
+        run_conversation(session, make_line_reader())
 
 
 def parse() -> argparse.Namespace:

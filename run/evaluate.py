@@ -41,7 +41,7 @@ from llava_ds.evaluation.scores import METRICS, Scored
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
 from llava_ds.evaluation.verdicts import answer_rows
 from llava_ds.export.card import add_evaluation
-from llava_ds.infer.engines import EngineOptions, add_engine_flags, engine_options, load_for_inference
+from llava_ds.infer.engines import EngineOptions, add_engine_flags, load_for_inference, parse_engine_options
 from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import LoadedModel
 from llava_ds.runtime.launchers import rank_variables
@@ -54,7 +54,7 @@ from llava_ds.tracking.page import leave_report
 def main() -> None:
     args = parse()
     quiet_libraries()
-    options = engine_options(args)
+    options = parse_engine_options(args)
     ranks = start(options)
     given, questions = read(args, ranks)
     metric = TASKS[args.task].metric or args.metric

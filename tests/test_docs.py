@@ -181,6 +181,18 @@ def test_files_that_pages_name_exist():
             assert (ROOT / name).exists(), f"{path.name}: {name}"
 
 
+def test_names_that_the_architecture_page_gives_are_defined_in_those_files():
+    """`name` (`llava_ds/file.py`)"""
+    pairs = re.findall(r"`([\w.]+)`\s+\(`(llava_ds/[\w/]+\.py)`\)", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(pairs) > 40
+    for name, file in pairs:
+        defined = {
+            getattr(node, "name", None) or (getattr(node, "target", None) and getattr(node.target, "id", None))
+            for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        }
+        assert set(name.split(".")) <= defined, f"{name} in {file}"
+
+
 @cache
 def messages() -> list[str]:
     """Every text in the package's code, with a mark for what is filled in."""

@@ -1,7 +1,7 @@
-"""Encoded rows on disk: written beside, put in place in one rename, and never changed or moved while they may be read.
+"""Cache of encoded rows on disk, which never change or move while a run may read them.
 
-A folder holds generations, 1, 2, …: whole folders of Arrow files. The newest that is whole counts. A new one takes the
-next number; of several processes that write it at once, the first one's stays, and the others take that.
+A folder holds generations 1, 2, …, each a folder of Arrow files that appears in one rename. The newest complete one
+counts. If several processes write the next one at once, the first to finish wins and the others use its files.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from typing_extensions import TypedDict
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
 
-DONE = "files.json"  # lists a generation's files in their order, and is written last
-STALE = "stale"  # lies beside it once an image was found changed
-NUM_KEPT = 2  # generations: a run that started before the newest was written reads the one before
-SCRATCH_AGE_S = 24 * 3600  # a folder that nothing was written to for so long is left from a kill
+DONE = "files.json"  # the list of a generation's files in order, written last
+STALE = "stale"  # marks a generation of which an image has changed
+NUM_KEPT = 2  # generations: earlier runs may still read the one before the newest
+SCRATCH_AGE_S = 24 * 3600  # a scratch folder without writes for so long was left by a killed process
 
 
 class _Listed(TypedDict):
-    """Of a generation, the bytes of its files and of those elsewhere that its rows point into."""
+    """Sizes in bytes of a generation's files, and of the files elsewhere that its rows point into."""
 
     files: dict[str, int]
     elsewhere: dict[str, int]
@@ -36,25 +36,25 @@ class _Listed(TypedDict):
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Memory-mapped rows, and the folder of the generation that they lie in."""
+    """Memory-mapped rows, and the folder of their generation."""
 
     table: datasets.Dataset
     folder: Path
 
     @property
     def is_stale(self) -> bool:
-        """Whether a reader of these rows noted that what they say of a file holds no longer."""
+        """True if a reader found a file changed since these rows were written."""
         return (self.folder / STALE).exists()
 
 
 def note_stale(folder: Path) -> None:
-    """Have the next opening write the rows anew, if a note can be left in the folder of their generation."""
+    """Make the next opening write the rows again, if their folder can be written to."""
     with contextlib.suppress(OSError):
         (folder / STALE).touch()
 
 
 def open_newest(folder: Path) -> CachedRows | None:
-    """The rows of the newest whole generation; None where there is none."""
+    """The rows of the newest complete generation, or None."""
     for number in sorted(_numbers(folder), reverse=True):
         table = _open_rows(folder / str(number))
         if table is not None:
@@ -63,10 +63,10 @@ def open_newest(folder: Path) -> CachedRows | None:
 
 
 def add_generation(folder: Path, write: Callable[[Path], tuple[list[str], list[str]]]) -> CachedRows:
-    """Have a new generation written, unless another process is first, and open the newest.
+    """Write a new generation, unless another process is first, and open the newest.
 
-    write gets a folder and returns the names of the Arrow files that it left there, in their order, and the paths of
-    files elsewhere that the rows point into. Generations before the last two are deleted.
+    write gets a folder and returns the names of the Arrow files that it wrote there, in order, and the paths of files
+    elsewhere that the rows point into. Generations before the last two are deleted.
     """
     number = max(_numbers(folder), default=0) + 1
     with scratch_beside(folder) as scratch:
@@ -88,7 +88,7 @@ def add_generation(folder: Path, write: Callable[[Path], tuple[list[str], list[s
 
 
 def put_in_place(scratch: Path, final: Path) -> bool:
-    """Rename scratch to final; False, with nothing changed, where another process was first."""
+    """Rename scratch to final. False, with nothing changed, if another process was first."""
     try:
         scratch.rename(final)
     except OSError:
@@ -100,22 +100,22 @@ def put_in_place(scratch: Path, final: Path) -> bool:
 
 @contextlib.contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
-    """A folder to write in, no other process's, which is gone afterwards unless it was renamed."""
+    """A folder of this process to write in, deleted afterwards unless it was renamed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left_over(folder.parent)
+    _remove_abandoned(folder.parent)
     outer = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         inner = outer / folder.name
-        inner.mkdir()  # what mkdtemp makes can be read by nobody else, wherever it is moved to
+        inner.mkdir()  # a folder of mkdtemp itself could be read by nobody else
         yield inner
     finally:
         shutil.rmtree(outer, ignore_errors=True)
 
 
-def _remove_left_over(parent: Path) -> None:
-    """Delete scratch folders that a kill left behind."""
+def _remove_abandoned(parent: Path) -> None:
+    """Delete scratch folders of killed processes."""
     for scratch in parent.glob("*.tmp"):
-        with contextlib.suppress(OSError):  # its owner may just be done with it
+        with contextlib.suppress(OSError):  # its owner may delete it right now
             written = max(path.stat().st_mtime for path in (scratch, *scratch.rglob("*")))
             if time.time() - written > SCRATCH_AGE_S:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -126,11 +126,11 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _open_rows(generation: Path) -> datasets.Dataset | None:
-    """Its rows; None where its files, or those that its rows point into, are not there as they were written."""
+    """The rows of a generation; None if its files, or files that they point into, are missing or of another size."""
     try:
         listed = read_json(generation / DONE, _Listed)
         files = {str(generation / name): num_bytes for name, num_bytes in listed["files"].items()}
-        # A stream that was cut between two of its parts reads like a shorter one: only its size tells.
+        # An Arrow stream cut between two batches reads without error: only its size shows the damage.
         if any(os.stat(path).st_size != num_bytes for path, num_bytes in {**files, **listed["elsewhere"]}.items()):
             return None
         return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in files])

@@ -1,4 +1,4 @@
-"""Jinja: the templates for exported processors, and conversations written by a tokenizer's own template."""
+"""Jinja chat templates: those for exported processors, and rendering with a tokenizer's own template."""
 
 import re
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
-    """The Jinja template with which a processor writes what training wrote; "chat_template" is the tokenizer's own."""
+    """The Jinja template that writes the same text as training; for "chat_template", the tokenizer's own."""
     if template == "chat_template":
         return own_template(tokenizer)
     return CHAT_TEMPLATES[template].replace(IMAGE_TOKEN, TEMPLATES[template].image_text(mm_use_im_start_end))
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's chat template. Raises ConfigError where it has none, or one that is no text."""
+    """The tokenizer's chat template. Raises ConfigError if there is none, or if it is no text."""
     try:
         source = tokenizer.get_chat_template()
     except (ValueError, TypeError, AttributeError) as error:
@@ -38,11 +38,11 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
 def render_own(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
 ) -> list[Segment]:
-    """The conversation in the tokenizer's own template; an answer is learned with its end marker.
+    """Render a conversation in the tokenizer's own template; an answer is supervised with its end marker.
 
-    Where the template marks answers by {% generation %}, those spans are learned. Else answers are found by a
-    rendering with other texts in their places, which has to agree with the real one in all that surrounds them.
-    Raises DataError when the template refuses the messages or changes more of an answer than its outer spaces.
+    If the template marks answers by {% generation %}, those spans are supervised. Otherwise a second rendering, with
+    other texts in place of the answers, has to agree with the first in everything around them. Raises DataError if the
+    template refuses the messages or changes more of an answer than its outer spaces.
     """
     chat = _as_chat(messages, mm_use_im_start_end)
     source = own_template(tokenizer)
@@ -78,7 +78,7 @@ def render_own(
 def render_own_prompt(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
 ) -> str:
-    """The text up to where the model's next answer begins, by the tokenizer's own template."""
+    """The text up to the beginning of the next answer, in the tokenizer's own template."""
     chat = _as_chat(messages, mm_use_im_start_end)
     return _rendered(chat, tokenizer, own_template(tokenizer), prompt=True)[0]
 
@@ -122,7 +122,7 @@ def _cut(text: str, spans: list[tuple[int, int]]) -> list[Segment]:
 
 
 def _quoted(text: str) -> str:
-    """The text as a string of Jinja's."""
+    """The text as a string literal of Jinja."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
     return f"'{escaped}'"
 
@@ -139,7 +139,7 @@ _WORDS = (
 
 
 def _jinja(template: str, opening: str, user: str, assistant: str, prompt: str, closing: str = "''") -> str:
-    """A template out of expressions that may use system (a text), text (of a message) and loop."""
+    """A template made of expressions that may use system (a text), text (of a message) and loop."""
     return (
         _WORDS
         + "{% if messages and messages[0]['role'] == 'system' %}"
@@ -172,8 +172,8 @@ def _llama_2(template: str, separator: str) -> str:
 
 
 def _turns(template: str, user: str, assistant: str, end: str, opening: str = "''") -> str:
-    said = f"text + {_quoted(end)} if text else ''"
-    return _jinja(template, opening, f"{_quoted(user)} + ({said})", f"{_quoted(assistant)} + ({said})", assistant)
+    content = f"text + {_quoted(end)} if text else ''"
+    return _jinja(template, opening, f"{_quoted(user)} + ({content})", f"{_quoted(assistant)} + ({content})", assistant)
 
 
 def _mpt(template: str) -> str:
@@ -191,8 +191,8 @@ def _llama_3() -> str:
 
 
 def _gemma() -> str:
-    said = "(system + '\\n\\n' if loop.first and system else '') + text"
-    user = f"'<start_of_turn>user\\n' + ({said} + '<end_of_turn>\\n' if text or loop.first and system else '')"
+    content = "(system + '\\n\\n' if loop.first and system else '') + text"
+    user = f"'<start_of_turn>user\\n' + ({content} + '<end_of_turn>\\n' if text or loop.first and system else '')"
     assistant = "'<start_of_turn>model\\n' + (text + '<end_of_turn>\\n' if text else '')"
     return _jinja("gemma", "''", user, assistant, "<start_of_turn>model\n")
 

@@ -1,4 +1,4 @@
-"""The encoded data set: every record checked and tokenized once, kept in Arrow, read through the page cache."""
+"""The encoded data set: every record checked and tokenized once, in Arrow files read through the page cache."""
 
 import copy
 import hashlib
@@ -43,7 +43,7 @@ from llava_ds.data.preflight import (
     rejections,
     write_rows,
 )
-from llava_ds.data.sample import IMAGE_LEFT_OUT, TOLD_UNMARKED
+from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
 from llava_ds.data.seen_files import changed_files, contents_digest
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
 from llava_ds.data.sources.open import shown
@@ -53,7 +53,7 @@ from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, print_first,
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
 
-LLAVA_TOKENS_PER_IMAGE = 128  # what LLaVA's data set adds to the words of a sample with images
+LLAVA_TOKENS_PER_IMAGE = 128  # added by LLaVA's data set to the words of a sample with images
 
 EXAMPLES_TRIED = 100
 
@@ -62,21 +62,21 @@ PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """Where encoded data are kept, who encodes them, and what is done about records that can't be used.
+    """Options of checking and encoding that don't change accepted samples.
 
-    retry: whether what was rejected for the sake of another file is tried again, and changed images are looked at.
+    retry: try records again that were rejected because of another file, and look for changed images.
     """
 
     cache_dir: str
     num_workers: int | None = None
-    on_bad_sample: Literal["skip", "stop", "list"] = "skip"  # "list": refuse nothing, there may be none left
+    on_bad_sample: Literal["skip", "stop", "list"] = "skip"  # "list": never refuse, even if no record is left
     max_bad_fraction: float = 0.01
     retry: bool = True
 
 
 @dataclass(frozen=True)
 class BrokenSample:
-    """A sample that was accepted, but whose images can't be shown when it is its turn: where it is, and why."""
+    """The place of an accepted sample whose images can't be loaded any more, and the reason."""
 
     file: str
     line: int
@@ -86,10 +86,11 @@ class BrokenSample:
 
 
 class EncodedDataset(torch.utils.data.Dataset):
-    """The accepted samples by index, their images decoded when asked for.
+    """The accepted samples by index, with images decoded on access.
 
     sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; lengths
-    and num_targets: per sample, tokens and supervised tokens (lists of int); rows: of these samples among all records.
+    and num_targets: per sample, tokens and supervised tokens (lists of int); rows: each sample's index in the table of
+    all records; folder: the cache's, with the table; descriptions: of the sources, for a person.
     """
 
     def __init__(
@@ -101,9 +102,9 @@ class EncodedDataset(torch.utils.data.Dataset):
         image_options: geometry.ImageOptions,
         fingerprint: str,
     ) -> None:
-        self.folder = folder  # that the table is read from
+        self.folder = folder
         self.sources = sources
-        self.descriptions = descriptions  # of the sources: how they are read
+        self.descriptions = descriptions
         self.image_options = image_options
         self.fingerprint = fingerprint
         self.table = table
@@ -116,8 +117,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> LoadedSample | BrokenSample:
-        """The sample, or why its images can't be shown."""
-        # By the Arrow table: its own row, in any format, takes longer than the image.
+        """The sample, or the reason why its images can't be loaded."""
+        # From the Arrow table: a row of `datasets`, in any format, takes longer than decoding an image.
         row = self.table.data.fast_slice(int(self.rows[index]), 1)
         media = media_from_text(row.column("media")[0].as_py())
         loaded = []
@@ -133,10 +134,10 @@ class EncodedDataset(torch.utils.data.Dataset):
         return LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
 
     def lengths_for(self, how: str) -> list[int]:
-        """Lengths that an order of the sampler goes by: all but "bucket" take the numbers of LLaVA's data set."""
+        """The lengths that an order of samples needs: LLaVA's own measure for all orders but "bucket"."""
         words = self._column("words")
         if how in ("modality", "modality_auto"):
-            return words.tolist()  # negative where there is no image
+            return words.tolist()  # negative for samples without images
         if how in ("length", "varlen"):
             # Another field holds a video, for which LLaVA-NeXT adds nothing.
             media = self.table.data.column("media")
@@ -147,36 +148,35 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     @property
     def has_images(self) -> np.ndarray:
-        """(samples,) bool: which show an image or a video."""
+        """(samples,) bool: True for samples with an image or a video."""
         return self._column("num_pictures") > 0
 
     @property
     def num_records(self) -> int:
-        """Accepted and rejected ones."""
+        """Number of accepted and rejected records."""
         return len(self.table)
 
     @property
     def num_rejected(self) -> int:
-        """Records that were left out."""
+        """Number of rejected records."""
         return len(self._rejected)
 
     def rejections(self) -> Iterator[dict[str, object]]:
-        """The records that were left out: file, line (from 1), index (from 0), id and reason."""
+        """Rejected records: file, line (from 1), index (from 0), id and reason."""
         return rejections(self.table.data.table, self._rejected)
 
     def row(self, index: int) -> dict[str, object]:
-        """All columns of one record, accepted or not, by its place among all records."""
+        """All columns of one record, by its index among all records."""
         return self.table[index]
 
-    def pictures_of(self, index: int) -> list[str | dict[str, object]]:
-        """Where a sample's images and videos lie, for a person to look at: paths, or all that a FileRef has of a
-        slice of a file."""
+    def images_of(self, index: int) -> list[str | dict[str, object]]:
+        """The first file of each image and video of a sample: a path, or the fields of a FileRef for a slice."""
         media = media_from_text(self.row(int(self.rows[index]))["media"])
         refs = [one.media.refs[0] for one in media]
         return [ref.path if ref.num_bytes < 0 else asdict(ref) for ref in refs]
 
     def without_part(self, fraction: float, seed: int) -> tuple["EncodedDataset", "EncodedDataset"]:
-        """Two data sets: the samples but for a part of them, and that part, drawn by the seed.
+        """Split off a random part of the samples, drawn with the seed: the rest, and that part.
 
         fraction: of the samples, above 0 and below 1; both have at least one. Raises DataError for fewer than two.
         """
@@ -195,7 +195,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return part
 
     def example(self) -> LoadedSample:
-        """A sample to try a model on: with an image if one of the first of them can be read, else its text alone."""
+        """A sample to try a model on, with an image if one of the first ones can be read."""
         shown = self.has_images
         for index in (*np.flatnonzero(shown)[:EXAMPLES_TRIED], *np.flatnonzero(~shown)[:1]):
             sample = self[int(index)]
@@ -206,7 +206,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return LoadedSample(ids[text], labels[text], [])
 
     def summary(self) -> list[str]:
-        """How the data are read, how much there is to see and to learn, and what was left out, for a person to read."""
+        """Lines for a person: sources, numbers of answers, images and tokens, and rejected records."""
         accepted = self.num_records - self.num_rejected
         apart = f"; {accepted - len(self):,} of the accepted are held out" if accepted > len(self) else ""
         lines = [
@@ -223,12 +223,16 @@ class EncodedDataset(torch.utils.data.Dataset):
                 f"lengths in tokens, shortest to longest: {shown}",
             ]
             unmarked = self._unmarked()
-            for kind, told in TOLD_UNMARKED.items():
+            for kind, text in UNMARKED_TEXTS.items():
                 if number := int(np.count_nonzero(unmarked == kind)):
-                    lines.append(f"{number:,} records {told}")
+                    lines.append(f"{number:,} records {text}")
         if self.num_rejected:
             rows = list(self.rejections())
-            lines += ["left out:", *reasons_in_short([row["reason"] for row in rows]), f"  the first: {_told(rows[0])}"]
+            lines += [
+                "left out:",
+                *reasons_in_short([row["reason"] for row in rows]),
+                f"  the first: {_rejection_line(rows[0])}",
+            ]
         return lines
 
     def _unmarked(self) -> np.ndarray:
@@ -245,9 +249,9 @@ def open_data(
     refuse_bad: bool = True,
     retry: bool = True,
 ) -> EncodedDataset:
-    """The data that the flags name.
+    """Open the data that the flags name.
 
-    refuse_bad: whether bad records may end the program, as --on_bad_sample says; retry: as PreflightOptions has it.
+    refuse_bad: apply --on_bad_sample, which may refuse bad records; retry: see PreflightOptions.
     """
     model, data = args.model, args.data
     options = SourceOptions(
@@ -282,8 +286,8 @@ def open_data(
 def open_together(
     args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: geometry.ImageOptions, ranks: Ranks
 ) -> EncodedDataset:
-    """open_data on every rank, one after the other where there is something to write. All ranks call it together."""
-    with first_rank_first(ranks):  # and only it looks whether what was missing is there now
+    """Open the data on every rank, rank 0 first, as it may have to write. All ranks call it together."""
+    with first_rank_first(ranks):  # only rank 0 looks for files that were missing or have changed
         dataset = open_data(args, tokenizer, image_options, retry=ranks.is_first)
     check_same_data(dataset.fingerprint, ranks)
     return dataset
@@ -296,9 +300,9 @@ def open_encoded(
     image_options: geometry.ImageOptions,
     options: PreflightOptions,
 ) -> EncodedDataset:
-    """The checked and encoded records of all sources, from the cache or made now.
+    """Open the checked and encoded records of all sources, from the cache or made now.
 
-    The cache's name is a hash of everything the result depends on; any number of processes may do this at once.
+    The cache's name is a hash of everything the result depends on. Any number of processes may do this at once.
     Raises DataError when more records are bad than options allow, or none is left.
     """
     checker = Checker(tuple(sources), Encoder(tokenizer, encoding), image_options)
@@ -308,7 +312,7 @@ def open_encoded(
         repr((source.kind, source.format, source.columns, source.selection, source.on_unmarked_image))
         for source in sources
     ]
-    # Where images are looked for decides what is found, so it counts for the cache; moved data are the same data.
+    # The folders of images decide what is found, so they count for the cache; moved data have the same fingerprint.
     roots = [f"{os.path.realpath(r)}" for s in sources for r in (s.image_root, s.video_root, s.path) if r is not None]
     stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
     folder = cache_dir / "encoded" / digest_of([*common, options_part(image_options), *stamps, *roots])
@@ -333,7 +337,7 @@ def open_encoded(
 
 
 def _is_outdated(rows: CachedRows, checker: Checker) -> bool:
-    """True if the records have to be checked anew: an image was replaced, or one that was missing is there."""
+    """True if the records have to be checked again: an image has changed, or a missing one is there now."""
     if rows.is_stale or can_now_be_used(rows.table, checker):
         return True
     changed = changed_files(rows.table, checker.image_options, media_of_text)
@@ -348,7 +352,7 @@ def sample_ids(dataset: EncodedDataset, samples: Iterable[int]) -> list[str]:
 
 
 def check_same_data(fingerprint: str, ranks: Ranks) -> None:
-    """Raise DataError on every rank where they would not train on the same samples. All ranks call it together."""
+    """Raise DataError on every rank if they don't all have the same samples. All ranks call it together."""
     prints = gather(fingerprint, ranks)
     others = [str(rank) for rank, each in enumerate(prints) if each != prints[0]]
     if others:
@@ -358,13 +362,13 @@ def check_same_data(fingerprint: str, ranks: Ranks) -> None:
         )
 
 
-def _told(row: dict[str, object]) -> str:
-    """A rejection as a line: where, which, why."""
+def _rejection_line(row: dict[str, object]) -> str:
+    """One line with the place, the id and the reason."""
     return f"{printable(place_of(row))}: record {row['index']} ({row['id']}): {row['reason']}"
 
 
 def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:
-    """Raise DataError when more was rejected than the options allow; the message says what, and where all is listed."""
+    """Raise DataError, with the reasons and the path of a full list, if more was rejected than the options allow."""
     bad = table.data.table.filter(pa.compute.is_valid(table.data.column("reason")))
     if options.on_bad_sample == "list":
         return
@@ -374,7 +378,7 @@ def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: P
     rows = list(rejections(bad, np.arange(len(bad))))
     listing = folder / "rejected.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    lines = [_told(row) for row in rows]
+    lines = [_rejection_line(row) for row in rows]
     limit = (
         "--on_bad_sample stop allows none"
         if options.on_bad_sample == "stop"

@@ -1,4 +1,4 @@
-"""Samples to ids and labels. Labels come from character offsets of the one tokenization: nothing is counted twice."""
+"""Encoding of conversations to ids and labels, both from one tokenization by its character offsets."""
 
 import itertools
 import re
@@ -25,18 +25,18 @@ from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
 
-# Characters of a conversation that are tokenized first, at least and for each token that it may have; more of them
-# where these did not give enough, up to what no text needs unless its characters vanish. Each takes some 360 bytes.
+# Characters of a conversation to tokenize first: at least, and per token that it may have. If they give too few tokens,
+# more follow, up to a number that is only exceeded if characters vanish. Each character takes some 360 bytes.
 FIRST_CHARS, FIRST_CHARS_PER_TOKEN, TIMES_MORE = 1 << 18, 16, 4
-TOKENS_BEHIND = 64  # that have to follow the last one wanted: near the end of a part they may be others
+TOKENS_BEHIND = 64  # beyond the last one needed, as tokens near the end of a part may differ
 
-# Qwen's id of "\n", which LLaVA-NeXT's preprocess_qwen knows as a number and leaves to be learned in every turn.
+# Qwen's id of "\n", a number in LLaVA-NeXT's preprocess_qwen, supervised in every turn.
 _QWEN_NEWLINE = (198, "Ċ")
 
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """All that the ids of a sample depend on, beside the sample and the tokenizer."""
+    """Everything that the ids of a sample depend on, besides the sample and the tokenizer."""
 
     template: str  # a key of TEMPLATES
     max_length: int
@@ -47,7 +47,7 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of one sample (int32), IMAGE_TOKEN_INDEX once per image feature, and a label for every position (int32)."""
+    """Ids of one sample (int32), with IMAGE_TOKEN_INDEX once per image feature, and labels (int32)."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -55,13 +55,13 @@ class Encoded:
 
     @property
     def num_targets(self) -> int:
-        """Supervised positions; the first has nothing before it to be predicted from."""
+        """Number of supervised positions. The first position can't be predicted."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A text to tokenize by itself. before: its ids' predecessors; base: where in the whole text it begins."""
+    """A text to tokenize by itself. before: ids in front of it; base: its place in the whole text."""
 
     text: str
     before: list[int]
@@ -70,7 +70,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Head:
-    """What every conversation begins with, tokenized once; joint stands between it and the rest."""
+    """The beginning of every conversation, tokenized once. joint: text between it and the rest."""
 
     text: str
     ids: list[int]
@@ -78,7 +78,7 @@ class _Head:
 
 
 class Encoder:
-    """Conversations to ids and labels, equal to those of LLaVA's own code. May be sent to other processes."""
+    """Encodes conversations to the ids and labels of LLaVA's own code. Can be pickled."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> None:
         self.options = options
@@ -115,11 +115,11 @@ class Encoder:
     def encode_batch(
         self, conversations: Sequence[tuple[Sequence[Message], Sequence[int]]]
     ) -> list[Encoded | DataError]:
-        """Ids and labels of every conversation, or why it has none, in their order.
+        """Ids and labels of every conversation, or the reason why it can't be encoded, in order.
 
-        A conversation: its messages, and the features of each <image> mark in the text's order. Cut at max_length
-        with the features counted. A token is supervised when it begins in a supervised segment: one that begins in
-        the text before can't follow a prompt.
+        A conversation: its messages, and the number of features of each <image> mark in the text's order. Cut at
+        max_length, features included. A token is supervised if it begins in a supervised segment: a token that begins
+        before it can't follow a prompt.
         """
         results: list[Encoded | DataError | None] = []
         rows: list[tuple[int, list[_Piece], list[tuple[int, int, int]], Sequence[int]]] = []
@@ -146,7 +146,7 @@ class Encoder:
     def _in_larger_parts(
         self, pieces: list[_Piece], num_chars: int, spans: Sequence[tuple[int, int, int]], features: Sequence[int]
     ) -> Encoded | DataError:
-        """A long conversation of which so many characters gave too few tokens."""
+        """Encode a long conversation of which num_chars characters gave too few tokens."""
         limit, beginning = self.options.max_length, None
         while beginning is not pieces and num_chars < self.most_chars:
             num_chars = min(TIMES_MORE * num_chars, self.most_chars)
@@ -162,7 +162,7 @@ class Encoder:
         )
 
     def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int]) -> list[int]:
-        """The ids up to where the next answer begins; messages end with a question. Not cut."""
+        """The ids up to the beginning of the next answer, not cut. messages end with a question."""
         im_start_end = self.options.mm_use_im_start_end
         messages = self._guarded(messages)
         if self.template.write is None:
@@ -195,7 +195,7 @@ class Encoder:
     def _pieces(
         self, segments: Sequence[Segment], features: Sequence[int]
     ) -> tuple[list[_Piece], list[tuple[int, int, int]]]:
-        """What is tokenized by itself, and the supervised spans of the whole text: start, end, most tokens (0: all)."""
+        """Texts to tokenize separately, and supervised spans of the whole text: start, end, most tokens (0: all)."""
         if self.options.supervise_last_turn_only:
             segments = _last_answer_only(segments)
         spans: list[tuple[int, int, int]] = []
@@ -232,7 +232,7 @@ class Encoder:
             return self.backend.encode_batch(texts, add_special_tokens=False)
 
     def _tokenize_whole(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of each text, and the characters that each token covers."""
+        """Ids of each text, and the (start, end) characters of each token."""
         if self.begins_with_space is None:
             for encoding in self._coded(texts):
                 yield encoding.ids, encoding.offsets
@@ -240,7 +240,7 @@ class Encoder:
         added = [1 if self.begins_with_space.match(text) else 0 for text in texts]
         texts = [f" {text}" if shift else text for text, shift in zip(texts, added)]
         for encoding, shift in zip(self._coded(texts), added):
-            # A token of the added space alone goes with what follows it.
+            # A token of the added space alone belongs to the text behind it.
             yield encoding.ids, [(max(a - shift, 0), b) for a, b in encoding.offsets] if shift else encoding.offsets
 
     def _join(
@@ -287,7 +287,7 @@ class Encoder:
         return ids, labels
 
     def _find_head(self) -> _Head | None:
-        """The system prompt up to its last word, where what follows can be tokenized by itself to the same ids."""
+        """The system prompt up to its last word, if the rest gets the same ids when tokenized separately."""
         self.head = None
         if self.template.write is None:
             return None
@@ -313,7 +313,7 @@ class Encoder:
 
 
 def _beginning(pieces: list[_Piece], num_chars: int) -> list[_Piece]:
-    """The pieces up to so many characters; the list itself where they have no more."""
+    """The pieces up to num_chars characters; the same list if they have no more."""
     for i, piece in enumerate(pieces):
         if len(piece.text) > num_chars:
             return [*pieces[:i], replace(piece, text=piece.text[:num_chars])]
@@ -322,7 +322,7 @@ def _beginning(pieces: list[_Piece], num_chars: int) -> list[_Piece]:
 
 
 def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What is wrong with training in a template (a key of TEMPLATES) with this tokenizer, a line each."""
+    """Problems of training with a template (a key of TEMPLATES) and this tokenizer, a line each."""
     problems = []
     if template == "chat_template" and tokenizer.chat_template is None:
         problems.append(
@@ -341,19 +341,19 @@ def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[s
 
 
 def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError with all that check_tokenizer finds for these flags."""
+    """Raise ConfigError with the problems that check_tokenizer finds for these flags."""
     problems = check_tokenizer(resolve_template(model.version), tokenizer)
     if problems:
         raise ConfigError("\n".join(f"--model_name_or_path {model.model_name_or_path}: {p}" for p in problems))
 
 
 def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: the template's end markers, where each is one token, and the tokenizer's own."""
+    """Ids that end an answer: the template's end markers that are one token, and the tokenizer's own."""
     ids = [_single_id(tokenizer, marker) for marker in TEMPLATES[template].end_markers if marker not in _NOT_TOKENS]
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
-_NOT_TOKENS = ("\n", "###")  # end markers of templates from before there were tokens for it
+_NOT_TOKENS = ("\n", "###")  # end markers of old templates that are no tokens
 
 
 def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
@@ -362,7 +362,7 @@ def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
 
 
 def _framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids that the tokenizer puts before and behind every text."""
+    """Ids that the tokenizer adds before and behind every text."""
     where = f"the tokenizer of {tokenizer.name_or_path}"
     with library_errors(where, "it can't tokenize a text"):
         coded = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Files and slices of files, such as the members of a tar, behind one face."""
+"""Files and slices of files, such as members of a tar, with one interface, and errors of the disk for users."""
 
 import contextlib
 import errno
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef
 
-# What the machine lacks is no fault of the file or disk that just then was asked for more.
+# Errors of the machine, not of the file or disk that was used at that moment.
 LACKING = {
     errno.EMFILE: "raise the limit (ulimit -n), or give fewer workers",
     errno.ENFILE: "raise the limit (sysctl fs.file-max), or end other processes",
     errno.ENOMEM: "free some, or give fewer workers",
     errno.EAGAIN: "end other processes, raise the limit (ulimit -u), or give fewer workers",
 }
-# Of errors that name no file, as pyarrow's do not, those of writing.
+# Errors of writing, for exceptions that name no file, as pyarrow's.
 UNWRITABLE = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE,
     errno.EISDIR, errno.ENOTDIR, errno.ENOENT,
@@ -26,33 +26,35 @@ UNWRITABLE = (
 
 @contextlib.contextmanager
 def read_errors(path: str | os.PathLike) -> Iterator[None]:
-    """Raise DataError where the system can't read on, as on a disk that fails."""
+    """Turn an OSError, such as of a failing disk, into a DataError with a remedy."""
     try:
         yield
     except OSError as error:
-        remedy = LACKING.get(error.errno, "copy it anew, or look at its disk")
+        remedy = LACKING.get(error.errno, "copy it again, or check its disk")
         raise DataError(f"{path} can't be read: {error.strerror or error}: {remedy}") from error
 
 
 @contextlib.contextmanager
 def write_errors(folder: str | os.PathLike, what: str, flag: str = "--cache_dir") -> Iterator[None]:
-    """Raise ConfigError where the system can't write on below a folder that a flag names, as on a disk that is full, or
-    lacks memory or open files for it. An OSError of something else passes through."""
+    """Turn an OSError of writing below a folder, or for lack of memory or open files, into a ConfigError.
+
+    what: is written; flag: names the folder. Other OSErrors pass through.
+    """
     try:
         yield
     except OSError as error:
-        said = error.strerror or error
+        reason = error.strerror or error
         if error.errno in LACKING:
-            raise ConfigError(f"{what} can't be made: {said}: {LACKING[error.errno]}") from error
+            raise ConfigError(f"{what} can't be made: {reason}: {LACKING[error.errno]}") from error
         if error.errno not in UNWRITABLE if error.filename is None else not _lies_in(folder, error.filename):
             raise
         raise ConfigError(
-            f"{what} can't be written to {folder}: {said}: make room there, or name another {flag}"
+            f"{what} can't be written to {folder}: {reason}: make room there, or name another {flag}"
         ) from error
 
 
 def _lies_in(folder: str | os.PathLike, path: str | bytes | int) -> bool:
-    """True if a path, as an OSError has it, is that of a folder, of something in it, or of one above it."""
+    """True if the path of an OSError is a folder, inside it, or above it."""
     if isinstance(path, int):  # a descriptor
         return False
     inner, outer = (os.path.abspath(os.fsdecode(each)) for each in (path, folder))
@@ -60,7 +62,7 @@ def _lies_in(folder: str | os.PathLike, path: str | bytes | int) -> bool:
 
 
 class BoundedFile(io.RawIOBase):
-    """A file, or a slice of one, of which no more than max_bytes may be read: past that, OSError. None: no bound."""
+    """A file, or a slice of one, that raises OSError once more than max_bytes were read. None: no bound."""
 
     def __init__(self, raw: io.RawIOBase, max_bytes: int | None) -> None:
         self._raw, self.max_bytes = raw, max_bytes
@@ -91,9 +93,9 @@ class BoundedFile(io.RawIOBase):
 
 
 def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader:
-    """A file, or a slice of one, to read; its `raw` is a BoundedFile. Raises DataError when it is no regular file.
+    """Open a file, or a slice of one; `raw` is a BoundedFile. Raises DataError if it is no regular file.
 
-    Decoders are given no path: some would map the file, which may shrink.
+    Decoders get no path, as some would map the file, which may shrink.
     """
     file = io.FileIO(ref.path, opener=_open_without_waiting)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -105,12 +107,12 @@ def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """A named pipe that took a file's place would wait for a writer."""
+    """Open a file without blocking, in case it is a named pipe now."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 class _Slice(io.RawIOBase):
-    """Some bytes of an open file as a file of their own. Closing it closes the file."""
+    """Some bytes of an open file as a file. Closing it closes that file."""
 
     def __init__(self, file: io.FileIO, offset: int, num_bytes: int) -> None:
         self._file, self._offset, self._num_bytes, self._at = file, offset, num_bytes, 0

@@ -1,4 +1,4 @@
-"""Hashes of what an encoded data set depends on: they change when it changes, and only then."""
+"""Hashes of everything that an encoded data set depends on."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "new
 
 
 def digest_of(parts: Iterable[str]) -> str:
-    """One name, fit for a folder, for all parts in their order."""
+    """A hash of all parts in order, usable as a folder's name."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
@@ -31,7 +31,7 @@ def digest_of(parts: Iterable[str]) -> str:
 
 
 def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """All that a tokenizer's ids depend on."""
+    """Everything that a tokenizer's ids depend on."""
     return [
         tokenizer.backend_tokenizer.to_str(),
         json.dumps(sorted(tokenizer.get_added_vocab().items())),
@@ -40,14 +40,14 @@ def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def options_part(options: ImageOptions) -> str:
-    """All fields as a text, under the class's first name, which is in the fingerprints of earlier runs."""
+    """All fields as text. The class's earlier name is in fingerprints of earlier runs, and stays."""
     return repr(options).replace(ImageOptions.__name__, "PictureOptions", 1)
 
 
 def options_that_matter(image_options: ImageOptions, media: pa.ChunkedArray) -> ImageOptions:
-    """The options with those at their defaults that change no sample of a table, given its column of media.
+    """The options, with defaults for those that change no sample of a table, given its column of media.
 
-    max_pixels is one of them: the rows themselves tell which images were too large.
+    max_pixels is such an option, as the rows already show which images were too large.
     """
     # A path may hold these words too, but not these quotes: JSON escapes them.
     found = [pa.compute.any(pa.compute.match_substring(media, f'["{kind}", [')) for kind in ("frames", "video")]
@@ -57,7 +57,7 @@ def options_that_matter(image_options: ImageOptions, media: pa.ChunkedArray) -> 
 
 
 def file_stamp(source: Source, path: str, cache_dir: Path) -> str:
-    """What tells the files of a source apart as far as encoded rows depend on them: where the slices lie, for tars."""
+    """A text that differs if encoded rows would. For tars it includes the file's stamp, as slices may move."""
     if source.kind != "webdataset":
         return file_digest(source, path, cache_dir)
     with read_errors(path):
@@ -69,7 +69,7 @@ class _Note(FileState):
 
 
 def file_digest(source: Source, path: str, cache_dir: Path) -> str:
-    """A hash of what a file of a source holds, remembered in cache_dir while its stamp and some blocks stay."""
+    """A hash of a source's file, remembered in cache_dir while its stamp and some of its blocks stay the same."""
     file = Path(path)
     with read_errors(path):
         seen = state_of(file)
@@ -79,7 +79,7 @@ def file_digest(source: Source, path: str, cache_dir: Path) -> str:
         if seen.items() <= known.items():
             return known["sha256"]
     except (FileNotFoundError, DataError):
-        pass  # not hashed before, or a kill cut the note short: it is written anew
+        pass  # not hashed before, or the note was cut short by a kill
     digest = hashlib.sha256()
     with read_errors(path):
         for block in shard_contents(path) if source.kind == "webdataset" else _blocks(file):

@@ -1,4 +1,4 @@
-"""Every record checked and encoded before anything is built: what is accepted, what is not, and why."""
+"""Checking and encoding of every record before anything is built, with a reason for each that is rejected."""
 
 import contextlib
 import json
@@ -25,15 +25,17 @@ from llava_ds.data.sources import Source, to_sample
 from llava_ds.data.sources.embedded import IMAGES
 from llava_ds.runtime.ranks import printable, progress_bar
 
+Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS
+
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
-PART_BYTES = 4 << 20  # of records that are checked together, whose tokens take many times the room of their text
+PART_BYTES = 4 << 20  # of records checked together: their tokens take many times the memory of their text
 
-RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # that are read before they are written, whichever is less
-RECORDS_PER_CALL = 256  # that a worker process checks at a time
+RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # read before they are written, whichever is less
+RECORDS_PER_CALL = 256  # checked by a worker process at a time
 RECORDS_PER_WORKER = 2_000  # below this, starting another process takes longer than it saves
 
-MAX_ID = 200  # characters that are kept of the id of a record that is not trained on
+MAX_ID = 200  # characters of the id of a rejected record
 
 RECORDS = pa.schema(
     [
@@ -45,9 +47,9 @@ RECORDS = pa.schema(
     ]
 )
 
-# One row per record, in the sources' order. reason is null for what is accepted; a rejected row keeps its text where
-# the reason lies in another file, so that it can be tried again, and its id and reason are spelled so that they can be
-# printed. words is LLaVA's measure of length; files and what was seen of them are llava_ds.data.seen_files'.
+# One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
+# file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
+# length; COLUMNS describe the files of images (llava_ds.data.seen_files).
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -74,7 +76,7 @@ ROWS = pa.schema(
 
 @dataclass(frozen=True)
 class SizedMedia:
-    """An image or video with the upright size in pixels of each of its images (or sampled frames)."""
+    """An image or video with the upright size in pixels of each image or sampled frame."""
 
     media: Media
     sizes: tuple[tuple[int, int], ...]
@@ -82,7 +84,7 @@ class SizedMedia:
 
 @dataclass(frozen=True)
 class Checker:
-    """Turns a table of RECORDS into one of ROWS, as long: what worker processes do."""
+    """Turns a table of RECORDS into a table of ROWS of the same length, in worker processes."""
 
     sources: tuple[Source, ...]
     encoder: Encoder
@@ -93,57 +95,73 @@ class Checker:
         return pa.concat_tables(parts)
 
     def _rows(self, records: pa.Table) -> pa.Table:
-        places = [records.column(name).to_pylist() for name in ("source", "index", "text")]
-        outcomes = [self._check(*place) for place in zip(*places)]
+        places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
+        outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
         coded = iter(self.encoder.encode_batch([(one.sample.messages, one.num_tokens) for one in good]))
-        outcomes = [self._coded(one, next(coded)) if isinstance(one, _Checked) else one for one in outcomes]
+        rows = [self._row(one, next(coded)) if isinstance(one, _Checked) else one for one in outcomes]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
-        to_retry = [isinstance(one, _Rejected) and isinstance(one.error, FileProblem) for one in outcomes]
-        columns["text_to_retry"] = pa.array(
-            [text if again else None for again, text in zip(to_retry, places[2])], pa.binary()
-        )
-        columns |= _columns(outcomes)
+        columns |= {name: _lists([row[name] for row in rows]) for name in ("input_ids", "labels")}
+        columns |= as_columns([row["seen"] for row in rows])
+        rest = [field for field in ROWS if field.name not in columns]
+        columns |= {field.name: pa.array([row[field.name] for row in rows], field.type) for field in rest}
         return pa.table([columns[field.name] for field in ROWS], schema=ROWS)
 
-    def _check(self, source: int, index: int, text: bytes) -> "_Checked | _Rejected":
+    def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:
             sample = to_sample(text.decode("utf-8", "surrogatepass"), self.sources[source], index)
         except DataError as error:
-            return _Rejected(_id_in(text, self.sources[source].columns.id, index), error)
+            return _rejected(_id_in(text, self.sources[source].columns.id, index), error, text)
         try:
-            looked_at = [self._looked_at(one) for one in sample.media]
+            found = [self._look_at(one) for one in sample.media]
         except DataError as error:
-            return _Rejected(sample.id, error)
-        media = tuple(sized for sized, _ in looked_at)
-        seen = [file for _, files in looked_at for file in files]
-        return _Checked(
-            sample, media, seen, [layout_of(one, len(media), self.image_options).num_tokens for one in media]
-        )
+            return _rejected(sample.id, error, text)
+        media = tuple(sized for sized, _ in found)
+        seen = [file for _, files in found for file in files]
+        num_tokens = [layout_of(one, len(media), self.image_options).num_tokens for one in media]
+        return _Checked(sample, media, seen, num_tokens)
 
-    def _coded(self, one: "_Checked", coded: Encoded | DataError) -> "_Accepted | _Rejected":
-        if isinstance(coded, DataError):
-            return _Rejected(one.sample.id, coded)
-        if coded.num_targets == 0:
-            limit = self.encoder.options.max_length
-            why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
-            return _Rejected(one.sample.id, DataError(f"nothing to learn from: {why}"))
-        return _Accepted(one.sample, one.media, one.seen, coded)
-
-    def _looked_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
+    def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
-            stamps = stamps_of(media, self.image_options)  # first: what is written meanwhile has another one
+            stamps = stamps_of(media, self.image_options)  # first: a file written meanwhile has another stamp
             sized = SizedMedia(media, probe(media, self.image_options))
             return sized, seen_files(media, self.image_options, stamps)
-        except (DataError, ConfigError) as error:  # ConfigError: an extra is missing, which may be there next time
+        except (DataError, ConfigError) as error:  # ConfigError: a missing extra, which may be installed next time
             raise FileProblem(str(error)) from error
         except OSError as error:
             raise FileProblem(f"{error.filename or media.refs[0].path} can't be read: {error.strerror}") from error
 
+    def _row(self, one: "_Checked", coded: Encoded | DataError) -> Row:
+        sample = one.sample
+        if isinstance(coded, DataError):
+            return _rejected(sample.id, coded)
+        if coded.num_targets == 0:
+            limit = self.encoder.options.max_length
+            why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
+            return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
+        words = sum(len(message.text.split()) for message in sample.messages)
+        has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's field "image"
+        return {
+            "id": sample.id,
+            "reason": None,
+            "text_to_retry": None,
+            "input_ids": coded.input_ids,
+            "labels": coded.labels,
+            "media": media_to_text(one.media),
+            "length": len(coded.input_ids),
+            "num_targets": coded.num_targets,
+            "num_turns": sum(message.role == "gpt" for message in sample.messages),
+            "num_pictures": sum(len(sized.sizes) for sized in one.media),
+            "words": words if has_field else -words,
+            "truncated": coded.truncated,
+            "unmarked": sample.unmarked,
+            "seen": one.seen,
+        }
+
 
 @dataclass(frozen=True)
 class _Checked:
-    """A record that can be used as far as one can tell without encoding it; num_tokens of each of its media."""
+    """A record that only remains to be encoded; num_tokens of each of its media."""
 
     sample: Sample
     media: tuple[SizedMedia, ...]
@@ -151,22 +169,20 @@ class _Checked:
     num_tokens: list[int]
 
 
-@dataclass(frozen=True)
-class _Accepted:
-    sample: Sample
-    media: tuple[SizedMedia, ...]
-    seen: list[SeenFile]
-    coded: Encoded
-
-
-@dataclass(frozen=True)
-class _Rejected:
-    id: str
-    error: DataError
+def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
+    """The row of a rejected record, empty but for its id and the reason."""
+    nothing = np.empty(0, np.int32)
+    return {
+        **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words"), 0),
+        **{"input_ids": nothing, "labels": nothing, "media": "[]", "truncated": False, "unmarked": "", "seen": []},
+        "id": printable(id),
+        "reason": printable(str(error)),
+        "text_to_retry": text if isinstance(error, FileProblem) else None,
+    }
 
 
 def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
-    """(first, last) rows whose texts have no more than PART_BYTES together, unless one alone has."""
+    """(first, last) rows of parts of at most PART_BYTES of text, or of one larger record."""
     ends = np.cumsum(pa.compute.binary_length(texts).to_numpy())
     first = 0
     while first < len(ends):
@@ -177,12 +193,12 @@ def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
 
 
 def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> geometry.MediaLayout:
-    """How an image or video of a sample with num_media of them becomes tiles and tokens."""
+    """The layout in tiles and tokens of an image or video of a sample with num_media of them."""
     return geometry.media_layout(one.media.kind, one.sizes, num_media, options)
 
 
 def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
-    """The id that a rejected record gives itself, as far as it can be read; else its index."""
+    """The id of a rejected record if it can be read, else its index."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
@@ -192,70 +208,21 @@ def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
     return str(found[0])[:MAX_ID].encode("utf-8", "replace").decode() if usable else str(index)
 
 
-def _columns(outcomes: list[_Accepted | _Rejected]) -> dict[str, pa.Array]:
-    """The columns that the outcomes make, a rejected record's being empty."""
-    ids, reasons, media, numbers, truncated, unmarked = [], [], [], [], [], []
-    input_ids, labels = [], []
-    nothing = np.empty(0, np.int32)
-    for one in outcomes:
-        if isinstance(one, _Rejected):
-            ids.append(printable(one.id))
-            reasons.append(printable(str(one.error)))
-            media.append("[]")
-            numbers.append((0, 0, 0, 0, 0))
-            truncated.append(False)
-            unmarked.append("")
-            input_ids.append(nothing)
-            labels.append(nothing)
-            continue
-        messages = one.sample.messages
-        words = sum(len(message.text.split()) for message in messages)
-        ids.append(one.sample.id)
-        reasons.append(None)
-        media.append(media_to_text(one.media))
-        numbers.append(
-            (
-                len(one.coded.input_ids),
-                one.coded.num_targets,
-                sum(message.role == "gpt" for message in messages),
-                sum(len(sized.sizes) for sized in one.media),
-                words if one.media or one.sample.unmarked == IMAGE_LEFT_OUT else -words,  # LLaVA looks for the field
-            )
-        )
-        truncated.append(one.coded.truncated)
-        unmarked.append(one.sample.unmarked)
-        input_ids.append(one.coded.input_ids)
-        labels.append(one.coded.labels)
-    names = ("length", "num_targets", "num_turns", "num_pictures", "words")
-    counts = np.array(numbers, np.int32).reshape(-1, len(names))
-    return {
-        "id": pa.array(ids, pa.string()),
-        "reason": pa.array(reasons, pa.string()),
-        "media": pa.array(media, pa.string()),
-        "truncated": pa.array(truncated, pa.bool_()),
-        "unmarked": pa.array(unmarked, pa.string()),
-        "input_ids": _lists(input_ids),
-        "labels": _lists(labels),
-        **{name: pa.array(np.ascontiguousarray(counts[:, i])) for i, name in enumerate(names)},
-        **as_columns([one.seen if isinstance(one, _Accepted) else [] for one in outcomes]),
-    }
-
-
 def _lists(rows: list[np.ndarray]) -> pa.Array:
-    """Arrays of int32 as one Arrow list array, without a Python number in between."""
+    """Arrays of int32 as one Arrow list array, without Python numbers in between."""
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows, dtype=np.int32)))
 
 
 def media_to_text(media: tuple[SizedMedia, ...]) -> str:
-    """Media as the table keeps them."""
+    """Write media as the JSON that the table has."""
     if not media:
         return "[]"
     return json.dumps([[m.media.kind, [[r.path, r.offset, r.num_bytes] for r in m.media.refs], m.sizes] for m in media])
 
 
 def media_from_text(text: str) -> tuple[SizedMedia, ...]:
-    """What media_to_text wrote."""
+    """Read what media_to_text wrote."""
     return tuple(
         SizedMedia(Media(kind, tuple(FileRef(*ref) for ref in refs)), tuple(tuple(size) for size in sizes))
         for kind, refs, sizes in json.loads(text)
@@ -268,18 +235,18 @@ def media_of_text(text: str) -> list[Media]:
 
 
 def rejections(table: pa.Table, rows: np.ndarray) -> Iterator[dict[str, object]]:
-    """What skipped.jsonl says of rejected rows: file, line (from 1), index (from 0), id and reason."""
+    """Rejected rows as skipped.jsonl lists them: file, line (from 1), index (from 0), id and reason."""
     if len(rows):
         yield from table.select(["file", "line", "index", "id", "reason"]).take(pa.array(rows)).to_pylist()
 
 
 def place_of(row: dict[str, object]) -> str:
-    """The file of a record, and its line where that tells it from others: in a JSON list of one line all are in it."""
+    """The file and line of a record. The line is left out for a JSON list that is all in one line."""
     return str(row["file"]) if row["line"] == 1 and row["index"] > 0 else f"{row['file']}:{row['line']}"
 
 
 def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
-    """The reasons, alike but for names and numbers counted together, the most frequent first."""
+    """The most frequent reasons, counted together if they differ in names and numbers only."""
     kinds, first = Counter(), {}
     for reason in reasons:
         kind = _NAMES_AND_NUMBERS.sub("…", reason)
@@ -290,7 +257,7 @@ def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
 
 
 def can_now_be_used(table: datasets.Dataset, checker: Checker) -> bool:
-    """Whether some record that was rejected for a missing or broken file would now be accepted."""
+    """True if a record that was rejected because of a missing or broken file would be accepted now."""
     columns = ["text_to_retry" if name == "text" else name for name in RECORDS.names]
     for batch in table.data.table.select(columns).to_batches(max_chunksize=RECORDS_PER_CALL):
         tried = pa.Table.from_batches([batch.filter(batch.column("text_to_retry").is_valid())])
@@ -300,9 +267,9 @@ def can_now_be_used(table: datasets.Dataset, checker: Checker) -> bool:
 
 
 def write_rows(folder: Path, checker: Checker, num_workers: int | None) -> tuple[list[str], list[str]]:
-    """Read all records, check and encode them in parallel, and leave Arrow files in a folder.
+    """Read all records, check and encode them in parallel, and write Arrow files to a folder.
 
-    Returns their names in order, and the files of images that came inside the records.
+    Returns their names in order, and the files with images that were embedded in the records.
     """
     spool = folder / "records.arrow"
     with pa.OSFile(str(spool), "wb") as file, pa.ipc.new_stream(file, RECORDS) as writer:
@@ -337,7 +304,7 @@ def _record_batches(sources: tuple[Source, ...]) -> Iterator[pa.RecordBatch]:
         rows: list[tuple] = []
         num_chars = 0
         for record in progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2):
-            # Broken text is the record's fault, which only its checker may find: it passes through as it is.
+            # Broken text passes through, for the checker to reject that record alone.
             text = record.text.encode("utf-8", "surrogatepass")
             rows.append((number, record.file.encode("utf-8", "replace").decode(), record.line, record.index, text))
             num_chars += len(record.text)
@@ -356,7 +323,7 @@ def _batch(rows: list[tuple]) -> pa.RecordBatch:
 
 @contextlib.contextmanager
 def _bars() -> Iterator[None]:
-    """Show the bars of `datasets` where a person watches; in a log file each would be hundreds of lines."""
+    """Show the bars of `datasets` on a terminal only; in a log file each would be hundreds of lines."""
     if sys.stderr.isatty():
         yield
         return

@@ -1,7 +1,7 @@
-"""The files of images and videos that a data set's rows were made from: whether they still hold the same.
+"""Files of images and videos that the rows of a data set were made from, to find those that have changed.
 
-The preflight notes of each its stamp and a hash of what it holds (llava_ds.files.reading). The hashes are part of a
-data set's fingerprint; the stamps tell, when rows are taken from the cache, which files have to be read again.
+The preflight records a stamp and a hash of the contents of each (llava_ds.files.reading). The hashes are part of the
+data set's fingerprint. When rows come from the cache, the stamps tell which files have to be read again.
 """
 
 import hashlib
@@ -17,25 +17,25 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from llava_ds.constants import DataError
-from llava_ds.data.images.decode import taken
+from llava_ds.data.images.decode import used_files
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.files.reading import Stamp, blocks_digest, stamp_of, why_not_regular
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 
-FILE = "data_files.parquet"  # in a run's folder: which files it was trained on
+FILE = "data_files.parquet"  # in a run's folder: the files that it was trained on
 # Names of files are bytes: they need not be UTF-8.
 COLUMNS = [("files", pa.list_(pa.binary())), ("stamps", pa.list_(pa.int64())), ("contents", pa.list_(pa.string()))]
-# Up to which all of a file is hashed, which takes less than decoding it once does; larger ones are videos.
+# Files up to this size are hashed as a whole, which is faster than decoding them; larger ones are videos.
 WHOLE_BYTES = 32 << 20
-THREADS = 8  # that ask for stamps and read blocks: on a network's disk each answer takes its time
-NUM_SAMPLED = 256  # files that are read again at every start, whatever their stamps
+THREADS = 8  # for stamps and blocks: a network disk is slow to answer
+NUM_SAMPLED = 256  # files to read again at every start, whatever their stamps
 MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
 class SeenFile:
-    """A file that a row was made from: its stamp, and a hash of what the row takes of it (a slice, of an archive)."""
+    """A file that a row was made from: its stamp, and a hash of the file or of the slice that was used."""
 
     path: str
     stamp: Stamp
@@ -43,13 +43,13 @@ class SeenFile:
 
 
 def stamps_of(media: Media, options: ImageOptions) -> list[Stamp]:
-    """Of the files that are shown of an image or video, in order; to be taken before they are looked at."""
-    return [stamp_of(ref.path) for ref in taken(media, options)]
+    """Stamps of the files used of an image or video, in order. To be taken before the files are read."""
+    return [stamp_of(ref.path) for ref in used_files(media, options)]
 
 
 def seen_files(media: Media, options: ImageOptions, stamps: list[Stamp]) -> list[SeenFile]:
-    """The same files with what they hold. Raises OSError, and DataError for what is no regular file."""
-    return [SeenFile(ref.path, stamp, _digest(ref)) for ref, stamp in zip(taken(media, options), stamps)]
+    """The same files with hashes of their contents. Raises OSError, and DataError for irregular files."""
+    return [SeenFile(ref.path, stamp, _digest(ref)) for ref, stamp in zip(used_files(media, options), stamps)]
 
 
 def _digest(ref: FileRef) -> str:
@@ -57,7 +57,7 @@ def _digest(ref: FileRef) -> str:
 
 
 def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:
-    """COLUMNS, a row for each list."""
+    """Arrow columns as COLUMNS has them, one row per list."""
     values = (
         [[os.fsencode(file.path) for file in row] for row in seen],
         [[number for file in row for number in file.stamp] for row in seen],
@@ -67,15 +67,14 @@ def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:
 
 
 def contents_digest(table: datasets.Dataset) -> str:
-    """A hash of what all the files hold, in the rows' order, wherever they lie."""
+    """A hash of the contents of all files in the rows' order, whatever their paths."""
     return hashlib.sha256("".join(_flat(table, "contents").to_pylist()).encode()).hexdigest()
 
 
 def changed_files(table: datasets.Dataset, options: ImageOptions, refs_of) -> list[str]:
-    """The files whose contents are not what the rows were made from, or that can't be read any more.
+    """The files whose contents differ from those that the rows were made from, or that can't be read any more.
 
-    Only those are read whose stamps differ, and NUM_SAMPLED of the others. refs_of: from a row's column of media to its
-    Media.
+    Reads the files whose stamps differ, and NUM_SAMPLED others. refs_of: from the text of a row's media to its Media.
     """
     paths = _paths(table)
     if not paths:
@@ -93,20 +92,20 @@ def changed_files(table: datasets.Dataset, options: ImageOptions, refs_of) -> li
 
 
 def _refs(table: datasets.Dataset, entries: np.ndarray, options: ImageOptions, refs_of) -> list[FileRef]:
-    """Of some entries of the flat columns, where their bytes lie."""
+    """References to the bytes of some entries of the flat columns."""
     ends = np.cumsum(pa.compute.list_value_length(table.data.column("files")).to_numpy())
     rows = np.searchsorted(ends, entries, "right")
     texts = table.data.column("media").take(pa.array(rows)).to_pylist()
     firsts = np.concatenate([[0], ends])[rows]
     found = []
     for entry, first, text in zip(entries, firsts, texts):
-        refs = [ref for media in refs_of(text) for ref in taken(media, options)]
+        refs = [ref for media in refs_of(text) for ref in used_files(media, options)]
         found.append(refs[entry - first])
     return found
 
 
 def _in_threads(act, items: list) -> list:
-    """act of every item. In slices, for a task takes longer than a stamp."""
+    """Results of act for every item. In slices, as starting a task takes longer than a stamp."""
     size = max(1, -(-len(items) // (4 * THREADS)))
     slices = [items[start : start + size] for start in range(0, len(items), size)]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -141,7 +140,7 @@ def _printable_paths(table: datasets.Dataset) -> list[str]:
 
 
 def write_data_files(output_dir: Path, table: datasets.Dataset) -> None:
-    """Leave beside a run which files its data set was made from, so that a later start can name those that changed.
+    """List the files of the data set in a run's folder, so that a later start can name those that changed.
 
     Raises OSError, with the old list as it was.
     """
@@ -154,14 +153,14 @@ def write_data_files(output_dir: Path, table: datasets.Dataset) -> None:
     listed = pa.table({**columns, "contents": _flat(table, "contents")})
 
     def write(path: Path) -> None:
-        with open(path, "wb") as file:  # what pyarrow raises where it opens one itself names no file
+        with open(path, "wb") as file:  # an error of pyarrow's own open names no file
             pa.parquet.write_table(listed, file, compression="zstd")
 
     write_whole(output_dir / FILE, write)
 
 
 def changes_since(table: datasets.Dataset, run_dir: Path) -> str:
-    """Say in a clause how the files differ from those of an earlier run in a folder; "" where it left no list."""
+    """A clause on how the files differ from those of the run in a folder; "" if there is no list of them."""
     path = run_dir / FILE
     if not path.is_file() or why_not_regular(path) is not None:
         return ""
@@ -183,7 +182,7 @@ def changes_since(table: datasets.Dataset, run_dir: Path) -> str:
 
 
 def _some(paths: Iterable[str]) -> str:
-    """The first of some paths, and how many more there are."""
+    """The first of some paths, and the number of others."""
     paths = sorted(paths)
     more = f" and {len(paths) - MOST_NAMED:,} more" if len(paths) > MOST_NAMED else ""
     return ", ".join(paths[:MOST_NAMED]) + more

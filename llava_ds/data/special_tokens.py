@@ -1,6 +1,7 @@
-"""Text that has to stay text: special tokens and <image> that a record spells out, beside those that a template writes.
+"""Special tokens and <image> in the text of a record, which have to stay text.
 
-Noncharacters, which Unicode keeps for a program's own use, tell the two apart. A text that holds one is refused.
+Noncharacters, which Unicode reserves for a program's own use, distinguish them from those of a template. Texts with
+noncharacters are refused.
 """
 
 import json
@@ -10,8 +11,8 @@ from tokenizers import Tokenizer
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 
-# As long as IMAGE_TOKEN, so that places in a text stay where they are.
-LITERAL_IMAGE = "\ufdd0image\ufdd1"  # the characters "<image>" in a message, which show no image
+# As long as IMAGE_TOKEN, so that positions in a text stay the same.
+LITERAL_IMAGE = "\ufdd0image\ufdd1"  # the characters "<image>" in a message, without an image
 MARKED_IMAGE = "\ufdd2image\ufdd3"  # an image, for a tokenizer that has one token for it
 assert len(LITERAL_IMAGE) == len(MARKED_IMAGE) == len(IMAGE_TOKEN)
 
@@ -19,16 +20,16 @@ _NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
 
 
 def refuse_noncharacters(text: str) -> None:
-    """Raise DataError for a message with a character that stands for something else here."""
+    """Raise DataError for a message with a noncharacter."""
     found = _NONCHARACTER.search(text.replace(LITERAL_IMAGE, ""))
     if found:
         raise DataError(f"a text holds U+{ord(found[0]):04X}, which is no character in Unicode: take it out")
 
 
 class SpecialTokens:
-    """A tokenizer that finds special tokens where a template writes them, and nowhere in a message.
+    """A tokenizer that recognises special tokens of a template, but none in messages.
 
-    backend: a copy that knows them by names which no text holds. Raises ConfigError where it gives other ids.
+    backend: a copy in which they have names that no text contains. Raises ConfigError if it would give other ids.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -49,7 +50,7 @@ class SpecialTokens:
             raise ConfigError(
                 "--split_special_tokens can't be had with this tokenizer, whose tokens would be renumbered"
             )
-        names.pop(IMAGE_TOKEN, None)  # a mark, wherever it stands
+        names.pop(IMAGE_TOKEN, None)  # always a mark
         self._names = names
         self._guards = {content: f"\ufdd6{i}\ufdd7" for i, content in enumerate(names)}
         self._contents = {guard: content for content, guard in self._guards.items()}
@@ -58,9 +59,9 @@ class SpecialTokens:
         self._in_texts = re.compile("|".join(map(re.escape, [*longest_first, *self._contents])) or "(?!)")
 
     def guarded(self, message: str) -> str:
-        """A message for a template, other strings in the place of special tokens."""
+        """Replace special tokens in a message by other strings, before it is rendered."""
         return self._in_messages.sub(lambda found: self._guards[found[0]], message)
 
     def named(self, text: str) -> str:
-        """Put names in the place of a template's own tokens, and text in that of guarded messages, for the backend."""
+        """Replace special tokens of a rendered text by their names, and restore the text of guarded messages."""
         return self._in_texts.sub(lambda found: self._names.get(found[0]) or self._contents[found[0]], text)

@@ -1,4 +1,4 @@
-"""Which samples a run trains on, which it measures its loss on, and which it takes questions from."""
+"""The samples that a run trains on, evaluates on, and takes sample questions from."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +15,7 @@ def split_datasets(
     image_options: ImageOptions,
     ranks: Ranks,
 ) -> tuple[EncodedDataset, EncodedDataset | None, EncodedDataset | None]:
-    """What is trained on of a data set, what is held out, and what questions come from; None of what no flag asks for.
+    """The data sets to train on, to evaluate on, and to take questions from; None where no flag asks for one.
 
     All ranks call it together.
     """
@@ -24,12 +24,12 @@ def split_datasets(
     def opened(path: str) -> EncodedDataset:
         return open_together(args.replaced(data_path=path), tokenizer, image_options, ranks)
 
-    held_out = None
+    evals = None
     if data.eval_fraction:
         seed = training.seed if training.data_seed is None else training.data_seed
-        dataset, held_out = dataset.without_part(data.eval_fraction, seed)
+        dataset, evals = dataset.without_part(data.eval_fraction, seed)
     elif data.eval_data_path is not None:
-        held_out = opened(data.eval_data_path)
+        evals = opened(data.eval_data_path)
     if not training.sample_steps:
-        return dataset, held_out, None
-    return dataset, held_out, opened(data.sample_data_path) if data.sample_data_path else held_out or dataset
+        return dataset, evals, None
+    return dataset, evals, opened(data.sample_data_path) if data.sample_data_path else evals or dataset

@@ -1,4 +1,4 @@
-"""Conversations as text: what LLaVA's templates write, in segments that say which part is supervised."""
+"""LLaVA's conversation templates: rendering to segments of text that are supervised or not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,12 +40,12 @@ ORCA_SYSTEM = (
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of the rendered conversation, whether the model learns to write it, and whether it is an answer."""
+    """A piece of the rendered conversation. supervised: the model learns to write it."""
 
     text: str
     supervised: bool = False
     is_answer: bool = False
-    first_tokens: int = 0  # above 0: only so many of its tokens are supervised
+    first_tokens: int = 0  # above 0: the number of its tokens that are supervised
 
 
 Writer = Callable[[Sequence[Message], str], list[Segment]]  # of messages and a system prompt
@@ -53,35 +53,35 @@ Writer = Callable[[Sequence[Message], str], list[Segment]]  # of messages and a 
 
 @dataclass(frozen=True)
 class Template:
-    """How a conversation is written, and what LLaVA's code does with it beside."""
+    """The way to write a conversation, with the rules that LLaVA's code has for it."""
 
     write: Writer | None  # None: the tokenizer's own Jinja template
     system: str
     end_markers: tuple[str, ...]  # after an answer
-    next_rules: bool = False  # LLaVA-NeXT's place of an image in its message, not LLaVA-1.5's
-    whole: bool = False  # one text with <image> as a token in it, and without a first token that it does not spell
-    alternates: bool = True  # LLaVA refuses questions and answers that do not take turns
+    next_rules: bool = False  # LLaVA-NeXT's rule for the place of an image in a message, not LLaVA-1.5's
+    whole: bool = False  # tokenized as one text, with <image> as a token and no first token but those in the text
+    alternates: bool = True  # questions and answers have to take turns
     drops_opening_answer: bool = True
-    learned: tuple[str, ...] = ()  # supervised wherever they stand
-    image: str = IMAGE_TOKEN  # what is written for an image
+    learned: tuple[str, ...] = ()  # tokens that are supervised everywhere
+    image: str = IMAGE_TOKEN  # the text for an image
 
     def image_text(self, mm_use_im_start_end: bool) -> str:
-        """The text that stands for an image, which has one IMAGE_TOKEN in it."""
+        """The text for an image, with one IMAGE_TOKEN in it."""
         mark = f"{IM_START_TOKEN}{IMAGE_TOKEN}{IM_END_TOKEN}" if mm_use_im_start_end else IMAGE_TOKEN
         return self.image.replace(IMAGE_TOKEN, mark)
 
 
 def resolve_template(name: str) -> str:
-    """The key of TEMPLATES that a value of --version means. Raises ConfigError, which lists the known ones."""
+    """The key of TEMPLATES for a value of --version. Raises ConfigError with a list of the known ones."""
     key = ALIASES.get(name, name)
     if key not in TEMPLATES:
-        known = ", ".join(TEMPLATES)
-        raise ConfigError(f"--version {name} is not known: give one of {known}; LLaVA's names for them: {_aliases()}")
+        known, aliases = ", ".join(TEMPLATES), ", ".join(f"{alias} ({key})" for alias, key in ALIASES.items())
+        raise ConfigError(f"--version {name} is not known: give one of {known}; LLaVA's names for them: {aliases}")
     return key
 
 
 def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> tuple[list[Message], str]:
-    """The messages that are written, images at their places, and the system prompt.
+    """The messages to write, with images at their places, and the system prompt.
 
     Raises DataError when the messages don't fit the template.
     Source: LLaVA's preprocess_multimodal and the first lines of its preprocess_*.
@@ -117,9 +117,9 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
 
 
 def render(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> list[Segment]:
-    """The whole conversation in a template of TEMPLATES; the segments' texts joined are what is tokenized.
+    """Render a conversation in a template of TEMPLATES. The joined texts of the segments are tokenized.
 
-    Not for "chat_template", which needs a tokenizer: see chat_template.render. Raises DataError when the messages
+    Not for "chat_template", which needs a tokenizer: see chat_template.render_own. Raises DataError when the messages
     don't fit the template, KeyError for an unknown template.
     """
     placed, system = prepare(messages, template, mm_use_im_start_end)
@@ -127,17 +127,17 @@ def render(messages: Sequence[Message], template: str, mm_use_im_start_end: bool
 
 
 def render_prompt(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> str:
-    """The text up to where the model's next answer begins; messages end with a question."""
+    """The text up to the beginning of the next answer. messages end with a question."""
     answered = [*messages, Message("gpt", _ANSWER)]
     text = "".join(segment.text for segment in render(answered, template, mm_use_im_start_end))
     return text[: text.rindex(_ANSWER)].removesuffix(" ")
 
 
 def image_first(text: str) -> str:
-    """A message whose only image stands at its beginning, on a line of its own.
+    """Move the only image of a message to its beginning, on a line of its own.
 
-    Several images in one message stay where they are: LLaVA-1.5 has one image per record, and leaves one mark of
-    several; LLaVA-NeXT, which has the same templates, leaves them in place. Source: LLaVA-1.5's preprocess_multimodal.
+    Several images in one message stay in place, as in LLaVA-NeXT, which has the same templates; LLaVA-1.5 has one image
+    per record. Source: LLaVA-1.5's preprocess_multimodal.
     """
     if text.count(IMAGE_TOKEN) != 1:
         return text
@@ -145,12 +145,12 @@ def image_first(text: str) -> str:
 
 
 def _image_first_next(text: str) -> str:
-    """As LLaVA-NeXT's preprocess_multimodal does it: a message that begins with its image stays as it is."""
+    """As image_first, but a message that begins with an image stays as it is. Source: LLaVA-NeXT."""
     return text if text.startswith(IMAGE_TOKEN) else image_first(text)
 
 
 def _plain(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA's preprocess_plain: whatever was asked, the image is followed by the caption and a newline."""
+    """The image, the caption and a newline, whatever the question. Source: LLaVA's preprocess_plain."""
     if [m.role for m in messages] != ["human", "gpt"] or messages[0].text.count(IMAGE_TOKEN) != 1:
         raise DataError(
             "the plain template takes one question with one <image> and one answer (a caption), found "
@@ -160,7 +160,7 @@ def _plain(messages: Sequence[Message], system: str) -> list[Segment]:
 
 
 def _v0(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA's _add_speaker_and_signal and _mask_targets, which leave the first two tokens of every question."""
+    """Source: LLaVA's _add_speaker_and_signal and _mask_targets, which keep the first two tokens of every question."""
     segments = [Segment(f"{system}\n\n")]
     for message in messages:
         if message.role == "human":
@@ -177,7 +177,7 @@ def _two_separators(end: str) -> Writer:
         segments = [Segment(f"{system} ")]
         for message in messages:
             name = "USER" if message.role == "human" else "ASSISTANT"
-            if not message.text:  # neither space nor end marker behind a role that says nothing
+            if not message.text:  # an empty message has neither a space nor an end marker
                 segments.append(Segment(f"{name}:"))
             elif message.role == "human":
                 segments.append(Segment(f"{name}: {message.text} "))
@@ -209,7 +209,7 @@ def _llama_2(separator: str) -> Writer:
 
 
 def _turns(user: str, assistant: str, end: str, system: str = "{}") -> Writer:
-    """Source: LLaVA's SeparatorStyle.MPT and GEMMA: no end marker behind a role that says nothing."""
+    """Source: LLaVA's SeparatorStyle.MPT and GEMMA: an empty message has no end marker."""
 
     def write(messages: Sequence[Message], system_text: str) -> list[Segment]:
         segments = [Segment(system.format(system_text) + end)] if system_text else []
@@ -226,14 +226,14 @@ def _turns(user: str, assistant: str, end: str, system: str = "{}") -> Writer:
 
 
 def _gemma(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA-NeXT's SeparatorStyle.GEMMA. Gemma has no system role: such a message opens the first question."""
+    """Source: LLaVA-NeXT's SeparatorStyle.GEMMA. Gemma has no system role: the prompt opens the first question."""
     if system:
         messages = [Message("human", f"{system}\n\n{messages[0].text}"), *messages[1:]]
     return _turns("<start_of_turn>user\n", "<start_of_turn>model\n", "<end_of_turn>\n")(messages, "")
 
 
 def _chatml(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA-NeXT's preprocess_qwen, which has the assistant's header learned with its answer."""
+    """Source: LLaVA-NeXT's preprocess_qwen, where the assistant's header is supervised with its answer."""
     segments = [Segment(f"<|im_start|>system\n{system}<|im_end|>\n")]
     for message in messages:
         name, answers = ("user", False) if message.role == "human" else ("assistant", True)
@@ -242,7 +242,7 @@ def _chatml(messages: Sequence[Message], system: str) -> list[Segment]:
 
 
 def _llama_3(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA-NeXT's preprocess_llama3 with Meta's chat template, which takes outer spaces away."""
+    """Source: LLaVA-NeXT's preprocess_llama3 with Meta's chat template, which strips outer spaces."""
 
     def turn(name: str, text: str) -> str:
         return f"<|start_header_id|>{name}<|end_header_id|>\n\n{text.strip()}<|eot_id|>"
@@ -254,7 +254,7 @@ def _llama_3(messages: Sequence[Message], system: str) -> list[Segment]:
     return segments
 
 
-_ANSWER = "\ue000"  # stands for an answer, to find where it begins
+_ANSWER = "\ue000"  # in place of an answer, to find its beginning
 _mpt = _turns("<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "<|im_start|>system\n{}")
 _zephyr = _turns("<|user|>\n", "<|assistant|>\n", "</s>", "<|system|>\n{}")
 _MMTAG = f"<Image>{IMAGE_TOKEN}</Image>"
@@ -292,8 +292,8 @@ TEMPLATES: dict[str, Template] = {
     "chat_template": Template(None, "", (), next_rules=True, whole=True, drops_opening_answer=False, alternates=False),
 }
 
-# LLaVA's and LLaVA-NeXT's other names, where they write the same text in training. With v0 and v0.5 their train()
-# leaves the conversation at its default, which is Vicuna's.
+# Other names in LLaVA and LLaVA-NeXT of templates with the same text in training. With v0 and v0.5 their train() uses
+# the default conversation, which is Vicuna's.
 ALIASES: dict[str, str] = {
     "v0": "v1",
     "v0.5": "v1",
@@ -309,7 +309,3 @@ ALIASES: dict[str, str] = {
     "qwen_3": "chatml",
     "gemma_instruct": "gemma",
 }
-
-
-def _aliases() -> str:
-    return ", ".join(f"{alias} ({key})" for alias, key in ALIASES.items())

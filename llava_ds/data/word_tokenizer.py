@@ -1,4 +1,4 @@
-"""Tokenization word by word, each word once: the same ids as of the whole text, several times faster."""
+"""Tokenization word by word, each word once. Gives the ids of the whole text, several times faster."""
 
 import random
 import re
@@ -12,15 +12,15 @@ from tokenizers import Tokenizer
 
 Tokenize = Callable[[list[str]], Iterator[tuple[list[int], list[tuple[int, int]]]]]
 
-MAX_WORD = 40  # characters; longer ones (a line of Chinese, a URL) hardly come again
+MAX_WORD = 40  # characters; longer ones (a line of Chinese, a URL) are rarely repeated
 MAX_KNOWN = 300_000
 NUM_PROBES = 300
 
-_FIRST = "\0"  # in front of a word that begins a text: it may have other ids than behind a space
+_FIRST = "\0"  # in front of the first word of a text, whose ids may differ from those behind a space
 _SPACES = set("▁Ġ ")
 
-# Beginnings and ends of words that tokenizers treat in ways of their own. What is the same for all of these is taken
-# to be the same for every text.
+# Beginnings and ends of words that tokenizers treat specially. If all of these give the same ids by words, every text
+# is assumed to.
 _PARTS = (
     "a", "B2", "two", "it's", "don't", "x.", "(y", "z)", "...", "?!", '"q"', "'s", "-", "1", "42", "1,000", "3.14", "#",
     "@me", "a_b", "&amp;", "/", "\\", "<", ">", "<a>", "<0x41>", "</s", "[INST", "USER:", "a\nb", "\nc", "d\n", "\te",
@@ -29,10 +29,10 @@ _PARTS = (
 
 
 class Words:
-    """Remembers the ids of words, for tokenizers whose ids of a text are those of its words in a row.
+    """A cache of the ids of words, for tokenizers whose ids of a text are those of its words in a row.
 
-    A word ends before a single space between two ordinary characters that belong to no added token. joint: what a
-    word has to begin with to get the ids that it has behind a space.
+    A word ends before a single space between two ordinary characters that are in no added token. joint: the text that
+    a word has to begin with to get the ids that it has behind a space.
     """
 
     def __init__(self, tokenize: Tokenize, space: re.Pattern, joint: str) -> None:
@@ -49,7 +49,7 @@ class Words:
         return (WordRow([coded[word] for word in row]) for row in rows)
 
     def _coded(self, words: set[str]) -> Mapping[str, "_Word"]:
-        """At least these words; those that may come again are remembered."""
+        """The tokens of at least these words. Short words stay in the cache."""
         unknown = list(words.difference(self.known))
         found = dict(zip(unknown, self._tokenized(unknown)))
         if len(self.known) + len(found) > MAX_KNOWN:
@@ -63,13 +63,13 @@ class Words:
         shown = [word[1:] if word[0] == _FIRST else self.joint + word[1:] for word in words]
         for word, text, (ids, offsets) in zip(words, shown, self.tokenize(shown)):
             length = len(word) - (word[0] == _FIRST)
-            shift = length - len(text)  # the space that the word stands behind, where it was not shown
+            shift = length - len(text)  # the space in front of the word, if the tokenizer did not see it
             yield _Word(ids, [begin + shift if i else begin for i, (begin, _) in enumerate(offsets)], length)
 
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """ids, the character that each token begins with, and the number of characters, a space in front included."""
+    """ids, the first character of each token, and the number of characters, with the space in front."""
 
     ids: list[int]
     begins: list[int]
@@ -84,7 +84,7 @@ class WordRow:
         self.ids = list(chain.from_iterable([word.ids for word in words]))
 
     def tokens_before(self, places: Sequence[int]) -> list[int]:
-        """How many tokens begin before each place (characters of the text)."""
+        """Number of tokens that begin before each place (characters of the text)."""
         ends = list(accumulate([word.length for word in self.words]))
         counts = list(accumulate([len(word.ids) for word in self.words]))
         found = []
@@ -105,20 +105,20 @@ class WholeRow:
         self.ids, self.offsets = ids, offsets
 
     def tokens_before(self, places: Sequence[int]) -> list[int]:
-        """How many tokens begin before each place (characters of the text); they stand in the order of their begins."""
+        """Number of tokens that begin before each place (characters of the text)."""
         return [bisect_left(self.offsets, (place, -1)) for place in places]
 
 
 def words_of(tokenize: Tokenize, backend: Tokenizer) -> Words | None:
-    """A memory of words for a tokenizer; None where some text would get other ids or begins by it."""
+    """A cache of words for a tokenizer; None if ids or beginnings of some text would differ."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     reaching = any(_SPACES & set(token.lstrip("▁Ġ ")) for token in backend.get_vocab(with_added_tokens=False))
-    # A table of characters may make spaces of others, and take spaces away.
+    # A table of characters may add and remove spaces.
     by_table = '"Precompiled"' in backend.to_str()
     if reaching or by_table or any(re.search(r"\S \S", token) for token in added):
         return None
     before, after = (_ordinary_but({token[i] for token in added if token}) for i in (-1, 0))
-    space = re.compile(rf" (?<={before} )(?={after})")  # begins with a fixed character, which is searched for fastest
+    space = re.compile(rf" (?<={before} )(?={after})")  # begins with a fixed character, which is fastest to search for
     probes = _probes(sorted(added))
     wholes = [WholeRow(*coded) for coded in tokenize(probes)]
     for joint in ("", " "):
@@ -129,14 +129,14 @@ def words_of(tokenize: Tokenize, backend: Tokenizer) -> Words | None:
 
 
 def _ordinary_but(chars: set[str]) -> str:
-    """A class of letters, digits and ASCII marks without some, for a regular expression."""
+    """A character class of letters, digits and ASCII marks, without some characters."""
     marks = "".join(re.escape(char) for char in map(chr, range(33, 127)) if char not in chars)
     letters = "" if any(re.match(r"\w", char) for char in chars) else r"\w"
     return f"[{marks}{letters}]"
 
 
 def _probes(added: list[str]) -> list[str]:
-    """Texts of all kinds, in which every part meets many others."""
+    """Texts to try, in which every part is beside many others."""
     rng = random.Random(0)
     gaps = [" "] * 8 + ["  ", "\n", " \n ", "", "\t"]
     texts = list(_PARTS)

@@ -41,7 +41,7 @@ def merged_entries(trained: Iterable[Entry], base: Iterable[Entry], args: ModelA
 def _merged(weight: Entry, a: Entry, b: Entry, args: ModelArguments) -> torch.Tensor:
     """Entries of W (O, I), A (R, I) and B (O, R) to the merged weight, in W's precision."""
     base = weight.read()
-    held = base if args.bits == 16 else quantize.packed_and_back(base, args)
+    held = base if args.bits == 16 else quantize.quantize_and_back(base, args)
     scale = args.lora_alpha / args.lora_r
     return torch.addmm(held.float(), b.read().float(), a.read().float(), alpha=scale).to(base.dtype)
 

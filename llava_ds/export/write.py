@@ -11,7 +11,7 @@ from llava_ds.export.plan import Finished
 from llava_ds.export.tensors import Counted, Entry, live_entries, take_part
 from llava_ds.export.transformers_folder import hf_entries, write_hf
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.loading import freed_memory_returns
+from llava_ds.model.loading import return_freed_memory
 from llava_ds.runtime.ranks import Ranks
 
 WRITERS = {"hf": write_hf, "llava": write_llava}
@@ -26,7 +26,7 @@ def export_live(
     What a disk refuses is raised on rank 0, once all of the model was gathered: the others do not wait for it.
     """
     entries = live_entries(model, ranks)
-    with freed_memory_returns():
+    with return_freed_memory():
         if ranks.is_first:
             counted = Counted()
             try:

@@ -32,7 +32,7 @@ from llava_ds.train.plan import Plan
 @dataclass(frozen=True)
 class SampleQuestion:
     """The part of a sample up to its first answer, and that answer's text; index: of the sample in its data set;
-    images: where they lie, for a person to look at (EncodedDataset.pictures_of)."""
+    images: where they lie, for a person to look at (EncodedDataset.images_of)."""
 
     index: int
     id: str
@@ -103,7 +103,7 @@ def prompts_of(
                 index=index,
                 id=str(row["id"]),
                 question=question.replace(TEMPLATES[template].system, "", 1).strip(),
-                images=dataset.pictures_of(index)[: len(shown)],
+                images=dataset.images_of(index)[: len(shown)],
                 reference=tokenizer.decode(sample.input_ids[begin:end], skip_special_tokens=True).strip(),
                 sample=LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), shown),
             )

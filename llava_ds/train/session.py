@@ -18,7 +18,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.native_ops import compiling_notes
-from llava_ds.engine.param_groups import choose_trainable, describe, parameter_groups
+from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, warm_up
 from llava_ds.export.finish import leave_result, write_model
@@ -43,7 +43,7 @@ from llava_ds.train.state import TrainState
 
 @dataclass(frozen=True)
 class Session:
-    """What lives while a run trains. trackers: of --report_to; memory: explains running out of it."""
+    """All that lives while a run trains. trackers: of --report_to; memory: explains running out of it."""
 
     plan: Plan
     ranks: Ranks
@@ -144,7 +144,7 @@ def _build_engine(plan: Plan, ranks: Ranks) -> tuple[LlavaModel, deepspeed.DeepS
     recomputed, lines = mark_checkpointed_layers(model, args, resolved.config)
     print_first(*lines)
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
-    print_first(*describe(model, groups))
+    print_first(*describe_parts(model, groups))
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
     engine = start_engine(model, groups, resolved, plan.steps.num_steps, ranks.device)
     check_engine(engine, resolved)

@@ -1,7 +1,7 @@
-"""How fast training is, side by side with transformers' Trainer in one run: python run/dev/bench.py
+"""Measure the speed of training beside transformers' Trainer, in one run: python run/dev/bench.py
 
-About an hour on two cores that have nothing else to do; --quick is a few minutes at toy sizes, whose ratios say
-little. Leaves bench.json with everything that was measured, steps.png and table.md in --output_dir.
+About an hour on two idle cores; --quick takes a few minutes at toy sizes, whose ratios say little. Writes bench.json
+with all measurements, steps.png and table.md into --output_dir.
 """
 
 import sys
@@ -44,7 +44,7 @@ TRAIN = ROOT / "run" / "train.py"
 RANKS = 2
 WARM_UP = 1  # step
 
-# LLaVA-1.5 at a ninth of its lengths (64 features a picture): attention, tower and padding have about the parts of the
+# LLaVA-1.5 at a ninth of its lengths (64 features an image): attention, tower and padding have about the parts of the
 # work that they have at 7B. Deep rather than wide, because of what is saved in the last layer alone. The two differ in
 # the output layer, which has the part of a 7B's with 32k ids and of a 0.5B's with 152k.
 SMALL_VOCABULARY = Shape(
@@ -58,24 +58,24 @@ QUICK = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class Target:
     """The least speed-up over the Trainer without and with recomputation."""
 
     padded: float
     recomputing: float
 
 
-ASKED = {
-    ("stage2", SMALL_VOCABULARY.name): Asked(1.8, 2.2),
-    ("stage2", LARGE_VOCABULARY.name): Asked(2.2, 2.5),
-    ("stage1", SMALL_VOCABULARY.name): Asked(1.1, 1.1),
-    ("stage1", LARGE_VOCABULARY.name): Asked(1.5, 1.5),
+TARGETS = {
+    ("stage2", SMALL_VOCABULARY.name): Target(1.8, 2.2),
+    ("stage2", LARGE_VOCABULARY.name): Target(2.2, 2.5),
+    ("stage1", SMALL_VOCABULARY.name): Target(1.1, 1.1),
+    ("stage1", LARGE_VOCABULARY.name): Target(1.5, 1.5),
 }
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one part of the bench gives: rows of the table, everything for the JSON, seconds of steps for the plot."""
+    """The result of one part of the bench: table rows, everything for the JSON, seconds of steps for the plot."""
 
     rows: list[Row]
     measured: object
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
     if cases:
         plot_steps(cases, folder / "steps.png")
     print(markdown(rows))
-    print(f"everything that was measured: {folder / 'bench.json'}")
+    print(f"all measurements: {folder / 'bench.json'}")
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
@@ -117,7 +117,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=number(Count), help="runs of each side, with --preset timed steps (default: 3, with --quick 1)"
     )
-    parser.add_argument("--quick", action="store_true", help="toy sizes: whether it works, not how fast it is")
+    parser.add_argument("--quick", action="store_true", help="toy sizes: test that it works, not its speed")
     parser.add_argument(
         "--grouped",
         action="store_true",
@@ -126,7 +126,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--preset",
         choices=list(PRESETS),
-        help="instead of all this: LLaVA-1.5-7B in both stages on one H200, with random weights",
+        help="instead of these parts: LLaVA-1.5-7B in both stages on one H200, with random weights",
     )
     parser.add_argument("--train_flags", default="", help="with --preset: more flags of run/train.py, in one argument")
     parser.add_argument("--output_dir", type=new_folder, default="output/bench", help="default: %(default)s")
@@ -158,8 +158,8 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
         print(f"{title}: {sum(w.tokens for w in work) / padded:.2f} of the padded tokens are useful", flush=True)
         runs = run_case(case, flags, case_folder, TRAIN, RANKS, own.rounds)
         differences = comparison.refuse_different(runs, title)
-        asked = ASKED[stage, shape.name]
-        for side, least in ((PADDED, asked.padded), (RECOMPUTED, asked.recomputing)):
+        target = TARGETS[stage, shape.name]
+        for side, least in ((PADDED, target.padded), (RECOMPUTED, target.recomputing)):
             values = Spread.of(comparison.ratios(runs, side, WARM_UP))
             rows.append(Row(f"{title}: speed-up over {side}", values, asked=least))
         useful = [w.useful_flops for w in work]
@@ -179,7 +179,7 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
 
 
 def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
-    """What run/train.py's loop costs beside the bare engine, in stage 2."""
+    """Measure the cost of run/train.py's loop beside the bare engine, in stage 2."""
     shape = replace(SMALL_VOCABULARY, **QUICK) if own.quick else SMALL_VOCABULARY
     case = replace(case_of("stage2", shape, own), accumulation=1, num_steps=3)
     flags = write_case(case, folder, write_tokenizer, RANKS)
@@ -193,7 +193,7 @@ def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 
 def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
-    """The loss over supervised rows beside the one over all of them, at 32,000 ids, in this process."""
+    """Measure the loss over supervised rows beside the one over all of them, at 32,000 ids, in this process."""
     torch.set_num_threads(1)
     rows, measured = [], []
     for trains in (True, False):
@@ -207,14 +207,14 @@ def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 
 def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
-    """Pictures a second and core: LLaVA's path, ours, and the fast one, of other pictures in every round."""
+    """Measure images per second and core: LLaVA's path, ours, and the fast one, with other images in every round."""
     size = {"num_images": 3, "seconds": 1.0} if own.quick else {"num_images": 12, "seconds": 30.0}
     measured = [measure_decoding(**size, seed=number) for number in range(own.rounds)]
     rows = []
     for ratio in ("pad", "square"):
         columns = {name: Spread.of([found[ratio][name] for found in measured]) for name in measured[0][ratio]}
-        for way, said in (("llava", "LLaVA's path"), ("ours", "exact"), ("fast", "--fast_image_decoding")):
-            rows.append(Row(f"pictures/s and core, {ratio}: {said}", columns[f"{way}_per_s"], "{:.0f}"))
+        for way, label in (("llava", "LLaVA's path"), ("ours", "exact"), ("fast", "--fast_image_decoding")):
+            rows.append(Row(f"images/s and core, {ratio}: {label}", columns[f"{way}_per_s"], "{:.0f}"))
         rows.append(Row(f"{ratio}: --fast_image_decoding over LLaVA's path", columns["fast_over_llava"], asked=2.5))
         rows.append(Row(f"{ratio}: its largest error, of 255 (at most 2 is asked)", columns["max_error"], "{:.0f}"))
     return Part(rows, measured, {})
@@ -254,7 +254,7 @@ def write_tokenizer(folder: Path, max_vocab_size: int) -> None:
 
 
 def machine() -> dict[str, object]:
-    """What the figures belong to."""
+    """The machine and versions that the figures belong to."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     cpu = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {

@@ -86,7 +86,7 @@ def train_flags() -> list[str]:
 
 
 def value_of(name: str, kind: object, action: argparse.Action) -> str:
-    """What may stand behind a flag, in a word or as the words themselves."""
+    """The kind of a flag's value in a word, or its choices."""
     if FLAGS[name].path:
         return "path"
     if name == "gradient_checkpointing":
@@ -101,7 +101,7 @@ def value_of(name: str, kind: object, action: argparse.Action) -> str:
 
 
 def spellings() -> list[str]:
-    """Words of LLaVA's and Hugging Face's scripts that mean something else here, or nothing."""
+    """Words of LLaVA's and Hugging Face's scripts that have another meaning here, or none."""
     meant: dict[str, list[str]] = {}
     for word, meaning in CHECKPOINTING.items():
         if word != meaning:
@@ -119,7 +119,7 @@ def spellings() -> list[str]:
 
 
 def recipes() -> list[str]:
-    """What each recipe says, a column for each."""
+    """A table of the recipes' values, a column for each."""
     found = {path.stem: read_recipe(path) for path in sorted((RUN / "recipes").glob("*.yaml"))}
     names = list(dict.fromkeys(name for recipe in found.values() for name in recipe))
     lines = ["### The recipes\n", row("flag", *found), "| --- |" + " --- |" * len(found)]
@@ -174,7 +174,7 @@ def described(text: str) -> str:
 
 
 def kind_of(action: argparse.Action) -> str:
-    """What may stand behind a flag of another script."""
+    """The kind of value that a flag of another script takes."""
     if action.choices is not None:
         return ", ".join(f"`{choice}`" for choice in action.choices)
     if action.nargs == 0:

@@ -1,4 +1,4 @@
-"""How far --fast_image_decoding is from the exact path, and how much faster: python run/dev/measure_decoding.py"""
+"""Measure error and speed of --fast_image_decoding against the exact path: python run/dev/measure_decoding.py"""
 
 import argparse
 

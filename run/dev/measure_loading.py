@@ -1,4 +1,4 @@
-"""What loading a model costs each rank: memory of its own, and memory in all (with the pages of mapped files).
+"""Measure the memory of loading a model on each rank: its own, and with the pages of mapped files.
 
 Last argument: a JSON file with {"cases": {name: flags of the model}, "out": folder}. Every case is built at ZeRO-3 in
 float32, and every rank writes <out>/<name>-<rank>.json with bytes: "share" (its partition), "anonymous" and "resident"

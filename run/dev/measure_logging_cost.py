@@ -1,4 +1,4 @@
-"""Cost of logging per step, and the size of what it leaves on disk: python run/dev/measure_logging_cost.py
+"""Measure the cost of logging per step, and the size of its files: python run/dev/measure_logging_cost.py
 
 CPU time of the process, all threads, so that a busy machine disturbs it less: rounds of steps that are logged every one
 (metrics.jsonl, metrics.csv, TensorBoard, loss.png, the bar, the watch for bad steps) alternate with rounds of the same

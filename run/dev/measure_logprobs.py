@@ -1,6 +1,6 @@
-"""What the probabilities of answers cost: python run/dev/measure_logprobs.py --model_path output/tiny-finetune
+"""Measure the cost of recording the probabilities of answers: python run/dev/measure_logprobs.py --model_path RUN
 
-Asks the same held-out questions with and without recording them, in turns, and prints the medians of the rounds' CPU
+Asks the same eval questions with and without recording them, in turns, and prints the medians of the rounds' CPU
 seconds: those of this process, so that others on the machine count for little.
 """
 

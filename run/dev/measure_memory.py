@@ -1,4 +1,4 @@
-"""What exists on every rank at the boundary of an optimizer step: after the last backward, before the step.
+"""Measure the memory of every rank at the boundary of an optimizer step: after the last backward, before the step.
 
 Last argument: a JSON file with a list of {"flags": command line, "out": path}. Each goes through run/train.py's own
 main() up to its loop, in whose place stands one that runs two optimizer steps and counts bytes by unique storage. Every

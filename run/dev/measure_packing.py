@@ -1,4 +1,4 @@
-"""How full and how even packs are, and what planning costs: python run/dev/measure_packing.py
+"""Measure fill and balance of packs, and the cost of planning: python run/dev/measure_packing.py
 
 On the length mix of LLaVA-1.5's stage 2 (run/dev/benchmark/length_mix.py), 665,000 samples in random order.
 fill: tokens / (packs * bound). balance: the mean rank's work / the slowest one's, round by round, in tokens.

@@ -1,4 +1,4 @@
-"""How fast text records are checked and encoded: python run/dev/measure_preflight.py [--records N] [--workers N]
+"""Measure the speed of the preflight on text records: python run/dev/measure_preflight.py [--records N] [--workers N]
 
 Made-up English conversations of one to three turns, some 600 characters each; a Llama-like tokenizer of their words, or
 the one that --tokenizer names. Prints records a second and process, of the first run and of the second.

@@ -1,4 +1,4 @@
-"""How long training waits for a save, at once and in the background.
+"""Measure the time that training waits for a save, at once and in the background.
 
 PYTHONPATH=tests/helpers python run/dev/measure_saving.py
 Two CPU ranks, ZeRO-2, a toy with 12 million weights that train; the runs alternate. Prints medians.

@@ -1,4 +1,4 @@
-"""What knowing image files again costs: python run/dev/measure_seen_files.py [--images N] [--side N]
+"""Measure the cost of detecting changed image files: python run/dev/measure_seen_files.py [--images N] [--side N]
 
 Prints the seconds of a preflight of small image files, how many of them go into hashing what the files hold, and what
 the next start takes: with the stamps as they were, and with all of them changed (as by a copy without times).

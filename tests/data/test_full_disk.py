@@ -148,7 +148,7 @@ def test_a_file_whose_read_fails_is_one_message(tmp_path, tokenizer, kind, monke
 
     monkeypatch.setattr(source_module, genuine.__name__, failing)
     with pytest.raises(
-        DataError, match="can't be read: Input/output error: copy it anew, or look at its disk"
+        DataError, match="can't be read: Input/output error: copy it again, or check its disk"
     ) as caught:
         toys.encoded(**data, tokenizer=tokenizer, cache_dir=tmp_path / "cache", num_workers=1)
     assert data["data_path"] in str(caught.value) and not isinstance(caught.value, ConfigError)

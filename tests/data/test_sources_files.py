@@ -19,6 +19,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import Message, Sample
 from llava_ds.data.sources import Source, SourceOptions, open_sources, read_samples, to_sample
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
+from llava_ds.data.sources.tars import read_members
 
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
 TEXT_ONLY = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]
@@ -494,6 +495,9 @@ def test_shards_are_read_in_place(tmp_path, opened, tar_format):
         ],
         tar_format,
     )
+    with open(tmp_path / "s-000.tar", "rb") as file, tarfile.open(tmp_path / "s-000.tar") as tar:
+        members = [(member.name, member.offset, member.num_bytes) for member in read_members(file, "s-000.tar")]
+        assert members == [(info.name, info.offset_data, info.size) for info in tar]
     text_only = json.dumps({"conversations": TEXT_ONLY}).encode()
     members = [("2.json", json.dumps(two).encode()), ("2.0.png", RED), ("2.1.png", BLUE), ("3.json", text_only)]
     pack(tmp_path / "s-001.tar", members, tar_format)

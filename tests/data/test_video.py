@@ -60,7 +60,7 @@ def test_what_is_no_video_or_another_one_is_named(tmp_path):
     sizes = probe(media, OPTIONS)
     layout = media_layout("video", sizes, 1, OPTIONS)
     write_video(tmp_path / "a.mp4", 6)
-    with pytest.raises(DataError, match=r"a.mp4 has 3 frames to take, but had 6 when the data was checked"):
+    with pytest.raises(DataError, match=r"a.mp4 has 3 frames to use, but had 6 when the data was checked"):
         load_media(media, sizes, layout, OPTIONS)
     with pytest.raises(DataError, match=r"a.mp4 has frames of 48 x 32 pixels, expected 1 to 100: scale it down"):
         probe(media, dataclasses.replace(OPTIONS, max_pixels=100))

@@ -69,7 +69,7 @@ def test_the_shapes_are_those_of_the_models_they_stand_for():
     )
     assert language_model == 6_738_415_616
     assert LLAVA_7B.output_share(padded_length=1400) == pytest.approx(0.02, abs=0.002)
-    assert (LLAVA_7B.features, LLAVA_7B.picture_size, LLAVA_7B.scale) == (576, 336, 1.0)
+    assert (LLAVA_7B.features, LLAVA_7B.image_size, LLAVA_7B.scale) == (576, 336, 1.0)
 
 
 def hollow(shape):

@@ -1,4 +1,4 @@
-"""The bench of decoding: all ways make the same picture of a file, and what is reported follows from the times."""
+"""The bench of decoding: all ways decode the same image, and its figures follow from the times."""
 
 import pytest
 from benchmark.decoding_speed import RATIOS, measure_decoding

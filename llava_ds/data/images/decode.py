@@ -1,5 +1,5 @@
 # n tiles of one image or video, S side of the tower's square
-"""Images from disk to uint8 squares. Normalisation happens on the device, in the tower."""
+"""Decoding of images and videos to uint8 tiles. They are normalised on the device, in the tower."""
 
 import contextlib
 import functools
@@ -20,14 +20,14 @@ from llava_ds.data.images.resize import bands, cut_tiles, to_tile, too_narrow
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, MediaLayout, Size
 
-# Raster formats whose decoders run no program and open no other file. Not ICO: it hides images of other sizes.
+# Raster formats whose decoders run no program and open no other file. Not ICO, which hides images of other sizes.
 FORMATS = (
     "JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "PCX", "TGA",
 )  # fmt: skip
 
-_PADDED_TIMES = 8  # how many times the bound of pixels a padded image may have, some seconds of work
-_HEADER_BYTES = 8 << 20  # that may stand before the pixels: profiles, thumbnails, other metadata
-_BYTES_PER_PIXEL = 16  # of four floats; what is compressed has fewer
+_PADDED_TIMES = 8  # of the bound of pixels, for a padded image: some seconds of work
+_HEADER_BYTES = 8 << 20  # before the pixels: profiles, thumbnails, other metadata
+_BYTES_PER_PIXEL = 16  # four floats; compressed formats have fewer
 _ORIENTATION = 0x0112  # the EXIF tag
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -41,15 +41,15 @@ _TURNS = {
 
 
 def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
-    """The upright (width, height) of an image, or of every frame that is taken of a video, from headers only.
+    """Upright (width, height) of an image, or of every frame used of a video, from headers only.
 
-    Nothing is decoded. Raises DataError for what can't be an image, or is too large as it is or once resized, and
-    ConfigError for a video file without the extra that decodes it.
+    Raises DataError for files that are no images or are too large, as they are or resized, and ConfigError for a video
+    file if the extra that decodes it is missing.
     """
     if media.kind == "video":
         return video.probe(media.refs[0], options)
     sizes = []
-    for ref in taken(media, options):
+    for ref in used_files(media, options):
         with _opened(ref, options.max_pixels) as (_, _, size):
             sizes.append(size)
         _check_resized(ref, size, _aspect_ratio(media, options), options)
@@ -57,10 +57,9 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
 
 
 def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, options: ImageOptions) -> torch.Tensor:
-    """(n, 3, S, S) uint8: the tiles of an image or the frames of a video, whose sizes probe gave.
+    """Tiles of an image or frames of a video, (n, 3, S, S) uint8. sizes: from probe.
 
-    Raises DataError for a broken file, and FileChanged for one of another size than it was probed with where the
-    layout depends on it.
+    Raises DataError for a broken file, and FileChanged if the layout depends on a size that has changed.
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
     """
     size, mean, bound, fast = options.size, options.mean, options.max_pixels, options.fast_decoding
@@ -71,7 +70,7 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     tiles = []
     aspect_ratio = _aspect_ratio(media, options)
     tiled = media.kind == "image" and layout.num_tiles > 1
-    for ref, expected in zip(taken(media, options), sizes, strict=True):
+    for ref, expected in zip(used_files(media, options), sizes, strict=True):
         pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
         image = _load(ref, bound, expected if tiled else None)
         if tiled:
@@ -83,29 +82,29 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
 
 
 def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
-    """The RGB image, or the frames that are taken of a video, upright and as large as they are."""
+    """The image, or the frames used of a video, in RGB, upright and in full size."""
     if media.kind == "video":
         yield from video.frames(media.refs[0], sizes, options)
     else:
-        yield from (_load(ref, options.max_pixels) for ref in taken(media, options))
+        yield from (_load(ref, options.max_pixels) for ref in used_files(media, options))
 
 
 def load_image(source: str | os.PathLike | FileRef, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """An RGB image, turned as its EXIF data says, its transparent parts white.
+    """Load an image in RGB, upright as its EXIF data says, with white for transparent parts.
 
-    The size is read from the header and checked before anything is decoded. Raises DataError with the path.
+    Its size is checked before anything is decoded. Raises DataError with the path.
     """
     return _load(source if isinstance(source, FileRef) else FileRef(str(source)), max_pixels)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The image as a person would see it on white, in RGB."""
+    """Convert an image to RGB, on white where it is transparent."""
     if image.mode == "F":
         image = Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).round().astype(np.uint8))
     elif image.mode == "I" or image.mode.startswith("I;16"):
         values = np.asarray(image)
         if image.mode != "I" or values.max(initial=0) > 255:
-            # 16 bits to 8; Pillow's own conversion would cut everything above 255 off.
+            # 16 bits to 8; Pillow's own conversion would clip at 255.
             image = Image.fromarray(_sixteen_to_eight()[values.clip(0, 65535)])
         else:
             image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
@@ -121,13 +120,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 @contextlib.contextmanager
 def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, Size]]:
-    """An open image of which only the header was read, its EXIF orientation, and its size once upright.
+    """Open an image and read its header: the image, its EXIF orientation, and its upright size.
 
-    Whatever goes wrong with the image, here or in the block, becomes a DataError with its path.
+    Any error of the image, also in the block, becomes a DataError with its path.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # max_pixels is the bound here; what is broken raises
+            warnings.simplefilter("ignore")  # max_pixels is the bound; broken images raise
             with (
                 opened_file(ref, _HEADER_BYTES) as file,
                 _open_header(file, max_pixels) as image,
@@ -159,7 +158,7 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
 
 
 def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
-    """An open image. Headers can claim parts of any length, or be searched byte by byte to a huge file's end."""
+    """Open an image, reading a bounded part of it: headers can claim parts of any length."""
     start = file.peek(16)
     if start.startswith(b"RIFF") or start[4:8] == b"ftyp":
         file.raw.max_bytes = max(_HEADER_BYTES, max_pixels)  # WebP and AVIF are read as a whole
@@ -169,12 +168,12 @@ def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
 
 
 def _load(ref: FileRef, max_pixels: int, expected: Size | None = None) -> Image.Image:
-    """The image in RGB and upright."""
+    """Load an image in RGB and upright. expected: the size that it had before."""
     with _opened(ref, max_pixels) as (image, turn, size):
         if expected is not None and size != expected:
             raise FileChanged(
                 f"{ref.path} has {size[0]} x {size[1]} pixels, but had {expected[0]} x {expected[1]} when the data "
-                "was checked: it was changed since; start again to check it anew"
+                "was checked: it was changed since; start again to have it checked"
             )
         stored = image.size
         image.load()
@@ -185,50 +184,50 @@ def _load(ref: FileRef, max_pixels: int, expected: Size | None = None) -> Image.
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation that the header tells, 1 to 8, before and after decoding the same.
+    """The EXIF orientation in the header, 1 to 8, the same before and after decoding.
 
-    A PNG may carry EXIF data behind its pixels, which is left alone, for reading it means decoding; and Pillow turns
-    a TIFF itself. Damaged EXIF data turn nothing, as in any viewer.
+    EXIF data behind the pixels of a PNG is ignored, as it takes decoding to read it. Pillow turns a TIFF itself.
+    Damaged EXIF data turns nothing, as in any viewer.
     """
     if image.format == "TIFF":
         return 1
     try:
-        turn = Image.Image.getexif(image).get(_ORIENTATION, 1)  # not the PNG plugin's, which decodes to look further
+        turn = Image.Image.getexif(image).get(_ORIENTATION, 1)  # not the PNG plugin's, which decodes
     except Exception:  # its parser raises almost any type on broken data
         return 1
     return turn if turn in _TURNS else 1
 
 
 def _check_tiff_tiles(ref: FileRef, image: Image.Image, max_pixels: int) -> None:
-    """A tiny TIFF may be made of huge tiles, which its decoder would make room for."""
+    """Refuse a TIFF with huge tiles, for which its decoder would allocate memory."""
     if image.format == "TIFF":
         tile = image.tag_v2.get(322, 0), image.tag_v2.get(323, 0)
         if tile[0] * tile[1] > max_pixels:
             raise DataError(f"{ref.path} is stored in tiles of {tile[0]} x {tile[1]} pixels: save it in smaller ones")
 
 
-def taken(media: Media, options: ImageOptions) -> list[FileRef]:
-    """The files that are shown: all of them, or no more frames than --frames_upbound."""
+def used_files(media: Media, options: ImageOptions) -> list[FileRef]:
+    """The files to load: all of them, or at most --frames_upbound frames."""
     if media.kind != "frames":
         return list(media.refs)
     return [media.refs[i] for i in geometry.even_frames(len(media.refs), options.frames_upbound)]
 
 
 def _aspect_ratio(media: Media, options: ImageOptions) -> str:
-    """How an image becomes one square. Frames go to the tower's processor as they are, as in LLaVA-NeXT."""
+    """The way to make one tile of an image. Frames are never padded, as in LLaVA-NeXT."""
     if media.kind == "image" and (options.is_anyres or options.aspect_ratio == "pad"):
         return "pad"
     return "stretch" if options.stretch else "square"
 
 
 def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOptions) -> None:
-    """Refuse an image so narrow that some step on its way to the tower would have many more pixels than the bound."""
+    """Refuse an image so narrow that it would have far more pixels than the bound after some step of resizing."""
     if aspect_ratio == "pad":
-        padded = max(size) * size[1]  # narrowed a band at a time: takes time, but no room
+        padded = max(size) * size[1]  # resized in bands: takes time, but no memory
         if padded > _PADDED_TIMES * options.max_pixels or max(size) * options.size > options.max_pixels:
             raise DataError(f"{ref.path}: an image of {size[0]} x {size[1]} is too narrow to be padded: leave it out")
         return
-    stretched = options.size, size[1]  # half-way, see _resized
+    stretched = options.size, size[1]  # half-way, see resize.resized
     resized = stretched if aspect_ratio == "stretch" else geometry.resized_size(*size, options.size)
     if resized[0] * resized[1] > options.max_pixels:
         raise DataError(f"{ref.path}: {too_narrow(size, resized)}")
@@ -241,7 +240,7 @@ def _sixteen_to_eight() -> np.ndarray:
 
 @functools.cache
 def _known_formats() -> tuple[str, ...]:
-    """FORMATS without those that this Pillow was built without."""
+    """The FORMATS that this Pillow was built with."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 

@@ -17,9 +17,9 @@ _QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180
 
 
 def probe(ref: FileRef, options: ImageOptions) -> tuple[Size, ...]:
-    """(width, height) for every frame that is taken, from the container, without decoding.
+    """(width, height) of every frame to use, from the container, without decoding.
 
-    Raises DataError for what is no video, and ConfigError when PyAV is missing.
+    Raises DataError for files that are no videos, and ConfigError if PyAV is missing.
     """
     with _opened(ref) as (_, stream):
         size = _bounded(ref, stream.codec_context.width, stream.codec_context.height, options.max_pixels)
@@ -27,12 +27,12 @@ def probe(ref: FileRef, options: ImageOptions) -> tuple[Size, ...]:
 
 
 def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
-    """The taken frames in RGB and upright, one at a time. Raises DataError when they are not those that were probed."""
+    """The frames to use, in RGB and upright, one at a time. Raises DataError if they differ from the probed ones."""
     wanted = _indices(ref, options)
     if len(wanted) != len(sizes):
         raise FileChanged(
-            f"{ref.path} has {len(wanted)} frames to take, but had {len(sizes)} when the data was checked: it was "
-            "changed since; start again to check it anew"
+            f"{ref.path} has {len(wanted)} frames to use, but had {len(sizes)} when the data was checked: it was "
+            "changed since; start again to have it checked"
         )
     left = iter(wanted)
     due = next(left, None)
@@ -43,7 +43,7 @@ def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iter
                 image = frame.to_image()
                 turn = _QUARTER_TURNS.get(round(frame.rotation) % 360)
                 image = image if turn is None else image.transpose(turn)
-                while number == due:  # --force_sample may take a frame more than once
+                while number == due:  # --force_sample may use a frame more than once
                     yield image
                     due = next(left, None)
             if due is None:
@@ -52,7 +52,7 @@ def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iter
 
 
 def _indices(ref: FileRef, options: ImageOptions) -> list[int]:
-    """Which frames are taken. Where the header does not count them, the packets are, still without decoding."""
+    """Indices of the frames to use, without decoding. If the header has no number of frames, packets are counted."""
     with _opened(ref) as (container, stream):
         count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = float(stream.average_rate or stream.base_rate or 0)

@@ -1,4 +1,4 @@
-"""What kind of records a source holds: decided from the first of them, or refused with what was found."""
+"""Detection of the format of a source's records, from the first of them."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llava_ds.constants import IMAGE_TOKEN, ConfigError
 from llava_ds.data.sources.options import Columns, SourceOptions, short
 
-NUM_RECORDS = 100  # looked at
+NUM_RECORDS = 100  # to detect the format from
 FORMATS_HELP = (
     'llava: {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, '
     '{"from": "gpt", "value": "A cat."}]}; '
@@ -21,7 +21,7 @@ FORMATS_HELP = (
 
 @dataclass(frozen=True)
 class Found:
-    """A record format, the names under which the fields were seen, and whether images came without marks."""
+    """A record format and the names of fields found. marks_added: True if images came without marks."""
 
     format: str
     seen: tuple[tuple[str, str], ...]
@@ -29,16 +29,16 @@ class Found:
 
 
 def detect(texts: Iterable[str], keys: Iterable[str], columns: Columns, options: SourceOptions, path: str) -> Found:
-    """The format of the records, of which `texts` are the first. keys: names that are known already, a table's.
+    """Detect the format of records from the first of them. keys: names known already, as a table's columns.
 
-    Raises ConfigError when no format fits, or when two names could be meant for one field.
+    Raises ConfigError if no format fits, or if two names could be meant for one field.
     """
     records, keys = [], dict.fromkeys(keys)
     for text in texts:
         try:
             record = json.loads(text)
         except (ValueError, RecursionError):
-            continue  # to_sample will say what is wrong with it
+            continue  # to_sample gives the reason
         if isinstance(record, dict):
             records.append(record)
             keys.update(dict.fromkeys(record))
@@ -63,7 +63,7 @@ def detect(texts: Iterable[str], keys: Iterable[str], columns: Columns, options:
 
 
 def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptions) -> Columns:
-    """The columns of a folder of images, where `datasets` knows file_name, file_names and names that end so."""
+    """The columns of a folder of images, with datasets' names: file_name, file_names and others ending so."""
     named = {field for field, _ in options.columns}
     files = [key for key in keys if key.endswith(("file_name", "file_names"))]
     videos = tuple(key for key in files if key.startswith("video"))
@@ -77,13 +77,13 @@ def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptio
 
 
 def _seen(records: list[dict], columns: Columns, path: str) -> tuple[tuple[str, str], ...]:
-    """Pairs of a field and a name that some record has it under; the id last, for it matters least."""
+    """Pairs of a field and a name of it in some record, the id last."""
     seen: dict[tuple[str, str], None] = {}
     for field, names in vars(columns).items():
         present = [[name for name in names if record.get(name) is not None] for record in records]
         present = list(filter(None, present))
         several = [names for names in present if len(names) > 1]
-        # One such record is a bad record; most of them being so is a question to the user.
+        # One such record is a bad record. If most are like that, the user has to decide.
         if len(several) > len(present) / 2 and (field != "text" or "turns" not in dict(seen)):
             known = "conversations" if field == "turns" else field
             raise ConfigError(
@@ -126,5 +126,5 @@ def _shown(keys: Iterable[str]) -> str:
 
 
 def folder_of(path: str | None) -> str | None:
-    """The real path of a folder that was named, if one was."""
+    """The real path of a folder; None for None."""
     return None if path is None else os.path.realpath(os.path.expanduser(path))

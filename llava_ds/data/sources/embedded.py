@@ -1,8 +1,8 @@
-"""Images that come inside the records: spooled once to a file, so that the records themselves stay small.
+"""Images embedded in records, which are written to a spool once, so that records stay small.
 
-A spool is a folder with all images of a source end to end and its records as lines of JSON, where each image is an
-object that says where its bytes lie. Such an object counts only when a reader wrote it: wherever a record could bring
-one of its own, `embed` takes it out, and to_sample allows no file but the spool's.
+A spool is a folder with all images of a source in one file and its records as lines of JSON, with a reference (file,
+offset, size) in place of each image. Only references of readers count: `embed` removes those that a record brings, and
+to_sample allows no file but the spool's.
 """
 
 import base64
@@ -17,8 +17,8 @@ from llava_ds.data.cache import put_in_place, scratch_beside
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.sources.options import Columns
 
-REFERENCE = "llava_ds_file"  # key of an object in an image's place: a file, offset and num_bytes
-REJECTED = "llava_ds_rejected"  # key of an object in a record's place: why its reader could make nothing of it
+REFERENCE = "llava_ds_file"  # key of a reference: a file, offset and num_bytes
+REJECTED = "llava_ds_rejected"  # key of an object in place of a record that its reader rejected: the reason
 IMAGES, RECORDS = "pictures.bin", "records.jsonl"
 PART_KEYS = ("image", "image_url", "path", "url", "video", "video_url")
 
@@ -26,12 +26,12 @@ Row = tuple[int, int, str]  # number of the file, line, the record's text
 
 
 def reference(path: str, offset: int, num_bytes: int) -> dict[str, object]:
-    """What stands in a record for the bytes of an image."""
+    """A reference to the bytes of an image."""
     return {REFERENCE: path, "offset": offset, "num_bytes": num_bytes}
 
 
 def embed(record: dict, columns: Columns, convert: Callable[[object], object]) -> dict:
-    """The record with every value in an image's or video's place passed through `convert`, in place."""
+    """Replace all values of image and video fields of a record by `convert` of them, in place."""
     for name in (*columns.image, *columns.video):
         if record.get(name) is not None:
             record[name] = _converted(record[name], convert)
@@ -59,25 +59,25 @@ def _converted(value: object, convert: Callable[[object], object], depth: int = 
 
 
 def rejected(reason: str) -> str:
-    """The text of a record that its reader could make nothing of."""
+    """The text in place of a record that its reader rejects."""
     return json.dumps({REJECTED: reason})
 
 
 class ImageStore:
-    """Takes the bytes of images, one after the other."""
+    """Writes images one after the other to a file."""
 
     def __init__(self, file: BinaryIO, final_path: str) -> None:
         self.file, self.final_path, self.num_bytes = file, final_path, 0
 
     def add(self, data: bytes) -> dict[str, object]:
-        """Keep the bytes and return what stands for them."""
+        """Write the bytes and return a reference to them."""
         with write_errors(os.path.dirname(self.final_path), "the images inside the data"):
             self.file.write(data)
         self.num_bytes += len(data)
         return reference(self.final_path, self.num_bytes - len(data), len(data))
 
-    def keep(self, value: object) -> object:
-        """Bytes, or a data URI, to what stands for it; anything else as it is."""
+    def embed(self, value: object) -> object:
+        """A reference for bytes or a data URI, after writing them; any other value unchanged."""
         if isinstance(value, (bytes, bytearray)):
             return self.add(value)
         if isinstance(value, str) and value.startswith("data:image"):
@@ -86,15 +86,15 @@ class ImageStore:
                 try:
                     return self.add(base64.b64decode(data, validate=True))
                 except (binascii.Error, ValueError):
-                    pass  # stays a data URI, which to_sample names in its reason
+                    pass  # to_sample rejects the data URI with a reason
         return value
 
 
 def spooled(folder: str, rows: Callable[[ImageStore], Iterator[Row]]) -> Iterator[Row]:
-    """The rows, with the images that they gave to the store in a file; made once, then read from the folder.
+    """Rows from a spool, which is written first if it is not complete.
 
-    The folder appears in one rename, so any number of processes may do this at once. Raises ConfigError when it
-    can't be written, and what `rows` raises.
+    The folder appears in one rename, so any number of processes may do this at once. Raises ConfigError if it can't be
+    written, and the errors of `rows`.
     """
     final = Path(folder)
     if not _is_whole(final):

@@ -1,4 +1,4 @@
-"""The fields of a record, and the images and videos that it names to files or slices of files."""
+"""Fields of a record, and the files or slices of files of the images and videos that it names."""
 
 import errno
 import functools
@@ -15,14 +15,14 @@ from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import VIDEO_SUFFIXES
 from llava_ds.files.reading import KINDS
 
-MAX_PATH_BYTES = 4096  # Linux's own limit; a longer name is not worth asking the system, nor keeping
+MAX_PATH_BYTES = 4096  # Linux's own limit
 MAX_FILES_PER_RECORD = 10_000
 
 _VIDEO_ENDINGS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
 
 
 def to_media(kind: str, value: object, source: Source) -> Media:
-    """What stands behind a mark of a kind, "image" or "video". Raises DataError unless all its files are there."""
+    """The media of a mark. kind: "image" or "video". Raises DataError unless all files are there."""
     if kind == "image":
         return Media("image", (_file(value, source, "image"),))
     if isinstance(value, list):
@@ -33,7 +33,7 @@ def to_media(kind: str, value: object, source: Source) -> Media:
 
 
 def _file(value: object, source: Source, what: str) -> FileRef:
-    """The file, or the slice of one, that stands for an image or video in a record."""
+    """The file, or slice of a file, of an image, a video or a frame."""
     if isinstance(value, dict) and REFERENCE in value:
         return _slice(value, source)
     if isinstance(value, dict):
@@ -46,10 +46,10 @@ def _file(value: object, source: Source, what: str) -> FileRef:
 
 
 def find_file(name: str, root: str | None, what: str = "image", flag: str = "--image_folder") -> str:
-    """The real path of the file that a record names.
+    """The real path of a file that a record names.
 
-    root: the real path of the folder that it is relative to, and that it has to lie in once links are resolved.
-    One system call for a file whose folder was met before; nothing is opened. Raises DataError with the reason.
+    root: the real path of the folder that name is relative to, and that the file has to be in once links are resolved.
+    Makes one system call if the folder is known; opens nothing. Raises DataError with the reason.
     """
     folder_name = flag.removeprefix("--").replace("_", " ")
     if name.startswith(("http://", "https://", "ftp://")):
@@ -89,13 +89,13 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
 
 @functools.lru_cache(maxsize=8192)
 def _folder_inside(folder: str, root: str) -> str | None:
-    """The real path of a folder, None when it lies outside. Asked for every file, but there are few folders."""
+    """The real path of a folder; None if it is outside root."""
     real = os.path.realpath(folder)
     return real if Path(real).is_relative_to(root) else None
 
 
 def _slice(value: dict, source: Source) -> FileRef:
-    """A reference that the source's own reader wrote; one to another file, or past a file's end, is a forgery."""
+    """The slice of a reference. Refuses one to a file of another source, or past a file's end, as a forgery."""
     path, offset, num_bytes = (value.get(key) for key in (REFERENCE, "offset", "num_bytes"))
     if isinstance(path, str) and path in source.slices_of and type(offset) is int and type(num_bytes) is int:
         try:
@@ -110,7 +110,7 @@ def _slice(value: dict, source: Source) -> FileRef:
 
 
 def listed(record: dict, names: tuple[str, ...]) -> list:
-    """The images that a record names, none, one or several."""
+    """The list of images that a record names."""
     name, value = field_of(record, names)
     if value is None or value == "":
         return []
@@ -121,7 +121,7 @@ def listed(record: dict, names: tuple[str, ...]) -> list:
 
 
 def videos(record: dict, names: tuple[str, ...]) -> list:
-    """Every video: a file, or the list of its frames. A list of paths is one video if they are images."""
+    """The list of videos, each a file or a list of frames. A list of image paths is one video."""
     name, value = field_of(record, names)
     if value is None or value == "" or value == []:
         return []
@@ -138,7 +138,7 @@ def videos(record: dict, names: tuple[str, ...]) -> list:
 
 
 def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:
-    """The name and value of a field that may be called several names; None if it is absent or null."""
+    """Name and value of a field that may have several names. The value is None if it is absent or null."""
     found, value = names[0], None
     for name in names:
         each = record.get(name)
@@ -150,14 +150,14 @@ def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:
 
 
 def checked_text(value: object, otherwise: str) -> str:
-    """The value if it is a text that can be encoded. Raises DataError, with the words of `otherwise`, if not."""
+    """The value if it is a text that can be encoded. Raises DataError with the message `otherwise`."""
     if not is_text(value):
         raise DataError(otherwise)
     return value
 
 
 def is_text(value: object) -> bool:
-    """Whether a value is a text without halves of surrogate pairs, which no tokenizer takes."""
+    """True for a text without lone surrogates, which no tokenizer accepts."""
     if not isinstance(value, str):
         return False
     try:
@@ -168,11 +168,11 @@ def is_text(value: object) -> bool:
 
 
 def either(names: tuple[str, ...]) -> str:
-    """Names for an error message."""
+    """Names, as an error message lists them."""
     return " or ".join(map(repr, names))
 
 
 def keys_of(record: dict) -> str:
-    """The keys of a record for an error message."""
+    """Keys of a record, as an error message lists them."""
     shown = ", ".join(short(key) for key in list(record)[:10]) or "none"
     return f"its keys: {shown}" + (f" and {len(record) - 10} more" if len(record) > 10 else "")

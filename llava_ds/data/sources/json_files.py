@@ -1,4 +1,4 @@
-"""JSON lists and JSONL, record by record: a file of any size passes through a window of bounded size."""
+"""Reading of JSON lists and JSONL, record by record, through a window of bounded size."""
 
 import codecs
 import json
@@ -11,31 +11,31 @@ from llava_ds.constants import DataError
 WINDOW_BYTES = 1 << 20
 MAX_RECORD_CHARS = 32 << 20
 
-# Only the end of a record is wanted here: numbers stay text, so that none is too large.
+# Only finds the end of a record: numbers stay text, so that none is too large.
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 _SPACE = re.compile(r"[ \t\n\r]*")
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.DOTALL)
 _DATA_URI = b'"data:image'
-_CUT_CHARS = 16  # a window may end inside an escape, a number or a word like `false`: nothing so near its end is sure
+_CUT_CHARS = 16  # a window may end inside an escape, a number or `false`: nothing this near to its end is certain
 
 
 class _Window:
-    """A piece of a text file that moves on, and the line and column of every place in it.
+    """A moving part of a text file, with the line and column of every place in it.
 
-    Bytes that are no UTF-8 come as lone surrogates, so that one bad record does not hide the others.
+    Bytes that are no UTF-8 become lone surrogates, so that one bad record does not hide the others.
     """
 
     def __init__(self, file: BinaryIO, name: str, num_bytes: int) -> None:
         self.file, self.name, self.num_bytes = file, name, num_bytes
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self.text = ""
-        self.at = 0  # in text: all before it has been dealt with
-        self.line, self.line_at = 1, 0  # the line that text[line_at] lies in
-        self.column = 0  # characters of that line before text[0], when it began earlier
+        self.at = 0  # position in text: all before it is done
+        self.line, self.line_at = 1, 0  # line is that of text[line_at]
+        self.column = 0  # characters of that line before text[0]
         self.more()
 
     def more(self) -> bool:
-        """Drop what has been dealt with and read at least as much as is left; False at the end of the file."""
+        """Drop the text that is done and read at least as much as is left. False at the end of the file."""
         left = len(self.text) - self.at
         if left > MAX_RECORD_CHARS:
             raise self.error(f"a record is longer than {MAX_RECORD_CHARS >> 20} million characters", self.at)
@@ -47,7 +47,7 @@ class _Window:
         return bool(data)
 
     def next_char(self) -> str:
-        """Move to the next character that is no space, and return it; "" at the end of the file."""
+        """Move to the next character that is no space and return it; "" at the end of the file."""
         while True:
             self.at = _SPACE.match(self.text, self.at).end()
             if self.at < len(self.text):
@@ -55,8 +55,8 @@ class _Window:
             if not self.more():
                 return ""
 
-    def line_here(self) -> int:
-        """The line of the current place. Counts from where it was asked before."""
+    def current_line(self) -> int:
+        """The line of the current place, counted from the place of the call before."""
         self.line += self.text.count("\n", self.line_at, self.at)
         self.line_at = self.at
         return self.line
@@ -75,7 +75,7 @@ class _Window:
 def read_json_list(path: str, window_bytes: int = WINDOW_BYTES) -> Iterator[tuple[int, str]]:
     """Line and text of every value in a JSON list.
 
-    Raises DataError, with line and column, where the file stops being one.
+    Raises DataError with line and column if the file is no JSON list.
     """
     with open(path, "rb") as file:
         window = _Window(file, path, window_bytes)
@@ -87,7 +87,7 @@ def read_json_list(path: str, window_bytes: int = WINDOW_BYTES) -> Iterator[tupl
         else:
             while True:
                 end = _end_of_value(window)
-                yield window.line_here(), window.text[window.at : end]
+                yield window.current_line(), window.text[window.at : end]
                 window.at = end
                 found = window.next_char()
                 if found not in (",", "]"):
@@ -117,12 +117,12 @@ def read_jsonl(path: str) -> Iterator[tuple[int, str]]:
 
 
 def holds_data_uri(path: str) -> bool:
-    """Whether some JSON string of a file begins like an embedded image. A quotation inside a text does not count."""
+    """True if a JSON string of a file begins like an embedded image. Quotations inside a text don't count."""
     with open(path, "rb") as file:
         tail = b""
         while chunk := file.read(WINDOW_BYTES):
             window = tail + chunk
-            at = window.find(_DATA_URI, len(tail) == len(_DATA_URI))  # a whole one in the tail was seen before
+            at = window.find(_DATA_URI, len(tail) == len(_DATA_URI))  # one inside the tail was found before
             while at >= 0:
                 if window[at - 1 : at] != b"\\":
                     return True
@@ -132,9 +132,9 @@ def holds_data_uri(path: str) -> bool:
 
 
 def first_value(path: str) -> tuple[str, str]:
-    """The first character of a file that is no space and, if it opens an object, the first one behind that object.
+    """The first character of a file that is no space and, if it opens an object, the first one behind the object.
 
-    Tells a list from JSONL, and JSONL from a file with one object.
+    Distinguishes a list, JSONL, and a file with one object.
     """
     with open(path, "rb") as file:
         window = _Window(file, path, WINDOW_BYTES)
@@ -147,7 +147,7 @@ def first_value(path: str) -> tuple[str, str]:
 
 
 def _end_of_value(window: _Window) -> int:
-    """Where the value that starts here ends in the window's text, which is filled until all of it is there."""
+    """The end of the value at the current place in the window's text, after reading all of it."""
     while True:
         text = window.text
         try:
@@ -157,7 +157,7 @@ def _end_of_value(window: _Window) -> int:
             length = end - window.at
             if not window.more():
                 return window.at + length
-            continue  # a number that the window may have cut
+            continue  # the window may have cut a number
         except RecursionError:
             end = _end_of_nested(text, window.at)
             if end is not None:
@@ -172,12 +172,12 @@ def _end_of_value(window: _Window) -> int:
 
 
 def _end_of_nested(text: str, start: int) -> int | None:
-    """The end of a list or object that is nested too deeply to parse, found by its brackets."""
+    """The end of a list or object that is nested too deeply to parse, by counting brackets."""
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(text, start):
         token = match.group()
         if token == '"':
-            return None  # a string that the window cuts
+            return None  # the window cuts a string
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token, 0)
         if depth == 0:
             return match.end()

@@ -1,4 +1,4 @@
-"""From what --data_path says to files, and how they are to be read."""
+"""The files of --data_path, and the kind of reader for them."""
 
 import glob
 import json
@@ -33,7 +33,7 @@ _EXPECTED = (
 def locate(data_path: str) -> tuple[str, tuple[str, ...]]:
     """(kind of reader, files to read) of one source.
 
-    Raises ConfigError when nothing is there, or nothing that can be read, and DataError for damaged files.
+    Raises ConfigError if there is nothing to read, and DataError for damaged files.
     """
     path = os.path.expanduser(data_path)
     if os.path.isdir(path):
@@ -52,9 +52,9 @@ def locate(data_path: str) -> tuple[str, tuple[str, ...]]:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """The files that a pattern with {a,b}, {000..009}, *, ? or [ab] stands for, in its order.
+    """The files that match a pattern with {a,b}, {000..009}, *, ? or [ab], in its order.
 
-    Raises ConfigError when a part of it finds none.
+    Raises ConfigError if a part of it matches none.
     """
     files: list[str] = []
     for each in _without_braces(pattern):
@@ -122,12 +122,12 @@ def _folder(path: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _first_line_is_whole(path: str) -> bool:
-    """Whether JSONL begins with a list, which is a bad record, and is not a JSON list under a name of JSONL."""
+    """True for JSONL that begins with a list (a bad record); False for a JSON list in a file named .jsonl."""
     rows = read_jsonl(path)
     try:
         json.loads(next(rows)[1])
         return next(rows, None) is not None
-    except (ValueError, RecursionError):  # also a DataError: the line is too long to be a record
+    except (ValueError, RecursionError):  # DataError among them: the line is too long for a record
         return False
 
 

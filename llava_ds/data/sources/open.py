@@ -1,4 +1,4 @@
-"""--data_path to sources: one, or the entries of a YAML mixture."""
+"""Opening of the sources of --data_path: one, or the entries of a YAML mixture."""
 
 import dataclasses
 import hashlib
@@ -21,8 +21,8 @@ from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
 from llava_ds.data.sources.tables import open_saved, parquet_columns
 from llava_ds.files.reading import state_of
 
-MAX_SHOWN = 5  # problems spelled out in one message; the rest are counted
-SPOOL_VERSION = 1  # raise it when the same files would be spooled in another way
+MAX_SHOWN = 5  # problems listed in one message; the others are counted
+SPOOL_VERSION = 1  # raise it if the same files would be spooled differently
 MIXTURE_SUFFIXES = (".yaml", ".yml")
 ENTRY_KEYS = (
     "path",
@@ -38,9 +38,9 @@ ENTRY_KEYS = (
 
 
 def open_sources(data_path: str, options: SourceOptions) -> list[Source]:
-    """The sources that --data_path names. Reads their first records only.
+    """Open the sources of --data_path, reading their first records only.
 
-    Raises ConfigError or DataError with what is wrong, of a mixture with everything that is wrong.
+    Raises ConfigError or DataError, for a mixture with all of its problems.
     """
     with read_errors(data_path):
         if data_path.endswith(MIXTURE_SUFFIXES):
@@ -110,7 +110,7 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
 
 
 def _table_columns(source: Source) -> list[str]:
-    """All columns of a table, whether they count or not, so that a message can show them."""
+    """All columns of a table, for messages; none for other kinds of files."""
     if source.kind == "datasets":
         return open_saved(os.path.dirname(source.files[0])).column_names
     return parquet_columns(source.files[0]) if source.files[0].endswith(".parquet") else []
@@ -125,7 +125,7 @@ def _keys(text: str) -> list[str]:
 
 
 def _spool_name(source: Source) -> str:
-    """A name that changes with the files, as far as can be told without reading all of them, and with the columns."""
+    """A name that changes with the columns and with the files' stamps and some of their blocks."""
     if source.kind not in (*SPOOLED_KINDS, "json", "jsonl"):
         return "none"
     digest = hashlib.sha256(repr((SPOOL_VERSION, source.kind, source.columns)).encode())
@@ -187,7 +187,7 @@ def _open_entry(entry: object, folder: Path, options: SourceOptions) -> Source:
             if not os.path.isdir(changed[key]):
                 raise ConfigError(f"{key} {changed[key]}: there is no such folder")
     if "image_folder" in entry and "video_folder" not in entry and options.video_folder is None:
-        changed["video_folder"] = None  # videos lie where the entry's images do
+        changed["video_folder"] = None  # videos are in the entry's image folder
     if "format" in entry:
         changed["data_format"] = entry["format"]
     if "columns" in entry:

@@ -1,4 +1,4 @@
-"""What may be said about a data set, and what its readers hand on."""
+"""Options of a source, raw records, and helpers for error messages."""
 
 import difflib
 import reprlib
@@ -15,7 +15,7 @@ FIELDS = ("id", "conversations", "messages", "image", "video", "text", "system")
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How --data_path is to be understood. columns: pairs of a field and the record's own name for it."""
+    """Options for reading --data_path. columns: pairs of a field and its name in the records."""
 
     data_format: str = "auto"
     columns: tuple[tuple[str, str], ...] = ()
@@ -27,10 +27,10 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class RawRecord:
-    """One record as JSON text, not parsed yet, and where it was found.
+    """One record as JSON text, not parsed yet, and its place.
 
     line: where it starts in the file, from 1 (the row of a table, the member of a tar); index: its number in the
-    source, from 0, which a record that a weight repeats keeps.
+    source, from 0, the same for every repetition by a weight.
     """
 
     file: str
@@ -41,7 +41,7 @@ class RawRecord:
 
 @dataclass(frozen=True)
 class Columns:
-    """For every field, the names under which a record may hold it."""
+    """The names that each field may have in a record."""
 
     id: tuple[str, ...] = ("id",)
     turns: tuple[str, ...] = ("conversations", "messages")
@@ -52,7 +52,7 @@ class Columns:
 
     @classmethod
     def of(cls, columns: tuple[tuple[str, str], ...]) -> "Columns":
-        """The usual names, but for the fields that the user named."""
+        """The usual names, but for fields that the user named."""
         named: dict[str, tuple[str, ...]] = {}
         for field, column in columns:
             field = "turns" if field in ("conversations", "messages") else field
@@ -60,12 +60,12 @@ class Columns:
         return cls(**named)
 
     def all(self) -> tuple[str, ...]:
-        """Every name that is looked for."""
+        """All names."""
         return tuple(name for field in fields(self) for name in getattr(self, field.name))
 
 
 def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:
-    """The pairs of --data_columns conversations=dialog,image=picture. Raises ConfigError for what is none."""
+    """Parse --data_columns, as conversations=dialog,image=picture. Raises ConfigError with all problems."""
     pairs, problems = [], []
     for part in (text or "").split(","):
         field, equals, column = (piece.strip() for piece in part.partition("="))
@@ -84,11 +84,11 @@ def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def nearest(word: object, known: tuple[str, ...]) -> str:
-    """What to say behind an unknown word: the known one that looks most like it, or all."""
+    """A hint for an unknown word: the most similar known one, or all."""
     close = difflib.get_close_matches(str(word), known, n=1)
     return f"did you mean {close[0]}?" if close else "known are " + ", ".join(known)
 
 
 def short(value: object) -> str:
-    """A value for an error message: bounded, printable and made without walking all of it."""
+    """A short, printable form of a value for an error message."""
     return _REPR.repr(value)

@@ -1,7 +1,7 @@
-"""One record's JSON text to a sample. Nothing is trusted: shape, types and paths are checked before anything is built.
+"""Conversion of one record's JSON text to a sample, checking shape, types and paths, as nothing in it is trusted.
 
-These functions run for every record, in worker processes: they raise DataError with the reason and nothing else, and
-ask the operating system about images and videos only.
+These functions run for every record, in worker processes. They raise DataError with the reason and nothing else, and
+make system calls for images and videos only.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from llava_ds.data.sources.source import Source
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
 VIDEO_TOKEN = "<video>"
-MAX_ID = 1000  # characters of an id; what a longer one is kept by is its hash
+MAX_ID = 1000  # characters of an id; a longer one is cut and gets a hash
 ROLES = {
     "human": "human",
     "user": "human",
@@ -50,7 +50,7 @@ _SHOWN = {"image": "images", "video": "videos"}
 
 
 def to_sample(text: str, source: Source, index: int) -> Sample:
-    """The sample that a record of the source is. Raises DataError, with the reason, for one that can't be used."""
+    """Convert a record of the source to a sample. Raises DataError with the reason if it can't be used."""
     try:
         record = _DECODER.decode(text)
     except RecursionError:
@@ -74,12 +74,12 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
     return Sample(_id(record, source, index), tuple(messages), media, kind if is_text(kind) else "", unmarked)
 
 
-# A mark is (kind, value): an image or video that a part of a message brings itself, or None for the record's next.
+# A mark is (kind, value). value: an image or video from the part of a message, or None for the record's next one.
 Mark = tuple[str, object]
 
 
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
-    """The messages, what their marks stand for, and the images and videos that the record lists."""
+    """Messages, their marks, and the images and videos that the record lists."""
     columns = source.columns
     _, turns = field_of(record, columns.turns)
     if not isinstance(turns, list) or not turns:
@@ -105,20 +105,20 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
 
 
 def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str, list], source: Source) -> str:
-    """Do what --on_unmarked_image says about images without marks, or marks without images; return what was done.
+    """Apply --on_unmarked_image to images without any marks, or marks without any images; return the outcome.
 
-    Other numbers of marks than of images are no such case. Raises DataError where it says to refuse.
+    Raises DataError where the flag says to refuse.
     """
-    asked, images = source.on_unmarked_image, bool(named["image"] or named["video"])
+    choice, images = source.on_unmarked_image, bool(named["image"] or named["video"])
     if bool(marks) == images:
         return ""
-    if images and asked == "prepend":
-        _show_first(messages, marks, named)
+    if images and choice == "prepend":
+        _prepend_marks(messages, marks, named)
         return IMAGE_PREPENDED
-    if images and asked == "text":
+    if images and choice == "text":
         named |= {"image": [], "video": []}
         return IMAGE_LEFT_OUT
-    if asked == "text" and all(value is None for _, value in marks):
+    if choice == "text" and all(value is None for _, value in marks):
         messages[:] = [Message(each.role, each.text.replace(IMAGE_TOKEN, LITERAL_IMAGE)) for each in messages]
         marks.clear()
         return MARK_AS_TEXT
@@ -137,14 +137,14 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
         raise DataError(f"has an {IMAGE_TOKEN} mark in its caption")
     named = {"image": listed(record, columns.image), "video": videos(record, columns.video)}
     messages, marks = [Message("human", ""), Message("gpt", caption)], []
-    _show_first(messages, marks, named)
+    _prepend_marks(messages, marks, named)
     if not marks:
         raise DataError(f"has no image under {either(columns.image)} ({keys_of(record)})")
     return messages, marks, named
 
 
 def _turn(turn: object, i: int) -> tuple[str, object]:
-    """Role and content of a turn, in LLaVA's and ShareGPT's form or in OpenAI's."""
+    """Role and content of a turn in the form of LLaVA and ShareGPT, or of OpenAI."""
     role = content = None
     if isinstance(turn, dict):
         role, content = turn.get("from"), turn.get("value")
@@ -167,8 +167,8 @@ def _turn(turn: object, i: int) -> tuple[str, object]:
 
 
 def _with_marks(text: str, marks: list[Mark], named: dict[str, list], source: Source) -> str:
-    """The text with every mark written as <image>, the kinds of the marks added to the list."""
-    # LLaVA knows no <video>: without videos it is text, such as a page's HTML. LLaMA-Factory would count it.
+    """The text with every mark as <image>; adds the kinds of the marks to the list."""
+    # LLaVA has no <video>: without videos it is text, such as HTML. LLaMA-Factory would count it.
     if VIDEO_TOKEN in text and (named["video"] or source.format != "llava"):
         marks += [("video" if found == VIDEO_TOKEN else "image", None) for found in _MARK.findall(text)]
         return text.replace(VIDEO_TOKEN, IMAGE_TOKEN)
@@ -178,7 +178,7 @@ def _with_marks(text: str, marks: list[Mark], named: dict[str, list], source: So
 
 
 def _parts(parts: list, i: int, marks: list[Mark], named: dict[str, list], source: Source) -> str:
-    """The text of a message in parts: texts as they follow each other, images as marks on lines of their own."""
+    """The text of a message in parts: texts in order, and images as marks on separate lines."""
     pieces: list[str] = []
     after_mark = False
     for part in parts:
@@ -199,7 +199,7 @@ def _parts(parts: list, i: int, marks: list[Mark], named: dict[str, list], sourc
     return "".join(pieces)
 
 
-def _show_first(messages: list[Message], marks: list[Mark], named: dict[str, list]) -> None:
+def _prepend_marks(messages: list[Message], marks: list[Mark], named: dict[str, list]) -> None:
     """Put a mark for every image and video at the start of the first question."""
     marks += [("image", None)] * len(named["image"]) + [("video", None)] * len(named["video"])
     for i, message in enumerate(messages):
@@ -211,9 +211,9 @@ def _show_first(messages: list[Message], marks: list[Mark], named: dict[str, lis
 
 
 def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Iterator[Mark]:
-    """The marks with what they stand for. Raises DataError when marks and images are not equally many."""
+    """The marks with their images and videos. Raises DataError if the numbers differ."""
     if named["video"] and not named["image"] and not any(kind == "video" and value is None for kind, value in marks):
-        # LLaVA-NeXT marks videos with <image>, too.
+        # LLaVA-NeXT marks videos with <image> as well.
         marks = [("video", None) if value is None else (kind, value) for kind, value in marks]
     hint = "" if marks and (named["image"] or named["video"]) else _UNMARKED
     for kind, token in (("image", IMAGE_TOKEN), ("video", VIDEO_TOKEN)):

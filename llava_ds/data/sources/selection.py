@@ -1,4 +1,4 @@
-"""Which records of a source are taken, and how often. The same on every rank, and in the file's order."""
+"""Selection of a source's records by a sampling strategy and a weight, in the file's order."""
 
 import math
 import random
@@ -22,10 +22,10 @@ _STRATEGY = re.compile(r"(first|end|random):(\d{1,12})(\.\d{1,6})?(%?)")
 
 @dataclass(frozen=True)
 class Selection:
-    """A sampling strategy, and how often what it takes is repeated.
+    """A sampling strategy, and a weight that repeats its records.
 
-    strategy: all, first, end or random; number of records, or share of them (rounded up), as LLaVA-NeXT counts;
-    weight: 2 takes everything twice, 1/2 a random half (rounded up), 5/2 everything twice and a random half once more.
+    strategy: all, first, end or random; number of records, or share of them (rounded up), as in LLaVA-NeXT; weight: 2
+    takes everything twice, 1/2 a random half (rounded up), 5/2 everything twice and a random half once more.
     """
 
     strategy: str = "all"
@@ -35,7 +35,7 @@ class Selection:
     seed: int = DEFAULT_SEED
 
     def describe(self) -> str:
-        """In words; empty when every record is taken once."""
+        """A text for a person; empty if every record is taken once."""
         parts = []
         if self.strategy != "all":
             amount = f"{self.number:,}" if self.share is None else f"{float(self.share * 100):g}%"
@@ -49,14 +49,14 @@ class Selection:
         return ", ".join(parts)
 
     def num_taken(self, num_records: int) -> int:
-        """How many records the strategy takes, before the weight."""
+        """Number of records that the strategy takes, before the weight."""
         if self.strategy == "all":
             return num_records
         wanted = self.number if self.share is None else math.ceil(self.share * num_records)
         return min(wanted, num_records)
 
     def apply(self, read: Callable[[], Iterator[T]], count: Callable[[], int]) -> Iterator[T]:
-        """What is taken of the records that `read` gives. `count` is called when their number has to be known.
+        """The selected records of `read`. `count` is called if their number is needed.
 
         Nothing is held in memory: a repetition reads again, a random choice decides record by record.
         """
@@ -85,7 +85,7 @@ class Selection:
 
 def _random(items: Iterable[T], num_items: int, num_wanted: int, seed: str) -> Iterator[T]:
     """num_wanted of the items, every subset equally likely, in their order. Source: Knuth's algorithm S."""
-    generator = random.Random(seed)  # seeded by a text's hash of its bytes: the same in every process
+    generator = random.Random(seed)  # a text as seed gives the same in every process
     for left, item in zip(range(num_items, 0, -1), items):
         if generator.random() * left < num_wanted:
             num_wanted -= 1

@@ -1,4 +1,4 @@
-"""A source of records: its files, what was found out about them, and the way to read them."""
+"""A source of records: its files, their format, and reading them."""
 
 import json
 import os
@@ -22,17 +22,16 @@ FORMATS = {
     "messages": "OpenAI messages",
     "caption": "captions",
 }
-MAX_FIRST_CHARS = 8 << 20  # of the first records, which are held in memory
+MAX_FIRST_CHARS = 8 << 20  # of the first records, which are in memory
 SPOOLED_KINDS = ("parquet", "datasets")  # whose records may hold images as bytes
 
 
 @dataclass(frozen=True)
 class Source:
-    """Records of one format. Small and picklable: workers get it with every piece of work.
+    """Records of one format. Small and picklable: workers get it with every task.
 
-    files: all files whose content matters; spool: the folder for images that come inside the records;
-    slices_of: the files of which references in the records may name slices, blobs and tars that is;
-    seen: pairs of a field and the name under which the first records hold it.
+    files: all files whose contents count; spool: the folder for embedded images; slices_of: the spools and tars that
+    references in records may name; seen: pairs of a field and its name in the first records.
     """
 
     path: str
@@ -54,14 +53,14 @@ class Source:
         object.__setattr__(self, "slices_of", slices)
 
     def read(self) -> Iterator[RawRecord]:
-        """The records that the selection takes, in the files' order, the same in every process.
+        """The selected records in the files' order, the same in every process.
 
-        Nothing but one record, or one batch of a table, is in memory. Raises DataError where a file can't be read on.
+        Only one record, or one batch of a table, is in memory. Raises DataError if a file can't be read.
         """
         return self.selection.apply(self._records, self.count)
 
     def count(self) -> int:
-        """How many records the files hold, before any selection. Reads them, unless they are tables."""
+        """Number of records in the files, before any selection. Reads them, unless they are tables."""
         if self.kind == "parquet":
             return sum(map(num_parquet_rows, self.files))
         if self.kind == "datasets":
@@ -69,7 +68,7 @@ class Source:
         return sum(1 for _ in self._rows())
 
     def describe(self) -> str:
-        """One line: what was found, and under which names."""
+        """One line on the files, the format and the names of fields."""
         files = len(self._names())
         line = f"{self.path}: {FORMATS[self.format]} in {KINDS[self.kind]}"
         line += f" of {files:,} files" if files > 1 else ""
@@ -89,7 +88,7 @@ class Source:
         return line + (f"; taken: {selected}" if selected else "")
 
     def first(self, num_records: int) -> list[RawRecord]:
-        """The first records, images inside them left out; of long ones fewer."""
+        """The first records without embedded images; fewer if they are long."""
         rows, names = islice(self._parse(ImageStore(_Nowhere(), "")), num_records), self._names()
         found: list[RawRecord] = []
         left = MAX_FIRST_CHARS
@@ -146,11 +145,11 @@ class Source:
         for number, line, text in self._parse(None):
             try:
                 record = json.loads(text)
-                text = json.dumps(embed(record, self.columns, store.keep) if isinstance(record, dict) else record)
+                text = json.dumps(embed(record, self.columns, store.embed) if isinstance(record, dict) else record)
             except RecursionError:
                 text = rejected("is nested too deeply")
             except ValueError:
-                text = text.replace("\n", " ")  # to_sample says what is wrong with it
+                text = text.replace("\n", " ")  # to_sample gives the reason
             yield number, line, text
 
 
@@ -172,7 +171,7 @@ def means_by_source(sources: list[str], sums: list[float], targets: list[float])
 
 
 class _Nowhere:
-    """Takes bytes and forgets them."""
+    """A file that discards its bytes."""
 
     def write(self, data: bytes) -> int:
         return len(data)

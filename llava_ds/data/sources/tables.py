@@ -1,4 +1,4 @@
-"""Tables: parquet files, saved `datasets` folders and CSV, read by small batches."""
+"""Reading of tables (parquet files, saved `datasets` folders and CSV) in small batches."""
 
 import csv
 import datetime
@@ -20,7 +20,7 @@ READ_BYTES = 1 << 20
 
 
 def parquet_columns(path: str) -> list[str]:
-    """The names of a parquet file's columns. Raises DataError when it is none."""
+    """The column names of a parquet file. Raises DataError if it is none."""
     return _open_parquet(path).schema_arrow.names
 
 
@@ -29,7 +29,7 @@ def num_parquet_rows(path: str) -> int:
 
 
 def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) -> Iterator[Row]:
-    """The rows of parquet files as records, of the columns that count; images go to the store."""
+    """The rows of parquet files as records, with known columns only. Images go to the store."""
     for number, path in enumerate(files):
         table = _open_parquet(path)
         names = _wanted(table.schema_arrow.names, columns)
@@ -41,15 +41,15 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) ->
                     yield number, line, _as_text(record, columns, store)
         except ConfigError:  # of the store
             raise
-        except Exception as error:  # of damaged data whatever their values make Arrow and Python meet
+        except Exception as error:  # damaged data can raise anything in Arrow and Python
             raise DataError(f"{path}: can't be read behind row {line}: {error}") from error
 
 
 def open_saved(folder: str) -> datasets.Dataset:
-    """A folder that `save_to_disk` wrote; of several splits "train". Raises DataError or ConfigError."""
+    """Open a folder that `save_to_disk` wrote; of several splits, "train". Raises DataError or ConfigError."""
     try:
         opened = datasets.load_from_disk(folder)
-    except Exception as error:  # `datasets` lets through whatever a damaged folder makes it meet
+    except Exception as error:  # a damaged folder can raise anything in `datasets`
         raise DataError(f"{folder} can't be opened as a saved datasets folder: {error}") from error
     if isinstance(opened, datasets.DatasetDict):
         if "train" not in opened:
@@ -62,7 +62,7 @@ def open_saved(folder: str) -> datasets.Dataset:
 
 
 def other_splits(folder: str) -> list[str]:
-    """The splits beside "train" of a folder that `save_to_disk` wrote; none of a single data set's."""
+    """The splits besides "train" of a folder that `save_to_disk` wrote."""
     path = os.path.join(folder, "dataset_dict.json")
     if not os.path.isfile(path):
         return []
@@ -71,13 +71,13 @@ def other_splits(folder: str) -> list[str]:
 
 
 def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row]:
-    """The rows of a saved `datasets` folder as records; images go to the store, undecoded."""
+    """The rows of a saved `datasets` folder as records. Images go to the store, undecoded."""
     saved = open_saved(folder)
     saved = saved.select_columns(_wanted(saved.column_names, columns)).with_format("arrow")
     line = 0
     try:
         for table in saved.iter(batch_size=BATCH_ROWS):
-            table.validate(full=True)  # its offsets are used as they are: damaged ones would lead outside of it
+            table.validate(full=True)  # damaged offsets would lead outside of it
             for record in table.to_pylist():
                 line += 1
                 yield 0, line, _as_text(record, columns, store)
@@ -88,7 +88,7 @@ def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row
 
 
 def read_csv(path: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every row of a CSV file with a head line."""
+    """Line and text of every row of a CSV file with a header line."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file)
         try:
@@ -101,7 +101,7 @@ def read_csv(path: str) -> Iterator[tuple[int, str]]:
 
 def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
     try:
-        # With a buffer the file is streamed; without, whole column chunks would be in memory.
+        # With a buffer the file is streamed; without one, whole column chunks are in memory.
         return pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} can't be read as parquet: {error}") from error
@@ -114,7 +114,7 @@ def _wanted(names: list[str], columns: Columns) -> list[str]:
 
 def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
     try:
-        record = embed(record, columns, store.keep)
+        record = embed(record, columns, store.embed)
         text = json.dumps({key: value for key, value in record.items() if value is not None}, default=_plain)
         return (
             text
@@ -122,10 +122,10 @@ def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
             else rejected(f"is longer than {MAX_RECORD_CHARS >> 20} million characters")
         )
     except (RecursionError, ValueError, TypeError) as error:
-        return rejected(f"can't be said in JSON: {error}")
+        return rejected(f"can't be written as JSON: {error}")
 
 
 def _plain(value: object) -> str:
     if isinstance(value, (datetime.date, datetime.datetime)):
         return value.isoformat()
-    return f"<{type(value).__name__}>"  # binary outside an image's place, decimals: nothing that is learned from
+    return f"<{type(value).__name__}>"  # binary outside an image field, decimals: not used in training

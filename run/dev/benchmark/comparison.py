@@ -1,4 +1,4 @@
-"""Two ways to train the same, timed in turns: what each run says, whether they did the same, and how they compare."""
+"""Two ways to train the same, timed in turns: read each run, refuse runs that trained differently, compare the rest."""
 
 import json
 import math
@@ -19,7 +19,7 @@ LARGEST_DIFFERENCE = 1e-3  # relative, of loss and gradient norm between the sid
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of one side measured: a value per optimizer step."""
+    """Measurements of one run of one side: a value per optimizer step."""
 
     side: str
     round: int
@@ -60,7 +60,7 @@ def _gemm(peak_file: Path) -> float:
 
 
 def largest_difference(runs: list[Run]) -> dict[str, float]:
-    """Of loss and gradient norm: the largest difference of any run's step from the first run's, relative."""
+    """The largest relative difference, of loss and gradient norm, of any run's step from the first run's, relative."""
     first, found = runs[0], {}
     for name in ("loss", "grad_norm"):
         differences = [
@@ -104,7 +104,7 @@ class Spread:
 
 
 def ratios(runs: list[Run], other: str, warm_up: int) -> list[float]:
-    """How many times as long the other side took as ours, round by round."""
+    """Time of the other side over ours, round by round."""
     seconds = {(run.round, run.side): run.seconds(warm_up) for run in runs}
     return [seconds[r, other] / seconds[r, OURS] for r in sorted({run.round for run in runs})]
 

@@ -1,5 +1,5 @@
 # S side of the tower's square
-"""Pictures a second and core from JPEG to what the tower takes: LLaVA's path, ours, and --fast_image_decoding."""
+"""Images per second and core, from JPEG to the tower's input: LLaVA's path, ours, and --fast_image_decoding."""
 
 import dataclasses
 import os
@@ -26,10 +26,10 @@ RATIOS = ("pad", "square", "anyres")
 def measure_decoding(
     num_images: int, seconds: float, seed: int, sizes: tuple[Size, ...] = PHOTO_SIZES
 ) -> dict[str, dict[str, float]]:
-    """Per way of making squares (pad, square, anyres): pictures a second and core, ratios, and the fast way's error.
+    """Measure images per second and core for pad, square and anyres; ratios; and the error of the fast path.
 
-    The ways take every picture in turns, by processor time, with one thread, for about so many seconds in all and once
-    at least; figures are medians over the pictures of the median time of each. {ratio: {llava_per_s, ours_per_s,
+    The ways take every image in turns, by processor time, with one thread, for about so many seconds in all and once
+    at least; figures are medians over the images of the median time of each. {ratio: {llava_per_s, ours_per_s,
     fast_per_s, fast_over_llava, fast_over_ours, max_error, mean_error}}, errors of 255 against our exact path; LLaVA's
     anyres is not measured.
     """

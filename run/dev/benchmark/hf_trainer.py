@@ -1,4 +1,4 @@
-# B samples of a batch, T tokens of the longest, N pictures
+# B samples of a batch, T tokens of the longest, N images
 """The other side of the comparison: transformers' Trainer over DeepSpeed and LlavaForConditionalGeneration, padded.
 
 Started by the deepspeed launcher with the same flags as run/train.py, and two of its own:
@@ -105,23 +105,23 @@ def samples_in_order(args: Arguments, dataset: EncodedDataset, world_size: int) 
 
 
 class PaddingCollator:
-    """A padded batch as LLaVA's collator makes it: to its longest sample, on the right, pictures normalised."""
+    """A padded batch as LLaVA's collator makes it: to its longest sample, on the right, images normalised."""
 
     def __init__(self, image_token: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         self.image_token = image_token
         self.mean, self.std = (torch.tensor(values)[:, None, None] * 255 for values in (mean, std))
 
     def __call__(self, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
-        """input_ids, labels and attention_mask (B, T); pixel_values (N, 3, H, W) float32, absent without pictures."""
+        """input_ids, labels and attention_mask (B, T); pixel_values (N, 3, H, W) float32, absent without images."""
         ids = [s.input_ids.masked_fill(s.input_ids == IMAGE_TOKEN_INDEX, self.image_token) for s in samples]
         batch = {
             "input_ids": pad_sequence(ids, batch_first=True),
             "labels": pad_sequence([s.labels for s in samples], batch_first=True, padding_value=IGNORE_INDEX),
             "attention_mask": pad_sequence([torch.ones_like(i) for i in ids], batch_first=True),
         }
-        pictures = [tiles for s in samples for tiles, _ in s.media]
-        if pictures:
-            batch["pixel_values"] = (torch.cat(pictures).float() - self.mean) / self.std
+        images = [tiles for s in samples for tiles, _ in s.media]
+        if images:
+            batch["pixel_values"] = (torch.cat(images).float() - self.mean) / self.std
         return batch
 
 

@@ -1,7 +1,7 @@
-"""Lengths of the data that LLaVA-1.5 was trained on, made up from a seed: what packing and speed are measured on.
+"""Lengths of the data that LLaVA-1.5 was trained on, made up from a seed, to measure packing and speed on.
 
-Known (LLaVA-1.5, arXiv 2310.03744, table 7): the parts of the 665K mix and their numbers of records; 576 positions a
-picture; 40,688 records of text, cut at 2,048 tokens. Estimated: the text's length and the share of answers in each
+Known (LLaVA-1.5, arXiv 2310.03744, table 7): the parts of the 665K mix and their numbers of records; 576 positions an
+image; 40,688 records of text, cut at 2,048 tokens. Estimated: the text's length and the share of answers in each
 part, from their form (turns of a question and a short answer, captions, boxes in digits). The whole comes to the means
 that were estimated for the real mix: 847 tokens a sample, of which 16.7 % are supervised.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PICTURE_TOKENS = 576
+IMAGE_TOKENS = 576
 MAX_LENGTH = 2048
 
 
@@ -23,7 +23,7 @@ class Part:
     text: float
     spread: float
     answers: float
-    pictures: int = 1
+    images: int = 1
     least: int = 45
 
 
@@ -39,34 +39,34 @@ FINETUNE = {
     "textcaps": Part(21_953, 125, 0.35, 0.15),
     "refcoco": Part(48_447, 330, 0.65, 0.42),
     "visual genome": Part(86_417, 415, 0.35, 0.42),
-    "sharegpt": Part(40_688, 1_750, 0.90, 0.80, pictures=0),
+    "sharegpt": Part(40_688, 1_750, 0.90, 0.80, images=0),
 }
-# 558K captions behind a picture, without questions: <image>, the caption, an end.
+# 558K captions after an image, without questions: <image>, the caption, an end.
 PRETRAIN = {"captions": Part(558_128, 24, 0.40, 1.0, least=8)}
 
 
 @dataclass(frozen=True)
 class LengthMix:
-    """Per sample: tokens, picture positions included; pictures; supervised tokens. (S,) int64 each."""
+    """Per sample: tokens, image positions included; images; supervised tokens. (S,) int64 each."""
 
     tokens: np.ndarray
-    pictures: np.ndarray
+    images: np.ndarray
     targets: np.ndarray
 
 
-def length_mix(parts: dict[str, Part], num_samples: int, seed: int, picture_tokens: int = PICTURE_TOKENS) -> LengthMix:
+def length_mix(parts: dict[str, Part], num_samples: int, seed: int, image_tokens: int = IMAGE_TOKENS) -> LengthMix:
     """num_samples samples of the parts (FINETUNE, PRETRAIN), drawn in proportion to their numbers of records."""
     rng = np.random.default_rng(seed)
     table = list(parts.values())
     records = np.array([part.num_records for part in table])
     which = rng.choice(len(table), size=num_samples, p=records / records.sum())
-    text, spread, answers, pictures, least = (
+    text, spread, answers, images, least = (
         np.array([getattr(part, name) for part in table])[which]
-        for name in ("text", "spread", "answers", "pictures", "least")
+        for name in ("text", "spread", "answers", "images", "least")
     )
     # Log-normal with the mean that was asked for.
     drawn = np.exp(np.log(text) - spread**2 / 2 + spread * rng.standard_normal(num_samples))
-    room = MAX_LENGTH - pictures * PICTURE_TOKENS
+    room = MAX_LENGTH - images * IMAGE_TOKENS
     written = np.clip(drawn.round().astype(np.int64), least, room)
     targets = np.clip((written * answers).round().astype(np.int64), 1, written - 1)
-    return LengthMix(written + pictures * picture_tokens, pictures, targets)
+    return LengthMix(written + images * image_tokens, images, targets)

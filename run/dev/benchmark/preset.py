@@ -1,4 +1,4 @@
-"""LLaVA-1.5-7B in both stages on one large GPU, with random weights; without a GPU, a toy that goes the same way."""
+"""LLaVA-1.5-7B in both stages on one large GPU, with random weights; without a GPU, a toy through the same code."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ TOY = Shape(
 
 @dataclass(frozen=True)
 class Stage:
-    """How a stage is run. samples: of an optimizer step, LLaVA's own; asked: least share of H200_FLOPS."""
+    """The settings of a stage. samples: of an optimizer step, LLaVA's own; asked: least share of H200_FLOPS."""
 
     name: str
     captions: bool
@@ -74,23 +74,25 @@ class Measured:
 
     def rows(self, asked: float) -> list[Row]:
         """For the table."""
-        said = f"{self.stage} on {self.device}"
+        label = f"{self.stage} on {self.device}"
         rows = [
-            Row(f"{said}: tokens/s", Spread.of(self.tokens_per_s), "{:,.0f}"),
+            Row(f"{label}: tokens/s", Spread.of(self.tokens_per_s), "{:,.0f}"),
             Row(
-                f"{said}: of products measured, {self.gemm_flops / 1e12:.3g} TFLOP/s", Spread.of(self.of_gemm), "{:.1%}"
+                f"{label}: of products measured, {self.gemm_flops / 1e12:.3g} TFLOP/s",
+                Spread.of(self.of_gemm),
+                "{:.1%}",
             ),
-            Row(f"{said}: peak memory", Spread.of([self.peak_memory_bytes / 1e9]), "{:.1f} GB"),
+            Row(f"{label}: peak memory", Spread.of([self.peak_memory_bytes / 1e9]), "{:.1f} GB"),
         ]
         if self.mfu is not None:
-            rows.append(Row(f"{said}: MFU, of {H200_FLOPS / 1e12:.0f} TFLOP/s", Spread.of(self.mfu), "{:.1%}", asked))
+            rows.append(Row(f"{label}: MFU, of {H200_FLOPS / 1e12:.0f} TFLOP/s", Spread.of(self.mfu), "{:.1%}", asked))
         if self.idle_share is not None:
-            rows.append(Row(f"{said}: GPU idle (at most 2 % is asked)", Spread.of([self.idle_share]), "{:.2%}"))
+            rows.append(Row(f"{label}: GPU idle (at most 2 % is asked)", Spread.of([self.idle_share]), "{:.2%}"))
         return rows
 
 
 def not_measured(on_cuda: bool) -> list[str]:
-    """What this machine can't say."""
+    """Lines on the measurements that this machine can't make."""
     if on_cuda:
         return []
     return [
@@ -107,7 +109,7 @@ def run_stage(
     num_steps: int,
     more_flags: list[str],
 ) -> Measured:
-    """One stage, on the GPU if there is one. more_flags: of run/train.py, which win."""
+    """Run one stage, on the GPU if there is one. more_flags: of run/train.py, which win."""
     on_cuda = torch.cuda.is_available()
     shape = LLAVA_7B if on_cuda else TOY
     if not on_cuda:
@@ -139,7 +141,7 @@ def run_stage(
 
 
 def read_measured(stage: Stage, output_dir: Path, report_file: Path, useful_flops: list[float]) -> Measured:
-    """What a run left, its timed steps only."""
+    """Read the files of a run, its timed steps only."""
     report = json.loads(report_file.read_text())
     rows = read_metrics(output_dir / "metrics.jsonl")
     timed = slice(WARM_UP, len(rows) - 1)

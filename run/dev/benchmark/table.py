@@ -32,7 +32,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def plot_steps(cases: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Seconds per optimizer step: a picture per case, a dot per step of every run, a line at each side's median."""
+    """Seconds per optimizer step: a chart per case, a dot per step of every run, a line at each side's median."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -36,7 +36,7 @@ SEED = 20  # with it the few steps have about the padded share of the whole mix
 
 @dataclass(frozen=True)
 class Case:
-    """What both sides train. captions: stage 1, the projector alone, with ZeRO-2; else stage 2, with ZeRO-3."""
+    """The training of both sides. captions: stage 1, the projector alone, with ZeRO-2; else stage 2, with ZeRO-3."""
 
     name: str
     shape: Shape
@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What an optimizer step has to compute, and what padding makes of it.
+    """The work of an optimizer step, and its padding.
 
     useful_flops: as MFU counts them; tokens of the samples; padded_tokens of all batches.
     """
@@ -65,7 +65,7 @@ class StepWork:
 
 
 def data_flags(model: Path, data: Path, cache: Path, captions: bool) -> dict[str, object]:
-    """Flags that name what was written, and how LLaVA shows it. captions: stage 1."""
+    """Flags for the model and data that were written. captions: stage 1."""
     return {
         "model_name_or_path": model,
         "data_path": data / "data.json",
@@ -107,7 +107,7 @@ def write_case(case: Case, folder: Path, write_tokenizer: Callable[[Path, int], 
 
 
 def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
-    """Of every optimizer step, from the encoded data."""
+    """The work of every optimizer step, from the encoded data."""
     args, _ = take_from_model(parse_arguments(flags, to_train=False)[0])
     plan = plan_model(args.model, args.data.model_max_length)
     dataset = open_data(args, plan.tokenizer, plan.tower.image_options(args))
@@ -129,7 +129,7 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
 
 
 def run_case(case: Case, flags: list[str], folder: Path, train: Path, num_ranks: int, rounds: int) -> list[Run]:
-    """All sides, round by round. train: the script run/train.py."""
+    """Run all sides, round by round. train: the script run/train.py."""
     runs = []
     for number, side in turns(SIDES, rounds):
         own = folder / f"{SIDES.index(side)}-{number}"
@@ -174,6 +174,6 @@ def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -
 
 
 def write_json(path: Path, content: object) -> None:
-    """With the parent folders."""
+    """Write JSON, and make the parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

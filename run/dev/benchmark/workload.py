@@ -1,4 +1,4 @@
-"""What both sides of a comparison train on: a model's shape, random weights, and samples of LLaVA's lengths, scaled."""
+"""Model and data for both sides of a comparison: a shape, random weights, and samples of LLaVA's lengths, scaled."""
 
 import json
 import random
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmark.length_mix import PICTURE_TOKENS, LengthMix
+from benchmark.length_mix import IMAGE_TOKENS, LengthMix
 from PIL import Image
 from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration
 
 WORDS = [f"{a}{b}" for a in "bdfglmnp" for b in "aeiou"]  # of one token each
-DIFFERENT_PICTURES = 256  # they cost the same to read again
+DIFFERENT_IMAGES = 256  # they cost the same to read again
 MARKS = 11  # tokens of the template around a question: <s>, [INST], [/INST] and a line's end
 IMAGE_TOKEN_INDEX = 3  # in transformers' folder: the id of a byte that no text has
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A LLaVA: a Llama over a CLIP tower. patches: a side of the picture has as many."""
+    """A LLaVA: a Llama over a CLIP tower. patches: along a side of the image."""
 
     name: str
     hidden: int
@@ -35,18 +35,18 @@ class Shape:
 
     @property
     def features(self) -> int:
-        """Image tokens of a picture."""
+        """Image tokens of an image."""
         return self.patches**2
 
     @property
-    def picture_size(self) -> int:
+    def image_size(self) -> int:
         """Pixels of a side."""
         return self.patches * self.patch_size
 
     @property
     def scale(self) -> float:
-        """By how much samples are shorter than LLaVA-1.5's, whose pictures have PICTURE_TOKENS."""
-        return self.features / PICTURE_TOKENS
+        """By how much samples are shorter than LLaVA-1.5's, whose images have IMAGE_TOKENS."""
+        return self.features / IMAGE_TOKENS
 
     def output_share(self, padded_length: float) -> float:
         """The output layer's part of the FLOPs, where every token of batches of that length gets logits."""
@@ -78,7 +78,7 @@ class Shape:
                 "intermediate_size": 4 * self.tower_hidden,
                 "num_hidden_layers": self.tower_layers,
                 "num_attention_heads": self.tower_heads,
-                "image_size": self.picture_size,
+                "image_size": self.image_size,
                 "patch_size": self.patch_size,
             },
             image_token_index=IMAGE_TOKEN_INDEX,
@@ -91,7 +91,7 @@ class Shape:
 
 
 def tokenizer_texts() -> list[str]:
-    """What a tokenizer has to learn for every word, and every mark of the template, to be few tokens."""
+    """Texts to train a tokenizer on, so that every word and mark of the template becomes few tokens."""
     return [f"[INST] {a} {b} [/INST] {b}" for a in WORDS for b in WORDS]
 
 
@@ -120,34 +120,34 @@ def write_hollow_model(folder: Path, shape: Shape) -> None:
 
 
 def write_processor(folder: Path, shape: Shape) -> None:
-    """How pictures are prepared, as CLIP says it."""
-    size = shape.picture_size
+    """Write CLIP's settings of the image processor."""
+    size = shape.image_size
     CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
         folder
     )
 
 
 def write_samples(folder: Path, shape: Shape, mix: LengthMix, *, captions: bool, seed: int = 0) -> None:
-    """data.json and images/: records of about the given lengths, scaled as the pictures' features are.
+    """data.json and images/: records of about the given lengths, scaled like the features of an image.
 
     captions: for the plain template, the caption alone; else questions and answers for mistral_instruct, which has no
     system message: at these lengths it would be half of a sample.
     """
     rng, words = np.random.default_rng(seed), random.Random(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    for index in range(min(DIFFERENT_PICTURES, len(mix.tokens))):
-        pixels = rng.integers(0, 256, (shape.picture_size, shape.picture_size, 3), dtype=np.uint8)
+    for index in range(min(DIFFERENT_IMAGES, len(mix.tokens))):
+        pixels = rng.integers(0, 256, (shape.image_size, shape.image_size, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / "images" / f"{index}.png", compress_level=0)
     records = []
-    text = mix.tokens - mix.pictures * PICTURE_TOKENS
-    for index, (written, targets, has_picture) in enumerate(zip(text, mix.targets, mix.pictures)):
+    text = mix.tokens - mix.images * IMAGE_TOKENS
+    for index, (written, targets, has_image) in enumerate(zip(text, mix.targets, mix.images)):
         answer = max(1, round(targets * shape.scale) - 1)  # </s> is one
         question = max(1, round((written - targets) * shape.scale) - MARKS)
         human = "" if captions else _words(words, question)
         record: dict[str, object] = {"id": f"s{index}"}
-        if has_picture:
+        if has_image:
             human = f"<image>\n{human}"
-            record["image"] = f"{index % DIFFERENT_PICTURES}.png"
+            record["image"] = f"{index % DIFFERENT_IMAGES}.png"
         record["conversations"] = [
             {"from": "human", "value": human},
             {"from": "gpt", "value": _words(words, answer)},
