@@ -22,14 +22,13 @@ from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError
 from llava_ds.export.card import write_card, write_conversion_card
+from llava_ds.export.export_plan import ExportPlan, hf_kind
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.export.from_folder import open_folder
-from llava_ds.export.llava_folder import projector_entries, write_projector
 from llava_ds.export.lora_merge import write_restored_adapter
-from llava_ds.export.plan import Finished, hf_kind
+from llava_ds.export.output_folder import write_folder
 from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.export.staged import staged
-from llava_ds.export.write import WRITERS
 from llava_ds.runtime.ranks import quiet_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,7 +40,7 @@ FOLDERS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_
 def main() -> None:
     args = parse()
     source, given = Path(args.source), {name: value for name in FOLDERS if (value := getattr(args, name)) is not None}
-    max_bytes, dtype = parse_size(args.max_shard_size), DTYPES.get(args.dtype)
+    max_shard_bytes, dtype = parse_size(args.max_shard_size), DTYPES.get(args.dtype)
     quiet_libraries()
     if not source.is_dir():
         raise ConfigError(f"{source}: there is no such folder")
@@ -50,24 +49,23 @@ def main() -> None:
         if "version" in given:
             raise ConfigError("--version goes with a model folder; run.json has a checkpoint's: leave it out")
         restored = restore(source, given, dtype)
-        form, finished, entries = args.format or restored.form, restored.finished, restored.entries
+        form, export, entries = args.format or restored.export.form, restored.export, restored.entries
     else:
         for name in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
             if name in given:
                 raise ConfigError(f"--{name} goes with a checkpoint, and this is none: leave it out")
         form = args.format or "hf"
-        finished, entries, lines = open_folder(source, given, dtype, form)
+        export, entries, lines = open_folder(source, given, dtype, form)
         print(*lines, sep="\n")
-    _check_form(form, finished, is_lora_run=restored is not None and restored.run.model.lora_enable)
+    export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
+    _check_form(export, is_lora_run=restored is not None and restored.run.model.lora_enable)
     output_dir = _empty_folder(args.output_dir or f"{str(source).rstrip('/')}-{form}", args.overwrite)
-    _check_is_not_read(output_dir, source, finished)
+    _check_is_not_read(output_dir, source, export)
     with staged(output_dir) as stage:
         if form == "adapter":
-            write_restored_adapter(finished, restored.trained, restored.entries, stage)
-        elif form == "projector":
-            write_projector(finished, projector_entries(finished, entries), stage)
+            write_restored_adapter(export, restored.trained, restored.entries, stage)
         else:
-            WRITERS[form](finished, entries, stage, max_bytes)
+            write_folder(export, entries, stage)
         if restored is not None:
             step = commit.step_of(source.resolve())
             write_card(stage, form, restored.run, restored.run_dir, restored.record, step)
@@ -112,19 +110,19 @@ def _empty_folder(path: str, overwrite: bool) -> Path:
     return folder
 
 
-def _check_is_not_read(output_dir: Path, source: Path, finished: Finished) -> None:
+def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> None:
     """Refuse to replace a model that the new one is read from: it may be the only copy."""
-    sources = [getattr(finished.plan.sources, field.name) for field in dataclasses.fields(finished.plan.sources)]
+    sources = [getattr(export.model.sources, field.name) for field in dataclasses.fields(export.model.sources)]
     paths = [source, *(Path(part.path) for part in sources if part is not None)]
     if output_dir.resolve() in [(path.parent if path.is_file() else path).resolve() for path in paths]:
         raise ConfigError(f"--output_dir {output_dir} holds a model that is read for this one: name another folder")
 
 
-def _check_form(form: str, finished: Finished, is_lora_run: bool) -> None:
-    if form == "adapter" and not is_lora_run:
+def _check_form(export: ExportPlan, is_lora_run: bool) -> None:
+    if export.form == "adapter" and not is_lora_run:
         raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
-    kind, why = hf_kind(finished.plan, finished.args, finished.image_options)
-    if form == "hf" and kind is None:
+    kind, why = hf_kind(export.model, export.args, export.image_options)
+    if export.form == "hf" and kind is None:
         raise ConfigError(f"--format hf is not possible: {why}; or give --format llava")
 
 
