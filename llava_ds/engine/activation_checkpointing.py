@@ -6,7 +6,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.config.arguments import Arguments, trained_parts
-from llava_ds.engine.ds_config.activation import asks_for
+from llava_ds.engine.ds_config.activation import switched_on
 from llava_ds.model.llava import LlavaModel
 
 
@@ -21,7 +21,7 @@ def mark_checkpointed_layers(
     if args.training.gradient_checkpointing == "off":
         return {}, []
     every = args.training.gradient_checkpointing_every_n_layers
-    block = ds_config.get("activation_checkpointing") if asks_for(ds_config) else None
+    block = ds_config.get("activation_checkpointing") if switched_on(ds_config) else None
     parts = {"language model": model.language_model}
     counts = [checkpoint_layers(model.language_model, every, block)]
     if "vision_tower" in trained_parts(args.model):

@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles its operators with, when they are first used."""
+"""The tools by which DeepSpeed compiles its operators on their first use, and the folder that keeps them."""
 
 import os
 import shutil
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def missing_tools(device_type: str, op: str) -> list[str]:
-    """What is not here of what DeepSpeed compiles an operator with; nothing where the operator came compiled.
+    """The missing tools for compiling an operator; none if it was installed with DeepSpeed.
 
-    On a machine with a GPU it wants CUDA's compiler for the operators of the CPU, too.
+    On a machine with a GPU, operators of the CPU need CUDA's compiler too.
     """
     from deepspeed.git_version_info import installed_ops
     from torch.utils import cpp_extension
@@ -26,19 +26,19 @@ def missing_tools(device_type: str, op: str) -> list[str]:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that torch would take."""
+    """The C++ compiler that torch would use."""
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
 def _has_libaio() -> bool:
-    """Whether a small program that uses it can be linked."""
+    """True if a small program can be linked with it."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().is_compatible()
 
 
 def compiling_notes(operators: list[str]) -> list[str]:
-    """What to say before DeepSpeed compiles operators, or waits for another process that does."""
+    """Notes to print before DeepSpeed compiles operators, or waits for another process that does."""
     from deepspeed.git_version_info import installed_ops
 
     notes = []
@@ -50,13 +50,13 @@ def compiling_notes(operators: list[str]) -> list[str]:
         if (folder / "lock").exists():
             notes.append(
                 f"{folder / 'lock'} is there: another process compiles it, or was killed while it did; if none does, "
-                "delete that file, for torch waits for it for ever"
+                "delete that file, because torch waits for it forever"
             )
     return notes
 
 
 def extensions_folder() -> Path:
-    """Where torch keeps what it compiled for this Python and CUDA. Source: torch, utils/cpp_extension.py."""
+    """The folder of torch's compiled extensions for this Python and CUDA. Source: torch, utils/cpp_extension.py."""
     import torch
     from torch.utils.cpp_extension import get_default_build_root
 

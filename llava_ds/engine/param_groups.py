@@ -1,4 +1,4 @@
-"""What a stage trains and at which rate: the parameter groups, and a table that says so."""
+"""The trained parameters of a stage: the optimizer's groups with their rates, and a table of them."""
 
 from torch import nn
 
@@ -11,12 +11,11 @@ from llava_ds.model.quantize import is_packed, num_packed
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
-    """Freeze what the flags leave alone (see trained_parts). With LoRA, the language model is its adapters.
+    """Freeze all parts but trained_parts. With LoRA, the language model's part is its adapters.
 
-    With tokens around pictures stage 1 trains the input embeddings, too, all of them, as LLaVA does, unless the output
-    layer is tied to them. The newline trains with the projector or the language model: in LLaVA's own stage 1 it stays
-    as it was drawn.
-    Raises ConfigError when nothing is left that could train.
+    With tokens around images stage 1 trains all input embeddings too, as LLaVA does, unless the output layer is tied to
+    them. The newline trains with the projector or the language model; in LLaVA's own stage 1 it stays at its random
+    values. Raises ConfigError when nothing is left to train.
     """
     parts = trained_parts(args.model)
     model.vision_tower.requires_grad_("vision_tower" in parts)
@@ -76,8 +75,8 @@ def _own_rates(training: TrainingArguments) -> tuple[str, ...]:
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies. Of vectors only to those that are neither a bias nor a norm's: in LLaVA the newline
-    and CLIP's class token decay."""
+    """True if weight decay applies. Biases and norms don't decay; of vectors, as in LLaVA, the newline and CLIP's class
+    token do."""
     return _ndim(parameter) > 1 or name.endswith("embedding")
 
 
@@ -102,8 +101,8 @@ def _muon_groups(model: LlavaModel, groups: list[dict], params: dict, own_rates:
     return split
 
 
-def describe(model: LlavaModel, groups: list[dict]) -> list[str]:
-    """The table of parts: parameters, how many of them train, and their learning rate."""
+def describe_parts(model: LlavaModel, groups: list[dict]) -> list[str]:
+    """The table of parts with their parameters, trained parameters and learning rate."""
     rates = {id(p): group["lr"] for group in groups for p in group["params"]}
     lines = [f"  {'part':16}{'parameters':>16}{'trained':>16}   learning rate"]
     for name, part in model.named_children():
@@ -116,11 +115,11 @@ def describe(model: LlavaModel, groups: list[dict]) -> list[str]:
 
 
 def _ndim(parameter: nn.Parameter) -> int:
-    return len(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO-3 the tensor itself is an empty shell
+    return len(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO-3 the tensor itself is empty
 
 
 def num_elements(parameter: nn.Parameter) -> int:
-    """Of the whole parameter, of which a rank may hold a shard, and that may be packed."""
+    """Elements of the whole parameter, which may be packed, and of which a rank may hold a shard."""
     if is_packed(parameter):
         return num_packed(parameter)
     return getattr(parameter, "ds_numel", parameter.numel())

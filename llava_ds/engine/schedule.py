@@ -9,7 +9,7 @@ from llava_ds.engine.ds_config.scheduler import PER_GROUP, parsed_kwargs, schedu
 
 
 def describe_schedule(args: TrainingArguments, num_steps: int, block: dict | None = None) -> str:
-    """What scheduler_factory makes of the same, in a few words."""
+    """Describe the schedule of scheduler_factory with the same arguments."""
     if block is not None:
         return f"schedule {block['type']} from the DeepSpeed JSON"
     return f"{warmup_steps(args, num_steps)} of them warm-up, {args.lr_scheduler_type} schedule"
@@ -18,8 +18,9 @@ def describe_schedule(args: TrainingArguments, num_steps: int, block: dict | Non
 def scheduler_factory(
     args: TrainingArguments, num_steps: int, block: dict | None = None
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
-    """What deepspeed.initialize takes as lr_scheduler: it is called with the optimizer, whose groups hold their peak
-    rates, and every rate keeps its proportion to the others.
+    """Return the lr_scheduler for deepspeed.initialize, which calls it with the optimizer.
+
+    The optimizer's groups hold their peak rates, and every rate keeps its proportion to the others.
 
     block: the scheduler of the resolved JSON; without one, --lr_scheduler_type, whose first step has rate 0 where there
     is a warm-up.
@@ -39,7 +40,7 @@ def scheduler_factory(
 
 
 def _from_json(block: dict, optimizer: torch.optim.Optimizer, learning_rate: float):
-    """DeepSpeed builds it itself from the JSON, with the same rates for all groups: here each has its own."""
+    """Build the JSON's scheduler with each group's own rates; DeepSpeed would give all groups the same."""
     params = dict(block["params"])
     for key in PER_GROUP & set(params):
         params[key] = [params[key] * group["lr"] / learning_rate for group in optimizer.param_groups]

@@ -1,22 +1,22 @@
 # T tokens of a micro-batch, S supervised ones, N image tiles of P patches each, C tower width, D language-model width,
 # I width of its MLP, Q and K widths of query and key, H heads, V vocabulary, L layers, w bytes of an activation
-"""What a micro-batch without padding leaves for backward, and needs beside it: a formula for Llama's kind of layer.
+"""The memory of a micro-batch without padding: saved for backward, and needed meanwhile, for layers like Llama's.
 
-A layer of a trained language model keeps
+A layer of a trained language model saves
 
     norms       2 T D (4 + 2w)    the input in fp32, normalised, and times its weight: the input of the matrices
     attention   T w (2Q + 2K)     query, key, value, output; no T x T matrix (and 4 T H of sums)
     MLP         4 T w I           gate, its activation, up, and their product
 
-and a frozen one, through which gradients only pass, 2 T D 4 + T w (2Q + 2K) + 3 T w I: matrices that do not train need
-not keep what they are given. With LoRA they do, but norms do not train: 2 T D (4 + w), and beside the rest LoRA's own
+and a frozen one, through which gradients only pass, 2 T D 4 + T w (2Q + 2K) + 3 T w I: matrices that do not train save
+no inputs. With LoRA they do, but norms do not train: 2 T D (4 + w), and beside the rest LoRA's own
 T w R, R its ranks together, and with dropout for every matrix what is left of its input, and which part that is.
-The tower runs without gradients and keeps nothing; the projector keeps N P w (C + 2D). Of logits
-none is kept; while the loss and its gradients are computed, a chunk of them exists in fp32 and once more, and where
+The tower runs without gradients and saves nothing; the projector saves N P w (C + 2D). Logits are
+not saved; while the loss and its gradients are computed, a chunk of them exists in fp32 and once more, and where
 there are several chunks an fp32 gradient of the output layer. What the last layer saves at positions that are not
-supervised is not subtracted. With checkpointing a layer keeps its input, T w D, and runs again when its turn comes.
+supervised is not subtracted. With checkpointing a layer saves its input, T w D, and is recomputed in backward.
 
-Beside what is kept, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower, for itself alone, one
+Beside the saved tensors, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower alone one
 layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts.
 Source: transformers' modeling_llama (eager norms and MLP, attention that is fused), model/llava.py.
 """
@@ -29,7 +29,7 @@ from llava_ds.planning.shapes import ModelShape, TextShape, TowerShape
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes at a time. num_recomputed: layers of the language model that run again in backward."""
+    """The micro-batch of a rank. num_recomputed: checkpointed layers of the language model."""
 
     num_tokens: int
     num_supervised: int
@@ -44,8 +44,8 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     text, w = shape.text, weight_bytes
     tokens = batch.num_tokens
     again = layer_bytes(text, tokens, w) if batch.num_recomputed else 0  # the layer that is computed once more
-    head = kept_by_head(text, batch, w)
-    below = kept_bytes(shape, batch, w) - head
+    head = head_bytes(text, batch, w)
+    below = saved_bytes(shape, batch, w) - head
     rows = min(batch.num_supervised, chunk_rows(text.vocab, "cuda"))
     summed = 4 * text.vocab * text.hidden if text.trained and rows < batch.num_supervised else 0
     at_the_loss = below + head + (4 + w) * rows * text.vocab + summed
@@ -53,19 +53,19 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w))
 
 
-def kept_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
-    """What exists between forward and backward, for backward's sake."""
+def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
+    """Bytes that are saved between forward and backward."""
     text, tower, w, tokens = shape.text, shape.tower, weight_bytes, batch.num_tokens
     again = batch.num_recomputed
     layers = (text.num_layers - again) * layer_bytes(text, tokens, w) + again * tokens * w * text.hidden
     width = tower.hidden + (2 * text.hidden if tower.projector_layers > 1 else 0)
     projector = batch.num_tiles * w * (tower.num_patches * width + tower.hidden)
     rotary = 2 * tokens * w * text.query // text.num_heads
-    return layers + projector + rotary + kept_by_head(text, batch, w)
+    return layers + projector + rotary + head_bytes(text, batch, w)
 
 
 def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int) -> int:
-    """What one layer of the language model keeps."""
+    """Bytes that one layer of the language model saves."""
     w = weight_bytes
     keeps_inputs = text.trained or text.lora_rank > 0
     norms = 2 * text.hidden * (4 + w * text.trained + w * keeps_inputs)
@@ -75,8 +75,8 @@ def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int) -> int:
     return num_tokens * (norms + attention + mlp + lora)
 
 
-def kept_by_head(text: TextShape, batch: MicroBatch, weight_bytes: int) -> int:
-    """What the last norm, the output layer and the loss keep."""
+def head_bytes(text: TextShape, batch: MicroBatch, weight_bytes: int) -> int:
+    """Bytes that the last norm, the output layer and the loss save."""
     w = weight_bytes
     norm = batch.num_tokens * text.hidden * (4 + (w if text.trained else 0))
     return norm + batch.num_supervised * w * text.hidden  # the gradient that comes with the loss

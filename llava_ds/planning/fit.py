@@ -1,4 +1,4 @@
-"""Whether a training run fits a GPU, the smallest change that makes it fit, and the table that shows it."""
+"""The verdict on a run in a GPU's memory, the smallest change with which it fits, and the table of estimates."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from llava_ds.planning.shapes import ModelShape
 GB, MB = 10**9, 10**6
 HEADROOM = 0.1  # of a GPU's memory, left for the CUDA context, NCCL and fragmentation, which no formula here counts
 MOST_DOUBLINGS = 6  # of the GPUs that are proposed
-DEVICES = ("none", "cpu", "nvme")  # the further, the slower
+DEVICES = ("none", "cpu", "nvme")  # from fast to slow
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"))  # optimizer, param: as proposed
 CELL = 13  # the least width of a column
 
@@ -50,7 +50,7 @@ def fits(total: int, gpu_memory: float) -> bool:
 
 
 def verdict(total: int, gpu_memory: float) -> str:
-    """A word on a total in a GPU's memory, both in bytes."""
+    """The verdict on a total in a GPU's memory, both in bytes: fits, tight or too big."""
     if fits(total, gpu_memory):
         return "fits"
     return "tight" if total <= gpu_memory else "too big"
@@ -66,27 +66,27 @@ def smallest_change(run: Run, gpu_memory: float) -> Run | None:
 
 
 def describe_change(run: Run, other: Run) -> str:
-    """What to set to get from one run to another."""
-    said = []
+    """The settings that change one run to another."""
+    changes = []
     if other.setup.num_gpus != run.setup.num_gpus:
-        said.append(_gpus(other.setup))
+        changes.append(_gpus(other.setup))
     if run.batch is not None and other.batch.num_recomputed != run.batch.num_recomputed:
-        said.append("--gradient_checkpointing all")
+        changes.append("--gradient_checkpointing all")
     if other.placement.stage != run.placement.stage:
-        said.append(f"ZeRO-{other.placement.stage}")
+        changes.append(f"ZeRO-{other.placement.stage}")
     if run.batch is not None and other.batch.num_tokens != run.batch.num_tokens:
-        said.append(f"--tokens_per_micro_batch {other.batch.num_tokens}")
+        changes.append(f"--tokens_per_micro_batch {other.batch.num_tokens}")
     moved: dict[str, list[str]] = {}
     for part in ("optimizer", "param"):
         device = getattr(other.placement, part)
         if device != getattr(run.placement, part):
             moved.setdefault(device, []).append(f"offload_{part}")
-    said += [f'{" and ".join(parts)} {{"device": "{device}"}}' for device, parts in moved.items()]
-    return ", ".join(said)
+    changes += [f'{" and ".join(parts)} {{"device": "{device}"}}' for device, parts in moved.items()]
+    return ", ".join(changes)
 
 
 def advice(run: Run, gpu_memory: float) -> str:
-    """One sentence: whether the run fits, or what would."""
+    """One sentence: the run fits, or the smallest change with which it would."""
     total, memory = run.estimate().total, f"{gpu_memory / GB:g} GB"
     start = f"{_name(run.placement)} on {_gpus(run.setup)} needs {total / GB:.1f} GB of {memory}"
     other = smallest_change(run, gpu_memory)
@@ -189,12 +189,12 @@ def _changed(run: Run) -> Iterator[Run]:
 
 
 def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
-    """Whether both parts lie at least as far from the GPU."""
+    """True if both parts are at least as far from the GPU."""
     return all(DEVICES.index(device) >= DEVICES.index(than) for device, than in zip(offload, other))
 
 
 def _columns(run: Run) -> dict[str, Placement]:
-    """What is shown side by side: the usual placements, and the run's own where it is none of them."""
+    """The table's columns: the usual placements, and the run's own if it is another."""
     return PLACEMENTS if run.placement in PLACEMENTS.values() else {**PLACEMENTS, _name(run.placement): run.placement}
 
 

@@ -1,5 +1,5 @@
 # P parameters, T trained ones, N ranks, w bytes of a weight (2 in bf16 and fp16, 4 in fp32)
-"""How many bytes a rank needs, by ZeRO stage and offload: what DeepSpeed 0.19 keeps, as arithmetic.
+"""The bytes that a rank needs by ZeRO stage and offload, computed as DeepSpeed 0.19 allocates them.
 
 Model states are what exists at the boundary of an optimizer step: after the last backward, before the step.
 
@@ -57,7 +57,7 @@ class Placement:
     param: Device = "none"  # weights
 
 
-# What is shown side by side.
+# The columns of the table.
 PLACEMENTS = {
     "ZeRO-0": Placement(0),
     "ZeRO-1": Placement(1),
@@ -99,7 +99,7 @@ class ZeroSettings:
 
     @classmethod
     def auto(cls, hidden_size: int) -> "ZeroSettings":
-        """What "auto" becomes in this repository's ds_configs."""
+        """The values of "auto" in this repository's ds_configs."""
         return cls(
             reduce_bucket_size=hidden_size**2,
             prefetch_bucket_size=int(0.9 * hidden_size**2),
@@ -109,7 +109,7 @@ class ZeroSettings:
 
 @dataclass(frozen=True)
 class Setup:
-    """On what and how it trains. weight_bytes: 2 or 4; gradient_bytes: what gradients are accumulated in; moments: fp32
+    """Devices and precision of a run. weight_bytes: 2 or 4; gradient_bytes: of an accumulated gradient; moments: fp32
     numbers that the optimizer keeps for a parameter."""
 
     num_gpus: int
@@ -146,7 +146,7 @@ class Estimate:
 
 
 def estimate(shape: ModelShape, placement: Placement, setup: Setup, batch: MicroBatch | None = None) -> Estimate:
-    """What a rank needs; without a micro-batch no activations."""
+    """Estimate a rank's memory; without a micro-batch there are no activations."""
     activations = activation_bytes(shape, batch, setup.weight_bytes) if batch is not None else 0
     of_stage = {0: _replicated, 1: _sharded_optimizer, 2: _sharded_optimizer, 3: _sharded}[placement.stage]
     return of_stage(shape, placement, setup, activations)

@@ -1,4 +1,4 @@
-"""An accepted sample for a person's eyes."""
+"""An accepted sample as text and images for the report and the dry run."""
 
 from pathlib import Path
 
@@ -12,21 +12,21 @@ from llava_ds.tracking.data_page import ShownSample, runs_of
 
 
 def shown_sample(
-    dataset: EncodedDataset, index: int, tokenizer: PreTrainedTokenizerBase, with_pictures: bool = False
+    dataset: EncodedDataset, index: int, tokenizer: PreTrainedTokenizerBase, with_images: bool = False
 ) -> ShownSample:
-    """An accepted sample for a person's eyes; pictures that can't be decoded are left out, and the note says so."""
+    """Show an accepted sample; images that can't be decoded are left out, and the note says so."""
     row = dataset.row(int(dataset.rows[index]))
     note = f"{row['length']:,} tokens, {row['num_targets']:,} supervised" + (", cut short" if row["truncated"] else "")
-    pictures = []
-    if with_pictures:
+    images = []
+    if with_images:
         try:
             for one in media_from_text(row["media"]):
-                pictures += load_images(one.media, one.sizes, dataset.image_options)
+                images += load_images(one.media, one.sizes, dataset.image_options)
         except DataError as error:
             note += f"; {error}"
     return ShownSample(
         title=f"{row['id']} ({Path(place_of(row)).name}, record {row['index']})",
         note=note,
         runs=runs_of(row["input_ids"], row["labels"], tokenizer),
-        pictures=tuple(pictures),
+        images=tuple(images),
     )

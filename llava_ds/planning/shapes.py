@@ -1,4 +1,4 @@
-"""What memory depends on in a model: the sizes of its tensors, by who trains them, without any weights."""
+"""The sizes of a model's tensors by trained part, without any weights, as far as memory depends on them."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import read_parts
-from llava_ds.model.probe import refuse_unfit_language_model
+from llava_ds.model.probe import check_language_model
 from llava_ds.model.quantize import scale_bits
 from llava_ds.model.vision import TowerPlan, plan_tower
 
-LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # fewer or more parameters than this are a slip of the pen
-TENSORS_OF_A_COUNT = 1000  # that a mere number of parameters is taken to lie in
+LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; other numbers are typing errors
+TENSORS_OF_A_COUNT = 1000  # assumed for a mere number of parameters
 
 LLAMAS_LAYER = {
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -147,13 +147,13 @@ class ModelShape:
 
 
 def shape_of_folders(args: Arguments) -> ModelShape:
-    """The model that --model_name_or_path and --vision_tower name, with what it says of itself.
+    """The model that --model_name_or_path and --vision_tower name, with its own defaults of flags.
 
     Raises ConfigError as training does.
     """
     args, _ = take_from_model(args)
     parts = read_parts(args.model)
-    refuse_unfit_language_model(args.model.model_name_or_path, parts.text_config)
+    check_language_model(args.model.model_name_or_path, parts.text_config)
     return shape_of(parts.text_config, parts.tower, args)
 
 
@@ -244,7 +244,7 @@ def _has_llamas_layers(language_model: nn.Module) -> bool:
 
 
 def _units(model: LlavaModel) -> tuple[tuple[int, ...], ...]:
-    """What is gathered together: each repeated layer as a whole, every other module's own tensors."""
+    """The tensors that ZeRO-3 gathers together: of each repeated layer, and of every other module by itself."""
     leaves = tuple(layer_classes(model))
     inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules() if m is not leaf}
     sizes = (

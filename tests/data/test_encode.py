@@ -140,7 +140,7 @@ def test_a_token_that_begins_before_an_answer_is_not_learned(tokenizer):
     assert learned in ("\nyes<end_of_turn>\n", "yes<end_of_turn>\n")
 
 
-def test_pictures_of_different_sizes_get_their_own_number_of_positions(tokenizer):
+def test_images_of_different_sizes_get_their_own_number_of_positions(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     for template in ("v1", "chat_template"):

@@ -8,7 +8,7 @@ from ds_json import arguments
 from torch import nn
 
 from llava_ds.constants import ConfigError
-from llava_ds.engine.param_groups import describe, parameter_groups
+from llava_ds.engine.param_groups import describe_parts, parameter_groups
 from llava_ds.engine.start import check_groups
 
 
@@ -43,7 +43,7 @@ def test_muon_gets_hidden_matrices_and_adam_the_rest_each_at_its_rate():
     groups = parameter_groups(whole, arguments(learning_rate=1e-3), MUON)
     # Hidden matrix; embeddings and output layer; norm; projector's matrix; its bias.
     assert rates_and_sizes(groups) == [(2e-2, 16), (3e-4, 40), (3e-4, 8), (2e-2, 16), (3e-4, 4)]
-    assert describe(whole, groups)[2].endswith("0.0003 and 0.02")
+    assert describe_parts(whole, groups)[2].endswith("0.0003 and 0.02")
 
 
 def test_the_projectors_own_rate_wins_over_muons():

@@ -24,7 +24,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import collate
 from llava_ds.engine.construct import build_model
-from llava_ds.engine.param_groups import describe
+from llava_ds.engine.param_groups import describe_parts
 from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.export.lora_merge import merged_entries
 from llava_ds.export.tensors import Entry, read_entries
@@ -432,7 +432,7 @@ def test_the_decoders_weights_are_packed_and_nothing_else(base, batch, bits, qua
             assert (state.quant_type, state.nested) == (quant_type, double_quant)
             assert layer.base_layer.weight.numel() * 2 == weight.numel()
     fine, _, _ = built(base)
-    assert describe(model, []) == describe(fine, [])
+    assert describe_parts(model, []) == describe_parts(fine, [])
     difference = (logits_of(model, batch) - logits_of(fine, batch)).abs().max() / logits_of(fine, batch).abs().max()
     assert difference > 1e-4
 

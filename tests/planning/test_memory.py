@@ -16,7 +16,7 @@ from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.model.llava import assemble
 from llava_ds.model.lora import add_lora
 from llava_ds.model.vision import plan_tower
-from llava_ds.planning.activations import MicroBatch, activation_bytes, kept_bytes
+from llava_ds.planning.activations import MicroBatch, activation_bytes, saved_bytes
 from llava_ds.planning.auto import placement_of
 from llava_ds.planning.fit import MB, Run, advice, as_json, describe_change, fits, smallest_change, table
 from llava_ds.planning.memory import PLACEMENTS, Placement, Setup, ZeroSettings, estimate
@@ -275,7 +275,7 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations_are_what_autograd_keeps(args, dtype, every):
     w, batch = dtype.itemsize, MicroBatch(320, 64, 8, {0: 0, 1: 4, 2: 2}[every])
-    expected = kept_bytes(shape_of(TEXT, VISION, args), batch, w)
+    expected = saved_bytes(shape_of(TEXT, VISION, args), batch, w)
     expected -= 64 * w * 64  # the gradient that comes with the loss is no hook's to see
     if args is not PROJECTOR:
         # SDPA's output is copied before the output matrix, on CPU alone: the fused kernels give it as it is wanted.

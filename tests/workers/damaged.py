@@ -37,7 +37,7 @@ from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.files.jsonl import MetricsLog
-from llava_ds.infer.described import described
+from llava_ds.infer.formats import open_model
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.page import write_report
@@ -185,7 +185,7 @@ def asked(run: Path, identity: RunIdentity, args, verify: Callable) -> dict[str,
         return point.step
 
     def describe() -> None:
-        with described(checkpoints[0]):
+        with open_model(checkpoints[0]):
             pass
 
     def go_on() -> None:

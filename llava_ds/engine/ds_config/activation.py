@@ -1,4 +1,4 @@
-"""activation_checkpointing of the JSON, and the flags that ask for recomputation."""
+"""activation_checkpointing of the JSON, and the flags of the same meaning."""
 
 from llava_ds.engine.ds_config.draft import Draft
 
@@ -7,9 +7,9 @@ SWITCHES = ("partition_activations", "contiguous_memory_optimization", "cpu_chec
 
 
 def resolve_activation_checkpointing(draft: Draft) -> None:
-    """Take a section that asks for something over into --gradient_checkpointing; refuse what contradicts it.
+    """Set --gradient_checkpointing by a section that switches something on; refuse flags that contradict it.
 
-    A section with all switches off and no number asks for nothing, as templates have it.
+    A section with all switches off and no number, as in templates, changes nothing.
     """
     args = draft.args
     number = draft.get(f"{SECTION}.number_checkpoints")
@@ -20,7 +20,7 @@ def resolve_activation_checkpointing(draft: Draft) -> None:
                     f"{SECTION}.contiguous_memory_optimization is true in the DeepSpeed JSON without {needed}: write "
                     f"{needed} too, for DeepSpeed makes one buffer for that many partitioned inputs of layers"
                 )
-    if (asked := asks_for(draft.config)) is None:
+    if (switch := switched_on(draft.config)) is None:
         if "gradient_checkpointing_every_n_layers" in args.given and args.training.gradient_checkpointing != "all":
             every = args.training.gradient_checkpointing_every_n_layers
             draft.refuse(f"--gradient_checkpointing_every_n_layers {every} needs --gradient_checkpointing all")
@@ -28,17 +28,20 @@ def resolve_activation_checkpointing(draft: Draft) -> None:
     flag = args.training.gradient_checkpointing
     if "gradient_checkpointing" in args.given and flag != "all":
         remedy = "give all, or remove the section" if flag == "auto" else "remove one of them"
-        draft.refuse(f"{SECTION}.{asked} is set in the DeepSpeed JSON but --gradient_checkpointing is {flag}: {remedy}")
+        draft.refuse(
+            f"{SECTION}.{switch} is set in the DeepSpeed JSON but --gradient_checkpointing is {flag}: {remedy}"
+        )
     if number is not None and "gradient_checkpointing_every_n_layers" in args.given:
         every = args.training.gradient_checkpointing_every_n_layers
         draft.refuse(
             f"{SECTION}.number_checkpoints is {number} in the DeepSpeed JSON but "
-            f"--gradient_checkpointing_every_n_layers is {every}: remove one of them, both say which layers run again"
+            f"--gradient_checkpointing_every_n_layers is {every}: remove one of them, both choose the "
+            "checkpointed layers"
         )
     draft.args = args.replaced(gradient_checkpointing="all")
 
 
-def asks_for(config: dict) -> str | None:
-    """The first key by which the section asks for recomputation; None where it does not."""
+def switched_on(config: dict) -> str | None:
+    """The first key by which the section switches checkpointing on; None if none does."""
     section = config.get(SECTION, {})
     return next((key for key in (*SWITCHES, "number_checkpoints") if section.get(key)), None)

@@ -72,7 +72,7 @@ def resolve_batch(draft: Draft) -> None:
 
 
 def _fixed(draft: Draft) -> dict[str, int] | None:
-    """What the JSON or the user fixed, by flag; None where they contradict each other, which is refused."""
+    """The sizes that the JSON or the user gives, by flag; None after refusing a contradiction."""
     fixed: dict[str, int] = {}
     flags, problems = draft.args.as_dict(), len(draft.problems)
     for key, flag in KEYS.items():

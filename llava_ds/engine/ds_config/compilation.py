@@ -26,7 +26,7 @@ def resolve_compile(draft: Draft) -> None:
     if training.gradient_checkpointing != "off":  # which a section of the JSON that asks for something has set by now
         draft.refuse(
             "compile.deepcompile is true in the DeepSpeed JSON with activation checkpointing: DeepCompile decides by "
-            "itself what is kept, remove one of them"
+            "itself what is saved, remove one of them"
         )
 
 
@@ -44,5 +44,5 @@ def _check_backend(draft: Draft) -> None:
 
 
 def deep_compiles(config: dict) -> bool:
-    """Whether the engine has to compile the model itself."""
+    """True if the engine has to compile the model (DeepCompile)."""
     return config.get("compile", {}).get("deepcompile", False)

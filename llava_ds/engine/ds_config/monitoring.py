@@ -1,4 +1,4 @@
-"""What DeepSpeed writes and prints besides training: monitors, timers, profilers."""
+"""DeepSpeed's monitors, timers and profilers."""
 
 from importlib.util import find_spec
 
@@ -9,7 +9,7 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
 def resolve_monitoring(draft: Draft) -> None:
-    """Fill where DeepSpeed's monitors write; refuse those whose package is missing."""
+    """Fill the folders of DeepSpeed's monitors; refuse monitors whose package is missing."""
     for section, package in PACKAGES.items():
         if draft.here and draft.get(f"{section}.enabled") and find_spec(package) is None:
             draft.refuse(

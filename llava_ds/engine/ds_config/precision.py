@@ -41,7 +41,7 @@ def resolve_precision(draft: Draft) -> None:
     gpu = _gpu_without_bf16() if on_gpu and (bf16 is True or autocast == "bf16") else None
     if gpu is not None:
         remedy = "use --fp16 True" if bf16 is True else 'write "dtype": "float16"'
-        draft.refuse(f"bfloat16 is asked for, but this machine's {gpu} does not compute in it: {remedy}, or fp32")
+        draft.refuse(f"bfloat16 is on, but this machine's {gpu} does not compute in it: {remedy}, or fp32")
     if autocast == "fp16":
         _check_loss_scaling_of_autocast(draft)
     _check_data_types(draft, "bf16" if bf16 is True else "fp16" if fp16 is True else "fp32")

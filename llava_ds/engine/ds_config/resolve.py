@@ -1,4 +1,4 @@
-"""From a DeepSpeed JSON and the flags to the configuration that goes to deepspeed.initialize.
+"""Resolve a DeepSpeed JSON and the flags to the configuration for deepspeed.initialize.
 
 DeepSpeed itself does not resolve "auto": some keys fail, others are silently taken as false (0.19).
 """
@@ -32,7 +32,7 @@ COMMENT = re.compile(
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What goes to deepspeed.initialize, the flags as the JSON completed them, and why each value was filled."""
+    """The configuration for deepspeed.initialize, the flags that the JSON completed, and reasons of filled values."""
 
     config: dict
     args: Arguments
@@ -99,8 +99,7 @@ def _parsed(text: str) -> object:
 
 
 def _swallows(config: object, text: str) -> bool:
-    """True if a text without quotes holds JSON's signs: a comma or a quote was forgotten before the line's end, up to
-    which Hjson reads on."""
+    """True if an unquoted text holds JSON's signs: without a comma or a quote, Hjson reads to the end of the line."""
     if isinstance(config, (dict, list)):
         return any(_swallows(value, text) for value in (config.values() if isinstance(config, dict) else config))
     if not isinstance(config, str) or not any(sign in config for sign in ',:{}[]"'):
@@ -135,13 +134,12 @@ def resolve_ds_config(
     """Fill every "auto" of a DeepSpeed JSON by the formulas of Hugging Face's integration.
 
     raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu" or the accelerator's;
-    num_steps: optimizer steps of the run. Without them, as before the data is read, everything is checked, and only
-    what depends on them is left open; here: whether training will be on this machine, which then has to have what it
-    needs. A value in the JSON that no flag contradicts is taken over into the returned flags. Raises ConfigError, which
-    lists every conflict.
+    num_steps: optimizer steps of the run. Before the data is read there are none, and only what depends on them stays
+    open; here: True if this machine will train, and has to have what that needs. The returned flags take values of the
+    JSON that no flag contradicts. Raises ConfigError, which lists every conflict.
     Source: transformers, integrations/deepspeed.py.
     """
-    from llava_ds.engine.ds_config.keys import check_keys  # opens DeepSpeed, which takes seconds and speaks up
+    from llava_ds.engine.ds_config.keys import check_keys  # imports DeepSpeed, which takes seconds and prints
 
     if _depth(raw) > DEEPEST:
         raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, which none of its keys are")
@@ -159,7 +157,7 @@ def resolve_ds_config(
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)
-    # What engine/non_finite.py needs: torch's fused AdamW beside the weights, and a norm.
+    # engine/non_finite.py replaces the check where torch's fused AdamW is beside the weights, and there is a norm.
     normed = draft.get("zero_optimization.compute_grad_norm") is not False
     guarded = "optimizer" not in draft.config and not offloads(draft) and normed
     if draft.get("bf16.enabled") is True and draft.is_open("bf16.check_grad_overflow") and guarded:
@@ -174,7 +172,7 @@ def resolve_ds_config(
 
 
 def _depth(value: object) -> int:
-    """How many objects and lists lie within each other, counted up to one more than are allowed."""
+    """The depth of nested objects and lists, counted up to one more than is allowed."""
     level, depth = [value], 0
     while level and depth <= DEEPEST:
         level = [

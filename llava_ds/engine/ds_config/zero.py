@@ -1,4 +1,4 @@
-"""ZeRO: the stage, the sizes that follow from the language model's width, and where states lie."""
+"""ZeRO: the stage, sizes that follow from the language model's width, and offload."""
 
 import os
 
@@ -27,7 +27,7 @@ NEEDS_STAGE_3 = (
     "offload_optimizer.super_offload",
 )
 
-# Of parameters that are gathered.
+# Of gathered parameters.
 CHANGE_BYTES = (
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
@@ -36,12 +36,12 @@ CHANGE_BYTES = (
 
 
 def resolve_zero(draft: Draft) -> None:
-    """Fill the sizes that say auto; refuse what does not go with the stage, the ranks, the device or the machine."""
+    """Fill sizes that are "auto"; refuse values that don't fit the stage, the ranks, the device or the machine."""
     for key, (formula, words) in SIZES.items():
         if draft.get(f"zero_optimization.{key}") == AUTO:
             draft.fill(f"zero_optimization.{key}", formula(draft.hidden_size), f"{words} ({draft.hidden_size})")
     stage = draft.get("zero_optimization.stage") or 0
-    if stage < 3 and _asked(draft, "offload_param") is not None:
+    if stage < 3 and _set_value(draft, "offload_param") is not None:
         # LLaVA-NeXT's zero2_offload.json has it: DeepSpeed passes over it.
         why = f"at stage {stage} every rank holds all parameters, there is nothing to offload"
         draft.fill("zero_optimization.offload_param.device", "none", why)
@@ -60,13 +60,13 @@ def resolve_zero(draft: Draft) -> None:
 
 
 def offload_device(config: dict, part: str) -> str:
-    """Where offload_optimizer or offload_param puts states: "none", "cpu" or "nvme"."""
+    """The device to which offload_optimizer or offload_param moves states: "none", "cpu" or "nvme"."""
     section = config.get("zero_optimization", {}).get(part) or {}
     return section.get("device") or "none"
 
 
-def _asked(draft: Draft, key: str) -> object:
-    """The value of a key of ZeRO's section, None where it is what DeepSpeed does anyway."""
+def _set_value(draft: Draft, key: str) -> object:
+    """The value of a key of ZeRO's section; None where it is DeepSpeed's default."""
     value = offload_device(draft.config, key) if key in OFFLOADED else draft.get(f"zero_optimization.{key}")
     plain = value in (None, False, "none") or (value == 1 and value is not True)  # True == 1
     return None if plain else value
@@ -74,17 +74,17 @@ def _asked(draft: Draft, key: str) -> object:
 
 def _check_stage(draft: Draft, stage: int) -> None:
     for key, why in NEEDS_GPU.items():
-        if draft.device_type == "cpu" and (value := _asked(draft, key)) is not None:
+        if draft.device_type == "cpu" and (value := _set_value(draft, key)) is not None:
             draft.refuse(f"zero_optimization.{key} is {as_json(value)}, but there is no GPU: remove it, {why}")
     for key in NEEDS_STAGE_3:
         if draft.device_type == "cpu" and key in NEEDS_GPU:
             continue
-        if stage < 3 and (value := _asked(draft, key)) is not None:
+        if stage < 3 and (value := _set_value(draft, key)) is not None:
             draft.refuse(
                 f"zero_optimization.{key} is {as_json(value)} at stage {stage}: parameters are sharded at stage 3 "
                 "only, write stage 3 or remove it"
             )
-    if stage == 0 and (value := _asked(draft, "offload_optimizer")) is not None:
+    if stage == 0 and (value := _set_value(draft, "offload_optimizer")) is not None:
         draft.refuse(
             f"zero_optimization.offload_optimizer is {as_json(value)} at stage 0, where there is nothing to offload: "
             "write stage 1, 2 or 3"
@@ -103,7 +103,7 @@ def _check_stage(draft: Draft, stage: int) -> None:
 
 
 def _check_packed_weights(draft: Draft, stage: int) -> None:
-    """What can't be had with --bits 4 or 8."""
+    """Refuse values that don't go with --bits 4 or 8."""
     bits = draft.args.model.bits
     if bits == 16 or stage < 3:
         return
@@ -113,7 +113,7 @@ def _check_packed_weights(draft: Draft, stage: int) -> None:
             "out: give --bits 4, or write stage 2"
         )
     for key in CHANGE_BYTES:
-        if (value := _asked(draft, key)) is not None:
+        if (value := _set_value(draft, key)) is not None:
             draft.refuse(
                 f"zero_optimization.{key} is {as_json(value)}, which computes with what it sends, but the bytes of "
                 f"--bits {bits} are no numbers: remove it"
@@ -126,7 +126,7 @@ def _check_packed_weights(draft: Draft, stage: int) -> None:
 
 
 def _check_reduction(draft: Draft, stage: int) -> None:
-    """How gradients are added up over the ranks."""
+    """Check the settings by which gradients are summed over the ranks."""
     scatters = stage > 0 and draft.get("zero_optimization.reduce_scatter") is not False
     for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
         value = draft.get(key)

@@ -143,7 +143,7 @@ WRONG = [
         {"activation_checkpointing": {"number_checkpoints": 4}},
         {"gradient_checkpointing_every_n_layers": 2},
         f"activation_checkpointing.number_checkpoints is 4 {J} but --gradient_checkpointing_every_n_layers is 2: remove "
-        "one of them, both say which layers run again",
+        "one of them, both choose the checkpointed layers",
     ),
     (
         {"compile": {"deepcompile": True}, **zero()},
