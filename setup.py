@@ -20,6 +20,7 @@ setup(
     package_dir={"llava_ds.run": "run", "llava_ds.ds_configs": "ds_configs"},
     package_data={
         "llava_ds.tiny": ["weights/*/*"],
+        "llava_ds.tracking": ["templates/*.j2"],
         "llava_ds.run": ["recipes/*.yaml", "slurm.sh", "hostfile.example"],
         "llava_ds.ds_configs": ["*.json", "README.md"],
     },
@@ -37,6 +38,7 @@ setup(
         "numpy",
         "pydantic>=2",  # these two come with deepspeed
         "psutil",
+        "jinja2",
         "pyyaml",
         "tqdm",
         "matplotlib",

@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import lora, quantize
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
-from llava_ds.model.loading import freed_memory_returns, load_weights
+from llava_ds.model.loading import load_weights, return_freed_memory
 from llava_ds.model.open.weights import WeightFiles, left_out
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
 from llava_ds.runtime.ranks import Ranks, print_first
@@ -22,7 +22,7 @@ def build_model(
 ) -> LlavaModel:
     """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start,
     but LoRA's, which become one in deepspeed.initialize."""
-    with freed_memory_returns():
+    with return_freed_memory():
         model = _construct(plan, args, ds_config, dtype, ranks)
         for name, part in model.named_children():
             _fill(name, part, plan, args, seed, ranks)
@@ -57,7 +57,7 @@ def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: to
     if args.bits < 16:
         names = lora.linear_names(model.language_model)
         quantize.quantize_layers(model.language_model, names, args, dtype)
-        quantize.move_the_rest(model, ranks.device)
+        quantize.move_unpacked(model, ranks.device)
     return model
 
 
@@ -65,7 +65,7 @@ def _fill(name: str, part: torch.nn.Module, plan: ModelPlan, args: ModelArgument
     """Load a part's weights, or draw what nobody brings, and say which."""
     opened = open_part(name, plan)
     if opened is None:
-        print_first(plan.why_fresh(name))
+        print_first(plan.fresh_note(name))
         load_weights(part, part_weights(name, plan, args, seed), ranks, "--pretrain_mm_mlp_adapter")
     else:
         load_weights(part, opened.weights, ranks, opened.what)
@@ -74,7 +74,7 @@ def _fill(name: str, part: torch.nn.Module, plan: ModelPlan, args: ModelArgument
 
 @contextlib.contextmanager
 def construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool) -> Iterator[None]:
-    """Where modules are born: in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3.
+    """Build modules in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3.
 
     Rotary tables are computed in float32 whatever the dtype, wherever their modules ask for it.
     """

@@ -40,7 +40,7 @@ class Store:
         return self.output.with_suffix(".partial")
 
     def answers_file(self, column: str) -> Path:
-        """Where a column's answers lie in the end."""
+        """The final path of a column's answers."""
         name = "" if column == MAIN_COLUMN else f".{column.replace(' ', '_')}"
         return self.output.with_suffix(f"{name}.jsonl")
 
@@ -192,7 +192,7 @@ def _rows(file: Path, is_ours: Callable[[dict], bool]) -> list[dict]:
 
 
 def _json(file: Path) -> dict | None:
-    """What a file of ours holds; None where it is not there or not ours."""
+    """Read a JSON file; None if it is missing or not written by us."""
     try:
         return read_json(file, dict)
     except (FileNotFoundError, DataError):

@@ -1,4 +1,4 @@
-"""What an evaluation's answers depend on, so that those of another are never taken for its own."""
+"""All that an evaluation's answers depend on, so that those of another are never taken for its own."""
 
 import dataclasses
 import hashlib

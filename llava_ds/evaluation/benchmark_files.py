@@ -15,7 +15,7 @@ from llava_ds.evaluation.question import Question
 
 @dataclass(frozen=True)
 class Given:
-    """What the command line says about the questions.
+    """The command line's flags about the questions.
 
     data_path: the questions; annotations: their answers, where another file has them; split: of ScienceQA; metric, and
     turns ("together" or "each"): of a LLaVA-format file.

@@ -95,7 +95,7 @@ def textvqa(given: Given) -> list[Question]:
 
 
 def _key(annotation: dict) -> tuple[object, str]:
-    """What LLaVA's files tell a question by: its picture and its text."""
+    """The key of a question in LLaVA's files: its image and its text."""
     return annotation.get("image_id"), str(annotation.get("question")).lower()
 
 

@@ -46,7 +46,7 @@ def matched_letter(answer: str, options: dict[str, str]) -> str | None:
 
 
 def says_yes(answer: str) -> bool:
-    """Whether an answer is a yes: its first sentence holds none of the words No, no and not.
+    """True if an answer is a yes: its first sentence holds none of the words No, no and not.
 
     Source: POPE (arXiv 2305.10355), evaluate.py.
     """

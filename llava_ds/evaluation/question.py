@@ -1,4 +1,4 @@
-"""What is asked, and what the answer is compared with."""
+"""A question to a model, and the reference that its answer is compared with."""
 
 import hashlib
 import json

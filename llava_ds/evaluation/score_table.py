@@ -5,7 +5,7 @@ from dataclasses import asdict
 from llava_ds.evaluation.bootstrap import OVERALL, Estimate, estimates, units_of
 from llava_ds.evaluation.scores import Scored
 from llava_ds.runtime.ranks import printable
-from llava_ds.tracking.conditions import CONDITIONS
+from llava_ds.tracking.result import CONDITIONS
 
 LONGEST_KIND = 32  # characters
 

@@ -1,5 +1,5 @@
 # U scored units (questions; for MMBench, all rounds of one), C columns of figures per unit
-"""What answers are worth, by the rules of each benchmark."""
+"""Scores of answers, by the rules of each benchmark."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def _per_question(name: str, scores: list[float], questions: list[Question]) -> 
 
 
 def exact_match(questions: list[Question], answers: list[str]) -> Scored:
-    """Whether answer and reference are the same text, but for case, spaces around it and a full stop."""
+    """Score answers that equal the reference except for case, surrounding spaces and a full stop."""
     right = [plain_answer(a) == plain_answer(q.reference) for q, a in zip(questions, answers, strict=True)]
     return _per_question("accuracy", right, questions)
 

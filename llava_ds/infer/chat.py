@@ -1,4 +1,4 @@
-"""Conversations about pictures, in a terminal: what was said and shown, and the commands beside questions."""
+"""Conversations about images, in a terminal: what was said and shown, and the commands beside questions."""
 
 import contextlib
 import json
@@ -27,39 +27,39 @@ HISTORY_LINES = 1000
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said, and the pictures and videos that were shown, in the order of their marks."""
+    """The messages so far, and the images and videos in them, in the order of their placeholders."""
 
     messages: tuple[Message, ...] = ()
     media: tuple[Media, ...] = ()
 
-    def asked(self, question: str, shown: Sequence[Media] = ()) -> "Conversation":
-        """With one more question, which shows these. Raises DataError for a question with a picture's mark in it."""
+    def with_question(self, question: str, shown: Sequence[Media] = ()) -> "Conversation":
+        """With one more question, which shows these. Raises DataError for a question with an image's mark in it."""
         if IMAGE_TOKEN in question:
             raise DataError(
-                f"the question holds {IMAGE_TOKEN}, which stands for a picture: leave it out, the picture is put first"
+                f"the question holds {IMAGE_TOKEN}, which stands for an image: leave it out, the image is put first"
             )
         text = f"{IMAGE_TOKEN}\n" * len(shown) + question
         return Conversation((*self.messages, Message("human", text)), (*self.media, *shown))
 
-    def answered(self, text: str) -> "Conversation":
-        """With the answer to the last question, in which a picture's mark would stand for a picture."""
+    def with_answer(self, text: str) -> "Conversation":
+        """With the answer to the last question, in which an image's mark would stand for an image."""
         return Conversation((*self.messages, Message("gpt", text.replace(IMAGE_TOKEN, ""))), self.media)
 
     def record(self) -> dict[str, object]:
-        """As a record of LLaVA's JSON. Raises DataError where pictures and videos are mixed, which it can't say."""
+        """As a record of LLaVA's JSON. Raises DataError where images and videos are mixed, which it can't say."""
         record: dict[str, object] = {"id": time.strftime("chat-%Y%m%d-%H%M%S")}
         paths = [str(Path(media.refs[0].path).resolve()) for media in self.media]
         kinds = {media.kind for media in self.media}
         if len(kinds) > 1:
-            raise DataError("a record of LLaVA's JSON holds pictures or videos, and this conversation has both")
+            raise DataError("a record of LLaVA's JSON holds images or videos, and this conversation has both")
         if kinds:
             record[kinds.pop()] = paths
         record["conversations"] = [{"from": message.role, "value": message.text} for message in self.messages]
         return record
 
 
-def checked_media(kind: str, path: str, loaded: LoadedModel) -> Media:
-    """A picture ("image") or video that can be shown: it was decoded. Raises DataError, or ConfigError without PyAV."""
+def read_media(kind: str, path: str, loaded: LoadedModel) -> Media:
+    """An image ("image") or video that can be shown: it was decoded. Raises DataError, or ConfigError without PyAV."""
     media = Media(kind, (FileRef(str(Path(path).expanduser())),))
     sizes = probe(media, loaded.image_options)
     load_media(media, sizes, media_layout(kind, sizes, 1, loaded.image_options), loaded.image_options)
@@ -84,7 +84,7 @@ def ask(
     return stream(loaded, prompt, sampling, on_text, stopped)
 
 
-def follow(loaded: LoadedModel) -> None:
+def answer_for_rank_0(loaded: LoadedModel) -> None:
     """Answer with the first rank all that it is asked, until it ends the conversation; called on the other ranks."""
     while (request := _share(loaded.ranks, None)) is not None:
         with contextlib.suppress(DataError, ConfigError):  # the first rank tells
@@ -92,7 +92,7 @@ def follow(loaded: LoadedModel) -> None:
 
 
 @contextlib.contextmanager
-def followed(loaded: LoadedModel) -> Iterator[None]:
+def release_other_ranks(loaded: LoadedModel) -> Iterator[None]:
     """Let the other ranks go when the conversation is over, or ends with what is wrong with the user's input."""
     try:
         yield
@@ -113,27 +113,27 @@ def _share(ranks: Ranks | None, request: tuple | None) -> tuple | None:
 
 @dataclass
 class Session:
-    """A conversation that goes on. waiting: pictures and videos that the next question will show."""
+    """A conversation in progress. pending: images and videos for the next question."""
 
     loaded: LoadedModel
     sampling: Sampling
     quiet: bool = False
-    waiting: list[Media] = field(default_factory=list)
+    pending: list[Media] = field(default_factory=list)
     conversation: Conversation = field(default_factory=Conversation)
 
     def question(self, text: str) -> None:
         """Ask, and print the answer as it comes. What can't be asked raises, and is as if it had not been said."""
-        conversation = self.conversation.asked(text, self.waiting)
+        conversation = self.conversation.with_question(text, self.pending)
         with _interruptible() as stopped:
             reply = ask(self.loaded, conversation, self.sampling, _print_piece, stopped)
         print(flush=True)
-        self.conversation, self.waiting = conversation.answered(reply.text), []
+        self.conversation, self.pending = conversation.with_answer(reply.text), []
         if not self.quiet:
-            tell(speed_line(reply))
+            print_note(speed_line(reply))
 
 
 def speed_line(reply: Reply) -> str:
-    """How long an answer took."""
+    """A line with the time that an answer took."""
     ends = {"marker": "", "length": "; cut: --max_new_tokens, or no position is left", "stopped": "; stopped"}
     rate = f", then {reply.tokens_per_s:.1f} tokens/s" if reply.num_tokens > 1 else ""
     return (
@@ -142,7 +142,7 @@ def speed_line(reply: Reply) -> str:
     )
 
 
-def converse(session: Session, read: Callable[[], str | None]) -> None:
+def run_conversation(session: Session, read: Callable[[], str | None]) -> None:
     """Answer questions and obey commands until read gives None. What is wrong with one is told, and it goes on."""
     while (line := read()) is not None:
         line = line.strip()
@@ -159,10 +159,10 @@ def converse(session: Session, read: Callable[[], str | None]) -> None:
             else:
                 session.question(line)
         except (DataError, ConfigError) as error:
-            tell(f"error: {error}")
+            print_note(f"error: {error}")
 
 
-def tell(line: str) -> None:
+def print_note(line: str) -> None:
     """Say something that is no answer."""
     print(printable(line, keep="\n\t"), file=sys.stderr, flush=True)
 
@@ -190,7 +190,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 @dataclass(frozen=True)
 class Command:
-    """What a line that begins with a slash does: its argument's name, a help text, and the function."""
+    """A command that begins with a slash: its argument's name, a help text, and the function."""
 
     argument: str
     help: str
@@ -200,11 +200,11 @@ class Command:
 def _add(kind: str) -> Callable[[Session, str], None]:
     def run(session: Session, rest: str) -> None:
         for path in _paths(rest):
-            session.waiting.append(checked_media(kind, path, session.loaded))
-        if not session.waiting:
+            session.pending.append(read_media(kind, path, session.loaded))
+        if not session.pending:
             raise DataError(f"/{kind} needs the path of a file")
         if not session.quiet:
-            tell(f"[the next question shows {', '.join(media.refs[0].path for media in session.waiting)}]")
+            print_note(f"[the next question shows {', '.join(media.refs[0].path for media in session.pending)}]")
 
     return run
 
@@ -223,14 +223,14 @@ def _history(session: Session, rest: str) -> None:
     left = list(session.conversation.media)
     for message in session.conversation.messages:
         for _ in range(message.text.count(IMAGE_TOKEN)):
-            tell(f"[{left[0].kind} {left.pop(0).refs[0].path}]")
-        tell(f"{'>' if message.role == 'human' else '<'} {message.text.replace(IMAGE_TOKEN, '').strip()}")
-    for media in session.waiting:
-        tell(f"[{media.kind} {media.refs[0].path}, for the next question]")
+            print_note(f"[{left[0].kind} {left.pop(0).refs[0].path}]")
+        print_note(f"{'>' if message.role == 'human' else '<'} {message.text.replace(IMAGE_TOKEN, '').strip()}")
+    for media in session.pending:
+        print_note(f"[{media.kind} {media.refs[0].path}, for the next question]")
 
 
 def _reset(session: Session, rest: str) -> None:
-    session.conversation, session.waiting = Conversation(), []
+    session.conversation, session.pending = Conversation(), []
 
 
 def _save(session: Session, rest: str) -> None:
@@ -246,21 +246,21 @@ def _save(session: Session, rest: str) -> None:
 
 def _help(session: Session, rest: str) -> None:
     for name, command in COMMANDS.items():
-        tell(f"{name + ' ' + command.argument:16}{command.help}")
-    tell("/exit, Ctrl-D    leave; Ctrl-C ends an answer")
+        print_note(f"{name + ' ' + command.argument:16}{command.help}")
+    print_note("/exit, Ctrl-D    leave; Ctrl-C ends an answer")
 
 
 COMMANDS = {
-    "/image": Command("PATH", "show a picture, or several, with the next question", _add("image")),
+    "/image": Command("PATH", "show an image, or several, with the next question", _add("image")),
     "/video": Command("PATH", "show a video with the next question", _add("video")),
     "/history": Command("", "what was said and shown so far", _history),
-    "/reset": Command("", "begin a new conversation, without pictures", _reset),
+    "/reset": Command("", "begin a new conversation, without images", _reset),
     "/save": Command("PATH", "write the conversation as LLaVA's JSON", _save),
     "/help": Command("", "these commands", _help),
 }
 
 
-def terminal_reader() -> Callable[[], str | None]:
+def make_line_reader() -> Callable[[], str | None]:
     """Reads a line from a person, with the arrow keys and what was asked in earlier sessions, or from a pipe."""
     if not sys.stdin.isatty():
         return lambda: sys.stdin.readline() or None
@@ -293,7 +293,7 @@ def _remember_lines() -> None:
         file.touch(mode=0o600)
         readline.read_history_file(file)
     except OSError as error:
-        tell(f"{file} can't be used ({error.strerror}): questions are not remembered")
+        print_note(f"{file} can't be used ({error.strerror}): questions are not remembered")
         return
     readline.set_history_length(HISTORY_LINES)
     atexit.register(readline.write_history_file, file)

@@ -1,6 +1,6 @@
-"""What runs a model that is asked: transformers alone, or DeepSpeed, over several ranks, or from CPU memory or NVMe.
+"""Inference engines: transformers alone, or DeepSpeed over several ranks, or with parameters in CPU memory or on NVMe.
 
-Every engine leaves a model whose generate() is transformers' own.
+With every engine, generate() is transformers' own.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from llava_ds.constants import ConfigError
-from llava_ds.infer.described import MOVED_FLAGS, Described, described
-from llava_ds.infer.load import LoadedModel, constructed, load_model, loaded, refuse_unfit
+from llava_ds.infer.formats import MOVED_FLAGS, UnloadedModel, open_model
+from llava_ds.infer.load import LoadedModel, check_weights, construct_model, load_model, loaded
 from llava_ds.model.families.language import TENSOR_PARALLEL
 from llava_ds.model.hf import HFModel
 from llava_ds.runtime.command import given_path
@@ -84,8 +84,8 @@ def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
     parser.add_argument("--offload_path", type=given_path, help="folder on an NVMe disk, for --offload nvme")
 
 
-def engine_options(args: "argparse.Namespace") -> EngineOptions:
-    """What the flags of add_engine_flags said. Raises ConfigError for flags that contradict each other."""
+def parse_engine_options(args: "argparse.Namespace") -> EngineOptions:
+    """The options from the flags of add_engine_flags. Raises ConfigError for flags that contradict each other."""
     moved = {name: os.path.expanduser(path) for name in MOVED_FLAGS if (path := getattr(args, name)) is not None}
     options = EngineOptions(args.engine, args.offload, args.offload_path, args.dtype, args.version, moved)
     problems = []
@@ -118,7 +118,7 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
             found = on_every_rank(ranks, lambda: load_model(path, "cpu", **how))
             model, notes = _tensor_parallel(found.model, ranks, str(path))
         else:
-            with described(path, options.moved, options.version) as opened:
+            with open_model(path, options.moved, options.version) as opened:
                 model, notes = _zero_inference(opened, options, ranks)
                 found = loaded(model, opened, options.version)
     processors = LogitsProcessorList([_FirstRanksScores()] if ranks.world_size > 1 else [])
@@ -169,7 +169,7 @@ def _check_can_be_cut(decoder: nn.Module, size: int, path: str) -> None:
         )
 
 
-def _zero_inference(opened: Described, options: EngineOptions, ranks: Ranks) -> tuple[HFModel, list[str]]:
+def _zero_inference(opened: UnloadedModel, options: EngineOptions, ranks: Ranks) -> tuple[HFModel, list[str]]:
     """The model with its parameters in CPU memory or on NVMe, a part with every rank, fetched layer by layer.
 
     Weights stream in one by one: no rank holds the whole model. Source: ZeRO-Inference (DeepSpeed's blog, 2022).
@@ -177,15 +177,15 @@ def _zero_inference(opened: Described, options: EngineOptions, ranks: Ranks) -> 
     import deepspeed
 
     from llava_ds.engine.construct import construction
-    from llava_ds.model.loading import freed_memory_returns, load_weights
+    from llava_ds.model.loading import load_weights, return_freed_memory
 
     dtype = opened.precision(DTYPES.get(options.dtype))
     _check_precision(dtype, ranks, str(opened.path))
     config = zero_config(dtype, options, ranks)
-    on_every_rank(ranks, lambda: refuse_unfit(opened, dtype))
-    with freed_memory_returns():
+    on_every_rank(ranks, lambda: check_weights(opened, dtype))
+    with return_freed_memory():
         with construction(config, dtype, ranks.device, zero3=True):
-            model = constructed(opened, dtype)
+            model = construct_model(opened, dtype)
         load_weights(model, opened.weights(model), ranks, str(opened.path))
         engine, *_ = deepspeed.initialize(model=model, config=config)
         _keep_newline_whole(engine.module.eval())

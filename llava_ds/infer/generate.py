@@ -23,7 +23,7 @@ from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
 from llava_ds.infer.load import LoadedModel
-from llava_ds.model.hf import merged_embeds
+from llava_ds.model.hf import embed_batch
 from llava_ds.runtime.ranks import Ranks, on_every_rank, progress_bar
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that ends with a question, and its pictures (paths) and videos in the order of their marks.
+    """A conversation that ends with a question, and its images (paths) and videos in the order of their marks.
 
     blank: whether an image of one colour, as large, is shown in place of each.
     """
@@ -66,7 +66,7 @@ def make_encoder(loaded: LoadedModel) -> Encoder:
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, encoder: Encoder | None = None) -> list[int]:
     """The ids that training would have given the same text, image positions as the model's image token."""
-    ids = _laid_out(loaded, prompt, encoder or make_encoder(loaded)).ids
+    ids = _encode(loaded, prompt, encoder or make_encoder(loaded)).ids
     return [loaded.model.config.image_token_id if token == IMAGE_TOKEN_INDEX else token for token in ids]
 
 
@@ -94,7 +94,7 @@ def greedy_answers(
     them are given the same prompts, together.
     """
     encoder = encoder or make_encoder(loaded)
-    asked = _on_all(loaded, lambda: [_laid_out(loaded, prompt, encoder) for prompt in prompts])
+    asked = _on_all(loaded, lambda: [_encode(loaded, prompt, encoder) for prompt in prompts])
     stops = end_markers(encoder.options.template, encoder.tokenizer)
     # Neighbours of equal length need little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(asked[i].ids))
@@ -102,7 +102,7 @@ def greedy_answers(
     with progress_bar(total=len(prompts), desc=progress, disable=not progress, unit="question") as bar:
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
-            samples = _on_all(loaded, lambda chosen=chosen: [asked[i].decoded(loaded.image_options) for i in chosen])
+            samples = _on_all(loaded, lambda chosen=chosen: [asked[i].decode(loaded.image_options) for i in chosen])
             logprobs = _GreedyLogprobs()
             # Last, behind what the engine does to the scores, so that these are of the tokens that are taken.
             processors = LogitsProcessorList([*loaded.generating.get("logits_processor", ()), logprobs])
@@ -148,7 +148,7 @@ class _GreedyLogprobs(LogitsProcessor):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is chosen. temperature 0 is greedy, top_k 0 all tokens; the penalty counts the answer's tokens."""
+    """Sampling parameters. temperature 0 is greedy, top_k 0 all tokens; the penalty counts the answer's tokens."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -158,7 +158,7 @@ class Sampling:
     seed: int | None = None
 
     def options(self) -> dict[str, object]:
-        """What generate() is told; nothing is left to the model's own settings."""
+        """Arguments of generate(), which override the model's own settings."""
         options: dict[str, object] = {"repetition_penalty": self.repetition_penalty, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
@@ -192,7 +192,7 @@ def stream(
 ) -> Reply:
     """Answer one prompt, calling on_text with each piece as it comes; the pieces joined are the reply's text.
 
-    stopped: asked after every token. Raises DataError for pictures and conversations that can't be used.
+    stopped: asked after every token. Raises DataError for images and conversations that can't be used.
     """
     start = time.perf_counter()
     encoder = make_encoder(loaded)
@@ -200,7 +200,7 @@ def stream(
     num_prompt_tokens = len(sample.input_ids)
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
-    pieces = _Pieces(loaded.tokenizer, on_text, start)
+    pieces = TextPieces(loaded.tokenizer, on_text, start)
     stops = end_markers(encoder.options.template, encoder.tokenizer)
     try:
         new = loaded.model.generate(
@@ -217,14 +217,14 @@ def stream(
             raise  # the others are in the middle of it
         raise DataError(
             f"there is no memory left for a conversation of {num_prompt_tokens:,} tokens: begin a new one, or show "
-            "fewer pictures"
+            "fewer images"
         ) from error
     seconds = time.perf_counter() - start
     ended = "marker" if int(new[0, -1]) in stops else "stopped" if stopped() else "length"
     return Reply(pieces.shown, ended, num_prompt_tokens, new.shape[1], pieces.first_s, seconds)
 
 
-class _Pieces(BaseStreamer):
+class TextPieces(BaseStreamer):
     """Hands text on as soon as it can't change any more.
 
     transformers' TextStreamer begins anew at each line's end, where Llama's tokenizers drop a following space.
@@ -258,7 +258,7 @@ class _Pieces(BaseStreamer):
 
 
 class _Stopped(StoppingCriteria):
-    """Whether the user wants no more; of several processes, the first one's says so for all."""
+    """Stops generation when the user asks for it; of several processes, rank 0 decides for all."""
 
     def __init__(self, ranks: Ranks | None, stopped: Callable[[], bool]) -> None:
         self._ranks, self._stopped = ranks, stopped
@@ -271,25 +271,25 @@ class _Stopped(StoppingCriteria):
 
 
 def _prepared(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> LoadedSample:
-    """A prompt that leaves room for an answer, its pictures decoded."""
-    asked, room = _laid_out(loaded, prompt, encoder), loaded.context_tokens
+    """A prompt that leaves room for an answer, its images decoded."""
+    asked, room = _encode(loaded, prompt, encoder), loaded.context_tokens
     if len(asked.ids) >= room:
         raise DataError(
-            f"the conversation has {len(asked.ids):,} tokens, pictures included, and the model has positions for "
-            f"{room:,}: begin a new one, or show fewer pictures"
+            f"the conversation has {len(asked.ids):,} tokens, images included, and the model has positions for "
+            f"{room:,}: begin a new one, or show fewer images"
         )
-    return asked.decoded(loaded.image_options)
+    return asked.decode(loaded.image_options)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A prompt's ids, and each picture or video with its sizes and layout; nothing is decoded yet."""
+class _EncodedPrompt:
+    """A prompt's ids, and each image or video with its sizes and layout; nothing is decoded yet."""
 
     ids: list[int]
     media: list[tuple[Media, tuple[Size, ...], MediaLayout]]
     blank: bool = False
 
-    def decoded(self, image_options: ImageOptions) -> LoadedSample:
+    def decode(self, image_options: ImageOptions) -> LoadedSample:
         row = torch.tensor(self.ids)
         media = [(load_media(one, sizes, layout, image_options), layout) for one, sizes, layout in self.media]
         if self.blank:
@@ -303,30 +303,32 @@ def blank_like(tiles: torch.Tensor, image_options: ImageOptions) -> torch.Tensor
     return colour.view(3, 1, 1).expand_as(tiles).clone()
 
 
-def _laid_out(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _Asked:
+def _encode(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _EncodedPrompt:
     media = []
     for item in prompt.images:
         one = item if isinstance(item, Media) else Media("image", (FileRef(item),))
         sizes = probe(one, loaded.image_options)
         media.append((one, sizes, media_layout(one.kind, sizes, len(prompt.images), loaded.image_options)))
-    return _Asked(encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in media]), media, prompt.blank)
+    return _EncodedPrompt(
+        encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in media]), media, prompt.blank
+    )
 
 
 def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:
-    """What a step before the model gives. Where one rank can't do it, it is an error on all that hold the model."""
+    """The result of prepare(). An error on one rank is raised on all that hold the model."""
     return prepare() if loaded.ranks is None else on_every_rank(loaded.ranks, prepare)
 
 
 def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
     """inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left.
 
-    Pictures are prepared and merged by training's own code, whatever transformers' processor would do with them.
+    Images are prepared and merged by training's own code, whatever transformers' processor would do with them.
     """
     device = loaded.device
     batch = collate(samples, loaded.image_options).to(device)
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
     pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
-    embeds = merged_embeds(loaded.model, batch, pixels)  # (1, tokens of all prompts, D)
+    embeds = embed_batch(loaded.model, batch, pixels)  # (1, tokens of all prompts, D)
     lengths = [len(sample.input_ids) for sample in samples]
     longest = max(lengths)
     # The padding is masked, so any embedding will do.

@@ -15,9 +15,9 @@ from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import ImageOptions
-from llava_ds.infer.described import Described, described
+from llava_ds.infer.formats import UnloadedModel, open_model
 from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
-from llava_ds.model.loading import check_fit, load_weights, refuse_endless
+from llava_ds.model.loading import check_depth, check_fit, load_weights
 from llava_ds.model.open.folder import read_pinpoints
 from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.vision import read_processor
@@ -37,7 +37,7 @@ GENERATION = {
 class LoadedModel:
     """A LLaVA in transformers' own class, with its tokenizer, ready to answer.
 
-    mean, std: how its tower scales pixels, per channel; pictures: how it was shown pictures in training; version: its
+    mean, std: how its tower scales pixels, per channel; images: how it was shown images in training; version: its
     conversation template; ranks: the processes that hold it together, which have to be asked the same at the same
     time, None where this one has all of it; generating: what generate() has to be told besides; notes: lines about
     how it was opened.
@@ -55,7 +55,7 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go; parameters may lie elsewhere."""
+        """Device of the inputs; parameters may be elsewhere."""
         return self.model.device if self.ranks is None else self.ranks.device
 
     @property
@@ -72,38 +72,38 @@ def load_model(
     version: str | None = None,
     moved: Mapping[str, str] | None = None,
 ) -> LoadedModel:
-    """Open from disk what described() knows, on a GPU if there is one.
+    """Open from disk what open_model() knows, on a GPU if there is one.
 
     dtype: None for the weights' own; version: the conversation template of a folder that does not say it; moved: where
     models that it does not bring lie now. Raises ConfigError or DataError when it is no LLaVA, or not whole.
     """
-    with described(path, moved, version) as found:
-        model = filled(found, found.precision(dtype)).eval()
+    with open_model(path, moved, version) as found:
+        model = fill_model(found, found.precision(dtype)).eval()
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return loaded(model, found, version)
 
 
-def filled(found: Described, dtype: torch.dtype) -> HFModel:
+def fill_model(found: UnloadedModel, dtype: torch.dtype) -> HFModel:
     """The model in this process's memory, its weights streamed in one by one."""
-    refuse_unfit(found, dtype)
+    check_weights(found, dtype)
     with no_init_weights():
-        model = constructed(found, dtype)
+        model = construct_model(found, dtype)
     load_weights(model, found.weights(model), Ranks(0, 0, 1, torch.device("cpu")), "--model_path")
     return model
 
 
-def refuse_unfit(found: Described, dtype: torch.dtype) -> None:
+def check_weights(found: UnloadedModel, dtype: torch.dtype) -> None:
     """Raise DataError for weights that are not the configuration's, before memory is taken for what it says."""
     if found.is_folder:
         files = WeightFiles(found.path)
         for part in (found.config.text_config, found.config.vision_config):
-            refuse_endless(part, files, "--model_path")
+            check_depth(part, files, "--model_path")
     with torch.device("meta"), no_init_weights():
-        model = constructed(found, dtype)
+        model = construct_model(found, dtype)
     check_fit(model, found.weights(model), "--model_path")
 
 
-def constructed(found: Described, dtype: torch.dtype) -> HFModel:
+def construct_model(found: UnloadedModel, dtype: torch.dtype) -> HFModel:
     """The model in its class, before its weights, with the folder's settings for generate()."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -118,7 +118,7 @@ def constructed(found: Described, dtype: torch.dtype) -> HFModel:
     return model.eval()
 
 
-def _generation_config(found: Described) -> GenerationConfig:
+def _generation_config(found: UnloadedModel) -> GenerationConfig:
     """The folder's ids of tokens and penalty of repetition; nothing else of it is for who asks one greedy answer."""
     where = f"--model_path {found.path}"
     said = read_json_if_there(found.folder / "generation_config.json", where)
@@ -131,7 +131,7 @@ def _generation_config(found: Described) -> GenerationConfig:
     return GenerationConfig(**kept)
 
 
-def loaded(model: HFModel, found: Described, version: str | None = None) -> LoadedModel:
+def loaded(model: HFModel, found: UnloadedModel, version: str | None = None) -> LoadedModel:
     """A model with its weights, and what has to be known to ask it. version: see load_model."""
     # Not AutoProcessor: transformers 5 makes LlavaOnevision's only where torchvision is installed.
     processor = read_processor(found.folder, str(found.path))
@@ -153,7 +153,7 @@ def loaded(model: HFModel, found: Described, version: str | None = None) -> Load
 
 
 def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
-    """What our own exports say; for other llava-hf folders, what their class and processor do."""
+    """The image options in our own exports; for other llava-hf folders, those of their class and processor."""
     config = model.config
     written = getattr(config, "llava_ds_pictures", None)
     if written is not None:

@@ -1,4 +1,4 @@
-"""Conversations about pictures in a browser on the same machine, with gradio. Nothing is asked of any other machine."""
+"""Conversations about images in a browser on the same machine, with gradio. Nothing is asked of any other machine."""
 
 import contextlib
 import html
@@ -14,7 +14,7 @@ from types import ModuleType
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.infer.chat import Conversation, ask, checked_media, speed_line, tell
+from llava_ds.infer.chat import Conversation, ask, print_note, read_media, speed_line
 from llava_ds.infer.generate import Sampling
 from llava_ds.infer.load import LoadedModel
 
@@ -93,7 +93,7 @@ def _server(app, address: str):
     class Server(uvicorn.Server):
         async def startup(self, sockets=None) -> None:
             await super().startup(sockets)
-            tell(f"{address}  (Ctrl-C ends)")
+            print_note(f"{address}  (Ctrl-C ends)")
 
     return Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
 
@@ -114,14 +114,14 @@ class _Policy:
 
 
 def build_page(gr: ModuleType, loaded: LoadedModel, name: str, sampling: Sampling, quiet: bool):
-    """The page: the model's name, a conversation, and a box for questions, pictures and videos."""
+    """The page: the model's name, a conversation, and a box for questions, images and videos."""
     turn = threading.Lock()  # the model answers one at a time
 
     def respond(message: dict, history: list[dict]) -> Iterator[object]:
         text = (message.get("text") or "").strip()
         try:
-            conversation = conversation_of(history).asked(
-                text, [checked_media(_kind(path), path, loaded) for path in message.get("files") or []]
+            conversation = conversation_of(history).with_question(
+                text, [read_media(_kind(path), path, loaded) for path in message.get("files") or []]
             )
             if not text:
                 raise DataError("there is no question: type one")
@@ -171,8 +171,8 @@ def conversation_of(history: list[dict]) -> Conversation:
             files += [path for part in parts if (path := _path(part)) is not None]
             continue
         if (message.get("metadata") or {}).get("title") != ERROR and texts:
-            conversation = conversation.asked("\n".join(texts).strip(), [_media(path) for path in files])
-            conversation = conversation.answered("".join(said))
+            conversation = conversation.with_question("\n".join(texts).strip(), [_media(path) for path in files])
+            conversation = conversation.with_answer("".join(said))
         texts, files = [], []
     return conversation
 
@@ -186,7 +186,7 @@ def _pieces(loaded: LoadedModel, conversation: Conversation, sampling: Sampling,
         try:
             reply = ask(loaded, conversation, sampling, pieces.put, stop.is_set)
             if not quiet:
-                tell(speed_line(reply))
+                print_note(speed_line(reply))
             pieces.put(None)
         except BaseException as error:  # handed to the page's own thread
             pieces.put(error)

@@ -1,4 +1,4 @@
-# H query heads, K key heads, T tokens of all samples laid end to end, S of them kept, L tokens of one sample,
+# H query heads, K key heads, T tokens of all samples laid end to end, S of them with a query, L tokens of one sample,
 # E head width
 """Attention over samples laid end to end: no sample sees another, and no T x T mask exists."""
 
@@ -19,7 +19,7 @@ from llava_ds.constants import ConfigError
 
 NAME = "llava_ds_varlen"
 
-# The bodies, best first.
+# The kernels, best first.
 FLASH_3, FLASH_2, TORCH, SEGMENTS = "flash-attn 3", "flash-attn 2", "torch's varlen kernel", "SDPA sample by sample"
 
 MAX_FUSED_WIDTH = 256  # of a head, in flash-attn's and torch's kernels
@@ -27,7 +27,7 @@ BLOCK = 512  # queries at a time under a window or a soft cap, where no kernel d
 
 
 class Rule(NamedTuple):
-    """How scores become weights. window: a token sees itself and the window - 1 before it; None: all before it."""
+    """Attention options. window: a token sees itself and the window - 1 before it; None: all before it."""
 
     scaling: float
     dropout: float = 0.0
@@ -57,10 +57,10 @@ def varlen_attention(
     max_seqlen, the longest sample. sliding_window and softcap as transformers means them: token i sees token j if
     0 <= i - j < sliding_window, and a score s counts as softcap * tanh(s / softcap).
     Returns (1, T, H, E), and None for the weights. Raises ConfigError for attention sinks.
-    Signature: transformers' AttentionInterface; cu_seqlens and max_seqlen come through the model's keyword arguments.
+    The signature is dictated by transformers' AttentionInterface, which passes the model's own keyword arguments on.
     """
     if s_aux is not None:
-        raise ConfigError("the language model has attention sinks, which no body here computes: choose another model")
+        raise ConfigError("the language model has attention sinks, which are not supported: choose another model")
     rule = Rule(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout,
@@ -77,11 +77,11 @@ def attend(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     rule: Rule,
-    kept: torch.Tensor | None = None,
+    query_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """varlen_attention by a Rule. With kept (S,), ascending positions in T, queries are those: (1, H, S, E).
+    """Compute varlen_attention under a Rule: (1, T, H, E).
 
-    Returns (1, T, H, E), with kept (1, S, H, E).
+    With query_positions (S,), ascending in T, query is (1, H, S, E), and so is the result (1, S, H, E).
     """
     if torch.is_autocast_enabled(query.device.type):  # rotary angles have made float32 of what half precision gave
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -96,44 +96,44 @@ def attend(
         rule.dropout > 0,
     )
     if chosen == SEGMENTS:
-        return _per_segment(query, key, value, cu_seqlens, rule, kept)
-    if kept is not None:
-        # The kernels' causal rule takes as many queries as keys. What is computed for nothing is one layer's attention.
-        query = _spread(query, kept, key.shape[2])
+        return _per_segment(query, key, value, cu_seqlens, rule, query_positions)
+    if query_positions is not None:
+        # The kernels' causal mask needs as many queries as keys. The extra cost is one layer's attention.
+        query = _spread(query, query_positions, key.shape[2])
     out = KERNELS[chosen](query, key, value, cu_seqlens, max_seqlen, rule)
-    return out if kept is None else out.index_select(1, kept)
+    return out if query_positions is None else out.index_select(1, query_positions)
 
 
-def _spread(query: torch.Tensor, kept: torch.Tensor, length: int) -> torch.Tensor:
+def _spread(query: torch.Tensor, query_positions: torch.Tensor, length: int) -> torch.Tensor:
     """Queries (1, H, S, E) at their positions, zeros elsewhere: (1, H, length, E)."""
     heads, width = query.shape[1], query.shape[3]
-    return query.new_zeros(1, heads, length, width).index_copy(2, kept, query)
+    return query.new_zeros(1, heads, length, width).index_copy(2, query_positions, query)
 
 
-@torch.compiler.assume_constant_result  # it asks for packages and devices, which don't change
+@torch.compiler.assume_constant_result  # installed packages and devices don't change
 @functools.cache
 def _choose(device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool) -> str:
-    return _bodies(device, dtype, width, window, softcap, dropout)[0]
+    return _kernels(device, dtype, width, window, softcap, dropout)[0]
 
 
-def _bodies(
+def _kernels(
     device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool
 ) -> tuple[str, dict[str, str]]:
-    """The best body for tensors of that kind, and why each better one is not it.
+    """The best kernel for such tensors, and a reason against each better one.
 
-    width: of a head; None if those of queries and values differ. window, softcap, dropout: whether there is one.
+    width: of a head; None if queries and values differ in it. window, softcap, dropout: True if there is one.
     """
     why: dict[str, str] = {}
-    for body in (FLASH_3, FLASH_2, TORCH):
-        problem = _problem(body, device, dtype, width, window, softcap, dropout)
+    for kernel in (FLASH_3, FLASH_2, TORCH):
+        problem = _problem(kernel, device, dtype, width, window, softcap, dropout)
         if problem is None:
-            return body, why
-        why[body] = problem
+            return kernel, why
+        why[kernel] = problem
     return SEGMENTS, why
 
 
 def _problem(
-    body: str, device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool
+    kernel: str, device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool
 ) -> str | None:
     if device != "cuda":
         return f"needs a CUDA device, this is {device}"
@@ -141,17 +141,17 @@ def _problem(
         return f"computes in half precision only, not in {str(dtype).removeprefix('torch.')}"
     if width is None or width > MAX_FUSED_WIDTH:
         return f"needs heads of one width of at most {MAX_FUSED_WIDTH}"
-    if body == FLASH_3:
+    if kernel == FLASH_3:
         if importlib.util.find_spec("flash_attn_interface") is None:
             return "not installed"
         if torch.cuda.get_device_capability()[0] != 9:
             return "made for Hopper GPUs"
         return "has no dropout" if dropout else None
-    if body == FLASH_2 and importlib.util.find_spec("flash_attn") is None:
+    if kernel == FLASH_2 and importlib.util.find_spec("flash_attn") is None:
         return "not installed (the extra llava_ds[flash])"
     if torch.cuda.get_device_capability() < (8, 0):
         return "needs compute capability 8.0"
-    if body == FLASH_2:
+    if kernel == FLASH_2:
         return "has no dropout under a soft cap" if softcap and dropout else None
     if softcap:
         return "has no soft cap"
@@ -161,40 +161,42 @@ def _problem(
 
 
 def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """A line: which body computes the language model's attention on a device in a precision, and why no better one."""
+    """A line with the kernel of the language model's attention on a device, and the reasons against better ones."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds)
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
     dropout = getattr(config, "attention_dropout", 0.0) > 0
-    body, why = _bodies(device.type, dtype, width, window, softcap, dropout)
+    kernel, why = _kernels(device.type, dtype, width, window, softcap, dropout)
     reasons = "; ".join(f"{other} {problem}" for other, problem in why.items())
-    return f"attention: {body}" + (f" ({reasons})" if why else "")
+    return f"attention: {kernel}" + (f" ({reasons})" if why else "")
 
 
-@torch.compiler.disable  # how many samples a pack has, and how long they are, would each be compiled anew
-def _per_segment(query, key, value, cu_seqlens, rule: Rule, kept: torch.Tensor | None = None) -> torch.Tensor:
-    """A sample at a time: the CPU's body, where reading the boundaries waits for nothing.
+@torch.compiler.disable  # every number of samples and every length would be compiled again
+def _per_segment(
+    query, key, value, cu_seqlens, rule: Rule, query_positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention sample by sample: on the CPU, where reading the boundaries costs nothing.
 
-    On CUDA it serves what no kernel there computes, and waits for the device once a layer.
+    On CUDA it is the fallback where no kernel fits, and waits for the device once a layer.
     """
     starts = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(starts)]
     parts = [None] * len(lengths)
-    if kept is not None:
-        bounds = torch.searchsorted(kept, cu_seqlens.to(kept.dtype)).tolist()
-        parts = [kept[i:j] - start for i, j, start in zip(bounds, bounds[1:], starts)]
-    queries = query.split(lengths if kept is None else [len(part) for part in parts], 2)
+    if query_positions is not None:
+        bounds = torch.searchsorted(query_positions, cu_seqlens.to(query_positions.dtype)).tolist()
+        parts = [query_positions[i:j] - start for i, j, start in zip(bounds, bounds[1:], starts)]
+    queries = query.split(lengths if query_positions is None else [len(part) for part in parts], 2)
     samples = zip(queries, key.split(lengths, 2), value.split(lengths, 2), parts)
     # Some models take a view of it, so it has to be contiguous.
     return torch.cat([_sample(q, k, v, rule, part).transpose(1, 2) for q, k, v, part in samples], 1)  # (1, T, H, E)
 
 
-def _sample(query, key, value, rule: Rule, kept: torch.Tensor | None = None) -> torch.Tensor:
-    """(1, H, L, E), by blocks of queries where torch has no kernel for the rule: no L x L matrix is kept.
+def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None = None) -> torch.Tensor:
+    """(1, H, L, E), by blocks of queries where torch has no kernel for the rule: no L x L matrix is stored.
 
-    With kept, positions within the sample, (1, H, len(kept), E).
+    With query_positions, positions within the sample: (1, H, len(query_positions), E).
     """
     length, grouped = key.shape[2], query.shape[1] != key.shape[1]
     window = rule.window if rule.window is not None and rule.window < length else length
@@ -202,13 +204,13 @@ def _sample(query, key, value, rule: Rule, kept: torch.Tensor | None = None) -> 
     if query.shape[2] == 0:
         return query
     if rule.softcap is None and window == length:
-        if kept is None:
+        if query_positions is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-        if 2 * len(kept) > length:  # the causal kernel leaves out half of the scores, a mask none
-            query = _spread(query, kept, length)
+        if 2 * len(query_positions) > length:  # the causal kernel skips half of the scores, a mask none
+            query = _spread(query, query_positions, length)
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-            return out.index_select(2, kept)
-    positions = torch.arange(length, device=query.device) if kept is None else kept
+            return out.index_select(2, query_positions)
+    positions = torch.arange(length, device=query.device) if query_positions is None else query_positions
     blocks = []
     for q, i in zip(query.split(BLOCK, 2), positions.split(BLOCK)):
         first, end = max(0, int(i[0]) - window + 1), int(i[-1]) + 1
@@ -218,7 +220,7 @@ def _sample(query, key, value, rule: Rule, kept: torch.Tensor | None = None) -> 
         if rule.softcap is None:
             blocks.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **options))
         else:
-            # Computed again in backward, or every score of every layer would be kept.
+            # Recomputed in backward, or every score of every layer would be stored.
             keep_rng = rule.dropout > 0
             blocks.append(checkpoint(_capped, q, k, v, seen, rule, use_reentrant=False, preserve_rng_state=keep_rng))
     return torch.cat(blocks, 2)
@@ -235,43 +237,33 @@ def _capped(query, key, value, seen: torch.Tensor, rule: Rule) -> torch.Tensor:
 def _flash_attn_3(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torch.Tensor:
     from flash_attn_interface import flash_attn_varlen_func
 
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, E)
-    out = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        softmax_scale=rule.scaling,
-        causal=True,
-        window_size=_before_and_after(rule),
-        softcap=rule.softcap or 0.0,
-    )
-    out = out[0] if isinstance(out, tuple) else out  # the versions up to 2025 give the log-sums, too
+    out = flash_attn_varlen_func(**_flash_attn_arguments(query, key, value, cu_seqlens, max_seqlen, rule))
+    out = out[0] if isinstance(out, tuple) else out  # versions up to 2025 return the log-sums, too
     return out[None]  # (1, T, H, E)
 
 
-def _flash_attn_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torch.Tensor:
+def _flash_attn_2(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
+    arguments = _flash_attn_arguments(query, key, value, cu_seqlens, max_seqlen, rule)
+    return flash_attn_varlen_func(**arguments, dropout_p=rule.dropout)[None]  # (1, T, H, E)
+
+
+def _flash_attn_arguments(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> dict[str, object]:
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, E)
-    out = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p=rule.dropout,
-        softmax_scale=rule.scaling,
-        causal=True,
-        window_size=_before_and_after(rule),
-        softcap=rule.softcap or 0.0,
-    )
-    return out[None]  # (1, T, H, E)
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
+        "softmax_scale": rule.scaling,
+        "causal": True,
+        "window_size": _window_size(rule),
+        "softcap": rule.softcap or 0.0,
+    }
 
 
 def _torch_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torch.Tensor:
@@ -279,7 +271,7 @@ def _torch_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torc
 
     # torch 2.10 has neither windows nor a scale, and another name for causal.
     if _varlen_takes("window_size"):
-        options = {"window_size": _before_and_after(rule), "scale": rule.scaling}
+        options = {"window_size": _window_size(rule), "scale": rule.scaling}
     else:
         options = {"is_causal": True}
         query = query * (rule.scaling * query.shape[-1] ** 0.5)
@@ -295,25 +287,25 @@ def _torch_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torc
 
 @torch.compiler.assume_constant_result
 def _varlen_takes(option: str) -> bool:
-    """Whether torch's kernel has an option in this version."""
+    """True if torch's kernel has an option in this version."""
     from torch.nn.attention.varlen import varlen_attn
 
     return option in inspect.signature(varlen_attn).parameters
 
 
-KERNELS = {FLASH_3: _flash_attn_3, FLASH_2: _flash_attn_varlen, TORCH: _torch_varlen}
+KERNELS = {FLASH_3: _flash_attn_3, FLASH_2: _flash_attn_2, TORCH: _torch_varlen}
 
 
-def _before_and_after(rule: Rule) -> tuple[int, int]:
-    """The window as both kernels count it: tokens before a token's own, -1 for all, and none behind it."""
+def _window_size(rule: Rule) -> tuple[int, int]:
+    """The kernels' window: tokens before a token's own (-1: all), and none after it."""
     return (-1 if rule.window is None else rule.window - 1), 0
 
 
 def register() -> str:
-    """Make the attention known to transformers, and return the name to build a model with.
+    """Register the attention with transformers, and return the name to build a model with.
 
-    No mask function is registered: without one transformers builds no mask at all, and does not wait for the device
-    to look for packed samples.
+    No mask function is registered: without one, transformers builds no mask, and does not wait for the device to look
+    for packed samples.
     """
     AttentionInterface.register(NAME, varlen_attention)
     return NAME

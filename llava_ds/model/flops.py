@@ -6,7 +6,7 @@ trains in it or before it, and 2 for its own, where it trains itself. Attention 
 per layer and pair of tokens of which one sees the other, L (L + 1) / 2 in a sample, and twice that backward.
 
 Counted is what the maths of a step needs, whatever an implementation computes beyond it or saves: no padding, nothing
-computed again, no blank picture that stands for none; every layer at every token, a window as if it saw all before it;
+computed again, no blank image that stands for none; every layer at every token, a window as if it saw all before it;
 the output layer at supervised positions only. Norms, activations and the optimizer are left out, as is usual.
 Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
 """

@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 def attention_options(config: PreTrainedConfig) -> dict[str, object]:
-    """What from_pretrained has to be told of a LLaVA's attention, by its configuration.
+    """Arguments of from_pretrained for a LLaVA's attention, by its configuration.
 
     transformers 5.17 takes SDPA for Gemma 2 by itself, which leaves its soft caps out without a word; 5.23 does not.
     """
@@ -37,10 +37,10 @@ def attention_options(config: PreTrainedConfig) -> dict[str, object]:
     return {"attn_implementation": {"text_config": "eager"}} if capped else {}
 
 
-def merged_embeds(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Tensor:
+def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Tensor:
     """(1, T, D): a batch's token embeddings and features as training merges them; pixels (N, 3, S, S), normalised.
 
-    transformers' own merge cuts every picture of a LlavaNext into tiles, also where a sample shows several, and knows
+    transformers' own merge cuts every image of a LlavaNext into tiles, also where a sample shows several, and knows
     no frames.
     """
     inner, layer = model.model, model.config.vision_feature_layer

@@ -1,8 +1,8 @@
-# T tokens of all samples laid end to end, S of them kept, D width of the language model, E width of a head
-"""The last decoder layer where only some positions are wanted behind it.
+# T tokens of all samples laid end to end, S of them with a query, D width of the language model, E width of a head
+"""The last decoder layer at some positions only: those that the loss needs.
 
-Keys and values are needed of all tokens; queries, attention's output and the MLP of the kept ones only, for no token
-behind the layer looks at another.
+It needs keys and values of all tokens, but queries, attention's output and the MLP at these positions only, because
+nothing after the layer mixes tokens.
 """
 
 import types
@@ -19,10 +19,10 @@ RECOMPUTES_WITHIN = "__call__" not in vars(GradientCheckpointingLayer)
 
 
 def shorten(language_model: nn.Module) -> None:
-    """Let the last layer take kept_positions, (S,) ascending, and return (1, S, D) of its (1, T, D).
+    """Let the last layer take query_positions, (S,) ascending, and return (1, S, D) instead of (1, T, D).
 
-    For layers of Llama's kind: a norm, attention by q_proj, k_proj, v_proj and o_proj over rotary angles, a norm, an
-    MLP. probe.py finds out whether one is. Called without kept_positions, the layer is as before.
+    For layers like Llama's, which probe.py tests: a norm, attention by q_proj, k_proj, v_proj and o_proj with rotary
+    positions, a norm, an MLP. Without query_positions the layer is unchanged.
     """
     layer = [m for m in language_model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)][-1]
     layer.forward = types.MethodType(_forward, layer)
@@ -32,44 +32,44 @@ def _forward(
     self: nn.Module,
     hidden_states: torch.Tensor,
     *others: object,
-    kept_positions: torch.Tensor | None = None,
+    query_positions: torch.Tensor | None = None,
     **options: object,
 ) -> torch.Tensor:
-    if kept_positions is None:
+    if query_positions is None:
         return type(self).forward(self, hidden_states, *others, **options)
-    run = partial(_at_kept, self, kept_positions=kept_positions, **options)
+    run = partial(_at_queries, self, query_positions=query_positions, **options)
     if RECOMPUTES_WITHIN and self.gradient_checkpointing and self.training:
         return self._gradient_checkpointing_func(run, hidden_states)
     return run(hidden_states)
 
 
-def _at_kept(
+def _at_queries(
     layer: nn.Module,
     hidden_states: torch.Tensor,
     *,
-    kept_positions: torch.Tensor,
+    query_positions: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     **_: object,
 ) -> torch.Tensor:
-    """(1, T, D) to (1, S, D). The parts are called as modules, for what ZeRO-3, LoRA and quantization put there."""
+    """(1, T, D) to (1, S, D). The parts are called as modules, which ZeRO-3, LoRA and quantization hook into."""
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden_states)
-    kept = normed.index_select(1, kept_positions)
+    at_queries = normed.index_select(1, query_positions)
     query, key, value = (
         project(x).unflatten(-1, (-1, attention.head_dim))  # (1, S or T, heads, E)
-        for project, x in ((attention.q_proj, kept), (attention.k_proj, normed), (attention.v_proj, normed))
+        for project, x in ((attention.q_proj, at_queries), (attention.k_proj, normed), (attention.v_proj, normed))
     )
     if hasattr(attention, "q_norm"):
         query, key = attention.q_norm(query), attention.k_norm(key)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     cos, sin = position_embeddings  # (1, T, E) each
-    query = _rotated(query, cos.index_select(1, kept_positions), sin.index_select(1, kept_positions))
+    query = _rotated(query, cos.index_select(1, query_positions), sin.index_select(1, query_positions))
     out = attend(
-        query, _rotated(key, cos, sin), value, cu_seqlens, max_seqlen, _rule(attention, max_seqlen), kept_positions
+        query, _rotated(key, cos, sin), value, cu_seqlens, max_seqlen, _rule(attention, max_seqlen), query_positions
     )
-    residual = hidden_states.index_select(1, kept_positions)
+    residual = hidden_states.index_select(1, query_positions)
     hidden_states = residual + attention.o_proj(out.flatten(2))
     return hidden_states + layer.mlp(layer.post_attention_layernorm(hidden_states))
 
@@ -81,7 +81,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def _rule(attention: nn.Module, max_seqlen: int) -> Rule:
-    # Families keep the window in the layer where it differs between layers, in the configuration where not.
+    # The window is an attribute of the layer where it differs between layers, else of the configuration.
     holder = attention if hasattr(attention, "sliding_window") else attention.config
     window = getattr(holder, "sliding_window", None)
     return Rule(

@@ -58,7 +58,7 @@ class LlavaModel(nn.Module):
         options = {}
         if self._short_last_layer and logits_at is None:
             # No kernel is asked for zero rows: where nothing is supervised, one position is computed for nothing.
-            options["kept_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
+            options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
         # Not the whole language model, whose output layer knows no targets.
         trunk = self.language_model.base_model(
             inputs_embeds=self.embed(batch),
@@ -79,7 +79,7 @@ class LlavaModel(nn.Module):
         return loss, _by_source(row_losses, batch.sources.index_select(0, batch.target_samples), num_sources)
 
     def embed(self, batch: Batch) -> torch.Tensor:
-        """Token embeddings with the pictures' features in their places: (1, T, D).
+        """Token embeddings with the images' features in their places: (1, T, D).
 
         Tower, projector and newline run exactly once, whatever the batch holds, so that the collectives of all ranks
         match; what no position asks for takes part with a gradient of zero.

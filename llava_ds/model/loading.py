@@ -91,7 +91,7 @@ def check_fit(module: nn.Module | dict[str, nn.Parameter], source: Weights, what
         raise DataError(f"{what} {source.path} does not fit the model: " + "; ".join(problems[:MAX_SHOWN]))
 
 
-def refuse_endless(config: PreTrainedConfig, source: Weights, what: str) -> None:
+def check_depth(config: PreTrainedConfig, source: Weights, what: str) -> None:
     """Raise DataError for a configuration with more layers than there are tensors, before as many are made."""
     if config.num_hidden_layers > len(source.shapes):
         raise DataError(
@@ -101,7 +101,7 @@ def refuse_endless(config: PreTrainedConfig, source: Weights, what: str) -> None
 
 
 @contextlib.contextmanager
-def freed_memory_returns() -> Iterator[None]:
+def return_freed_memory() -> Iterator[None]:
     """While it lasts, a tensor's memory goes back to the system when it is freed, where the C library is glibc.
 
     glibc keeps blocks below 32 MB in its heap, which grows by more than the whole model while it streams through.

@@ -106,7 +106,7 @@ def add_lora(language_model: nn.Module, args: ModelArguments, seed: int) -> None
 
 
 def is_lora(name: str) -> bool:
-    """Whether a parameter is one of the matrices that LoRA adds."""
+    """True for the matrices that LoRA adds."""
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -245,12 +245,12 @@ class Adapter:
         return found
 
     def scale(self, alpha: float, rank: int) -> float:
-        """What B A of this rank is multiplied by."""
+        """The factor of B A at this rank."""
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether a folder holds an adapter rather than a model."""
+    """True for a folder with an adapter rather than a model."""
     return (Path(path) / ADAPTER_CONFIG).is_file()
 
 

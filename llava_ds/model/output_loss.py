@@ -56,7 +56,7 @@ def linear_cross_entropy(
 
 
 def chunk_rows(vocabulary: int, device_type: str) -> int:
-    """How many rows of logits exist at a time."""
+    """Rows of logits in a chunk."""
     return max(MIN_ROWS, CHUNK_LOGITS["cpu" if device_type == "cpu" else "cuda"] // vocabulary)
 
 

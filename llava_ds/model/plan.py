@@ -13,13 +13,13 @@ from llava_ds.files.model_files import library_errors
 from llava_ds.model import lora
 from llava_ds.model.families.language import length_problem
 from llava_ds.model.llava import assemble
-from llava_ds.model.loading import check_fit, refuse_endless
+from llava_ds.model.loading import check_depth, check_fit
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.folder import FLAG, ModelFolder, read_folder, without_prefix
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
-from llava_ds.model.probe import refuse_unfit_language_model
+from llava_ds.model.probe import check_language_model
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.rows import with_rows
+from llava_ds.model.rows import resize_vocabulary
 from llava_ds.model.vision import ImageSpec, TowerPlan, plan_tower, read_processor, read_tower
 from llava_ds.tokenizer import add_image_tokens, open_tokenizer
 
@@ -38,7 +38,7 @@ class Parts:
 
 
 def read_parts(args: ModelArguments) -> Parts:
-    """What the flags compose, from configurations and the names of tensors. Raises ConfigError and DataError."""
+    """Read the parts that the flags compose, from configurations and tensor names. Raises ConfigError and DataError."""
     folder = read_folder(args.model_name_or_path, args.model_base)
     if args.lora_enable and folder.base is not None:
         raise ConfigError(
@@ -104,7 +104,7 @@ def _refuse_other_tower(folder: ModelFolder, given: TowerPlan) -> None:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What can be known of the model before anything is built."""
+    """All that is known of a model before it is built."""
 
     text_config: PreTrainedConfig
     tower: TowerPlan
@@ -118,7 +118,7 @@ class ModelPlan:
             return "last layer of the language model: queries and MLP at supervised positions only"
         return f"last layer of the language model: at all positions ({self.whole_last_layer})"
 
-    def why_fresh(self, part: str) -> str:
+    def fresh_note(self, part: str) -> str:
         """A line about a part that nobody brings."""
         source: Source | None = getattr(self.sources, part)
         lacks = "" if source is None else f"{source.path} holds no {formats.LLAVA_NEWLINE}: "
@@ -126,7 +126,7 @@ class ModelPlan:
 
     @property
     def images(self) -> ImageSpec:
-        """What pictures are made to, and how many features they give."""
+        """The tower's input size, and features per image."""
         return self.tower.images
 
     @property
@@ -144,17 +144,17 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     lora.check_lora(args)
     parts = read_parts(args)
     text_config, sources = parts.text_config, parts.sources
-    findings = refuse_unfit_language_model(args.model_name_or_path, text_config)
+    findings = check_language_model(args.model_name_or_path, text_config)
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
     tokenizer = open_tokenizer(parts.folder.tokenizer)
     added = add_image_tokens(tokenizer, args)
     if args.mm_use_im_patch_token or args.mm_use_im_start_end:
-        text_config, sources = with_rows(text_config, sources, tokenizer, added, args)
+        text_config, sources = resize_vocabulary(text_config, sources, tokenizer, added, args)
     with torch.device("meta"):
         build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises for what can't be
     plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer)
-    refuse_endless(text_config, sources.language_model.open(), sources.language_model.flag)
+    check_depth(text_config, sources.language_model.open(), sources.language_model.flag)
     with no_init_weights(), torch.device("meta"), library_errors(f"--model_name_or_path {args.model_name_or_path}"):
         model = assemble(text_config, plan.tower, args, torch.zeros(3), torch.zeros(3))
     for name, part in model.named_children():
@@ -175,7 +175,7 @@ class OpenedPart:
     never_run: int  # tensors of the tower
 
     def report(self) -> list[str]:
-        """What was loaded, from where."""
+        """Lines about the tensors that were loaded."""
         rest = f"; {self.never_run} more are of layers that never run" if self.never_run else ""
         part, count = self.name.replace("_", " "), len(self.weights.shapes)
         said = "".join(f"; {note}" for note in self.weights.notes)
@@ -183,7 +183,7 @@ class OpenedPart:
 
 
 def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
-    """Where a part's weights come from; None for a projector and a newline that nobody brought.
+    """Open the weights of a part; None for a projector or newline that starts from random numbers.
 
     Files of LLaVA-1.5's stage 1 hold no newline.
     """

@@ -1,8 +1,8 @@
 # T tokens of all samples laid end to end, D width of the language model, V vocabulary
-"""Whether a language model can be trained here, found out on a small random copy of it before the large one is built.
+"""Trial of a language model on a small random copy, before the large one is built.
 
-No list of names says it: families differ in what they do with position_ids, with attention's keyword arguments and
-with a mask that is not there, and what they leave out changes the maths without a word.
+No list of names can replace it: families differ in their use of position_ids, of attention's keyword arguments and of a
+missing mask, and what they ignore changes the maths silently.
 """
 
 import copy
@@ -35,7 +35,7 @@ class Findings(NamedTuple):
     whole_last_layer: str | None = None
 
 
-def refuse_unfit_language_model(path: str, config: PreTrainedConfig) -> Findings:
+def check_language_model(path: str, config: PreTrainedConfig) -> Findings:
     """Raise ConfigError for a language model that would not be trained as it is meant to be."""
     findings = examine(config)
     if findings.problem:
@@ -47,7 +47,7 @@ def refuse_unfit_language_model(path: str, config: PreTrainedConfig) -> Findings
 
 
 def examine(config: PreTrainedConfig) -> Findings:
-    """What of a language model can be computed here.
+    """Try a language model on a small copy.
 
     A small copy with random weights has to give the same logits for samples laid end to end, with this package's
     attention, as for each of them by itself, with transformers' own. And its logits have to be what the output layer
@@ -83,7 +83,7 @@ def _config_problem(config: PreTrainedConfig) -> str | None:
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
         return (
             f"its embeddings are {config.word_embed_proj_dim} wide and its layers {config.hidden_size}, "
-            "but a picture's features are as wide as both"
+            "but an image's features are as wide as both"
         )
     if not getattr(kind, "_supports_attention_backend", False):
         return NO_INTERFACE
@@ -100,7 +100,7 @@ def random_copy(config: PreTrainedConfig) -> nn.Module:
 
 
 def random_inputs(model: nn.Module) -> dict[str, object]:
-    """What such a copy is given of three samples laid end to end, on its device."""
+    """A copy's keyword arguments for three samples laid end to end, on its device."""
     embedding = model.get_input_embeddings()
     ids = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)))
     embeds = embedding(ids.to(embedding.weight.device)).detach()  # (1, T, D)
@@ -175,7 +175,7 @@ def _draw(parameter: nn.Parameter) -> None:
 
 
 def _end_problem(model: nn.Module) -> str | None:
-    """What of the model, outside its layers, has no place in transformers' Llava."""
+    """The problem with what is outside the layers and has no place in transformers' Llava; None without one."""
     if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
         return "transformers' Llava would build another model from its configuration"
     head = model.get_output_embeddings()
@@ -215,7 +215,7 @@ def _last_layer_problem(model: nn.Module) -> str | None:
         expected = model.base_model(**inputs)[0][0, positions]  # (S, D)
         try:
             last_layer.shorten(model)
-            found = model.base_model(**inputs, kept_positions=positions)[0][0]
+            found = model.base_model(**inputs, query_positions=positions)[0][0]
         except Exception as error:  # a layer of another kind lacks some part, or is called otherwise
             return f"it is not of the kind of Llama's: {_said(error)}"
         if found.shape != expected.shape or _distance(found, expected) > TOLERANCE:

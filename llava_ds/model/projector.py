@@ -12,7 +12,7 @@ from llava_ds.constants import ConfigError
 
 
 class Projector(nn.Module):
-    """What its kind says, as layers whose names are LLaVA's behind "mm_projector.".
+    """Projector of any kind; its layers are named as LLaVA's behind "mm_projector.".
 
     (N, P, C) to (N, P, D); "pooler" makes one feature of each 2 x 2, a quarter of P.
     Source: LLaVA-NeXT's build_vision_projector.
@@ -27,7 +27,7 @@ class Projector(nn.Module):
 
 
 class Newline(nn.Module):
-    """The learned embedding behind the rows of a picture (LLaVA's image_newline), drawn as LLaVA draws it.
+    """The learned embedding behind the rows of an image (LLaVA's image_newline), drawn as LLaVA draws it.
 
     A module of its own, so that ZeRO-3 gathers it exactly where it is used.
     """

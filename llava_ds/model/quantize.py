@@ -62,7 +62,7 @@ def scale_bits(args: ModelArguments) -> float:
     return (8 + 32 / 256) / BLOCK if args.double_quant else 32 / BLOCK
 
 
-def move_the_rest(model: nn.Module, device: torch.device) -> None:
+def move_unpacked(model: nn.Module, device: torch.device) -> None:
     """Bring all but the weights that are still to come to the device."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta" and not hasattr(tensor, "ds_id"):
@@ -77,7 +77,7 @@ def _without_statistics(layer: nn.Module, state_dict: dict, prefix: str, _metada
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is the weight of a layer that quantize_layers made."""
+    """True for the weight of a layer that quantize_layers made."""
     return type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
@@ -107,8 +107,8 @@ def pack(module: nn.Module, name: str, weight: torch.Tensor, device: torch.devic
     return layer.weight
 
 
-def packed_and_back(weight: torch.Tensor, args: ModelArguments) -> torch.Tensor:
-    """What a weight (O, I) stands for once it is packed as --bits says, float32; computed in the weight's precision."""
+def quantize_and_back(weight: torch.Tensor, args: ModelArguments) -> torch.Tensor:
+    """Quantize a weight (O, I) to --bits and back: float32, computed in the weight's precision."""
     holder = nn.Module()
     holder.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     quantize_layers(holder, ["linear"], args, weight.dtype)

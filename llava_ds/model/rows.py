@@ -21,7 +21,7 @@ NUM_MARKS = 2  # <im_start> and <im_end>
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows the vocabulary has, and which of them are new.
+    """Rows of the vocabulary, and the new ones among them.
 
     inputs, outputs: names in the language model of what has a row per token, the latter once or (with a bias) twice;
     new: tokens of the last rows, which start as the mean of all before them.
@@ -33,7 +33,7 @@ class Rows:
     outputs: tuple[str, ...]
 
 
-def rows_needed(tokenizer: PreTrainedTokenizerBase) -> int:
+def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows that LLaVA resizes a model to: the tokenizer's length, but never fewer than its ids need."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
@@ -45,7 +45,7 @@ def plan_rows(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, new:
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return Rows(
-        total=rows_needed(tokenizer),
+        total=num_rows(tokenizer),
         new=tuple(new),
         inputs=names[id(inputs.weight)],
         outputs=tuple(names[id(parameter)] for parameter in outputs.parameters()),
@@ -105,7 +105,7 @@ class Resized:
         return resized
 
 
-def with_rows(
+def resize_vocabulary(
     config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, new: list[str], args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources]:
     """Configuration and sources of a language model with the rows of a tokenizer that was given new tokens."""

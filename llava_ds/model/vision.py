@@ -1,5 +1,5 @@
-# N pictures, S side of their square, C tower width, P features per picture
-"""The vision tower: CLIP, SigLIP or SigLIP 2 up to the selected layer, shown uint8 pictures."""
+# N images, S side of their square, C tower width, P features per image
+"""The vision tower: CLIP, SigLIP or SigLIP 2 up to the selected layer, shown uint8 images."""
 
 import copy
 import math
@@ -31,17 +31,17 @@ TOWERS = {
     "siglip_vision_model": (SiglipVisionConfig, SiglipVisionModel),
     "siglip2_vision_model": (Siglip2VisionConfig, Siglip2VisionModel),
 }
-# Models of pictures and texts, whose vision half is taken.
+# Models of images and texts, whose vision half is taken.
 PAIRS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "siglip2": "siglip2_vision_model"}
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """What a tower wants to be shown, and how many features it gives.
+    """A tower's input, and its number of features.
 
     size: side of the square in pixels; patch_size: side of what one projected feature stands for; mean, std: per
-    channel, in [0, 1]; stretch: whether its own processor makes a picture square by stretching it, rather than cutting
-    its middle out; class_token: whether a feature of the whole picture comes before those of its patches.
+    channel, in [0, 1]; stretch: whether its own processor makes an image square by stretching it, rather than cutting
+    its middle out; class_token: whether a feature of the whole image comes before those of its patches.
     """
 
     size: int
@@ -53,7 +53,7 @@ class ImageSpec:
 
     @property
     def num_tokens(self) -> int:
-        """Features per picture."""
+        """Features per image."""
         return (self.size // self.patch_size) ** 2 + self.class_token
 
 
@@ -67,7 +67,7 @@ class TowerPlan:
     scales: tuple[int, ...] = ()
 
     def image_options(self, args: Arguments) -> ImageOptions:
-        """How pictures are made to what the tower wants, as the flags say. Raises ConfigError for what does not fit."""
+        """Image preprocessing for this tower with the given flags. Raises ConfigError for flags that don't fit it."""
         spec = self.images
         return image_options(
             args.model,
@@ -87,11 +87,11 @@ class TowerPlan:
     @property
     def num_layers(self) -> int:
         """Layers that run."""
-        return kept_layers(self.config.num_hidden_layers, self.select_layer)
+        return num_running_layers(self.config.num_hidden_layers, self.select_layer)
 
     @property
     def has_class_token(self) -> bool:
-        """Whether the tower computes a class token, used or not."""
+        """True if the tower computes a class token, used or not."""
         return self.config.model_type == "clip_vision_model"
 
 
@@ -104,7 +104,7 @@ def read_tower(path: str | Path, args: ModelArguments) -> TowerPlan:
 def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: ModelArguments) -> TowerPlan:
     """The plan of a tower from its configuration and its image processor's. Raises ConfigError that names where."""
     layers, select_layer = config.num_hidden_layers, args.mm_vision_select_layer
-    if not 0 < kept_layers(layers, select_layer) <= layers:
+    if not 0 < num_running_layers(layers, select_layer) <= layers:
         raise ConfigError(
             f"--mm_vision_select_layer {select_layer}: the tower has {layers} layers, give -{layers} to {layers}"
         )
@@ -115,7 +115,7 @@ def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: Mode
     shown = processor.get("size" if stretch else "crop_size")
     shown = shown.get("height") if isinstance(shown, dict) else shown
     if shown is not None and shown != size and config.model_type != "siglip2_vision_model":
-        raise ConfigError(f"{where}: its image processor makes pictures of {shown} pixels, but the tower takes {size}")
+        raise ConfigError(f"{where}: its image processor makes images of {shown} pixels, but the tower takes {size}")
     class_token = args.mm_vision_select_feature == "cls_patch" and config.model_type == "clip_vision_model"
     if class_token and args.mm_projector_type == "pooler":
         raise ConfigError("--mm_projector_type pooler needs --mm_vision_select_feature patch: it pools a grid")
@@ -152,7 +152,7 @@ def read_vision_config(path: str | Path) -> PreTrainedConfig:
 
 
 def vision_config(config: dict, where: str) -> PreTrainedConfig:
-    """The same from what config.json says, of a tower or of a model of pictures and texts."""
+    """The same from what config.json says, of a tower or of a model of images and texts."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in PAIRS:
         kind, config = PAIRS[kind], config.get("vision_config")
@@ -202,11 +202,11 @@ def _image_size(config: PreTrainedConfig, where: str) -> int:
         return config.image_size
     side = math.isqrt(config.num_patches)
     if side**2 != config.num_patches:
-        raise ConfigError(f"{where}: {config.num_patches} patches are no square, which is what pictures are made to")
+        raise ConfigError(f"{where}: {config.num_patches} patches are no square, which is what images are made to")
     return side * config.patch_size
 
 
-def kept_layers(layers: int, select_layer: int) -> int:
+def num_running_layers(layers: int, select_layer: int) -> int:
     """Layers that have to run for hidden_states[select_layer] of a tower of so many."""
     return select_layer + layers + 1 if select_layer < 0 else select_layer
 
@@ -256,7 +256,7 @@ def _patches(pixels: torch.Tensor, patch_size: int) -> tuple[torch.Tensor, torch
 
 
 def multiscale(features_of, pixels: torch.Tensor, scales: tuple[int, ...]) -> torch.Tensor:
-    """S2: the picture at every scale, cut into tiles of the first one's size, its features averaged down to the first
+    """S2: the image at every scale, cut into tiles of the first one's size, its features averaged down to the first
     scale's grid and laid beside each other.
 
     features_of: (N, 3, S, S) to (N, P, C) at the first scale; pixels (N, 3, L, L) at the last.

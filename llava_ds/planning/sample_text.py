@@ -28,5 +28,5 @@ def shown_sample(
         title=f"{row['id']} ({Path(place_of(row)).name}, record {row['index']})",
         note=note,
         runs=runs_of(row["input_ids"], row["labels"], tokenizer),
-        pictures=tuple(images),
+        images=tuple(images),
     )

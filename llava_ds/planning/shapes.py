@@ -16,7 +16,7 @@ from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import read_parts
-from llava_ds.model.probe import refuse_unfit_language_model
+from llava_ds.model.probe import check_language_model
 from llava_ds.model.quantize import scale_bits
 from llava_ds.model.vision import TowerPlan, plan_tower
 
@@ -153,7 +153,7 @@ def shape_of_folders(args: Arguments) -> ModelShape:
     """
     args, _ = take_from_model(args)
     parts = read_parts(args.model)
-    refuse_unfit_language_model(args.model.model_name_or_path, parts.text_config)
+    check_language_model(args.model.model_name_or_path, parts.text_config)
     return shape_of(parts.text_config, parts.tower, args)
 
 

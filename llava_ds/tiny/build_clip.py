@@ -28,7 +28,7 @@ WORDS = ("", *COLOURS, *SHAPES, "top", "bottom", "left", "right", "centre")  # "
 
 @dataclasses.dataclass(frozen=True)
 class ClipRecipe:
-    """How large a tower, how long and how fast to train it."""
+    """Size of the tower, and length and speed of its training."""
 
     num_steps: int = 1000
     num_pictures: int = 16000

@@ -42,7 +42,7 @@ BOS_ID, EOS_ID = 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class LlamaRecipe:
-    """How long and how fast to train."""
+    """Length and speed of the training."""
 
     num_steps: int = 1000
     hidden_size: int = 128

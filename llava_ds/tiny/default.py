@@ -1,4 +1,4 @@
-"""What a run uses that names no model: the tiny weights and generated scenes, through the same flags as any other."""
+"""Defaults of a run that names no model: the tiny weights and generated scenes, by the same flags as any other."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def fill_in(args: Arguments) -> Arguments:
 
 
 def scenes_folder(cache_dir: str) -> Path:
-    """Where the generated scenes lie."""
+    """The folder of the generated scenes."""
     return Path(cache_dir).expanduser() / "scenes"
 
 

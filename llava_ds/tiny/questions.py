@@ -1,4 +1,4 @@
-"""What can be said and asked about a scene: captions, questions with short answers, and their balance.
+"""Captions of a scene, questions with short answers about it, and their balance.
 
 A question is balanced per *form* (what is asked, without its wording): over a data set every form meets each of its
 answers equally often, so a model that sees no picture can only guess.

@@ -146,7 +146,7 @@ def _save_picture(scene, path):
 
 
 def _read_json(path):
-    """What a JSON file holds; None where it is not there or damaged."""
+    """Read a JSON file; None if it is missing or damaged."""
     try:
         return read_json(path, dict)
     except (FileNotFoundError, DataError):

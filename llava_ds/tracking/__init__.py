@@ -1,1 +1,1 @@
-"""What a run shows and leaves."""
+"""Logs, curves, trackers and pages of a run."""

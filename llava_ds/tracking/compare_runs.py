@@ -1,12 +1,12 @@
-"""Several runs side by side: what they did differently, and what came of it."""
+"""Several runs side by side: their settings that differ, and their results."""
 
 import json
 from collections import Counter
 from pathlib import Path
 
 from llava_ds.runtime.ranks import printable
+from llava_ds.tracking.blocks import COLOURS, charts, note, render, table
 from llava_ds.tracking.chart import Series, line_chart, short
-from llava_ds.tracking.markup import COLOURS, document, esc, section, sentence, table
 from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import running_mean
 from llava_ds.tracking.wording import duration, model_of, num_bytes, shown_score
@@ -37,7 +37,7 @@ LINEAR = ("lr", "tokens_per_s")
 
 
 def names_of(runs: list[RunFiles]) -> list[str]:
-    """What each is called, all different: the folder beside the name where that is needed."""
+    """Names of the runs, all different: the folder stands beside the name if needed."""
     counts = Counter(run.name for run in runs)
     names = [run.name if counts[run.name] == 1 else f"{run.name} ({run.output_dir})" for run in runs]
     return [name if names.count(name) == 1 else f"{name} #{i + 1}" for i, name in enumerate(names)]
@@ -77,9 +77,9 @@ def in_terminal(runs: list[RunFiles]) -> list[str]:
 
 
 def comparison_page(runs: list[RunFiles]) -> str:
-    """compare.html: the tables of in_terminal and curves on common axes."""
+    """compare.html: the tables of in_terminal, and curves on common axes."""
     names = names_of(runs)
-    charts = [
+    curves = [
         line_chart(
             title,
             [_series(run, name, label, i) for i, (run, label) in enumerate(zip(runs, names))],
@@ -88,30 +88,29 @@ def comparison_page(runs: list[RunFiles]) -> str:
         for name, title in CURVES.items()
     ]
     if any(run.evals for run in runs):
-        held_out = [
+        eval_losses = [
             Series(label, *run.column("loss", run.evals), colour=i % len(COLOURS), dots=True)
             for i, (run, label) in enumerate(zip(runs, names))
         ]
-        charts.insert(1, line_chart("Eval loss", held_out))
+        curves.insert(1, line_chart("Eval loss", eval_losses))
     differing = differences(runs)
     problems = [f"{name}: {text}" for name, run in zip(names, runs) for text in run.problems.values()]
     lines = [(name, model_of(run) if run.flags else "", run.output_dir.resolve()) for name, run in zip(names, runs)]
     numbers = table(["", *names], numbers_table(runs), range(1, len(names) + 1), stacks=True, named=True)
-    return document(
-        f"{', '.join(names)}: side by side",
-        [
-            f"<header><h1>{esc(' · '.join(names))}</h1></header>",
-            *(sentence(text, "warn") for text in problems),
-            section("Result", numbers),
-            section("Curves", f'<div class="charts">{"".join(charts)}</div>'),
-            section(
-                "What differs",
-                table(["", *names], differing, stacks=True, named=True)
-                if differing
-                else sentence("No flag and no DeepSpeed value.", "note"),
-            ),
-            section("Runs", table(["run", "what", "folder"], lines, stacks=True)),
-        ],
+    same = note("No flag and no DeepSpeed value.", "note")
+    sections = {
+        "Result": [numbers],
+        "Curves": [charts(curves)],
+        "What differs": [table(["", *names], differing, stacks=True, named=True) if differing else same],
+        "Runs": [table(["run", "what", "folder"], lines, stacks=True)],
+    }
+    return render(
+        "page.html.j2",
+        title=f"{', '.join(names)}: side by side",
+        name=" · ".join(names),
+        first=[note(text, "warn") for text in problems],
+        sections=sections,
+        navigates=False,
     )
 
 

@@ -2,19 +2,19 @@
 
 import math
 
+from llava_ds.tracking.blocks import Block, charts, note
 from llava_ds.tracking.chart import Series, line_chart
-from llava_ds.tracking.markup import sentence
 from llava_ds.tracking.run_files import RunFiles, is_number
 from llava_ds.tracking.series import running_mean
 
 
-def learning_curves(run: RunFiles) -> str:
-    """Loss, eval loss, learning rate and gradient norm, as HTML; what a run has no numbers for is left out."""
+def learning_curves(run: RunFiles) -> list[Block]:
+    """Loss, eval loss, learning rate and gradient norm; curves without numbers are left out."""
     if not run.metrics:
-        return sentence(run.problems.get("metrics.jsonl", "There are no steps."), "warn")
+        return [note(run.problems.get("metrics.jsonl", "There are no steps."), "warn")]
     # In one order, so that both charts draw a source in the same colour.
     names = list(dict.fromkeys(name for row in (*run.metrics, *run.evals) for name in _by_source(row)))
-    charts = [
+    curves = [
         line_chart("Loss per supervised token", loss_series(run)),
         _sources("Loss by data source (running mean)", run.metrics, names, smooth=True),
         _sources("Eval loss by data source", run.evals, names, smooth=False),
@@ -22,33 +22,29 @@ def learning_curves(run: RunFiles) -> str:
         _smoothed(run, "Gradient norm", "grad_norm"),
     ]
     not_finite = sum(not math.isfinite(value) for value in run.column("loss")[1])
-    note = (
-        sentence(f"Steps whose loss was not finite, where the curve has gaps: {not_finite:,}.", "note")
-        if not_finite
-        else ""
-    )
-    return f'{note}<div class="charts">{"".join(filter(None, charts))}</div>'
+    gaps = f"Steps whose loss was not finite, where the curve has gaps: {not_finite:,}."
+    return [*([note(gaps, "note")] if not_finite else []), charts(curves)]
 
 
-def machine_curves(run: RunFiles) -> str:
-    """Throughput, time per step and memory, as HTML; nothing where no step has them."""
-    charts = [_smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False), _times(run), _memory(run)]
-    return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+def machine_curves(run: RunFiles) -> list[Block]:
+    """Throughput, time per step and memory; nothing if no step has them."""
+    curves = [_smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False), _times(run), _memory(run)]
+    return [charts(curves)] if any(curves) else []
 
 
 def loss_series(run: RunFiles) -> list[Series]:
     """The loss of every step, its running mean, and the eval loss."""
     steps, losses = run.column("loss")
-    held_out = run.column("loss", run.evals)
+    eval_loss = run.column("loss", run.evals)
     series = [
         Series("each step", steps, losses, colour=0, faint=True),
         Series("running mean", steps, running_mean(losses), colour=0),
     ]
-    return [*series, Series("eval", *held_out, colour=1, dots=True)] if held_out[0] else series
+    return [*series, Series("eval", *eval_loss, colour=1, dots=True)] if eval_loss[0] else series
 
 
 def _sources(title: str, rows: list[dict], names: list[str], smooth: bool) -> str:
-    """For each data source, of a run that has several, its loss. The page has eight colours, which then begin anew."""
+    """The loss of each data source, of a run that has several. After eight sources the colours repeat."""
     series = []
     for i, name in enumerate(names):
         steps, losses = _of_source(rows, name)

@@ -1,4 +1,4 @@
-"""What a model will be trained on, for a person to look at: text with the supervised part marked, and pictures."""
+"""Samples for a person to look at: their text with the supervised part marked, and their images."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.preflight import place_of
 from llava_ds.runtime.ranks import printable
-from llava_ds.tracking.markup import document, esc, navigation, section, table
+from llava_ds.tracking.blocks import note, pre, render, table
 from llava_ds.tracking.sampled import data_uri
 
-THUMBNAIL = 224  # pixels of the longer side of a picture on the page
+THUMBNAIL = 224  # pixels of the longer side of an image on the page
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class Run:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample as a person sees it. pictures: as they are, before they become tiles; title: where it stands."""
+    """A sample as a person sees it. images: as they are, before they become tiles; title: its place in the data."""
 
     title: str
     note: str
     runs: tuple[Run, ...]
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
 
 
 def runs_of(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:
-    """The ids of a sample (IMAGE_TOKEN_INDEX at image positions) in runs, whose texts joined are the sample's text."""
+    """Split the ids of a sample (IMAGE_TOKEN_INDEX at image positions) into runs, whose texts join to the sample's."""
     runs, start = [], 0
     kinds = [_kind(token, label) for token, label in zip(input_ids, labels)]
-    piece_start, text_before = 0, ""  # a text is decoded together with what stands before it since the last picture
+    piece_start, text_before = 0, ""  # a text is decoded together with what stands before it since the last image
     for end in range(1, len(kinds) + 1):
         if end < len(kinds) and kinds[end] == kinds[start]:
             continue
@@ -55,7 +55,7 @@ def runs_of(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokeni
 
 
 def supervised_text(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the model learns to write: every supervised stretch decoded by itself, joined."""
+    """The text that the model learns to write: every supervised stretch decoded by itself, joined."""
     stretches: list[list[int]] = []
     before = False
     for token, label in zip(input_ids, labels):
@@ -82,48 +82,35 @@ def in_terminal(sample: ShownSample, coloured: bool) -> str:
 
 
 def page(title: str, summary: Iterable[str], samples: Iterable[ShownSample], rejected: Iterable[dict]) -> str:
-    """A self-contained HTML page: summary, samples with their pictures and mask, and rejected records.
+    """A self-contained HTML page: summary, samples with their images and mask, and rejected records.
 
     title: the path of the data.
     """
-    cards = "".join(map(_card, samples))
+    cards = [
+        {
+            "title": sample.title,
+            "note": sample.note,
+            "images": [data_uri(image, THUMBNAIL) for image in sample.images],
+            "runs": sample.runs,
+        }
+        for sample in samples
+    ]
     rows = [(f"{place_of(row)}: record {row['index']}", row["id"], row["reason"]) for row in rejected]
-    legend = (
-        '<p class="note"><mark>Marked</mark> text is supervised: what the model learns to write. '
-        '<span class="image">image</span> stands for the features of a picture.</p>'
-    )
-    parts = {
-        "Samples": legend + f'<div class="data">{cards}</div>' if cards else "",
-        f"Left out: {len(rows):,}": table(["where", "id", "why"], rows, stacks=True) if rows else "",
+    sections = {
+        "Samples": [{"kind": "legend"}, {"kind": "samples", "samples": cards}] if cards else [],
+        f"Left out: {len(rows):,}": [table(["where", "id", "why"], rows, stacks=True)] if rows else [],
     }
-    shown = {name: content for name, content in parts.items() if content}
-    lead = f'<p class="note">{esc(title)}</p><pre>{esc(chr(10).join(summary))}</pre>'
-    return document(
-        f"{Path(title).name}: data",
-        [
-            f"<header><h1>{esc(Path(title).name)}</h1>{lead}</header>",
-            navigation(shown),
-            *(section(name, content) for name, content in shown.items()),
-        ],
+    return render(
+        "page.html.j2",
+        title=f"{Path(title).name}: data",
+        name=Path(title).name,
+        first=[note(title, "note"), pre("\n".join(summary))],
+        sections={name: blocks for name, blocks in sections.items() if blocks},
+        navigates=True,
     )
-
-
-def _card(sample: ShownSample) -> str:
-    pictures = "".join(f'<img src="{data_uri(picture, THUMBNAIL)}" alt="">' for picture in sample.pictures)
-    shown = f'<div class="pictures">{pictures}</div>' if pictures else ""
-    text = f"<pre>{''.join(map(_run_html, sample.runs))}</pre>"
-    head = f'<h3>{esc(sample.title)}</h3><p class="note">{esc(sample.note)}</p>'
-    return f'<article class="datum">{head}<div class="shown">{shown}{text}</div></article>'
 
 
 def _kind(token: int, label: int) -> str:
     if token == IMAGE_TOKEN_INDEX:
         return "image"
     return "context" if label == IGNORE_INDEX else "supervised"
-
-
-def _run_html(run: Run) -> str:
-    if run.kind == "image":
-        return f'<span class="image">{run.num_tokens} image positions</span>'
-    text = esc(run.text)
-    return f"<mark>{text}</mark>" if run.kind == "supervised" else text

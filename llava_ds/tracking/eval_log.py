@@ -23,7 +23,7 @@ class Evals:
             self._steps = {row["step"] for rows in kept for row in rows}
 
     def has(self, step: int) -> bool:
-        """Whether an earlier start looked after this step. For rank 0."""
+        """True if an earlier start evaluated after this step. For rank 0."""
         return step in self._steps
 
     def add_loss(

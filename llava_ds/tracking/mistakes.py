@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from llava_ds.tracking.markup import esc, sentence
+from llava_ds.tracking.blocks import Block, heading, note
 from llava_ds.tracking.run_files import RunFiles, is_number
 from llava_ds.tracking.sampled import shown_image
 
@@ -58,56 +58,57 @@ def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
     return lines
 
 
-def mistakes_part(run: RunFiles) -> str:
-    """The most confident mistakes of every evaluation in a run's folder, as HTML; "" where there is none."""
-    parts = []
+def mistakes_part(run: RunFiles) -> list[Block]:
+    """The most confident mistakes of every evaluation in a run's folder."""
+    blocks: list[Block] = []
     for name, content in run.evaluations.items():
         path = run.output_dir / Path(name).with_suffix(".jsonl")
         if name in run.problems or not path.is_file():
             continue
-        title = f"<h3>{esc(name)}</h3>" if len(run.evaluations) > 1 else ""
+        if len(run.evaluations) > 1:
+            blocks.append(heading(name))
         try:
-            parts.append(title + _cards(path, content, run.output_dir))
+            blocks += _cards(path, content, run.output_dir)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            parts.append(title + sentence(f"{path.name} can't be read ({error}).", "warn"))
-    return "".join(parts)
+            blocks.append(note(f"{path.name} can't be read ({error}).", "warn"))
+    return blocks
 
 
-def _cards(path: Path, content: dict, output_dir: Path) -> str:
+def _cards(path: Path, content: dict, output_dir: Path) -> list[Block]:
     metric = str(content.get("metric", "accuracy"))
     with path.open(encoding="utf-8") as file:
         rows = (row for line in file if line.strip() and isinstance(row := json.loads(line), dict))
         found, count = most_confident(rows, metric, MOST_SHOWN)
     if not found:
-        return sentence("No answer is wrong.", "note")
+        return [note("No answer is wrong.", "note")]
     which = f"{_first(len(found), count)} answers, the lowest {metric} first"
     if metric == "accuracy":
         which = f"{_wrong(len(found), count)}, the most confident first"
-    note = (
+    text = (
         f"{which}. The percentage is the probability that the model gave to exactly this "
         f"answer. All answers are in {path.name}."
     )
-    cards = "".join(_card(row, content.get("turns"), output_dir) for row in found)
-    return f'{sentence(note, "note")}<div class="samples">{cards}</div>'
+    cards = [_card(row, content.get("turns"), output_dir) for row in found]
+    return [note(text, "note"), {"kind": "cards", "cards": cards}]
 
 
-def _card(row: dict, turns: object, output_dir: Path) -> str:
+def _card(row: dict, turns: object, output_dir: Path) -> dict[str, object]:
     images = row.get("images") if isinstance(row.get("images"), list) else []
-    shown = "".join(shown_image(place, output_dir) for place in images[:MOST_IMAGES])
     earlier = row["turn"] - 1 if turns == "together" and is_number(row.get("turn")) else 0
-    note = sentence(f"asked after {earlier} earlier turns with their true answers", "note") if earlier > 0 else ""
     kinds = [kind for kind in row.get("kinds") or () if kind != row.get("prompt")]
-    lines = [
-        ("answer", row.get("text", "")),
-        ("confidence", percent(row)),
-        ("reference", reference_text(row.get("reference"))),
-        *([("score", f"{row['score']:.3g}")] if row["score"] > 0 else []),
-        ("id", ", ".join(map(str, [row.get("question_id", ""), *kinds]))),
-    ]
-    listed = "".join(f"<dt>{esc(name)}</dt><dd>{esc(value)}</dd>" for name, value in lines)
-    return (
-        f'<div class="sample">{shown}<p class="question">{esc(row.get("prompt", ""))}</p>{note}<dl>{listed}</dl></div>'
-    )
+    return {
+        "images": [shown_image(place, output_dir) for place in images[:MOST_IMAGES]],
+        "question": row.get("prompt", ""),
+        "note": f"asked after {earlier} earlier turns with their true answers" if earlier > 0 else "",
+        "lines": [
+            ("answer", str(row.get("text", ""))),
+            ("confidence", percent(row)),
+            ("reference", reference_text(row.get("reference"))),
+            *([("score", f"{row['score']:.3g}")] if row["score"] > 0 else []),
+            ("id", ", ".join(map(str, [row.get("question_id", ""), *kinds]))),
+        ],
+        "earlier": [],
+    }
 
 
 def percent(row: dict) -> str:

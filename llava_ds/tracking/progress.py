@@ -25,7 +25,7 @@ from llava_ds.tracking.trackers import Trackers
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the log needs to know of a run. title: of loss.png; resumed_step: steps that were done before this start;
+    """Facts about a run for its log. title: of loss.png; resumed_step: steps that were done before this start;
     peak_flops: of one rank's device, per second."""
 
     title: str

@@ -1,15 +1,20 @@
-"""The result of a run's page: what run/evaluate.py scored, first in one card and further down with every number."""
+"""The scores on a run's page: one card at the top, and further down every number that run/evaluate.py left."""
 
 import math
 from dataclasses import dataclass
 
-from llava_ds.tracking.conditions import conditions_note
-from llava_ds.tracking.markup import COLOURS, details, esc, sentence, table
+from llava_ds.tracking.blocks import COLOURS, Block, details, heading, note, pre, table
 from llava_ds.tracking.run_files import RunFiles, is_number
 from llava_ds.tracking.wording import shown_score
 
 MAIN_FILE = "evaluation.json"
 OVERALL = "overall"
+# Meanings of the columns of evaluation.json: the conditions under which questions are asked again.
+CONDITIONS = {
+    "blank image": "an image of one colour in the place of each: prompts as in training, nothing to see in them",
+    "without picture": "neither image nor mark: what the language model answers to the bare question, which the "
+    "training may never have shown it",
+}
 HOW = "python run/evaluate.py --model_path {folder} --compare_without_image --output {folder}/evaluation.json"
 
 
@@ -28,16 +33,21 @@ class Scores:
         return total / asked if asked else math.nan
 
 
-def result_card(run: RunFiles) -> str:
-    """The score under each condition and by kind of question, as HTML; how to get it where there is none."""
+def result_card(run: RunFiles) -> Block:
+    """The score under each condition and by kind of question, or the command that gives it."""
     scores = main_scores(run)
     if scores is None:
         return _not_evaluated(run)
     main, *blind = scores.columns
-    figures = "".join(_figure(scores, column, main=column == main) for column in scores.columns)
     kinds = [kind for kind in scores.columns[main] if kind != OVERALL]
-    bars = _bars(scores, main, blind, kinds) if kinds else ""
-    return f'<div class="result" id="result"><div class="figures">{figures}</div>{bars}</div>'
+    largest = max([1.0, *(mean for kind in kinds if math.isfinite(mean := scores.mean(main, kind)))])
+    return {
+        "kind": "result",
+        "figures": [_figure(scores, column, main=column == main) for column in scores.columns],
+        "axis": f"{scores.metric} by kind of question, 0 to {largest:.3g}",
+        "series": (main, *blind),
+        "bars": [_bar(scores, kind, main, blind, largest) for kind in kinds],
+    }
 
 
 def main_scores(run: RunFiles) -> Scores | None:
@@ -48,28 +58,33 @@ def main_scores(run: RunFiles) -> Scores | None:
     return None
 
 
-def evaluation_part(run: RunFiles) -> str:
-    """All scores of all evaluations, as HTML; nothing where the run was not evaluated."""
-    parts = []
+def evaluation_part(run: RunFiles) -> list[Block]:
+    """All scores of all evaluations; nothing if the run was not evaluated."""
+    blocks: list[Block] = []
     for name, content in run.evaluations.items():
         if name in run.problems:
-            parts.append(sentence(run.problems[name], "warn"))
+            blocks.append(note(run.problems[name], "warn"))
             continue
         metric = f": {content['metric']}" if isinstance(content.get("metric"), str) else ""
-        parts.append(f"<h3>{esc(name + metric)}</h3>" + _scores_table(content.get("scores", content)))
-        parts.append(conditions_note(content.get("scores")))
+        blocks += [heading(name + metric), _scores_table(content.get("scores", content))]
+        blocks += condition_notes(content.get("scores"))
         if isinstance(content.get("metrics"), dict):
             found, head = list(_flat(content["metrics"])), ["", "value [95 % interval]"]
-            parts.append(details("Every metric, with its interval", table(head, found, numbers=(1,))))
-    return "".join(parts)
+            blocks.append(details("Every metric, with its interval", table(head, found, numbers=(1,))))
+    return blocks
 
 
-def _not_evaluated(run: RunFiles) -> str:
+def condition_notes(scores: object) -> list[Block]:
+    """A sentence for each condition that a table of scores has."""
+    found = scores if isinstance(scores, dict) else {}
+    return [note(f"{name}: {meaning}.", "note") for name, meaning in CONDITIONS.items() if name in found]
+
+
+def _not_evaluated(run: RunFiles) -> Block:
     if run.flags.get("tune_mm_mlp_adapter"):
-        return sentence("Stage 1 leaves a projector: stage 2, which begins with it, leaves the model to score.", "note")
-    command = HOW.format(folder=run.output_dir)
-    told = sentence("Not evaluated yet. This scores the model with and without the image, and puts it here:", "note")
-    return f'<div class="result none" id="result"><div>{told}<pre>{esc(command)}</pre></div></div>'
+        return note("Stage 1 leaves a projector: stage 2, which begins with it, leaves the model to score.", "note")
+    text = "Not evaluated yet. This scores the model with and without the image, and puts it here:"
+    return {"kind": "no_result", "blocks": [note(text, "note"), pre(HOW.format(folder=run.output_dir))]}
 
 
 def _read_scores(content: dict) -> Scores | None:
@@ -102,50 +117,36 @@ def _interval(content: dict, column: str, metric: str) -> tuple[float, float] | 
     return tuple(bounds) if len(bounds) == 2 and all(map(is_number, bounds)) else None
 
 
-def _figure(scores: Scores, column: str, main: bool) -> str:
-    """A score in large, what it is of, and how sure it is."""
+def _figure(scores: Scores, column: str, main: bool) -> dict[str, object]:
+    """A score in large, its meaning, and its certainty."""
     _, asked = scores.columns[column][OVERALL]
     bounds = scores.intervals[column]
-    sure = f"{asked:,} questions" + (f", 95 % interval {bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "")
-    label = f"{scores.metric} {column}" if main else column
-    return (
-        f'<div class="figure{" main" if main else ""}"><b>{scores.mean(column, OVERALL):.3f}</b>'
-        f"<span>{esc(label)}</span><small>{esc(sure)}</small></div>"
-    )
+    interval = f", 95 % interval {bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else ""
+    return {
+        "value": f"{scores.mean(column, OVERALL):.3f}",
+        "label": f"{scores.metric} {column}" if main else column,
+        "detail": f"{asked:,} questions{interval}",
+        "main": main,
+    }
 
 
-def _bars(scores: Scores, main: str, blind: list[str], kinds: list[str]) -> str:
-    """A row per kind of question: a bar for the score that counts, a mark on it for every other condition."""
-    largest = max(1.0, *(mean for kind in kinds if math.isfinite(mean := scores.mean(main, kind))))
-    keys = "".join(
-        f'<span class="key s{i % len(COLOURS)}{" mark" if i else ""}">{esc(column)}</span>'
-        for i, column in enumerate((main, *blind))
-    )
-    rows = []
-    for kind in kinds:
-        of_blind = [scores.mean(column, kind) for column in blind]
-        marks = "".join(
-            f'<u class="s{(i + 1) % len(COLOURS)}" style="left:{_percent(mean, largest)}"></u>'
-            for i, mean in enumerate(of_blind)
-            if math.isfinite(mean)
-        )
-        mean = scores.mean(main, kind)
-        others = "".join(f'<span class="blind">{mean:.3f}</span>' for mean in of_blind if math.isfinite(mean))
-        rows.append(
-            f'<span class="kind">{esc(kind)}</span>'
-            f'<span class="track"><i style="width:{_percent(mean, largest)}"></i>{marks}</span>'
-            f'<span class="values"><b>{mean:.3f}</b>{others}</span>'
-        )
-    heading = f'<p class="keys">{esc(scores.metric)} by kind of question, 0 to {largest:.3g}: {keys}</p>'
-    return f'<div>{heading}<div class="kinds">{"".join(rows)}</div></div>'
+def _bar(scores: Scores, kind: str, main: str, blind: list[str], largest: float) -> dict[str, object]:
+    """The bar of a kind of question: its length is the main score, and each other condition is a mark on it."""
+    others = [
+        {"colour": (i + 1) % len(COLOURS), "place": _percent(mean, largest), "value": f"{mean:.3f}"}
+        for i, column in enumerate(blind)
+        if math.isfinite(mean := scores.mean(column, kind))
+    ]
+    mean = scores.mean(main, kind)
+    return {"kind": kind, "value": f"{mean:.3f}", "width": _percent(mean, largest), "others": others}
 
 
 def _percent(value: float, largest: float) -> str:
     return f"{100 * min(1.0, max(0.0, value / largest)):.1f}%"
 
 
-def _scores_table(scores: object) -> str:
-    """A table where every column has the same rows, as run/evaluate.py writes them; else all numbers by their path."""
+def _scores_table(scores: object) -> Block:
+    """A table, if every column has the same rows, as run/evaluate.py writes them; otherwise all numbers by path."""
     if isinstance(scores, dict) and scores and all(isinstance(column, dict) and column for column in scores.values()):
         columns = list(scores)
         rows = list(dict.fromkeys(kind for column in scores.values() for kind in column))
@@ -154,7 +155,7 @@ def _scores_table(scores: object) -> str:
             lines = [[kind, *(cells[name, kind] for name in columns)] for kind in rows]
             return table(["", *columns], lines, numbers=range(1, len(columns) + 1), stacks=True, named=True)
     found = list(_flat(scores))
-    return table(["", "value"], found, numbers=(1,)) if found else sentence("There are no scores in it.")
+    return table(["", "value"], found, numbers=(1,)) if found else note("There are no scores in it.")
 
 
 def _flat(value: object, path: str = ""):

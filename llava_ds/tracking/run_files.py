@@ -1,4 +1,4 @@
-"""What lies in a run's folder, read for a person to look at: whatever is missing or broken has a sentence instead."""
+"""The files of a run, read for its page: a file that is missing or broken has a sentence instead."""
 
 import math
 import os
@@ -68,7 +68,7 @@ class RunFiles:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What a run comes to in a few numbers, those that are known."""
+        """The few numbers that sum a run up, those that are known."""
         found: dict[str, float] = {}
         if self.metrics:
             last = self.metrics[-1]
@@ -136,7 +136,7 @@ def read_run(output_dir: Path) -> RunFiles:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether there is anything of a run's to be read in a folder."""
+    """True if a folder has files of a run."""
     return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
 
 

@@ -70,7 +70,7 @@ def write_run_record(
 
 
 def held_out_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
-    """What the held-out loss is measured on and where it comes from, in lines; none where nothing is held out."""
+    """Describe the eval data and its origin, in lines; none if there are no eval data."""
     if held_out is None:
         return []
     samples = "1 sample" if len(held_out) == 1 else f"{len(held_out):,} samples"
@@ -86,7 +86,7 @@ def held_out_summary(args: Arguments, held_out: EncodedDataset | None) -> list[s
 
 
 def length_histogram(lengths: list[int]) -> dict[str, list[int]]:
-    """How many samples are how long: counts, and edges in tokens, one more than counts."""
+    """Count the samples by length: counts, and edges in tokens, one more than counts."""
     longest = max(lengths, default=1)
     width = -(-longest // LENGTH_BINS)
     edges = np.arange(0, longest + width + 1, width)

@@ -1,4 +1,4 @@
-"""Where the curves go beside the run's own files: TensorBoard, W&B, trackio, as --report_to asks."""
+"""Trackers that get the curves beside the run's own files: TensorBoard, W&B, trackio, as --report_to asks."""
 
 import math
 import os
@@ -130,8 +130,11 @@ def scalars(row: dict) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in output_dir/tensorboard, written at once: the package has a thread for that, whose errors
-    nobody can catch."""
+    """Event files in output_dir/tensorboard, by tensorboard's own record writer and protos.
+
+    torch's SummaryWriter is not used: its thread prints a traceback when the disk is full, and keeps points back for up
+    to two minutes, which a killed run loses.
+    """
 
     def __init__(self, args: Arguments, output_dir: Path, resume_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -237,7 +240,7 @@ def _last_step(output_dir: Path, resume_step: int) -> int:
 
 
 def called(args: Arguments) -> str:
-    """What the run is called: --run_name, or the name of --output_dir."""
+    """The name of the run: --run_name, or the name of --output_dir."""
     return args.training.run_name or Path(args.training.output_dir).resolve().name
 
 

@@ -34,7 +34,7 @@ def num_bytes(count: float) -> str:
 
 
 def model_of(run: RunFiles) -> str:
-    """What was trained on what, in a sentence. Of paths, the last part."""
+    """Describe model and data in a sentence. Of paths, the last part."""
     flags = run.flags
     given = run.record.get("given")
     if flags.get("model_name_or_path") and not (isinstance(given, list) and "model_name_or_path" not in given):

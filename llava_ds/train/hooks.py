@@ -1,4 +1,4 @@
-"""What happens between two optimizer steps: hooks, in a list whose order is the policy.
+"""The work between two optimizer steps: hooks, in a list whose order is the policy.
 
 run/train.py takes Stop, Log, Health, Evaluate, Save: a request to stop is heard first, so that what follows knows
 which step is the last; numbers are written before anything judges them; a run that goes back to a checkpoint neither

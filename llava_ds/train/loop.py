@@ -90,7 +90,7 @@ def run_steps(
 
 @dataclass(frozen=True)
 class StepSums:
-    """What the micro-batches of one step add up to on this rank: the fields of StepResult with these names."""
+    """Sums over the micro-batches of one step on this rank: the fields of StepResult with these names."""
 
     loss: torch.Tensor
     by_source: torch.Tensor

@@ -20,8 +20,8 @@ from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.sources import read_samples
 from llava_ds.engine.construct import build_model
 from llava_ds.geometry import ImageOptions
-from llava_ds.infer.chat import Conversation, Session, ask, checked_media, converse
-from llava_ds.infer.generate import Prompt, Sampling, _Pieces, answer, make_encoder, prompt_ids, stream
+from llava_ds.infer.chat import Conversation, Session, ask, read_media, run_conversation
+from llava_ds.infer.generate import Prompt, Sampling, TextPieces, answer, make_encoder, prompt_ids, stream
 from llava_ds.infer.load import load_model
 from llava_ds.infer.web import conversation_of
 from llava_ds.model.plan import plan_model
@@ -52,11 +52,11 @@ def pictures(tmp_path_factory) -> list[str]:
 
 
 def talk(session: Session, *lines: str) -> None:
-    converse(session, iter([*lines, None]).__next__)
+    run_conversation(session, iter([*lines, None]).__next__)
 
 
 def test_what_is_streamed_is_the_answer(loaded, pictures):
-    conversation = Conversation().asked("What is it?", [checked_media("image", pictures[0], loaded)])
+    conversation = Conversation().with_question("What is it?", [read_media("image", pictures[0], loaded)])
     pieces: list[str] = []
     reply = ask(loaded, conversation, Sampling(max_new_tokens=12), pieces.append)
     prompt = Prompt(conversation.messages, conversation.media)
@@ -71,7 +71,7 @@ def test_half_a_character_is_not_shown(loaded):
             return bytes(ids).decode(errors="replace")
 
     shown: list[str] = []
-    pieces = _Pieces(Bytes(), shown.append, 0.0)
+    pieces = TextPieces(Bytes(), shown.append, 0.0)
     pieces.put(torch.empty(1, 0, dtype=torch.long))  # the prompt
     for byte in " é\n x ".encode():
         pieces.put(torch.tensor([byte]))
@@ -81,7 +81,7 @@ def test_half_a_character_is_not_shown(loaded):
 
 def test_pictures_are_shown_with_the_question_that_they_came_with(loaded, pictures, capsys):
     session = Session(loaded, Sampling(max_new_tokens=3), quiet=True)
-    session.waiting = [checked_media("image", path, loaded) for path in pictures[:2]]
+    session.pending = [read_media("image", path, loaded) for path in pictures[:2]]
     talk(session, "What is it?", f"/image {pictures[2]}", "And this?", "Why?")
     texts = [message.text for message in session.conversation.messages if message.role == "human"]
     assert texts == ["<image>\n<image>\nWhat is it?", "<image>\nAnd this?", "Why?"]
@@ -122,7 +122,7 @@ def test_what_is_wrong_is_told_and_the_conversation_goes_on(loaded, pictures, ca
         strict=True,
     ):
         assert part in line
-    assert len(session.conversation.messages) == 2 and session.waiting == []
+    assert len(session.conversation.messages) == 2 and session.pending == []
     assert out.strip() == session.conversation.messages[1].text and "tokens/s" in err
 
 
@@ -177,7 +177,9 @@ def test_the_script(folder, pictures, monkeypatch, capsys):
         return capsys.readouterr().out
 
     loaded = load_model(folder)
-    conversation = Conversation().asked("What is it?", [Media("image", (FileRef(path),)) for path in pictures[:2]])
+    conversation = Conversation().with_question(
+        "What is it?", [Media("image", (FileRef(path),)) for path in pictures[:2]]
+    )
     expected = ask(loaded, conversation, Sampling(max_new_tokens=4)).text
     flags = ["--image", *pictures[:2], "--max_new_tokens", "4"]
     assert run(*flags, "--question", "What is it?") == f"{expected}\n"
@@ -191,7 +193,7 @@ def test_the_script(folder, pictures, monkeypatch, capsys):
     for wrong, message in (
         (["--top_p", "0"], "--top_p is 0.0: expected above 0"),
         (["--temperature", "inf", "--seed", str(2**63)], r"--temperature is inf: .*\n--seed is 9223372036854775808"),
-        (["--web", "--image", "x.png"], "--image, --question: with --web it is said on the page"),
+        (["--web", "--image", "x.png"], "--image, --question: with --web it is given on the page"),
         (["--offload", "cpu"], "--offload cpu is DeepSpeed's"),
         (["--engine", "deepspeed", "--offload", "nvme"], "needs --offload_path"),
         (["--version", "v7"], "--version v7 is not known"),
@@ -246,4 +248,4 @@ def test_a_picture_is_decoded_when_it_is_given(loaded, tmp_path):
     content = (tmp_path / "cut.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(content[: len(content) - 30])
     with pytest.raises(DataError, match=r"cut\.png can't be read"):
-        checked_media("image", str(tmp_path / "cut.png"), loaded)
+        read_media("image", str(tmp_path / "cut.png"), loaded)

@@ -15,7 +15,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
 from llava_ds.geometry import ImageOptions
-from llava_ds.infer.chat import Conversation, checked_media
+from llava_ds.infer.chat import Conversation, read_media
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model
 from llava_ds.infer.web import gradio
@@ -71,9 +71,9 @@ def test_upload_ask_and_read(page, tmp_path):
 
     def expected(question: str, *shown: Path) -> str:
         nonlocal conversation
-        conversation = conversation.asked(question, [checked_media("image", str(path), loaded) for path in shown])
+        conversation = conversation.with_question(question, [read_media("image", str(path), loaded) for path in shown])
         [text] = answer(loaded, [Prompt(conversation.messages, conversation.media)], max_new_tokens=12)
-        conversation = conversation.answered(text)
+        conversation = conversation.with_answer(text)
         return text
 
     with Browser(tmp_path / "profile") as browser:

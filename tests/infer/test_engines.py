@@ -18,10 +18,10 @@ from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import ImageOptions
 from llava_ds.infer import engines
-from llava_ds.infer.described import described
 from llava_ds.infer.engines import NO_KERNELS, EngineOptions, load_for_inference, zero_config
+from llava_ds.infer.formats import open_model
 from llava_ds.infer.generate import Prompt, Sampling, answer, greedy_answers, stream
-from llava_ds.infer.load import filled, load_model
+from llava_ds.infer.load import fill_model, load_model
 from llava_ds.model.families.language import TENSOR_PARALLEL
 from llava_ds.model.hf import TOLERANCE
 from llava_ds.model.plan import plan_model
@@ -66,8 +66,8 @@ def prompts(data: dict[str, str]) -> list[Prompt]:
 def test_weights_that_stream_in_are_those_that_transformers_reads(kind, tmp_path):
     base = toys.write_base(tmp_path / "base", tie_word_embeddings=kind == "tied")
     folder = exported(tmp_path / "out", base, anyres=kind == "anyres")
-    with described(folder) as found:
-        streamed = filled(found, torch.float32)
+    with open_model(folder) as found:
+        streamed = fill_model(found, torch.float32)
     read = load_model(folder).model
     ours, theirs = streamed.state_dict(), read.state_dict()
     assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)

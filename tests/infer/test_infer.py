@@ -29,13 +29,13 @@ from llava_ds.engine.construct import build_model
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.llava_questions import llava
 from llava_ds.evaluation.question import Question, with_blank_image, without_image
-from llava_ds.export.check import compare_reloaded
+from llava_ds.export.reload_check import compare_reloaded
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.infer.generate import (
     Prompt,
     _batch,
+    _encode,
     _GreedyLogprobs,
-    _laid_out,
     answer,
     greedy_answers,
     make_encoder,
@@ -93,7 +93,7 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(built, data):
     loaded = load_model(built[3])
     prompts = [question.prompt for question in questions_of(data)]
     for prompt, found in zip(prompts, greedy_answers(loaded, prompts, batch_size=3, max_new_tokens=5), strict=True):
-        batch = _batch(loaded, [_laid_out(loaded, prompt, make_encoder(loaded)).decoded(loaded.image_options)])
+        batch = _batch(loaded, [_encode(loaded, prompt, make_encoder(loaded)).decode(loaded.image_options)])
         new = loaded.model.generate(**batch, max_new_tokens=found.num_tokens, do_sample=False)
         embeds = torch.cat([batch["inputs_embeds"], loaded.model.get_input_embeddings()(new)], dim=1)
         with torch.no_grad():
@@ -118,8 +118,8 @@ def test_a_blank_image_leaves_the_prompt_as_it_is_and_nothing_to_see(built, data
     question = next(question for question in questions_of(data) if question.prompt.images)
     blank = with_blank_image(question).prompt
     assert prompt_ids(loaded, blank) == prompt_ids(loaded, question.prompt)
-    media = _laid_out(loaded, blank, make_encoder(loaded)).decoded(loaded.image_options).media
-    seen = _laid_out(loaded, question.prompt, make_encoder(loaded)).decoded(loaded.image_options).media
+    media = _encode(loaded, blank, make_encoder(loaded)).decode(loaded.image_options).media
+    seen = _encode(loaded, question.prompt, make_encoder(loaded)).decode(loaded.image_options).media
     for (tiles, layout), (shown, as_shown) in zip(media, seen, strict=True):
         assert tiles.shape == shown.shape and tiles.dtype == shown.dtype and layout == as_shown
         assert tiles.unique().numel() <= 3 and shown.unique().numel() > 3  # one colour

@@ -193,9 +193,12 @@ def test_what_torchs_varlen_kernel_is_asked_for(monkeypatch, version, rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_what_flash_attn_is_asked_for(monkeypatch, rule):
-    def flash(q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, softmax_scale, causal, window_size, softcap):
+    def flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, **options):
         """Its documented meaning: a query sees window_size[0] keys before its own, -1 for all; a cap of 0 is none."""
-        assert causal and window_size[1] == 0 and (cu_q.tolist(), max_q) == (CU_SEQLENS.tolist(), 9)
+        window_size, softmax_scale, softcap = (options.pop(x) for x in ("window_size", "softmax_scale", "softcap"))
+        assert options == {"causal": True} and window_size[1] == 0
+        assert (cu_seqlens_q.tolist(), max_seqlen_q) == (CU_SEQLENS.tolist(), 9)
+        assert cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q
         before = window_size[0]
         rule = Rule(softmax_scale, dropout_p, None if before == -1 else before + 1, softcap or None)
         return by_formula(*(x.transpose(0, 1)[None] for x in (q, k, v)), rule)[0].float()
@@ -203,7 +206,7 @@ def test_what_flash_attn_is_asked_for(monkeypatch, rule):
     module = types.SimpleNamespace(flash_attn_varlen_func=flash)
     monkeypatch.setitem(__import__("sys").modules, "flash_attn", module)
     query, key, value = tensors()
-    out = attention._flash_attn_varlen(query, key, value, CU_SEQLENS, 9, rule)
+    out = attention._flash_attn_2(query, key, value, CU_SEQLENS, 9, rule)
     assert (out - by_formula(query, key, value, rule)).abs().max() < 1e-6
 
 
@@ -286,7 +289,7 @@ def test_without_a_gpu_the_report_says_so():
 
 def test_sinks_are_refused():
     query, key, value = tensors()
-    with pytest.raises(ConfigError, match="has attention sinks, which no body here computes: choose another model"):
+    with pytest.raises(ConfigError, match="has attention sinks, which are not supported: choose another model"):
         attention.varlen_attention(
             None, query, key, value, None, cu_seqlens=CU_SEQLENS, max_seqlen=9, s_aux=torch.zeros(4)
         )

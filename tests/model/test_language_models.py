@@ -47,7 +47,7 @@ from llava_ds.model.hf import attention_options
 from llava_ds.model.loading import load_weights
 from llava_ds.model.open.names import language_model_from_disk
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.probe import examine, refuse_unfit_language_model
+from llava_ds.model.probe import check_language_model, examine
 from llava_ds.runtime.ranks import Ranks
 
 LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows
@@ -176,14 +176,14 @@ INTERFACE = "its attention or its positions don't follow transformers' interface
         (MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2), INTERFACE),
         (
             GptOssConfig(**SMALL, intermediate_size=48, num_key_value_heads=2, num_local_experts=2),
-            "it does not run on samples laid end to end (the language model has attention sinks, which no body here "
-            "computes: choose another model)",
+            "it does not run on samples laid end to end (the language model has attention sinks, which are not "
+            "supported: choose another model)",
         ),
         (T5Config(vocab_size=99, d_model=32, num_layers=2), "it is no language model of one causal stack"),
         (LlavaConfig(), "it is no language model of one causal stack"),
         (
             OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=16),
-            "its embeddings are 16 wide and its layers 32, but a picture's features are as wide as both",
+            "its embeddings are 16 wide and its layers 32, but an image's features are as wide as both",
         ),
         (
             OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.1),
@@ -206,7 +206,7 @@ INTERFACE = "its attention or its positions don't follow transformers' interface
 )
 def test_what_is_refused_and_why(config, problem):
     with pytest.raises(ConfigError) as refused:
-        refuse_unfit_language_model("/models/x", config)
+        check_language_model("/models/x", config)
     assert str(refused.value) == (
         f"--model_name_or_path /models/x is of the kind {config.model_type}, which can't be trained here: {problem}"
     )

@@ -12,6 +12,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.data.splits import split_datasets
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.tracking.blocks import show
 from llava_ds.tracking.eval_log import Evals
 from llava_ds.tracking.run_record import held_out_summary
 from llava_ds.tracking.sampled import sampled_answers
@@ -37,15 +38,15 @@ def test_pictures_within_a_tar_are_shown(tmp_path, tokenizer):
     toys.write_data(tmp_path / "data", "ii")
     dataset = toys.encoded(str(in_tar(tmp_path / "data")), None, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
     rows = [{"step": 1, "id": str(i), "question": "?", "images": dataset.images_of(i), "answer": ""} for i in range(2)]
-    page = sampled_answers(json.loads(json.dumps(rows)), tmp_path / "run")
+    page = show(sampled_answers(json.loads(json.dumps(rows)), tmp_path / "run"))
     assert page.count("<img") == 2 and "can't be shown" not in page
     assert len({part.split('"')[0] for part in page.split('src="')[1:]}) == 2  # each its own
 
 
 @pytest.mark.parametrize("place", [{"path": "a"}, {"offset": 1}, {"path": 1, "offset": 0}, 7])
 def test_a_picture_that_is_nowhere_has_a_sentence(tmp_path, place):
-    page = sampled_answers([{"step": 1, "id": "a", "images": [place], "answer": "x"}], tmp_path)
-    assert "<img" not in page and "The picture can" in page
+    page = show(sampled_answers([{"step": 1, "id": "a", "images": [place], "answer": "x"}], tmp_path))
+    assert "<img" not in page and "The image can" in page
 
 
 def test_the_record_says_how_many_samples_are_held_out_and_from_where(tmp_path, tokenizer):

@@ -6,9 +6,10 @@ import pytest
 from PIL import Image
 
 from llava_ds.evaluation.answers import BLANK_IMAGE, WITHOUT_PICTURE
-from llava_ds.tracking.conditions import CONDITIONS, conditions_note
+from llava_ds.tracking.blocks import show
 from llava_ds.tracking.mistakes import mistake_lines, mistakes_part, most_confident, percent
 from llava_ds.tracking.page import report_page
+from llava_ds.tracking.result import CONDITIONS, condition_notes
 from llava_ds.tracking.run_files import read_run
 
 EVIL = "<script>alert(1)</script>"
@@ -50,24 +51,24 @@ def test_a_probability_is_readable(logprob, shown):
 def test_the_page_shows_them_with_their_images(tmp_path):
     Image.new("RGB", (60, 40), "red").save(tmp_path / "a.png")
     rows = [*ROWS, row(5, 0.0, -0.001, images=["a.png", "none.png"], prompt=EVIL, text=EVIL, turn=3)]
-    assert mistakes_part(read_run(tmp_path)) == ""
+    assert mistakes_part(read_run(tmp_path)) == []
     (tmp_path / "evaluation.json").write_text(json.dumps({"metric": "accuracy", "turns": "together", "scores": {}}))
-    assert mistakes_part(read_run(tmp_path)) == ""
+    assert mistakes_part(read_run(tmp_path)) == []
     (tmp_path / "evaluation.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    part = mistakes_part(read_run(tmp_path))
+    part = show(mistakes_part(read_run(tmp_path)))
     assert part.count('class="sample"') == 4 and part.count("<img src") == 1 and EVIL not in part
     assert part.index("&lt;script&gt;") < part.index("answer 2") < part.index("answer 3") < part.index("answer 1")
-    assert "asked after 2 earlier turns with their true answers" in part and "The picture can&#x27;t be shown" in part
+    assert "asked after 2 earlier turns with their true answers" in part and "The image can&#39;t be shown" in part
     assert "answer 4" not in part and "4 wrong answers" in part
     hostile = [{**ROWS[1], "logprob": -(10**400)}, {**ROWS[1], "kinds": 3}]
     for text in ("[1]\n{", "\xff", "[" * 10**5, *map(json.dumps, hostile)):
         (tmp_path / "evaluation.jsonl").write_text(text, encoding="latin-1")
-        assert "evaluation.jsonl can&#x27;t be read" in mistakes_part(read_run(tmp_path)), text[:99]
+        assert "evaluation.jsonl can&#39;t be read" in show(mistakes_part(read_run(tmp_path))), text[:99]
 
 
 def test_a_table_says_what_its_conditions_mean(tmp_path):
     assert set(CONDITIONS) == {BLANK_IMAGE, WITHOUT_PICTURE}
-    assert conditions_note({"with picture": {}}) == "" == conditions_note([1])
+    assert condition_notes({"with picture": {}}) == [] == condition_notes([1])
     scores = {name: {"overall": [1.0, 2]} for name in ("with picture", BLANK_IMAGE)}
     (tmp_path / "evaluation.json").write_text(json.dumps({"metric": "accuracy", "scores": scores}))
     page = report_page(read_run(tmp_path))

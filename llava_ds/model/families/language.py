@@ -127,7 +127,7 @@ def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
 
 
 def length_note(config: PreTrainedConfig, max_length: int) -> str | None:
-    """What to say of samples longer than those that a rotary model was made for, which LLaVA's scripts allow, too."""
+    """A warning for samples longer than a rotary model was trained for, which LLaVA's scripts allow, too."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None or max_length <= longest:
         return None
@@ -138,7 +138,7 @@ def length_note(config: PreTrainedConfig, max_length: int) -> str | None:
 
 
 def trunk_name(config: PreTrainedConfig) -> str:
-    """What the family calls all of the model but its output layer."""
+    """The family's name for all of the model but its output layer."""
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix
 
 
@@ -148,7 +148,7 @@ def mlp_width(config: PreTrainedConfig) -> int:
 
 
 def final_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """What the output layer gives, as the language model ends: under Gemma 2's final soft cap, where there is one.
+    """Apply Gemma 2's final soft cap to the output layer's result, where the model has one.
 
     transformers' Llava leaves it out. It changes no order of the logits, and so no greedy answer.
     """
@@ -157,7 +157,7 @@ def final_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor
 
 
 def names_in_hf(language_model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """Where each parameter goes in a llava-hf folder, by the name that its family gives it: one place, or two.
+    """Names of each parameter in a llava-hf folder, by its name in the family: one name, or two.
 
     There, the trunk is called model and the output layer lm_head. transformers' Llava ties that to an embedding called
     embed_tokens alone: one that is tied under another name goes to both places.
@@ -173,13 +173,13 @@ def names_in_hf(language_model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 
 def is_tied_in_hf(language_model: PreTrainedModel) -> bool:
-    """Whether transformers' Llava shares one matrix between both ends, as the language model does."""
+    """True if the language model ties its embeddings, and transformers' Llava can tie them too."""
     trunk = f"{language_model.base_model_prefix}."
     return _is_tied(language_model) and embedding_name(language_model) == f"{trunk}embed_tokens.weight"
 
 
 def embedding_name(language_model: PreTrainedModel) -> str:
-    """What the family calls the matrix of token embeddings."""
+    """The family's name for the matrix of token embeddings."""
     embedding = language_model.get_input_embeddings().weight
     return next(name for name, parameter in language_model.named_parameters() if parameter is embedding)
 

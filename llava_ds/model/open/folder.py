@@ -205,7 +205,7 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
     base_path = model_base or adapter.base
     if base_path is None or not Path(base_path).is_dir():
         raise ConfigError(
-            f"{FLAG} {path} is a LoRA adapter of {base_path}, which is no folder on this machine: give its folder by "
+            f"{FLAG} {path} is a LoRA adapter of {base_path}, which is no folder on this machine: name its folder by "
             "--model_base"
         )
     if lora.is_adapter(base_path):

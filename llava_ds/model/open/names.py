@@ -119,13 +119,13 @@ def tower_from_disk(name: str) -> str | None:
 
 
 def runs_in_tower(name: str, num_layers: int) -> bool:
-    """Whether a tower that stops behind so many layers has a parameter: no later layer, final norm or pooling head."""
+    """True for parameters of a tower of num_layers layers: no later layer, final norm or pooling head."""
     layer = re.match(r"tower\.encoder\.layers\.(\d+)\.", name)
     return not name.startswith(("tower.post_layernorm.", "tower.head.")) and not (layer and int(layer[1]) >= num_layers)
 
 
 def left_out(name: str) -> str:
-    """What a tensor is that no part of the model takes, as a run's beginning tells it."""
+    """A group of unused tensors to report this tensor under."""
     if name.endswith("rotary_emb.inv_freq") or name.endswith("embeddings.position_ids"):
         return "tables that are computed"
     if name.startswith(("text_model.", "visual_projection.", "text_projection.", "logit_scale", "logit_bias")):

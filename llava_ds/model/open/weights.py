@@ -200,7 +200,7 @@ def _is_plain(name: object, tensor: torch.Tensor) -> bool:
 
 
 def refused_name(error: pickle.UnpicklingError) -> str | None:
-    """What a pickle asked for beside tensors and torch refused to bring; None where it is damaged."""
+    """The name that torch refused to unpickle; None where the file is damaged."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     return named and named[1]
 
@@ -250,7 +250,7 @@ class Source:
         return self.changed(self.files(wanted))
 
     def changed(self, weights: Weights) -> Weights:
-        """What files() gave, with the changes laid over it."""
+        """Apply the changes to the result of files()."""
         for change in self.changes:
             weights = change(weights)
         return weights
@@ -258,7 +258,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the weights of each part lie; None for a part that starts fresh.
+    """Sources of the weights of each part; None for a part that starts from random numbers.
 
     rest_of_tower: the folder of a tower whose weights come with the model, which holds what the model leaves out, for
     export. new_rows: a projector's file that brings rows for new tokens.

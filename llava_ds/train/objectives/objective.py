@@ -22,7 +22,7 @@ class MicroLoss(NamedTuple):
 
 
 class Objective(Protocol):
-    """What training minimises. grad_ranks: of the mesh; logs_means: the log has the mean loss of every micro-batch."""
+    """A loss to minimise. grad_ranks: of the mesh; logs_means: the log has the mean loss of every micro-batch."""
 
     grad_ranks: int
 

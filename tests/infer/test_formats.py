@@ -17,10 +17,10 @@ from llava_ds.engine.construct import build_model
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import ImageOptions, media_layout
-from llava_ds.infer.described import described
+from llava_ds.infer.formats import open_model
 from llava_ds.infer.generate import answer
 from llava_ds.infer.load import load_model
-from llava_ds.model.hf import merged_embeds
+from llava_ds.model.hf import embed_batch
 from llava_ds.model.plan import plan_model
 
 
@@ -93,7 +93,7 @@ def test_what_is_not_there_and_what_is_not_needed_is_said(toy, tmp_path):
             r"--model_path .*adapter is a LoRA adapter of .*name its folder by --model_b",
         ),
     ):
-        with pytest.raises(error, match=message), described(path, moved):
+        with pytest.raises(error, match=message), open_model(path, moved):
             pass
 
 
@@ -128,4 +128,4 @@ def test_tiles_that_transformers_does_not_have_are_asked_by_trainings_own_code(t
         spec.std
     ).view(1, 3, 1, 1)
     with torch.no_grad():
-        torch.testing.assert_close(merged_embeds(loaded.model, batch, pixels), model.embed(batch))
+        torch.testing.assert_close(embed_batch(loaded.model, batch, pixels), model.embed(batch))

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from llava_ds.batch import Batch
 from llava_ds.geometry import MediaLayout
 from llava_ds.model.families.language import final_logits
-from llava_ds.model.hf import HF_CLASSES, TOLERANCE, HFModel, attention_options, merged_embeds
+from llava_ds.model.hf import HF_CLASSES, TOLERANCE, HFModel, attention_options, embed_batch
 
 # Of the host's free memory that a second copy of the weights may take beside what is running.
 MEMORY_PART = 0.8
@@ -59,7 +59,7 @@ def compare_reloaded(
     elif model_type != "llava" and (pictures := _tiled_pictures(reloaded, pixels, layouts)) is not None:
         inputs = {"input_ids": ids, **pictures}
     else:
-        inputs = {"inputs_embeds": merged_embeds(reloaded, batch, pixels)}
+        inputs = {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
     # The rows of <image> and <video> are the export's own.
     again = final_logits(reloaded(**inputs).logits[0, :, : logits.shape[1]], reloaded.config.text_config)  # (T, V)
     logits = logits.cpu().float()

@@ -23,7 +23,7 @@ from llava_ds.model.open.weights import WeightFiles, Weights
 from llava_ds.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
-    from llava_ds.export.plan import Finished
+    from llava_ds.export.export_plan import ExportPlan
     from llava_ds.export.tensors import Entry
 
 # Where the models that a checkpoint, an adapter or a folder in LLaVA's format does not bring lie now.
@@ -33,11 +33,11 @@ MOVED_FLAGS = {
     "vision_tower": "where the vision tower of a checkpoint, an adapter or a folder in LLaVA's format lies now",
     "pretrain_mm_mlp_adapter": "where the projector that a checkpoint began with lies now",
 }
-OF_CHECKPOINTS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # those that only a checkpoint lacks
+CHECKPOINT_FLAGS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # those that only a checkpoint lacks
 
 
 @dataclass(frozen=True)
-class Described:
+class UnloadedModel:
     """path: as the user named it; folder: where configuration and tokenizer lie; weights: of the class as it lives in
     memory, by its own names; is_folder: whether transformers opens the path itself; notes: lines about what it is."""
 
@@ -63,9 +63,9 @@ class Described:
 
 
 @contextlib.contextmanager
-def described(
+def open_model(
     path: str | Path, moved: Mapping[str, str] | None = None, version: str | None = None
-) -> Iterator[Described]:
+) -> Iterator[UnloadedModel]:
     """What there is at a path, before any weight is read; its folder may be gone afterwards.
 
     moved: values of MOVED_FLAGS; version: the conversation template of a folder in LLaVA's format that does not say it.
@@ -84,7 +84,7 @@ def described(
                 f"{', '.join(f'--{name}' for name in moved)}: {path} brings all that it needs, leave it out"
             )
         config, tokenizer = _settings(path, path)
-        yield Described(path, path, config, tokenizer, lambda model: WeightFiles(path, _renaming(model)), True)
+        yield UnloadedModel(path, path, config, tokenizer, lambda model: WeightFiles(path, _renaming(model)), True)
     else:
         with _as_exported(path, *_of_folder(path, moved, version)) as found:
             yield found
@@ -107,48 +107,47 @@ def _is_transformers(folder: Path) -> bool:
     return not ("mm_vision_tower" in said and "text_config" not in said)
 
 
-def _of_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[Finished, list[Entry], tuple[str, ...]]":
+def _of_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
     from llava_ds.export.from_checkpoint import (
         restore,  # with DeepSpeed, which takes seconds, and a folder does without
     )
 
     restored = restore(path, moved, None)
-    return restored.finished, restored.entries, ()
+    return restored.export, restored.entries, ()
 
 
 def _of_folder(
     path: Path, moved: dict[str, str], version: str | None
-) -> "tuple[Finished, list[Entry], tuple[str, ...]]":
+) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
     from llava_ds.export.from_folder import open_folder  # with DeepSpeed, too
 
-    if wrong := [f"--{name}" for name in OF_CHECKPOINTS if name in moved]:
+    if wrong := [f"--{name}" for name in CHECKPOINT_FLAGS if name in moved]:
         raise ConfigError(f"{', '.join(wrong)} goes with a checkpoint, and {path} is none: leave it out")
     given = moved if version is None else {**moved, "version": version}
     try:
-        finished, entries, lines = open_folder(path, given, None, "hf")
+        export, entries, lines = open_folder(path, given, None, "hf")
     except (ConfigError, DataError) as error:  # says the flag that training has for it
         raise type(error)(str(error).replace(f"{FLAG} {path}", f"--model_path {path}")) from error
-    return finished, entries, tuple(lines)
+    return export, entries, tuple(lines)
 
 
 @contextlib.contextmanager
 def _as_exported(
-    path: Path, finished: "Finished", entries: "list[Entry]", notes: tuple[str, ...]
-) -> Iterator[Described]:
+    path: Path, export: "ExportPlan", entries: "list[Entry]", notes: tuple[str, ...]
+) -> Iterator[UnloadedModel]:
     """A model as the folder that its export would be, whose files of weights are holes."""
-    from llava_ds.export.plan import hf_container
-    from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
+    from llava_ds.export.export_plan import hf_container
     from llava_ds.export.transformers_folder import hf_entries, write_hf
 
-    kind, why = hf_container(finished.plan, finished.args, finished.image_options)
+    kind, why = hf_container(export.model, export.args, export.image_options)
     if kind is None:
         raise ConfigError(f"{path} can't be asked here: {why}")
-    named = hf_entries(finished, entries)
+    named = hf_entries(export, entries)
     with tempfile.TemporaryDirectory(prefix="llava_ds-") as scratch:
         folder = Path(scratch)
-        write_hf(finished, entries, folder, parse_size(DEFAULT_SHARD_SIZE), holes=True)
+        write_hf(export, entries, folder, holes=True)
         config, tokenizer = _settings(folder, path)
-        yield Described(
+        yield UnloadedModel(
             path, folder, config, tokenizer, lambda model: _Entries(path, named, _renaming(model)), False, notes
         )
 

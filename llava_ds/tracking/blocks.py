@@ -1,0 +1,90 @@
+"""The pages as data: blocks that templates/blocks.html.j2 shows. Jinja escapes every text that comes from elsewhere."""
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import jinja2
+
+COLOURS = (  # light, dark
+    ("#2563c9", "#6ea8fe"),
+    ("#c2410c", "#fb923c"),
+    ("#15803d", "#4ade80"),
+    ("#7e22ce", "#c084fc"),
+    ("#a16207", "#facc15"),
+    ("#be185d", "#f472b6"),
+    ("#0e7490", "#22d3ee"),
+    ("#4b5563", "#9ca3af"),
+)
+
+Block = dict[str, object]
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("llava_ds.tracking"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    made.filters["anchor"] = lambda title: "".join(c if c.isalnum() else "-" for c in title.lower())
+    return made
+
+
+def render(template: str, **values: object) -> str:
+    """Fill in a template of llava_ds/tracking/templates."""
+    return _environment().get_template(template).render(colours=COLOURS, **values)
+
+
+def show(blocks: list[Block]) -> str:
+    """Render blocks by themselves."""
+    return str(_environment().get_template("blocks.html.j2").module.show(blocks))
+
+
+def note(text: str, style: str = "none") -> Block:
+    """A sentence. style: "note", "warn", or "none" in the place of something that is missing."""
+    return {"kind": "note", "text": text, "style": style}
+
+
+def heading(text: str) -> Block:
+    """A heading within a section."""
+    return {"kind": "heading", "text": text}
+
+
+def pre(text: str) -> Block:
+    """Text with its line breaks."""
+    return {"kind": "pre", "text": text}
+
+
+def details(summary: str, *blocks: Block) -> Block:
+    """Blocks that a click on the summary shows."""
+    return {"kind": "details", "summary": summary, "blocks": blocks}
+
+
+def tiles(numbers: Iterable[tuple[str, str]]) -> Block:
+    """Large numbers with their labels below: (number, label)."""
+    return {"kind": "tiles", "numbers": list(numbers)}
+
+
+def charts(figures: Iterable[str]) -> Block:
+    """Figures of chart.py, side by side."""
+    return {"kind": "charts", "charts": [figure for figure in figures if figure]}
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    numbers: Sequence[int] = (),
+    stacks: bool = False,
+    named: bool = False,
+) -> Block:
+    """A table. numbers: columns that are aligned to the right; stacks: the cells of a row may stand below each other on
+    a narrow screen; named: they then have their column's name. A cell is text, or styled(...)."""
+    rows = list(map(list, rows))
+    return {"kind": "table", "head": head, "rows": rows, "numbers": numbers, "stacks": stacks, "named": named}
+
+
+def styled(text: object, style: str) -> dict[str, str]:
+    """A cell or an answer with a style: "code", "given", "same"."""
+    return {"text": str(text), "style": style}
