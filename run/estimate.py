@@ -149,7 +149,12 @@ def _devices(own: argparse.Namespace) -> Devices:
 
 def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> ResolvedConfig:
     """The DeepSpeed JSON as training would resolve it on these GPUs."""
-    training_on = {"world_size": own.num_gpus, "hidden_size": shape.hidden_size, "device_type": "cuda", "here": False}
+    training_on = {
+        "world_size": own.num_gpus,
+        "hidden_size": shape.hidden_size,
+        "device_type": "cuda",
+        "is_local": False,
+    }
     if args.training.deepspeed_config == CHOOSE_DS_CONFIG:
         raw, line = choose_ds_config(DS_CONFIGS, shape, args, _devices(own))
         print(line, file=sys.stderr)

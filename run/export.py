@@ -32,8 +32,6 @@ from llava_ds.export.staged import staged
 from llava_ds.runtime.ranks import quiet_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 FOLDERS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "version")
 
 
