@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.base_weights import Hashes
 from llava_ds.checkpoint.random_states import random_states, seed_random_states, set_random_states
 from llava_ds.checkpoint.refusals import about_batch_size, permitted, refuse_uncuttable, refuse_uneven
 from llava_ds.checkpoint.reshape import load_reshaped, renew_rates
@@ -37,6 +38,16 @@ class ResumePoint:
     step: int = 0
     world_size: int = 1
     changed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumePlan:
+    """The checkpoint to resume from, if any, and the identity of the run. weights: hashes of the files of the folders
+    that the model starts from."""
+
+    point: ResumePoint
+    identity: RunIdentity
+    weights: Hashes
 
 
 def kept_batch_size(args: Arguments, world_size: int) -> int | None:

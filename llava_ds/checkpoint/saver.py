@@ -10,8 +10,8 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.random_states import random_states
-from llava_ds.checkpoint.resume import rewind
-from llava_ds.checkpoint.run_identity import ENGINE, RunIdentity
+from llava_ds.checkpoint.resume import ResumePlan, rewind
+from llava_ds.checkpoint.run_identity import ENGINE
 from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem
 from llava_ds.checkpoint.writer import CheckpointWriter, save_engine
 from llava_ds.config.arguments import TrainingArguments
@@ -62,21 +62,17 @@ class Saver:
     def __init__(
         self,
         engine,
-        output_dir: Path,
-        identity: RunIdentity,
-        weights: dict[str, dict[str, str]],
         training: TrainingArguments,
-        resumed: Path | None,
+        resume: ResumePlan,
         ranks: Ranks,
         model_writer: ModelWriter | None = None,
     ) -> None:
-        """weights: what sources.weight_hashes gave; resumed: the checkpoint that the run goes on from; model_writer:
-        for checkpoints of the model alone."""
+        """model_writer: for checkpoints of the model alone."""
         self.model_writer = model_writer
-        self.engine, self.output_dir, self.ranks = engine, output_dir, ranks
-        self.trainer = {"identity": dataclasses.asdict(identity), "weights": weights}
+        self.engine, self.output_dir, self.ranks = engine, Path(training.output_dir), ranks
+        self.trainer = {"identity": dataclasses.asdict(resume.identity), "weights": resume.weights}
         self.limit, self.background = training.save_total_limit, training.async_save
-        self.last_good = resumed
+        self.last_good = resume.point.path
         self.num_failed, self.failure = 0, ""  # in a row, and what the last one was
         self._save: _Save | None = None
         self._asked: tuple[torch.distributed.Work, torch.Tensor] | None = None

@@ -1,5 +1,6 @@
 """A finished model out of a checkpoint, without the processes that trained it."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +10,11 @@ from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.run_identity import ENGINE, SETTINGS, folder_digest
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
-from llava_ds.config.arguments import Arguments, trains_projector_only
+from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.export.deepspeed_files import engine_entries
+from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.lora_merge import merged_entries
-from llava_ds.export.plan import Finished, hf_kind
 from llava_ds.export.tensors import Entry, completed, read_entries
 from llava_ds.model.plan import part_weights, plan_model
 from llava_ds.tracking.run_record import located, read_run_record
@@ -21,13 +22,12 @@ from llava_ds.tracking.run_record import located, read_run_record
 
 @dataclass(frozen=True)
 class Restored:
-    """entries: the whole model, LoRA merged; trained: what the checkpoint holds of it; form: what the run itself
-    leaves, "hf", "llava", "projector" or "adapter"; run, record: run.json's flags and all of it."""
+    """A checkpoint's model. export: in the form that the run itself exports; entries: the whole model, LoRA merged;
+    trained: the part that the checkpoint holds; run, record: run.json's flags and all of it."""
 
-    finished: Finished
+    export: ExportPlan
     entries: list[Entry]
     trained: list[Entry]
-    form: str
     run: Arguments
     run_dir: Path
     record: dict
@@ -53,7 +53,9 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     weight_hashes(run.replaced(dry_run=True), run_dir, checkpoint)
     plan = plan_model(run.model, run.data.model_max_length)
     image_options = plan.tower.image_options(run)
-    finished = Finished(plan, run.model, image_options, dtype or trained_in, run.data.model_max_length)
+    # Form "hf" gives way to "llava" even where a flag asked for it: --format can choose another one.
+    form, _ = export_format(dataclasses.replace(run, given=run.given - {"export_format"}), plan, image_options)
+    export = ExportPlan(plan, run.model, image_options, dtype or trained_in, run.data.model_max_length, form)
 
     parts = ["vision_tower", "projector", "language_model"] + ["newline"] * image_options.has_newline
     frozen = [
@@ -61,15 +63,8 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
         for part in parts
         for entry in read_entries(part, part_weights(part, plan, run.model, run.training.seed), trained_in)
     ]
-    form = run.training.export_format
-    if trains_projector_only(run.model):
-        form = "projector"
-    elif run.model.lora_enable:
-        form = "adapter"
-    elif hf_kind(plan, run.model, image_options)[0] is None:
-        form = "llava"
     whole = merged_entries(trained, frozen, run.model) if run.model.lora_enable else completed(trained, frozen)
-    return Restored(finished, whole, trained, form, run, run_dir, record)
+    return Restored(export, whole, trained, run, run_dir, record)
 
 
 def _holds_projector(trained: list[Entry], run: Arguments) -> bool:

@@ -7,7 +7,7 @@ import torch
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.plan import Finished
+from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import DTYPES
 from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.files.model_files import own_file, read_config, read_json, shown
@@ -27,7 +27,7 @@ ENDLESS = 10**9  # what tokenizers say who know no longest text is above this
 
 def open_folder(
     source: Path, given: dict[str, object], dtype: torch.dtype | None, form: str
-) -> tuple[Finished, list[Entry], list[str]]:
+) -> tuple[ExportPlan, list[Entry], list[str]]:
     """The model in a folder, its tensors, and lines that say what it is.
 
     given: flags of run/export.py that say what the folder does not (vision_tower, model_base, version); dtype None: the
@@ -66,17 +66,18 @@ def open_folder(
     if plan.sources.newline is not None and "unpad" in args.model.mm_patch_merge_type:
         parts["newline"] = plan.sources.newline.open()
     entries = [entry for part, weights in parts.items() for entry in read_entries(part, weights)]
-    finished = Finished(
+    export = ExportPlan(
         plan,
         args.model,
         plan.tower.image_options(args),
         dtype or _precision(entries),
         UNSAID_LENGTH if said > ENDLESS and form == "llava" else said,
+        form,
         rows=rows if rows != plan.text_config.vocab_size else None,
         tower_name=tower_name,
         template=template,
     )
-    return finished, entries, lines
+    return export, entries, lines
 
 
 def _config_of(source: Path, base: str | None) -> dict:

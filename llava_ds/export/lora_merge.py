@@ -9,7 +9,7 @@ import torch
 
 from llava_ds.config.arguments import ModelArguments, trained_parts
 from llava_ds.export.adapter import write_adapter
-from llava_ds.export.plan import Finished
+from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.tensors import Entry
 from llava_ds.model import lora, quantize
 from llava_ds.model.open import names as formats
@@ -47,13 +47,13 @@ def _merged(weight: Entry, a: Entry, b: Entry, args: ModelArguments) -> torch.Te
 
 
 def write_restored_adapter(
-    finished: Finished, trained: Iterable[Entry], base: Iterable[Entry], output_dir: Path
+    export: ExportPlan, trained: Iterable[Entry], base: Iterable[Entry], output_dir: Path
 ) -> None:
     """Write the folder that the run itself leaves (see export/adapter.py), from what a checkpoint holds.
 
     base: for a projector that was frozen.
     """
-    trained, args = list(trained), finished.args
+    trained, args = list(trained), export.args
     by_name = {entry.name: entry for entry in base if entry.name.startswith((formats.PROJECTOR, formats.NEWLINE))}
     by_name |= {entry.name: entry for entry in trained}
     adapters = {name: e for name, e in by_name.items() if name.startswith(formats.LANGUAGE_MODEL)}
@@ -64,12 +64,12 @@ def write_restored_adapter(
     layers = [name.removeprefix(formats.LANGUAGE_MODEL).removesuffix(_A) for name in adapters if name.endswith(_A)]
 
     def read(entry: Entry) -> torch.Tensor:
-        return entry.read().to(finished.dtype).contiguous()
+        return entry.read().to(export.dtype).contiguous()
 
     write_adapter(
-        finished.plan,
+        export.model,
         args,
-        finished.image_options,
+        export.image_options,
         layers,
         {name: read(entry) for name, entry in adapters.items()},
         {name: read(entry) for name, entry in beside.items()},

@@ -17,16 +17,16 @@ from transformers import (
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.chat_template import chat_template
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.plan import Finished
+from llava_ds.export.export_plan import ExportPlan
 from llava_ds.geometry import ImageOptions
 
 VIDEO_TOKEN = "<video>"
 BICUBIC = 3  # PIL's number
 
 
-def select_strategy(finished: Finished) -> str:
+def select_strategy(export: ExportPlan) -> str:
     """transformers' vision_feature_select_strategy: "default" takes the class token away, "full" leaves all."""
-    tower = finished.plan.tower
+    tower = export.model.tower
     return "default" if tower.has_class_token and not tower.images.class_token else "full"
 
 
@@ -35,33 +35,33 @@ def hf_pinpoints(image_options: ImageOptions) -> list[list[int]]:
     return [[height, width] for width, height in image_options.anyres_sizes]
 
 
-def write_processor(finished: Finished, kind: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
+def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
     """Write processor_config.json, preprocessor_config.json and the chat template for a model_type of transformers'.
 
     tokenizer: as the exported model has it.
     """
-    plan, args = finished.plan, finished.args
-    template = finished.template
+    plan, args = export.model, export.args
+    template = export.template
     if template is None:
         template = chat_template(resolve_template(args.version), plan.tokenizer, args.mm_use_im_start_end)
-    image_processor = _image_processor(finished, kind)
+    image_processor = _image_processor(export, kind)
     # transformers 5 keeps all of it in processor_config.json; earlier versions and other programs look here.
     image_processor.save_pretrained(output_dir)
     if kind == "llava_onevision":
-        _write_onevision(finished, template, output_dir)
+        _write_onevision(export, template, output_dir)
         return
     (LlavaNextProcessor if kind == "llava_next" else LlavaProcessor)(
         image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=plan.tower.config.patch_size,
-        vision_feature_select_strategy=select_strategy(finished),
+        vision_feature_select_strategy=select_strategy(export),
         num_additional_image_tokens=int(plan.tower.has_class_token),
         chat_template=template,
     ).save_pretrained(output_dir)
 
 
-def _image_processor(finished: Finished, kind: str):
-    spec, image_options = finished.plan.images, finished.image_options
+def _image_processor(export: ExportPlan, kind: str):
+    spec, image_options = export.model.images, export.image_options
     square = {"height": spec.size, "width": spec.size}
     scaling = {"image_mean": list(spec.mean), "image_std": list(spec.std), "resample": BICUBIC}
     cut = {"size": {"shortest_edge": spec.size}, "crop_size": square}
@@ -76,9 +76,9 @@ def _image_processor(finished: Finished, kind: str):
     return CLIPImageProcessorPil(**cut, **scaling)
 
 
-def _write_onevision(finished: Finished, template: str, output_dir: Path) -> None:
+def _write_onevision(export: ExportPlan, template: str, output_dir: Path) -> None:
     """By hand, for without torchvision transformers' class can't be made: it wants a video processor."""
-    spec, image_options = finished.plan.images, finished.image_options
+    spec, image_options = export.model.images, export.image_options
     images = json.loads((output_dir / "preprocessor_config.json").read_text(encoding="utf-8"))
     square = {"height": spec.size, "width": spec.size}
     videos = {
@@ -101,10 +101,10 @@ def _write_onevision(finished: Finished, template: str, output_dir: Path) -> Non
         "image_token": IMAGE_TOKEN,
         "video_token": VIDEO_TOKEN,
         # The class token is counted, too, where "default" takes it away again.
-        "num_image_tokens": image_options.tokens_per_tile + (select_strategy(finished) == "default"),
+        "num_image_tokens": image_options.tokens_per_tile + (select_strategy(export) == "default"),
         "processor_class": "LlavaOnevisionProcessor",
         "vision_aspect_ratio": image_options.aspect_ratio,
-        "vision_feature_select_strategy": select_strategy(finished),
+        "vision_feature_select_strategy": select_strategy(export),
     }
     for name, content in (("processor_config.json", whole), ("video_preprocessor_config.json", videos)):
         (output_dir / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -9,8 +9,8 @@ from transformers import GenerationConfig, LlavaConfig, LlavaNextConfig, LlavaOn
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.encode import end_markers
 from llava_ds.data.templates import resolve_template
+from llava_ds.export.export_plan import ExportPlan, hf_container
 from llava_ds.export.llava_config import plain_config, with_old_names
-from llava_ds.export.plan import Finished, hf_container
 from llava_ds.export.processor import VIDEO_TOKEN, hf_pinpoints, select_strategy, write_processor
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries
@@ -20,49 +20,47 @@ from llava_ds.model.hf import HF_CLASSES
 CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}
 
 
-def hf_entries(finished: Finished, entries: list[Entry]) -> list[Entry]:
+def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     """What is written of a model's entries: llava-hf's names, rows for new tokens, and the tower's unused layers.
 
     A tokenizer without <image> gets it as a new last token, whose rows are the mean of the others.
     """
-    tower = read_entries("vision_tower", finished.plan.sources.whole_tower())
-    names = finished.names
-    return names.to_hf(names.resized(completed(entries, tower), _rows(finished)[1]))
+    tower = read_entries("vision_tower", export.model.sources.whole_tower())
+    names = export.names
+    return names.to_hf(names.resized(completed(entries, tower), _rows(export)[1]))
 
 
-def write_hf(
-    finished: Finished, entries: list[Entry], output_dir: Path, max_bytes: int, *, holes: bool = False
-) -> None:
+def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
     """Write the folder, one tensor in memory at a time.
 
     entries: of the model, by their names here. holes: files of weights without weights.
     """
-    kind, _ = hf_container(finished.plan, finished.args, finished.image_options)
+    kind, _ = hf_container(export.model, export.args, export.image_options)
     assert kind is not None, "export_format would have said so"
-    tokenizer, rows = _rows(finished)
-    write_shards(hf_entries(finished, entries), output_dir, finished.dtype, max_bytes, holes=holes)
-    write_processor(finished, kind, tokenizer, output_dir)
-    write_hf_tokenizer(tokenizer, Path(finished.plan.tokenizer.name_or_path), output_dir)
-    _write_config(finished, kind, tokenizer, rows, output_dir)
-    write_generation_config(finished, tokenizer, output_dir, tokenizer.pad_token_id)
+    tokenizer, rows = _rows(export)
+    write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
+    write_processor(export, kind, tokenizer, output_dir)
+    write_hf_tokenizer(tokenizer, Path(export.model.tokenizer.name_or_path), output_dir)
+    _write_config(export, kind, tokenizer, rows, output_dir)
+    write_generation_config(export, tokenizer, output_dir, tokenizer.pad_token_id)
 
 
-def _rows(finished: Finished) -> tuple[PreTrainedTokenizerBase, int]:
+def _rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer with the tokens that its processor needs, and the rows of the embeddings."""
-    kind, _ = hf_container(finished.plan, finished.args, finished.image_options)
+    kind, _ = hf_container(export.model, export.args, export.image_options)
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)
-    tokenizer, _ = hf_tokenizer(finished.plan.tokenizer, tokens)
-    tokenizer.model_max_length = finished.max_length
-    return tokenizer, max(finished.vocab_size, *(tokenizer.convert_tokens_to_ids(token) + 1 for token in tokens))
+    tokenizer, _ = hf_tokenizer(export.model.tokenizer, tokens)
+    tokenizer.model_max_length = export.max_length
+    return tokenizer, max(export.vocab_size, *(tokenizer.convert_tokens_to_ids(token) + 1 for token in tokens))
 
 
 def _write_config(
-    finished: Finished, kind: str, tokenizer: PreTrainedTokenizerBase, rows: int, output_dir: Path
+    export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, rows: int, output_dir: Path
 ) -> None:
-    plan, args, image_options = finished.plan, finished.args, finished.image_options
-    text_config = plain_config(plan.text_config, finished.dtype)
+    plan, args, image_options = export.model, export.args, export.image_options
+    text_config = plain_config(plan.text_config, export.dtype)
     text_config["vocab_size"] = rows
-    text_config["tie_word_embeddings"] = finished.names.tied_in_hf
+    text_config["tie_word_embeddings"] = export.names.tied_in_hf
     own: dict[str, object] = {}
     if kind == "llava":
         own["image_seq_length"] = plan.images.num_tokens
@@ -71,25 +69,25 @@ def _write_config(
     if kind == "llava_onevision":
         own["vision_aspect_ratio"] = image_options.aspect_ratio
         own["video_token_index"] = tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
-    if rows != finished.vocab_size:
-        own["llava_ds_vocab_size"] = finished.vocab_size  # for the way back, which takes the rest away
-    elif finished.rows is not None:
-        own["llava_ds_vocab_size"] = finished.rows
-    if finished.tower_name is not None:
-        own["mm_vision_tower"] = finished.tower_name
+    if rows != export.vocab_size:
+        own["llava_ds_vocab_size"] = export.vocab_size  # for the way back, which takes the rest away
+    elif export.rows is not None:
+        own["llava_ds_vocab_size"] = export.rows
+    if export.tower_name is not None:
+        own["mm_vision_tower"] = export.tower_name
     CONFIGS[kind](
         architectures=[HF_CLASSES[kind].__name__],
-        vision_config=plain_config(plan.tower.config, finished.dtype),
+        vision_config=plain_config(plan.tower.config, export.dtype),
         text_config=text_config,
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
         projector_hidden_act="gelu",
-        vision_feature_select_strategy=select_strategy(finished),
+        vision_feature_select_strategy=select_strategy(export),
         vision_feature_layer=args.mm_vision_select_layer,
         multimodal_projector_bias=True,
         tie_word_embeddings=text_config["tie_word_embeddings"],
-        dtype=str(finished.dtype).removeprefix("torch."),
+        dtype=str(export.dtype).removeprefix("torch."),
         # What transformers' classes don't know, for infer/load.py: prompts and pictures as in training.
-        **({} if finished.template is not None else {"llava_ds_version": args.version}),
+        **({} if export.template is not None else {"llava_ds_version": args.version}),
         mm_use_im_start_end=args.mm_use_im_start_end,
         split_special_tokens=args.split_special_tokens,
         llava_ds_pictures=dataclasses.asdict(image_options),
@@ -103,10 +101,10 @@ def _write_config(
 
 
 def write_generation_config(
-    finished: Finished, tokenizer: PreTrainedTokenizerBase, output_dir: Path, pad_token_id: int | None
+    export: ExportPlan, tokenizer: PreTrainedTokenizerBase, output_dir: Path, pad_token_id: int | None
 ) -> None:
     """Write generation_config.json: an answer ends where the template ends it, or the tokenizer."""
-    ends = end_markers(resolve_template(finished.args.version), tokenizer)
+    ends = end_markers(resolve_template(export.args.version), tokenizer)
     GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=ends[0] if len(ends) == 1 else ends,

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
-from llava_ds.export.llava_folder import llava_entries, write_llava
-from llava_ds.export.plan import Finished
+from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.output_folder import folder_entries, planned_entries, write_folder
 from llava_ds.export.safetensors_shards import num_bytes
-from llava_ds.export.tensors import Entry
-from llava_ds.export.transformers_folder import hf_entries, write_hf
 from llava_ds.files.model_files import said_by
 from llava_ds.model.families.language import read_any_config
 from llava_ds.model.hf import HF_CLASSES
@@ -21,17 +19,16 @@ from llava_ds.tokenizer import read_tokenizer
 REMEDY = "or give --export_format llava, which LLaVA's own code opens"
 
 
-def try_export(
-    finished: Finished, entries: list[Entry], form: str, output_dir: Path, max_bytes: int, *, dry_run: bool = False
-) -> str:
-    """Write the folder with holes where the weights would be, open it as its users will, and remove it again.
+def try_export(export: ExportPlan, output_dir: Path, *, dry_run: bool = False) -> str:
+    """Write the model's folder with holes where the weights would be, open it as its users will, and remove it again.
 
-    entries: of the model that will be trained, of which only names and shapes count; dry_run: whether output_dir is not
-    to be made; the nearest folder above it takes its place. Returns a line to print. Raises ConfigError for what would
-    be missing, unknown or misshapen, and for a disk that can't be written to or has no room for the model.
+    dry_run: don't make output_dir; the nearest folder above it takes its place. Returns a line to print. Raises
+    ConfigError for tensors that would be missing, unknown or misshapen, and for a disk that can't be written to or has
+    no room for the model.
     """
-    written = (hf_entries if form == "hf" else llava_entries)(finished, entries)
-    total = num_bytes(written, finished.dtype)
+    entries = planned_entries(export)
+    written = folder_entries(export, entries)
+    total = num_bytes(written, export.dtype)
     place = output_dir.absolute()
     if dry_run:
         place = next(folder for folder in (place, *place.parents) if folder.is_dir())
@@ -40,10 +37,10 @@ def try_export(
     place.mkdir(parents=True, exist_ok=True)
     _check_room(place, total)
     with _scratch(place) as folder:
-        (write_hf if form == "hf" else write_llava)(finished, entries, folder, max_bytes, holes=True)
-        if form == "hf":
+        write_folder(export, entries, folder, holes=True)
+        if export.form == "hf":
             _open_with_transformers(folder)
-    what = "transformers opens its names and shapes" if form == "hf" else "in LLaVA's format"
+    what = "transformers opens its names and shapes" if export.form == "hf" else "in LLaVA's format"
     return f"the finished model will have {len(written)} tensors, {total / 1e9:,.3g} GB: {what}"
 
 

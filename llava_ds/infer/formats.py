@@ -23,7 +23,7 @@ from llava_ds.model.open.weights import WeightFiles, Weights
 from llava_ds.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
-    from llava_ds.export.plan import Finished
+    from llava_ds.export.export_plan import ExportPlan
     from llava_ds.export.tensors import Entry
 
 # Flags for the present place of models that a checkpoint, an adapter or a folder in LLaVA's format does not hold.
@@ -104,46 +104,45 @@ def _is_transformers(folder: Path) -> bool:
     return not ("mm_vision_tower" in config_json and "text_config" not in config_json)
 
 
-def _read_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[Finished, list[Entry], tuple[str, ...]]":
+def _read_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
     from llava_ds.export.from_checkpoint import (
         restore,  # with DeepSpeed, which takes seconds, and a folder does without
     )
 
     restored = restore(path, moved, None)
-    return restored.finished, restored.entries, ()
+    return restored.export, restored.entries, ()
 
 
 def _read_folder(
     path: Path, moved: dict[str, str], version: str | None
-) -> "tuple[Finished, list[Entry], tuple[str, ...]]":
+) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
     from llava_ds.export.from_folder import open_folder  # with DeepSpeed, too
 
     if wrong := [f"--{name}" for name in CHECKPOINT_FLAGS if name in moved]:
         raise ConfigError(f"{', '.join(wrong)} goes with a checkpoint, and {path} is none: leave it out")
     given = moved if version is None else {**moved, "version": version}
     try:
-        finished, entries, lines = open_folder(path, given, None, "hf")
+        export, entries, lines = open_folder(path, given, None, "hf")
     except (ConfigError, DataError) as error:  # says the flag that training has for it
         raise type(error)(str(error).replace(f"{FLAG} {path}", f"--model_path {path}")) from error
-    return finished, entries, tuple(lines)
+    return export, entries, tuple(lines)
 
 
 @contextlib.contextmanager
 def _as_exported(
-    path: Path, finished: "Finished", entries: "list[Entry]", notes: tuple[str, ...]
+    path: Path, export: "ExportPlan", entries: "list[Entry]", notes: tuple[str, ...]
 ) -> Iterator[UnloadedModel]:
     """Open a model as the folder of its export, whose weight files are sparse."""
-    from llava_ds.export.plan import hf_container
-    from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
+    from llava_ds.export.export_plan import hf_container
     from llava_ds.export.transformers_folder import hf_entries, write_hf
 
-    kind, why = hf_container(finished.plan, finished.args, finished.image_options)
+    kind, why = hf_container(export.model, export.args, export.image_options)
     if kind is None:
         raise ConfigError(f"{path} can't be used for inference: {why}")
-    named = hf_entries(finished, entries)
+    named = hf_entries(export, entries)
     with tempfile.TemporaryDirectory(prefix="llava_ds-") as scratch:
         folder = Path(scratch)
-        write_hf(finished, entries, folder, parse_size(DEFAULT_SHARD_SIZE), holes=True)
+        write_hf(export, entries, folder, holes=True)
         config, tokenizer = _settings(folder, path)
         yield UnloadedModel(
             path, folder, config, tokenizer, lambda model: _Entries(path, named, _renaming(model)), False, notes

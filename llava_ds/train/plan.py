@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from llava_ds.checkpoint.base_weights import weight_hashes
-from llava_ds.checkpoint.resume import ResumePoint, find_resume_point
+from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
-from llava_ds.config.arguments import Arguments, trains_projector_only
+from llava_ds.config.arguments import Arguments
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.data.dataset import EncodedDataset, open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
@@ -18,10 +18,9 @@ from llava_ds.data.splits import split_datasets
 from llava_ds.data.step_plan import Packing, StepPlan, sample_order, steps_per_epoch, total_steps, with_steps_of_epochs
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
-from llava_ds.export.plan import Finished, export_format
+from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.export.trial import try_export
-from llava_ds.export.write import planned_entries
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import length_note
 from llava_ds.model.flops import ModelFlops, model_flops
@@ -52,38 +51,6 @@ class EvalSets:
 
 
 @dataclass(frozen=True)
-class Resume:
-    """The checkpoint to resume from, if any, and what makes this run the same as another.
-
-    weights: hashes of the folders that the model starts from.
-    """
-
-    point: ResumePoint
-    identity: RunIdentity
-    weights: dict
-
-
-@dataclass(frozen=True)
-class Export:
-    """The folder that the finished model becomes. form: "hf", "llava" or "adapter"; a run that trains the projector
-    alone exports only that."""
-
-    finished: Finished
-    form: str
-    max_shard_bytes: int
-
-    @property
-    def is_whole_model(self) -> bool:
-        """True for a model folder, false for an adapter and for a projector."""
-        return self.form != "adapter" and not trains_projector_only(self.finished.args)
-
-    def try_out(self, output_dir: Path, dry_run: bool = False) -> str:
-        """Try the export before training, on rank 0, and return a line about it. Raises ConfigError where it fails."""
-        entries = planned_entries(self.finished)
-        return try_export(self.finished, entries, self.form, output_dir, self.max_shard_bytes, dry_run=dry_run)
-
-
-@dataclass(frozen=True)
 class Plan:
     """All that is known of a run before a model is built. args: with every "auto" filled in."""
 
@@ -94,8 +61,8 @@ class Plan:
     flops: ModelFlops
     steps: StepPlan
     evals: EvalSets
-    resume: Resume
-    export: Export
+    resume: ResumePlan
+    export: ExportPlan
 
     @property
     def output_dir(self) -> Path:
@@ -141,8 +108,7 @@ def make_plan(start: Start) -> Plan:
     check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
     args = resolved.args
-    finished = Finished(model, args.model, images, resolved.dtype, args.data.model_max_length)
-    export = Export(finished, form, max_shard_bytes)
+    export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
     plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export)
     print_first(*plan.describe(), *lines)
     return plan
@@ -155,7 +121,7 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
         print_first(note)
     refuse_unfit_tokenizer(args.model, model.tokenizer)
     images = model.tower.image_options(args)
-    form, lines = ("adapter", []) if args.model.lora_enable else export_format(args, model, images)
+    form, lines = export_format(args, model, images)
     print_first(*lines)
     return model, images, form
 
@@ -187,7 +153,7 @@ def _plan_steps(
     return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(held_out, questions)
 
 
-def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks) -> tuple[Resume, list[str]]:
+def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks) -> tuple[ResumePlan, list[str]]:
     """Find the checkpoint to resume from, and lines about it. Rank 0 alone reads and hashes it."""
     args = resolved.args
     training, output_dir = args.training, Path(args.training.output_dir)
@@ -198,7 +164,7 @@ def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks
     about_data = partial(changes_since, dataset.table)
     point, lines = broadcast_from_first(ranks, partial(find, training.allow_changed_flags, about_data))
     weights = broadcast_from_first(ranks, lambda: weight_hashes(args, output_dir, point.path))
-    return Resume(point, identity, weights), lines
+    return ResumePlan(point, identity, weights), lines
 
 
 def show_dry_run(plan: Plan, ranks: Ranks) -> int:
@@ -206,7 +172,7 @@ def show_dry_run(plan: Plan, ranks: Ranks) -> int:
     steps, done = plan.steps, plan.resumed_step
     planned = run_on_ranks(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
     if plan.export.is_whole_model:
-        print_first(broadcast_from_first(ranks, partial(plan.export.try_out, plan.output_dir, dry_run=True)))
+        print_first(broadcast_from_first(ranks, partial(try_export, plan.export, plan.output_dir, dry_run=True)))
     if ranks.is_first:
         print_first(*dry_run.first_batch(steps, done, ranks.rank, plan.model.tokenizer))
         print_first(*dry_run.memory(planned, ranks))

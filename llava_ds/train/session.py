@@ -8,7 +8,6 @@ import torch
 
 from llava_ds.checkpoint.resume import OF_A_RUN, restore, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, what_is_saved
-from llava_ds.config.arguments import trains_projector_only
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.activation_budget import choose_checkpointed_layers
@@ -21,7 +20,8 @@ from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, warm_up
-from llava_ds.export.finish import leave_result, write_model
+from llava_ds.export.final_export import export_model, write_model
+from llava_ds.export.trial import try_export
 from llava_ds.model.attention import attention_report
 from llava_ds.model.liger import use_liger
 from llava_ds.model.llava import LlavaModel
@@ -101,10 +101,7 @@ def finish(session: Session) -> int:
     session.stop.ends(can_be_resumed(training))
     if plan.resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
-    export = plan.export
-    leave_result(
-        session.engine, export.finished, export.form, export.max_shard_bytes, plan.args, plan.steps.dataset, ranks
-    )
+    export_model(session.engine, plan.export, plan.args, plan.steps.dataset, ranks)
     session.trackers.close()
     return 0
 
@@ -130,7 +127,7 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
 
     broadcast_from_first(ranks, record)
     if plan.export.is_whole_model:
-        print_first(broadcast_from_first(ranks, partial(plan.export.try_out, output_dir)))
+        print_first(broadcast_from_first(ranks, partial(try_export, plan.export, output_dir)))
 
 
 def _build_engine(plan: Plan, ranks: Ranks) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict]:
@@ -174,12 +171,7 @@ def _warm_up(plan: Plan, model: LlavaModel, engine, recomputed: dict, memory: Me
 
 
 def _saver(plan: Plan, engine, ranks: Ranks) -> Saver:
-    training, export, model_writer = plan.args.training, plan.export, None
+    training, model_writer = plan.args.training, None
     if training.save_only_model:
-        write = partial(write_model, engine, export.finished, export.form, export.max_shard_bytes, ranks)
-        form = "projector" if trains_projector_only(plan.args.model) else export.form
-        model_writer = ModelWriter(form, write)
-    resume = plan.resume
-    return Saver(
-        engine, plan.output_dir, resume.identity, resume.weights, training, resume.point.path, ranks, model_writer
-    )
+        model_writer = ModelWriter(plan.export.form, partial(write_model, engine, plan.export, ranks))
+    return Saver(engine, training, plan.resume, ranks, model_writer)

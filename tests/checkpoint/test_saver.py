@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llava_ds.checkpoint import commit, writer
-from llava_ds.checkpoint.resume import find_resume_point
+from llava_ds.checkpoint.resume import ResumePlan, ResumePoint, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.checkpoint.saver import ModelWriter, Saver
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, is_training_checkpoint
@@ -41,8 +41,8 @@ class Engine:
 
 
 def saver_of(output_dir: Path, background: bool = False, limit: int | None = None) -> Saver:
-    training = SimpleNamespace(async_save=background, save_total_limit=limit)
-    return Saver(Engine(), output_dir, IDENTITY, {"model": {}}, training, None, RANKS)
+    training = SimpleNamespace(output_dir=str(output_dir), async_save=background, save_total_limit=limit)
+    return Saver(Engine(), training, ResumePlan(ResumePoint(), IDENTITY, {"model": {}}), RANKS)
 
 
 def test_a_checkpoint_is_there_when_the_step_is_over(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import toys
-from exporting import RANKS, export, finished
+from exporting import RANKS, export
 from PIL import Image
 from transformers import AutoProcessor, LlavaNextForConditionalGeneration
 
@@ -17,8 +17,8 @@ from llava_ds.data.images.decode import load_image, load_media, probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.templates import Message, render_prompt
 from llava_ds.engine.construct import build_model
-from llava_ds.export.check import compare_reloaded
-from llava_ds.export.write import export_live_projector
+from llava_ds.export.llava_folder import PROJECTOR_FILES
+from llava_ds.export.reload_check import compare_reloaded
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model
@@ -131,7 +131,8 @@ def test_a_folder_of_others_is_read_by_its_class_and_processor(anyres, tmp_path)
 
 def test_the_newline_goes_with_the_projector_and_comes_back(anyres, tmp_path, capsys):
     model, plan, args, image_options, _, _ = anyres
-    paths = export_live_projector(finished(model, plan, args, image_options), model, tmp_path, RANKS)
+    export(model, plan, args, image_options, tmp_path, "projector")
+    paths = [tmp_path / name for name in PROJECTOR_FILES]
     assert len({path.stat().st_mode for path in paths}) == 1  # all readable to whom the umask lets read
     written = torch.load(paths[0])
     assert torch.equal(written["model.image_newline"], model.newline.embedding) and len(written) == 5

@@ -18,7 +18,7 @@ from llava_ds.data.images.decode import load_image, load_media, probe
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.templates import render_prompt
 from llava_ds.engine.construct import build_model
-from llava_ds.export.check import compare_reloaded
+from llava_ds.export.reload_check import compare_reloaded
 from llava_ds.geometry import media_layout
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model

@@ -9,28 +9,25 @@ import toys
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.export.plan import Finished
+from llava_ds.export import trial
+from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.tensors import Entry
-from llava_ds.export.trial import try_export
-from llava_ds.export.write import planned_entries
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.plan import plan_model
 
-SHARD = 10**9
-
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Finished:
+def export(tmp_path_factory) -> ExportPlan:
     args = ModelArguments(**toys.write_base(tmp_path_factory.mktemp("trial") / "base"))
     plan = plan_model(args, 512)
     image_options = ImageOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
-    return Finished(plan, args, image_options, torch.bfloat16, 512)
+    return ExportPlan(plan, args, image_options, torch.bfloat16, 512)
 
 
-def test_it_opens_what_will_be_written_and_leaves_nothing(finished, tmp_path):
-    entries = planned_entries(finished)
+def test_it_opens_what_will_be_written_and_leaves_nothing(export, tmp_path):
     for form in ("hf", "llava"):
-        assert "the finished model will have 80 tensors" in try_export(finished, entries, form, tmp_path / "out", SHARD)
+        line = trial.try_export(replace(export, form=form), tmp_path / "out")
+        assert "the finished model will have 80 tensors" in line
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -52,14 +49,16 @@ def without(name: str, entries: list[Entry]) -> list[Entry]:
         ),
     ],
 )
-def test_names_and_shapes_that_transformers_does_not_take_are_refused(finished, changed, message, tmp_path):
+def test_names_and_shapes_that_transformers_does_not_take_are_refused(export, changed, message, tmp_path, monkeypatch):
+    planned = trial.planned_entries(export)
+    monkeypatch.setattr(trial, "planned_entries", lambda export: changed(planned))
     with pytest.raises(ConfigError, match="would not open the finished model: ") as error:
-        try_export(finished, changed(planned_entries(finished)), "hf", tmp_path, SHARD)
+        trial.try_export(export, tmp_path)
     assert message in str(error.value) and "give --export_format llava" in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_noticed_before_training(finished, tmp_path, monkeypatch):
+def test_a_full_disk_is_noticed_before_training(export, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ConfigError, match=r"takes 0\.0 GB, but only 0\.0 GB are free there: make room"):
-        try_export(finished, planned_entries(finished), "hf", tmp_path, SHARD)
+        trial.try_export(export, tmp_path)

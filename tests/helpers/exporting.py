@@ -2,19 +2,20 @@
 
 import torch
 
-from llava_ds.export.plan import Finished
+from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.output_folder import write_live_folder
 from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
-from llava_ds.export.write import export_live
 from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 
 
-def finished(model, plan, args, image_options, **more) -> Finished:
-    return Finished(plan, args, image_options, next(model.parameters()).dtype, 512, **more)
+def export_plan(model, plan, args, image_options, **more) -> ExportPlan:
+    return ExportPlan(plan, args, image_options, next(model.parameters()).dtype, 512, **more)
 
 
 def export(model, plan, args, image_options, folder, form="hf", max_shard_size=DEFAULT_SHARD_SIZE):
     """Write the folder of a live model."""
     folder.mkdir(parents=True, exist_ok=True)
-    export_live(finished(model, plan, args, image_options), model, form, folder, parse_size(max_shard_size), RANKS)
+    more = {"form": form, "max_shard_bytes": parse_size(max_shard_size)}
+    write_live_folder(export_plan(model, plan, args, image_options, **more), model, folder, RANKS)

@@ -29,7 +29,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.llava_questions import llava
 from llava_ds.evaluation.question import Question, with_blank_image, without_image
-from llava_ds.export.check import compare_reloaded
+from llava_ds.export.reload_check import compare_reloaded
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.infer.generate import (
     Prompt,

@@ -39,9 +39,8 @@ from llava_ds.data import template_process
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.construct import build_model
-from llava_ds.export.plan import Finished, export_format
+from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.trial import try_export
-from llava_ds.export.write import planned_entries
 from llava_ds.infer import engines, web  # noqa: F401  imported once, before the processes are forked
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
@@ -165,8 +164,8 @@ def opened_for_training(flags: dict[str, str], version: str | None, output_dir: 
     refuse_unfit_tokenizer(args.model, plan.tokenizer)
     image_options = plan.tower.image_options(args)
     form, _ = export_format(args, plan, image_options)
-    finished = Finished(plan, args.model, image_options, torch.float32, 512)
-    try_export(finished, planned_entries(finished), form, output_dir, 10**9)
+    export = ExportPlan(plan, args.model, image_options, torch.float32, 512, form)
+    try_export(export, output_dir)
     build_model(plan, args.model, llavas.STAGE_0, torch.float32, 0, llavas.RANKS)
 
 

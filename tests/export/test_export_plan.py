@@ -7,7 +7,7 @@ import toys
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
-from llava_ds.export.plan import export_format, hf_kind
+from llava_ds.export.export_plan import export_format, hf_kind
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.model.plan import plan_model
 
@@ -86,7 +86,7 @@ def test_a_siglip_2_goes_out_in_llavas_format_and_a_siglip_to_transformers(bases
 
 def test_stage_1_leaves_a_projector_whatever_it_is(bases):
     args, plan, image_options = planned(bases["clip"], "pad", mm_projector_type="linear", tune_mm_mlp_adapter=True)
-    assert export_format(args, plan, image_options) == ("hf", [])
+    assert export_format(args, plan, image_options) == ("projector", [])
 
 
 def test_sizes_of_shards():

@@ -1,4 +1,4 @@
-"""All of a finished model but its weights, and which folder it can become."""
+"""The plan of an export: all of a model but its weights, and the folder that it becomes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,26 +7,29 @@ import torch
 
 from llava_ds.config.arguments import Arguments, ModelArguments, trains_projector_only
 from llava_ds.constants import ConfigError
+from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.export.tensors import Names
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.plan import ModelPlan
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A model that is done training, or comes from a folder.
+class ExportPlan:
+    """The model to write, and its form: "hf" (for transformers), "llava", "adapter" (LoRA) or "projector".
 
-    args and pictures: how it was built and shown pictures; dtype: of the weights to be written; max_length: longest
-    sample in tokens; rows: of the embeddings before an export added tokens to them, None for as many as there are;
-    tower_name: what LLaVA's format calls the tower; template: the processor's chat template, None for that of
-    --version.
+    args: those the model was built with; dtype: of the weights to be written; max_length: longest sample in tokens;
+    max_shard_bytes: largest file of weights; rows: of the embeddings before an export added tokens to them, None for
+    as many as there are; tower_name: the tower's name in LLaVA's format; template: the processor's chat template, None
+    for that of --version.
     """
 
-    plan: ModelPlan
+    model: ModelPlan
     args: ModelArguments
     image_options: ImageOptions
     dtype: torch.dtype
     max_length: int
+    form: str = "hf"
+    max_shard_bytes: int = parse_size(DEFAULT_SHARD_SIZE)
     rows: int | None = None
     tower_name: str | None = None
     template: str | None = None
@@ -34,12 +37,17 @@ class Finished:
     @property
     def vocab_size(self) -> int:
         """Rows of the embeddings as the model has them now."""
-        return self.plan.text_config.vocab_size
+        return self.model.text_config.vocab_size
+
+    @property
+    def is_whole_model(self) -> bool:
+        """True for a model folder, false for an adapter and for a projector."""
+        return self.form in ("hf", "llava")
 
     @cached_property
     def names(self) -> Names:
-        """What the language model's kind says of its parameters."""
-        return Names.of(self.plan.text_config)
+        """Names and ties of the language model's parameters."""
+        return Names.of(self.model.text_config)
 
 
 def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
@@ -75,12 +83,16 @@ def hf_container(plan: ModelPlan, args: ModelArguments, image_options: ImageOpti
 
 
 def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions) -> tuple[str, list[str]]:
-    """What a run's model will be written as, "hf" or "llava", and a line where that is not what was to be expected.
+    """Choose the form of a run's export, before training, and return it with lines about an unexpected choice.
 
-    To be asked before training. Raises ConfigError where --export_format can't be had.
+    Raises ConfigError where --export_format is not possible.
     """
+    if trains_projector_only(args.model):
+        return "projector", []
+    if args.model.lora_enable:
+        return "adapter", []
     wanted = args.training.export_format
-    if wanted == "llava" or trains_projector_only(args.model):
+    if wanted == "llava":
         return wanted, []
     kind, why = hf_kind(plan, args.model, image_options)
     if kind is not None:

@@ -1,0 +1,134 @@
+"""The export of a finished run: a projector, a model or an adapter; the latter two are compared on one sample."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from llava_ds.batch import Batch
+from llava_ds.checkpoint.saver import can_be_resumed
+from llava_ds.config.arguments import Arguments, TrainingArguments
+from llava_ds.constants import DataError
+from llava_ds.data.collate import collate
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.engine.gather import full_precision_gathers
+from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
+from llava_ds.export.card import write_card
+from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.llava_folder import PROJECTOR_FILES
+from llava_ds.export.output_folder import planned_entries, write_live_folder
+from llava_ds.export.reload_check import compare_reloaded, room_to_compare
+from llava_ds.export.safetensors_shards import num_bytes
+from llava_ds.files.writing import REMEDIES, described
+from llava_ds.model.quantize import exact_products
+from llava_ds.runtime.ranks import Ranks, print_first
+from llava_ds.tracking.run_record import read_run_record
+from llava_ds.tracking.trainer_state import write_trainer_state
+
+
+def export_model(engine, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
+    """Export the finished model into --output_dir; all ranks call it together.
+
+    Raises RuntimeError where the reloaded folder does not compute the logits of the trained model, DataError where the
+    disk does not take it.
+    """
+    output_dir = Path(args.training.output_dir)
+    engine.empty_partition_cache()  # after the eval loss was measured, as below
+    with _disk_errors(output_dir, args.training):
+        if ranks.is_first:
+            write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
+        if export.form == "projector":
+            write_live_folder(export, engine.module, output_dir, ranks)
+            print_first(f"projector: {', '.join(str(output_dir / name) for name in PROJECTOR_FILES)}")
+        elif export.form == "adapter":
+            _export_adapter(engine, export, dataset, output_dir, ranks)
+        else:
+            _export_folder(engine, export, args, dataset, ranks)
+
+
+@contextlib.contextmanager
+def _disk_errors(output_dir: Path, training: TrainingArguments) -> Iterator[None]:
+    """Raise DataError where the disk takes no file. The watchdog tells the other ranks, which wait for this one."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        cause = _refusal(error)
+        if cause is None:
+            raise
+        then = "No checkpoint holds it (--save_strategy no)"
+        if can_be_resumed(training):
+            then = "Start the same command again: it resumes at its end"
+        elif training.save_only_model and training.save_strategy != "no":
+            then = "The newest checkpoint holds the same model"
+        place = getattr(error, "filename", None) or output_dir
+        raise DataError(f"the finished model could not be written: {described(place, cause)}. {then}") from error
+
+
+def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
+    """Write the model as it is now into a folder, in the form of its export; all ranks call it together.
+
+    Raises OSError on rank 0 where the disk does not take it, once the other ranks have done their part.
+    """
+    engine.empty_partition_cache()
+    try:
+        if export.form == "adapter":
+            export_adapter(engine.module, export.model, export.args, export.image_options, folder, ranks)
+        else:
+            write_live_folder(export, engine.module, folder, ranks)
+    except SafetensorError as error:
+        raise _refusal(error) or error from error
+
+
+def _refusal(error: Exception) -> OSError | None:
+    """The disk's error as Python's; None for any other error."""
+    code = re.search(r"\(os error (\d+)\)", str(error))  # as safetensors says it
+    cause = OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
+    return cause if isinstance(cause, OSError) and cause.errno in REMEDIES else None
+
+
+def _export_folder(engine, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
+    """Write the model's folder. transformers has to compute the same logits from it, for one sample."""
+    output_dir, sample = Path(args.training.output_dir), dataset.example()
+    batch = collate([sample], dataset.image_options).to(ranks.device)
+    engine.eval()
+    with torch.no_grad():
+        logits = _logits_everywhere(engine, batch)
+    write_live_folder(export, engine.module, output_dir, ranks)
+    if not ranks.is_first:
+        return
+    write_card(output_dir, export.form, args, output_dir, read_run_record(output_dir)[1])
+    if export.form == "llava":
+        print(f"model: {output_dir} (in LLaVA's format)")
+    elif problem := room_to_compare(num_bytes(planned_entries(export), export.dtype)):
+        print(f"model: {output_dir} ({problem})")
+    else:
+        tower = engine.module.vision_tower
+        layouts = [layout for _, layout in sample.media]
+        difference = compare_reloaded(output_dir, batch, layouts, tower.mean, tower.std, logits)
+        print(f"model: {output_dir} (reloaded with transformers, logits differ by {difference:.1e} of the largest)")
+
+
+def _export_adapter(engine, export: ExportPlan, dataset: EncodedDataset, output_dir: Path, ranks: Ranks) -> None:
+    """Write the folder of LLaVA and peft. peft has to compute the same logits from it, for one sample."""
+    batch = collate([dataset.example()], dataset.image_options).to(ranks.device)
+    engine.eval()
+    with torch.no_grad(), exact_products(engine.module):
+        embeds = engine.module.embed(batch)
+        logits = _logits_everywhere(engine, batch)
+    export_adapter(engine.module, export.model, export.args, dataset.image_options, output_dir, ranks)
+    if ranks.is_first:
+        difference = compare_reloaded_adapter(output_dir, export.model, export.args, embeds, logits)
+        print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
+
+
+def _logits_everywhere(engine, batch: Batch) -> torch.Tensor:
+    """(T, V), by the module itself: the engine would compute in autocast's precision, and the weights are compared."""
+    with full_precision_gathers(engine.module):
+        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device))
+    # ZeRO-3 has begun to gather parameters for a backward pass; until it lets go of them, nobody else can gather them.
+    engine.empty_partition_cache()
+    return logits
