@@ -45,9 +45,9 @@ def main() -> None:
     quiet_libraries()
     ranks = start(options)
     if args.web:
-        from llava_ds.infer.web import gradio, serve
+        from llava_ds.infer.web import import_gradio, serve
 
-        gradio()  # a missing package is reported before a large model is read
+        import_gradio()  # a missing package is reported before a large model is loaded
     loaded = load_for_inference(args.model_path, options, ranks)
     if ranks is not None and not ranks.is_first:
         answer_for_rank_0(loaded)
