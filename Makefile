@@ -1,8 +1,8 @@
-# Every command that a person types. Each makes .venv first if it is not there or out of date.
+# Commands for users and developers. Each creates .venv first if it is missing or out of date.
 #   make finetune    the tiny model in both stages, exported and evaluated
 #   make pretrain MODEL=/models/vicuna-7b VISION_TOWER=/models/clip DATA=blip_558k.json IMAGES=images/
-# EVAL_DATA= names questions that are not trained on: make finetune measures the loss on them, and then scores them.
-# ARGS= goes to run/train.py as it is: make finetune ARGS="--learning_rate 1e-5"
+# EVAL_DATA= names eval questions: make finetune measures the loss on them, and then scores them.
+# ARGS= goes to run/train.py unchanged: make finetune ARGS="--learning_rate 1e-5"
 
 PYTHON   ?= python3
 PIP_ARGS ?=
@@ -20,7 +20,7 @@ ifdef MODEL
   MODEL_ARGS = --model_name_or_path '$(MODEL)' --vision_tower '$(VISION_TOWER)' \
                $(if $(DATA),--data_path '$(DATA)') $(if $(IMAGES),--image_folder '$(IMAGES)')
   EVAL_IMAGES ?= $(IMAGES)
-  ifeq ($(EVAL_IMAGES),$(IMAGES))  # training looks for all images in one folder
+  ifeq ($(EVAL_IMAGES),$(IMAGES))  # training reads all images from one folder
     EVAL_ARGS = $(if $(EVAL_DATA),--eval_data_path '$(EVAL_DATA)' --eval_steps 0.1)
   endif
 else
@@ -61,7 +61,7 @@ pretrain: install
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/$(RECIPE)-pretrain.yaml \
 	  $(MODEL_ARGS) --output_dir $(OUTPUT)-pretrain $(ARGS)
 
-# Stage 2: visual instruction tuning, ZeRO-3, from stage 1's projector; then the score on held-out questions.
+# Stage 2: visual instruction tuning, ZeRO-3, from stage 1's projector; then the score on eval questions.
 finetune: install
 ifdef MODEL
 	@test -e $(PROJECTOR) -o -n "$(PRETRAIN_DATA)" || { echo "there is no $(PROJECTOR) yet: run make pretrain first," \
@@ -87,11 +87,11 @@ ablation: install
 	$(ASK) run/evaluate.py --model_path output/tiny-finetune-without-stage-1 --compare_blank_image --compare_without_image \
 	  --output output/tiny-finetune-without-stage-1/evaluation.json
 
-# Whether training can start on this machine: make doctor ARGS="--deepspeed_config ds_configs/zero3.json"
+# Check that training can start on this machine: make doctor ARGS="--deepspeed_config ds_configs/zero3.json"
 doctor: install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python run/doctor.py $(ARGS)
 
-# How fast it is beside transformers' Trainer: about an hour on two idle cores; make bench ARGS=--quick only tries it.
+# Measure the speed beside transformers' Trainer: about an hour on two idle cores; ARGS=--quick only tries it.
 # On a large GPU: make bench ARGS="--preset gpu-7b"
 bench: install
 	$(BIN)/python run/dev/bench.py $(ARGS)
@@ -102,15 +102,15 @@ docs: install
 	mv docs/flags.md.new docs/flags.md
 	$(BIN)/python run/dev/room_graph.py --write docs/architecture.md
 
-# Two processes of one thread each: more would wait for each other on two cores.
+# Two processes of one thread each: more would compete on two cores.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-# What takes too long for every day: more ranks, more layouts, a browser (Debian: chromium).
+# The slow tests: more ranks, more layouts, a browser (Debian: chromium).
 test-full: install $(VENV)/.demo
 	DEMO_SITE='$(CURDIR)/$(VENV)/demo' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m full -n 2 --dist loadfile
 
-# gradio, for the test of the page: apart, for it wants another Pillow than constraints.txt has.
+# gradio, for the test of the web page, in its own folder: it needs another Pillow than constraints.txt has.
 $(VENV)/.demo: $(VENV)/.installed
 	$(BIN)/python -m pip install $(PIP_ARGS) --target $(VENV)/demo 'gradio>=6.31,<7'
 	touch $@
@@ -120,7 +120,7 @@ KILLS ?= 200
 test-faults: install
 	KILLS=$(KILLS) $(BIN)/python -m pytest -m faults --durations=15
 
-# lmms-eval beside the environment of training, and its answers beside run/evaluate.py's.
+# lmms-eval in its own environment; compare its answers with run/evaluate.py's.
 LMMS ?= .lmms
 lmms-eval: install $(LMMS)/.installed
 	LMMS_EVAL='$(abspath $(LMMS))' $(BIN)/python -m pytest -m full -rs tests/evaluation/test_lmms_eval.py

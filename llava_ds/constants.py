@@ -7,35 +7,35 @@ IGNORE_INDEX = -100  # label of a position that is not supervised (torch's cross
 IMAGE_TOKEN_INDEX = -200  # id of one image-feature position in encoded ids, before the collator replaces it (LLaVA)
 IMAGE_TOKEN = "<image>"
 IM_PATCH_TOKEN = "<im_patch>"  # never in a text, with --mm_use_im_patch_token (LLaVA)
-IM_START_TOKEN, IM_END_TOKEN = "<im_start>", "<im_end>"  # around every picture, with --mm_use_im_start_end
+IM_START_TOKEN, IM_END_TOKEN = "<im_start>", "<im_end>"  # around every image, with --mm_use_im_start_end
 
-MAX_IMAGE_PIXELS = 50_000_000  # of a picture, before decoding and after resizing, unless a flag says otherwise
-PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open a picture with more, whatever the flag says
+MAX_IMAGE_PIXELS = 50_000_000  # of an image, before decoding and after resizing, unless a flag changes it
+PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open an image with more, whatever the flag
 
-EXIT_FAILURE = 1  # an error of the program's, which left a traceback
+EXIT_FAILURE = 1  # an error of the program, with a traceback
 EXIT_BAD_INPUT = 2
-EXIT_STOPPED = 75  # asked to stop, and nothing is lost: the same command goes on (EX_TEMPFAIL of sysexits.h)
-# Asked to stop, and no run can be resumed from what was saved. Beyond sysexits.h: no program retries at it by itself.
+EXIT_STOPPED = 75  # stopped on request, and nothing is lost: the same command resumes (EX_TEMPFAIL of sysexits.h)
+# Stopped on request, without a state to resume from. Not in sysexits.h, so that no program retries on it by itself.
 EXIT_NOT_RESUMABLE = 79
-EXIT_INTERRUPTED = 130  # by Ctrl-C, as a shell says it
-EXIT_READER_GONE = 141  # as a shell says it of a program that SIGPIPE ended
-EXIT_RANK_LOST = 70  # a rank died or stood still, and the watchdog of another ended the run
+EXIT_INTERRUPTED = 130  # by Ctrl-C, as in a shell
+EXIT_READER_GONE = 141  # as in a shell for a program that SIGPIPE ended
+EXIT_RANK_LOST = 70  # a rank died or hung, and another's watchdog ended the run
 
 
 class ConfigError(ValueError):
-    """The flags, the recipe or the DeepSpeed JSON can't be used as given. The text says what to do."""
+    """The flags, the recipe or the DeepSpeed JSON can't be used as given. The text tells what to do."""
 
 
 class DataError(ValueError):
-    """A data set, picture or weight file can't be used as given. The text says where and what to do."""
+    """A data set, image or weight file can't be used as given. The text tells where and what to do."""
 
 
 class FileProblem(DataError):
-    """A file that a record names is missing or can't be used: the record may be fine once the file is."""
+    """A file that a record names is missing or can't be used: the record is fine once the file is."""
 
 
 class FileChanged(DataError):
-    """A file is not the one that its record was checked with: the data have to be checked anew."""
+    """A file has changed since its record was checked: the data have to be checked again."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:

@@ -1,7 +1,7 @@
-"""Talk with a model about pictures: python run/chat.py --image photo.jpg --question "What is this?"
+"""Talk with a model about images: python run/chat.py --image photo.jpg --question "What is this?"
 
-Without --question it asks you, and remembers the conversation; /help lists the commands, /image shows another picture.
-With --web it is a page on this machine instead. On several GPUs: deepspeed run/chat.py --engine deepspeed.
+Without --question it is a conversation in the terminal; /help lists the commands, /image shows the model another
+image. With --web it is a page on this machine. On several GPUs: deepspeed run/chat.py --engine deepspeed.
 """
 
 import sys
@@ -40,14 +40,14 @@ Port = Annotated[int, Bounds(1, 65535)]
 def main() -> None:
     args = parse()
     if args.web and (given := [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]):
-        raise ConfigError(f"{', '.join(given)}: with --web it is said on the page, leave it out")
+        raise ConfigError(f"{', '.join(given)}: with --web it is given on the page, leave it out")
     options, sampling = parse_engine_options(args), sampling_of(args)
     quiet_libraries()
     ranks = start(options)
     if args.web:
-        from llava_ds.infer.web import gradio, serve
+        from llava_ds.infer.web import import_gradio, serve
 
-        gradio()  # a missing package is said before a large model is read
+        import_gradio()  # a missing package is reported before a large model is loaded
     loaded = load_for_inference(args.model_path, options, ranks)
     if ranks is not None and not ranks.is_first:
         answer_for_rank_0(loaded)
@@ -63,9 +63,9 @@ def main() -> None:
 
 
 def start(options: EngineOptions) -> Ranks | None:
-    """This process among those that hold the model together; None where it is alone."""
+    """This process's rank among those that share the model; None for a single process."""
     if options.engine == "deepspeed":
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks where answers are printed
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints where answers are printed
             return init_ranks()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("--engine hf runs in one process: start it with python, or give --engine deepspeed")
@@ -73,7 +73,7 @@ def start(options: EngineOptions) -> Ranks | None:
 
 
 def talk(session: Session, args: argparse.Namespace) -> None:
-    """One question, or as many as come from the terminal."""
+    """Answer one question, or all that are typed in the terminal."""
     session.pending += [read_media("image", path, session.loaded) for path in args.image]
     session.pending += [read_media("video", path, session.loaded) for path in args.video]
     if args.question is not None:
@@ -86,10 +86,10 @@ def parse() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add_engine_flags(parser)
     files = {"nargs": "+", "action": "extend", "default": [], "metavar": "PATH", "type": given_path}
-    parser.add_argument("--image", "--image-file", help="pictures that the first question shows", **files)
-    parser.add_argument("--video", help="videos that the first question shows", **files)
-    parser.add_argument("--question", help="ask this, print the answer, and leave")
-    parser.add_argument("--quiet", action="store_true", help="nothing but answers: no speed, no notes")
+    parser.add_argument("--image", "--image-file", help="images of the first question", **files)
+    parser.add_argument("--video", help="videos of the first question", **files)
+    parser.add_argument("--question", help="ask this, print the answer, and exit")
+    parser.add_argument("--quiet", action="store_true", help="print answers only: no speed, no notes")
     parser.add_argument("--web", action="store_true", help="a page on this machine, with the extra 'demo'")
     parser.add_argument("--port", type=number(Port), default=7860, help="of --web, on 127.0.0.1 (default: %(default)s)")
     defaults = Sampling()
@@ -97,13 +97,15 @@ def parse() -> argparse.Namespace:
         ("max_new_tokens", int, "longest answer in tokens"),
         ("temperature", float, "0: always the likeliest token; LLaVA's own chat has 0.2"),
         ("top_p", float, "with a temperature: the likeliest tokens that have this probability together"),
-        ("top_k", int, "with a temperature: so many likeliest tokens; 0: all"),
-        ("repetition_penalty", float, "above 1, tokens that the answer holds already become less likely"),
+        ("top_k", int, "with a temperature: this many of the likeliest tokens; 0: all"),
+        ("repetition_penalty", float, "above 1, tokens that the answer already has become less likely"),
     ):
         spellings = [f"--{name}"] + ["--max-new-tokens"] * (name == "max_new_tokens")
         default = getattr(defaults, name)
         parser.add_argument(*spellings, type=kind, default=default, help=f"{text} (default: %(default)s)")
-    parser.add_argument("--seed", type=int, help="the same answer again with a temperature; absent: another each time")
+    parser.add_argument(
+        "--seed", type=int, help="with a temperature: gives the same answer again; absent: another each time"
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """Compare runs: python run/compare.py OUTPUT_DIR OUTPUT_DIR ...
 
-Prints their numbers and the flags that differ side by side, and writes a page with their curves on common axes. Of
-runs that have ended, were killed, or are still running.
+Prints their numbers and the flags that differ side by side, and writes a page with their curves on common axes. Runs
+that have ended, were killed, or are still running can be compared.
 """
 
 import sys
@@ -26,13 +26,13 @@ def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=given_path, help="the --output_dir of each run, two or more")
     parser.add_argument(
-        "--html", type=given_path, default="compare.html", help="the page's name (default: %(default)s)"
+        "--html", type=given_path, default="compare.html", help="file of the page (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     folders = [Path(run) for run in args.runs]
     if missing := [str(folder) for folder in folders if not is_run(folder)]:
         raise ConfigError(
-            f"{', '.join(missing)}: no run's folder, for it has neither run.json nor metrics.jsonl: name --output_dirs"
+            f"{', '.join(missing)}: no run's folder, it has neither run.json nor metrics.jsonl: name --output_dirs"
         )
     if len(folders) < 2:
         raise ConfigError("there is one run only: name two or more, or use run/report.py")

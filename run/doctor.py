@@ -1,9 +1,9 @@
-"""Whether training can start on this machine: python run/doctor.py [--deepspeed_config ds_configs/zero3.json]
+"""Check that training can start on this machine: python run/doctor.py [--deepspeed_config ds_configs/zero3.json]
 
-Looks at versions, devices, compiler, DeepSpeed's operators, network, disks and limits, and has two ranks talk to each
-other. Nothing is compiled or downloaded. With a DeepSpeed JSON, also at whether run/train.py would take it on this
-machine, and at what it needs here (operators, NVMe).
-A problem keeps training from starting; with a warning it starts, but may be slow or break later. Each has its remedy.
+Checks versions, devices, compiler, DeepSpeed's operators, network, disks and limits, and lets two ranks communicate.
+Nothing is compiled or downloaded. With a DeepSpeed JSON, also that run/train.py accepts it on this machine, and that
+the machine has what it needs (operators, NVMe).
+A problem keeps training from starting; with a warning it starts, but may be slow or fail later. Each has its remedy.
 
 Exit code: 0 training can start, 1 it can't, 2 the flags can't be used.
 """
@@ -32,9 +32,7 @@ LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks 
 
 def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON whose needs are looked at too"
-    )
+    parser.add_argument("--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON to check, too")
     parser.add_argument(
         "--output_dir", type=given_path, default="output", help="as for run/train.py (default: %(default)s)"
     )
@@ -50,7 +48,9 @@ def main(argv: list[str]) -> int:
     output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))
     required = Requirements(output_dir, cache_dir, config)
 
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)  # says where it hangs, and leaves with 1
+    faulthandler.dump_traceback_later(
+        LIMIT_S, exit=True, file=sys.__stderr__
+    )  # prints where it hangs, and exits with 1
     findings = []
     for name, finding in examine(
         required, tuple(c for c in CHECKS if not (args.no_collective and c.name == "collective"))

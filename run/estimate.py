@@ -1,7 +1,7 @@
-"""How much memory training needs: python run/estimate.py --model llava-v1.5-7b --num_gpus 8 --gpu_memory 80
+"""Estimate the memory that training needs: python run/estimate.py --model llava-v1.5-7b --num_gpus 8 --gpu_memory 80
 
-Takes the flags of run/train.py (recipes too), and instead of folders a named size or a number of parameters. No weights
-are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose.
+Takes the flags of run/train.py (also recipes), and in place of folders a named size or a number of parameters. No
+weights are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose.
 """
 
 import sys
@@ -53,13 +53,13 @@ def main(argv: list[str]) -> None:
         "--zero_stage",
         type=int,
         choices=(0, 1, 2, 3),
-        help="what advice starts from, without --deepspeed_config (default: 2 with --tune_mm_mlp_adapter, else 3)",
+        help="stage of the estimate, without --deepspeed_config (default: 2 with --tune_mm_mlp_adapter, else 3)",
     )
     parser.add_argument(
         "--supervised_fraction",
         type=number(Part),
         default=SUPERVISED,
-        help="part of the tokens that is supervised, which logits are made for (default: %(default)s)",
+        help="fraction of the tokens that is supervised, and needs logits (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes, instead of the table")
     own, rest = parser.parse_known_args(argv)
@@ -68,13 +68,13 @@ def main(argv: list[str]) -> None:
         raise ConfigError("\n".join(found))
 
     quiet_libraries()
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed speaks up when it is opened
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
         run = read_run(own, args)
     gpu_memory = None if own.gpu_memory is None else own.gpu_memory * GB
     if own.json:
         print(json.dumps(as_json(run, gpu_memory), indent=1))
         return
-    print(*description(run), *said_of_auto(args, run, gpu_memory), *table(run, gpu_memory), sep="\n")
+    print(*description(run), *auto_lines(args, run, gpu_memory), *table(run, gpu_memory), sep="\n")
     if gpu_memory is not None:
         print(advice(run, gpu_memory))
 
@@ -108,23 +108,23 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
     return found
 
 
-def said_of_auto(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]:
-    """A line about what auto would choose, where a flag says it."""
+def auto_lines(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]:
+    """A line about the choice of auto, where a flag has it."""
     names = ("tokens_per_micro_batch", "gradient_checkpointing")
-    asked = ", ".join(f"--{name}" for name in names if getattr(args.training, name) == "auto")
-    if not asked or run.batch is None:
+    flags = ", ".join(f"--{name}" for name in names if getattr(args.training, name) == "auto")
+    if not flags or run.batch is None:
         return []
     if gpu_memory is None and args.training.activation_memory_gb is None:
-        return [f"auto ({asked}) goes by memory: give --gpu_memory; here it is as if there were enough of it"]
-    tokens, again = run.batch.num_tokens, run.batch.num_recomputed
+        return [f"auto ({flags}) depends on memory: give --gpu_memory; without it, memory is taken as sufficient"]
+    tokens, recomputed = run.batch.num_tokens, run.batch.num_recomputed
     return [
-        f"auto ({asked}), as estimated: {tokens:,} tokens a micro-batch, {again} of {run.shape.text.num_layers} layers "
-        "are checkpointed"
+        f"auto ({flags}), as estimated: {tokens:,} tokens a micro-batch, {recomputed} of "
+        f"{run.shape.text.num_layers} layers are checkpointed"
     ]
 
 
 def read_run(own: argparse.Namespace, args: Arguments) -> Run:
-    """What the flags describe. Without a DeepSpeed JSON it is this repository's, in bf16 if no flag says otherwise."""
+    """The run that the flags describe. Without a DeepSpeed JSON it has this repository's, in bf16 by default."""
     if own.model is not None:
         shape = shape_named(own.model, args)
     else:
@@ -136,7 +136,7 @@ def read_run(own: argparse.Namespace, args: Arguments) -> Run:
     return planned_run(
         shape,
         resolved,
-        # Without data every sample may be a longest one.
+        # Without data every sample may have the greatest length.
         Data(longest, own.supervised_fraction, share=resolved.args.training.per_device_train_batch_size * longest),
         _devices(own),
     )
@@ -148,8 +148,13 @@ def _devices(own: argparse.Namespace) -> Devices:
 
 
 def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> ResolvedConfig:
-    """The DeepSpeed JSON as training would fill it on these GPUs."""
-    training_on = {"world_size": own.num_gpus, "hidden_size": shape.hidden_size, "device_type": "cuda", "here": False}
+    """The DeepSpeed JSON as training would resolve it on these GPUs."""
+    training_on = {
+        "world_size": own.num_gpus,
+        "hidden_size": shape.hidden_size,
+        "device_type": "cuda",
+        "is_local": False,
+    }
     if args.training.deepspeed_config == CHOOSE_DS_CONFIG:
         raw, line = choose_ds_config(DS_CONFIGS, shape, args, _devices(own))
         print(line, file=sys.stderr)

@@ -1,8 +1,8 @@
 """Score a model on held-out questions: python run/evaluate.py --model_path output/tiny-finetune
 
-Without --data_path it asks about the generated scenes that no training picture shows. --task names a benchmark whose
-files are on this disk; docs/evaluation.md says which files. Every local device: deepspeed run/evaluate.py ...
-The same command goes on where a broken one stopped, if it has an --output.
+Without --data_path it asks about generated scenes that are in no training image. --task names a benchmark whose files
+are on this disk; docs/evaluation.md lists the files. On every local device: deepspeed run/evaluate.py ...
+The same command resumes an interrupted one, if it has an --output.
 """
 
 from llava_ds.runtime.command import Parser, begin, given_path, leave_with, new_folder
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]:
-    """What the command line says about the questions, and the questions, the same on all ranks."""
+    """The flags about the questions, and the questions, the same on all ranks."""
     with first_rank_first(ranks):
         data_path, image_folder = args.data_path, args.image_folder
         if data_path is None:
@@ -118,7 +118,7 @@ def answers_to(
     args: argparse.Namespace,
     ranks: Ranks,
 ) -> list[Answer]:
-    """The answer to each question, on every rank; what earlier attempts left is not asked again."""
+    """The answer to each question, on every rank; answers of earlier attempts are read, not asked again."""
     known = answered(store, column, len(questions), ranks)
     if known:
         print_first(f"{column}: {len(known):,} of {len(questions):,} questions are answered already")
@@ -134,9 +134,9 @@ def answers_to(
 def show(
     scored: dict[str, Scored], rows: list[dict], data_path: str, store: Store | None, args: argparse.Namespace
 ) -> None:
-    """Print the scores, write them where there is a store, and put them into a run's page if they lie beside it.
+    """Print the scores, write them to the store if there is one, and update the report of a run beside it.
 
-    rows: of the answers to the questions as they are.
+    rows: of the answers to the unchanged questions.
     """
     scores = as_json(scored, args.resamples, args.seed)
     if store is not None:
@@ -156,7 +156,7 @@ def show(
 
 
 def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespace) -> None:
-    """Put the scores into the model's card, if it has one of ours. They are not lost over it."""
+    """Add the scores to the model's card, if it has one of ours; a failure is a warning."""
     data = "generated scenes" if args.data_path is None else os.path.basename(os.path.abspath(data_path))
     name = (
         f"{data}{f', the first {args.limit:,}' if args.limit else ''}{', turns by themselves' * (args.turns == 'each')}"
@@ -170,8 +170,7 @@ def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespac
 
 
 def start(options: EngineOptions) -> Ranks:
-    """This process among those that a launcher started; by itself, with transformers' engine, it needs neither
-    DeepSpeed nor a port."""
+    """This process's rank. A single process with transformers' engine needs neither DeepSpeed nor a port."""
     variables = {**os.environ, **rank_variables(os.environ)[0]}
     if int(variables["WORLD_SIZE"]) > 1 or options.engine == "deepspeed":
         return init_ranks()
@@ -182,7 +181,7 @@ def parse() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add_engine_flags(parser)
-    add("--task", choices=[*TASKS], default="llava", help="whose files and scoring (default: a LLaVA-format file)")
+    add("--task", choices=[*TASKS], default="llava", help="benchmark (default: a file in LLaVA's format)")
     add("--data_path", type=given_path, help="the questions; in LLaVA's format 'kind' groups the scores")
     add("--annotations", type=given_path, help="the answers, where the benchmark has them in another file or folder")
     add("--image_folder", type=given_path, help="folder that the image paths are relative to")
@@ -218,14 +217,14 @@ def parse() -> argparse.Namespace:
         "--cache_dir",
         type=new_folder,
         default="~/.cache/llava_ds",
-        help="where generated scenes and MMBench's pictures are kept",
+        help="folder for generated scenes and MMBench's images",
     )
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
     args = parser.parse_args()
     if args.data_path is None and args.task != "llava":
-        raise ConfigError(f"--data_path is missing: say where {args.task}'s questions lie")
+        raise ConfigError(f"--data_path is missing: name {args.task}'s questions")
     if args.metric != "exact" and args.task != "llava":
-        raise ConfigError(f"--metric goes with --task llava: {args.task} has a scoring of its own, leave it out")
+        raise ConfigError(f"--metric goes with --task llava: {args.task} has its own scoring, leave it out")
     if args.turns != "together" and args.task != "llava":
         raise ConfigError(f"--turns goes with --task llava: {args.task}'s questions are one turn each, leave it out")
     if args.split is not None and args.task != "scienceqa":

@@ -1,9 +1,9 @@
 """Turn a checkpoint or a model folder into a model folder: python run/export.py output/mine/checkpoint-500 --format hf
 
-SOURCE is a checkpoint of run/train.py, of any ZeRO stage and number of ranks: neither the processes that wrote it nor
-their GPUs are needed. run.json beside it says what was trained; the base models have to lie where it says, or where
---model_name_or_path and --vision_tower say. Or SOURCE is a whole LLaVA, in LLaVA's own format or transformers', or LoRA
-over one, which is merged into it.
+SOURCE is a checkpoint of run/train.py, of any ZeRO stage and number of ranks; no GPU is needed. run.json beside it has
+the flags of the run; the base models have to be in the folders that it names, or in those of --model_name_or_path and
+--vision_tower. Or SOURCE is a whole LLaVA, in LLaVA's own format or transformers', or LoRA over one, which is merged
+into it.
 """
 
 from llava_ds.runtime.command import Parser, begin, given_path, leave_with, new_folder
@@ -12,6 +12,7 @@ if __name__ == "__main__":
     begin("run/export.py")
 
 
+import argparse
 import dataclasses
 from pathlib import Path
 
@@ -31,52 +32,20 @@ from llava_ds.export.staged import staged
 from llava_ds.runtime.ranks import quiet_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FOLDERS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "version")
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("source", type=given_path, metavar="SOURCE", help="checkpoint-<step> folder, or a model's")
-    parser.add_argument(
-        "--format",
-        choices=["hf", "llava", "adapter", "projector"],
-        help="hf: for transformers; llava: for LLaVA's own code; adapter: of a LoRA run's checkpoint, which the other "
-        "two merge; projector: mm_projector.bin; absent: what the run itself leaves, or hf",
-    )
-    parser.add_argument(
-        "--output_dir", type=new_folder, help="folder to write; absent: the source's name with the format behind it"
-    )
-    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: as trained, or as it is")
-    parser.add_argument("--max_shard_size", default=DEFAULT_SHARD_SIZE, help="largest file (default: %(default)s)")
-    parser.add_argument(
-        "--model_name_or_path", type=given_path, help="where a checkpoint's base language model lies now"
-    )
-    parser.add_argument(
-        "--pretrain_mm_mlp_adapter", type=given_path, help="where the projector that a checkpoint began with lies now"
-    )
-    parser.add_argument("--model_base", type=given_path, help="the model under an adapter")
-    parser.add_argument(
-        "--vision_tower", help="where the vision tower lies now; to LLaVA's format, the name that its loader opens"
-    )
-    parser.add_argument("--version", help="conversation template of a model folder that does not say it")
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="write into a folder that holds files already: a model there is replaced, whatever its form, and other "
-        "files stay",
-    )
-    args = parser.parse_args()
-
-    parse_size(args.max_shard_size)
-    dtype, source = DTYPES.get(args.dtype), Path(args.source)
+    args = parse()
+    source, given = Path(args.source), {name: value for name in FOLDERS if (value := getattr(args, name)) is not None}
+    max_shard_bytes, dtype = parse_size(args.max_shard_size), DTYPES.get(args.dtype)
     quiet_libraries()
-    flags = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "version")
-    given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     if not source.is_dir():
         raise ConfigError(f"{source}: there is no such folder")
     restored = None
     if is_training_checkpoint(source):
         if "version" in given:
-            raise ConfigError("--version goes with a model folder; run.json says a checkpoint's: leave it out")
+            raise ConfigError("--version goes with a model folder; run.json has a checkpoint's: leave it out")
         restored = restore(source, given, dtype)
         form, export, entries = args.format or restored.export.form, restored.export, restored.entries
     else:
@@ -86,8 +55,8 @@ def main() -> None:
         form = args.format or "hf"
         export, entries, lines = open_folder(source, given, dtype, form)
         print(*lines, sep="\n")
-    export = dataclasses.replace(export, form=form, max_shard_bytes=parse_size(args.max_shard_size))
-    _check(export, is_lora_run=restored is not None and restored.run.model.lora_enable)
+    export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
+    _check_form(export, is_lora_run=restored is not None and restored.run.model.lora_enable)
     output_dir = _empty_folder(args.output_dir or f"{str(source).rstrip('/')}-{form}", args.overwrite)
     _check_is_not_read(output_dir, source, export)
     with staged(output_dir) as stage:
@@ -103,6 +72,35 @@ def main() -> None:
     print(f"{form}: {output_dir}")
 
 
+def parse() -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("source", type=given_path, metavar="SOURCE", help="checkpoint-<step> folder, or a model's folder")
+    add(
+        "--format",
+        choices=["hf", "llava", "adapter", "projector"],
+        help="hf: for transformers; llava: for LLaVA's own code; adapter: of a LoRA run's checkpoint, hf and llava "
+        "merge it; projector: mm_projector.bin; absent: the format of the run's own export, or hf",
+    )
+    add("--output_dir", type=new_folder, help="folder to write; absent: the source's name with the format appended")
+    add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: that of training, or of the folder")
+    add("--max_shard_size", default=DEFAULT_SHARD_SIZE, help="largest file (default: %(default)s)")
+    add("--model_name_or_path", type=given_path, help="present folder of a checkpoint's base language model")
+    add("--pretrain_mm_mlp_adapter", type=given_path, help="present path of the projector that a checkpoint began with")
+    add("--model_base", type=given_path, help="the model under an adapter")
+    add(
+        "--vision_tower", help="present folder of the vision tower; with --format llava, the name that its loader opens"
+    )
+    add("--version", help="conversation template of a model folder that has none in its settings")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="write into a folder that is not empty: a model there is replaced, whatever its format, and other files "
+        "remain",
+    )
+    return parser.parse_args()
+
+
 def _empty_folder(path: str, overwrite: bool) -> Path:
     folder = Path(path)
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
@@ -111,14 +109,14 @@ def _empty_folder(path: str, overwrite: bool) -> Path:
 
 
 def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> None:
-    """Refuse to replace a model that the new one is made from: it may be the only copy."""
+    """Refuse to replace a model that the new one is read from: it may be the only copy."""
     sources = [getattr(export.model.sources, field.name) for field in dataclasses.fields(export.model.sources)]
     paths = [source, *(Path(part.path) for part in sources if part is not None)]
     if output_dir.resolve() in [(path.parent if path.is_file() else path).resolve() for path in paths]:
         raise ConfigError(f"--output_dir {output_dir} holds a model that is read for this one: name another folder")
 
 
-def _check(export: ExportPlan, is_lora_run: bool) -> None:
+def _check_form(export: ExportPlan, is_lora_run: bool) -> None:
     if export.form == "adapter" and not is_lora_run:
         raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
     kind, why = hf_kind(export.model, export.args, export.image_options)

@@ -1,7 +1,7 @@
-"""See what would be trained on: python run/inspect_data.py --model_name_or_path vicuna --data_path my.json ...
+"""Show the data of a training run: python run/inspect_data.py --model_name_or_path vicuna --data_path my.json ...
 
-Takes the data and model flags of run/train.py (others are passed over), checks and encodes every record as training
-does, and shows the first samples with the supervised part marked. Only the model's tokenizer is read.
+Takes the data and model flags of run/train.py (others are ignored), checks and encodes every record as training does,
+and shows the first samples with the supervised part marked. Only the model's tokenizer is read.
 """
 
 import sys
@@ -47,13 +47,13 @@ from llava_ds.tracking.data_page import in_terminal, page, supervised_text
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "--num_samples", type=number(NotNegative), default=3, help="samples to show here (default: %(default)s)"
+        "--num_samples", type=number(NotNegative), default=3, help="samples to print (default: %(default)s)"
     )
     parser.add_argument(
         "--jsonl", type=given_path, help="write one object per record, accepted or rejected, to this file"
     )
     parser.add_argument(
-        "--html", type=given_path, help="write a page with samples, their pictures and the mask to this file"
+        "--html", type=given_path, help="write a page with samples, their images and the mask to this file"
     )
     parser.add_argument(
         "--html_samples", type=number(NotNegative), default=30, help="samples on the page (default: %(default)s)"
@@ -88,7 +88,7 @@ def _write_rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase, pat
 
 
 def _cannot_be_written(name: str, path: str | None) -> str | None:
-    """Why a file that the user named can't be made, to be known before the work; None if it can, or none was named."""
+    """The reason why a file that the user named can't be created, before the work; None if it can, or none is named."""
     if path is None:
         return None
     folder = Path(path).parent
@@ -100,10 +100,10 @@ def _cannot_be_written(name: str, path: str | None) -> str | None:
 
 
 def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPlan]:
-    """The flags with what the model says of itself, its tokenizer and its tower.
+    """The flags with the model's own settings, its tokenizer and its tower.
 
-    A folder with a tokenizer alone is enough: pictures are then prepared as for the tiny model. What training would
-    refuse the model or its length for is said.
+    A folder with a tokenizer alone is enough: images are then prepared as for the tiny model. Prints the reason if
+    training would refuse the model or its length.
     """
     folder = Path(args.model.model_name_or_path)
     tokenizer_path, tower = str(folder), None
@@ -125,7 +125,7 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
             print_first(note)
     if tower is None:
         if args.model.vision_tower is None:
-            print("no --vision_tower: pictures are prepared and counted as for the tiny model's")
+            print("no --vision_tower: images are prepared and counted as for the tiny model's")
             args = args.replaced(vision_tower=str(CLIP_PATH))
         tower = read_tower(args.model.vision_tower, args.model)
     tokenizer = open_tokenizer(tokenizer_path)
@@ -135,7 +135,7 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
 
 
 def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, object]]:
-    """One object per record, in the files' order: its ids, labels and sizes, or why it is left out."""
+    """One object per record, in the files' order: its ids, labels and sizes, or the reason why it is skipped."""
     for i in progress_bar(iterable=range(dataset.num_records), desc="writing", unit="record"):
         row = dataset.row(i)
         if row["reason"] is not None:

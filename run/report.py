@@ -1,7 +1,7 @@
 """Write report.html of a run: python run/report.py OUTPUT_DIR
 
-Of a run that has ended, was killed, or is still running, from the files in its folder. A run that ends writes it
-itself; again is worth it after run/evaluate.py, whose scores it then shows.
+It is made from the files in the run's folder, also of a run that was killed or is still running. A run writes it at its
+end; write it again to include the scores of run/evaluate.py.
 """
 
 import sys
@@ -23,7 +23,7 @@ from llava_ds.tracking.run_files import is_run
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("output_dir", type=given_path, help="a run's --output_dir")
-    parser.add_argument("--html", type=given_path, help="the page's name (default: report.html in that folder)")
+    parser.add_argument("--html", type=given_path, help="file of the page (default: report.html in that folder)")
     args = parser.parse_args(argv)
     folder = Path(args.output_dir)
     if not is_run(folder):

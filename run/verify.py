@@ -1,7 +1,7 @@
 """Tell which checkpoints are whole: python run/verify.py output/mine/checkpoint-500 output/other
 
-A folder that holds checkpoint-* is looked through. Every file is read and compared with the hash that was taken while
-it was written. Exit code 0: all are whole; 1: at least one is not; 2: there is nothing to verify.
+In a folder with checkpoint-* every one is verified. Every file is read and compared with the hash that was computed
+while it was written. Exit code 0: all are whole; 1: at least one is not; 2: there is nothing to verify.
 """
 
 import sys
@@ -22,7 +22,7 @@ from llava_ds.runtime.ranks import print_first
 
 
 def main(argv: list[str]) -> int:
-    """The exit code: 0 where all are whole, or 1."""
+    """Verify all; return the exit code: 0 where all are whole, or 1."""
     parser = Parser(description=__doc__)
     parser.add_argument(
         "paths", nargs="+", type=given_path, metavar="CHECKPOINT", help="checkpoint-<step>, or an --output_dir"
@@ -47,7 +47,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _described(path: Path) -> str:
-    """What a whole checkpoint is."""
+    """A line about a whole checkpoint."""
     files = commit.read_manifest(path)
     trainer = read_trainer(path)
     identity = trainer["identity"]

@@ -1,4 +1,4 @@
-"""What the documentation says of flags, messages and pages is so in the code."""
+"""Flags, files, names, links and messages in the documentation exist in the code."""
 
 import ast
 import importlib.util
@@ -144,7 +144,7 @@ def test_ranges_are_those_that_are_checked(tmp_path):
 
 
 def slug(heading: str) -> str:
-    """What a page's heading is linked by."""
+    """The anchor of a page's heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 

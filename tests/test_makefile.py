@@ -1,4 +1,4 @@
-"""What the Makefile's targets would run: the flags exist, and a model named on make's command line reaches them."""
+"""The commands of the Makefile's targets: the flags exist, and a model named on make's command line reaches them."""
 
 import re
 import shlex

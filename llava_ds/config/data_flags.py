@@ -19,7 +19,7 @@ GROUPINGS = {
 
 @dataclass(frozen=True)
 class DataArguments:
-    """Which records and images, and how they become tokens."""
+    """Flags of the records and images, and of their tokens."""
 
     data_path: str | None = flag(
         None,

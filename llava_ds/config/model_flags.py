@@ -9,7 +9,7 @@ from llava_ds.config.flags import flag
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """Which model, and which part of it trains."""
+    """Flags of the model, and of the parts of it that train."""
 
     model_name_or_path: str | None = flag(
         None,

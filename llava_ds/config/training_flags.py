@@ -24,7 +24,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 @dataclass(frozen=True)
 class TrainingArguments:
-    """How the model trains, and the files that the run writes."""
+    """Flags of training, and of the files that the run writes."""
 
     deepspeed_config: str | None = flag(
         None,

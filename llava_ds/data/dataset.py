@@ -378,23 +378,17 @@ def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: P
     rows = list(rejections(bad, np.arange(len(bad))))
     listing = folder / "rejected.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    lines = [_rejection_line(row) for row in rows]
-    limit = (
-        "--on_bad_sample stop allows none"
-        if options.on_bad_sample == "stop"
-        else f"--max_bad_fraction allows {options.max_bad_fraction:.2%}"
-    )
-    raise DataError(
-        "\n".join(
-            [
-                f"{len(rows):,} of {len(table):,} records ({len(rows) / len(table):.2%}) can't be trained on, {limit}: "
-                "mend or remove them, or raise the limit",
-                shown(lines, f", all listed in {listing}"),
-                "in short:",
-                *reasons_in_short([row["reason"] for row in rows]),
-            ]
-        )
-    )
+    limit = f"--max_bad_fraction allows {options.max_bad_fraction:.2%}"
+    if options.on_bad_sample == "stop":
+        limit = "--on_bad_sample stop allows none"
+    lines = [
+        f"{len(rows):,} of {len(table):,} records ({len(rows) / len(table):.2%}) can't be trained on, {limit}: "
+        "mend or remove them, or raise the limit",
+        shown(map(_rejection_line, rows), f", all listed in {listing}"),
+        "in short:",
+        *reasons_in_short([row["reason"] for row in rows]),
+    ]
+    raise DataError("\n".join(lines))
 
 
 def _numbers(table: datasets.Dataset, name: str) -> np.ndarray:

@@ -2,10 +2,10 @@
 
 The plan follows from the samples' lengths alone, so every rank makes the same one and nothing is communicated.
 
-Packs are evened out by a local search, because a rank waits for the slowest one in every round. On LLaVA-1.5's mix of
-lengths (run/dev/benchmark/length_mix.py) a step takes longer with the plain rule instead (heaviest sample first, into
-the lightest pack, and best fit where that breaks the bound): 1 to 2.7 % under a bound of 2,048 tokens, 0.9 to 2 % under
-8,192, on 8 to 64 ranks with 128 to 2,048 samples, and 6.5 % with one pack a rank; on 1 or 2 ranks at most 0.9 %.
+Packs are evened out by a local search, because every round takes as long as its slowest rank. Without it (heaviest
+sample first into the lightest pack, best fit where that breaks the bound), steps of 128 to 2,048 samples of LLaVA-1.5's
+mix of lengths on 8 to 64 ranks take longer by 1 % at the median, for bounds of 2,048 to 16,384 tokens: from nothing
+where most packs are one sample, to 6.5 % with one pack of 8,192 tokens a rank (run/dev/measure_packing.py, --plain).
 """
 
 import bisect

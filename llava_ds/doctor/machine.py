@@ -14,10 +14,10 @@ from llava_ds.doctor.requirements import (
     WARNING,
     Finding,
     Requirements,
-    can_be_written,
     nearest_folder,
     output_of,
 )
+from llava_ds.files.writing import can_be_made
 from llava_ds.runtime.launchers import is_loopback_name
 
 GIB = 2**30
@@ -127,7 +127,7 @@ def check_shared_memory(required: Requirements, folder: Path = Path("/dev/shm"))
 def check_disks(required: Requirements) -> list[Finding]:
     findings = []
     for flag, folder in (("--output_dir", required.output_dir), ("--cache_dir", required.cache_dir)):
-        if not can_be_written(folder):
+        if not can_be_made(str(folder)):
             findings.append(Finding(PROBLEM, f"{flag} {folder} can't be written to", "name another folder"))
             continue
         free = shutil.disk_usage(nearest_folder(folder)).free

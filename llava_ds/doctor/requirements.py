@@ -95,7 +95,7 @@ class Requirements:
                 world_size=_meant_ranks(raw),
                 hidden_size=HIDDEN_SIZE,
                 device_type=self.device_type,
-                here=True,
+                is_local=True,
             )
         except ConfigError as error:
             return None, [_refused(line) for line in str(error).splitlines()]
@@ -139,9 +139,3 @@ def nearest_folder(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def can_be_written(path: Path) -> bool:
-    """True if the folder may be written to, or created."""
-    nearest = nearest_folder(path)
-    return nearest.is_dir() and os.access(nearest, os.W_OK)

@@ -11,7 +11,8 @@ import shutil
 import sys
 import time
 
-from llava_ds.doctor.requirements import OK, PROBLEM, WARNING, Finding, Requirements, can_be_written, output_of
+from llava_ds.doctor.requirements import OK, PROBLEM, WARNING, Finding, Requirements, output_of
+from llava_ds.files.writing import can_be_made
 
 INSTALL = "pip install -c constraints.txt -e ."
 # Operators that are reported even if the JSON doesn't need them.
@@ -128,7 +129,7 @@ def check_built_operators(required: Requirements) -> list[Finding]:
     from llava_ds.engine.native_ops import extensions_folder
 
     folder = extensions_folder()
-    if not can_be_written(folder):
+    if not can_be_made(str(folder)):
         level = PROBLEM if required.ops else WARNING
         return [Finding(level, f"{folder} can't be written to", "set TORCH_EXTENSIONS_DIR to a folder of your own")]
     findings = [Finding(OK, str(folder))]

@@ -12,7 +12,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import lora, quantize
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
-from llava_ds.model.open.weights import WeightFiles, left_out
+from llava_ds.model.open.weights import WeightFiles, unused_tensors
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
 from llava_ds.runtime.ranks import Ranks, print_first
 
@@ -20,8 +20,10 @@ from llava_ds.runtime.ranks import Ranks, print_first
 def build_model(
     plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, seed: int, ranks: Ranks
 ) -> LlavaModel:
-    """The model with its weights, on this rank's device; under ZeRO-3 every parameter is a partition from the start,
-    but LoRA's, which become one in deepspeed.initialize."""
+    """Build the model with its weights on this rank's device.
+
+    Under ZeRO-3 parameters are partitioned from the start, but LoRA's in deepspeed.initialize.
+    """
     with return_freed_memory():
         model = _construct(plan, args, ds_config, dtype, ranks)
         for name, part in model.named_children():
@@ -33,17 +35,17 @@ def build_model(
             trained = {name: p for name, p in llm.named_parameters() if p.requires_grad}
             load_weights(trained, WeightFiles(file, lora.names_from_peft(llm)), ranks, "--lora_weight_path")
     if ranks.is_first:
-        print_first(*left_out(plan.sources))
+        print_first(*unused_tensors(plan.sources))
     return model
 
 
 def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, ranks: Ranks) -> LlavaModel:
-    """The model before its weights."""
+    """Build the model without its weights."""
     zero3 = ds_config["zero_optimization"].get("stage") == 3
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
-    # Weights that will be packed are never touched as they are born: on the CPU they then take no memory.
-    birthplace = ranks.device if args.bits == 16 else torch.device("cpu")
-    with construction(ds_config, dtype, birthplace, zero3):
+    # Weights that will be packed are never written: on the CPU they take no memory.
+    device = ranks.device if args.bits == 16 else torch.device("cpu")
+    with construction(ds_config, dtype, device, zero3):
         model = assemble(plan.text_config, plan.tower, args, mean, std)
     if plan.whole_last_layer is None:
         model.shorten_last_layer()
@@ -62,7 +64,7 @@ def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: to
 
 
 def _fill(name: str, part: torch.nn.Module, plan: ModelPlan, args: ModelArguments, seed: int, ranks: Ranks) -> None:
-    """Load a part's weights, or draw what nobody brings, and say which."""
+    """Load a part's weights, or initialise them at random, and print which."""
     opened = open_part(name, plan)
     if opened is None:
         print_first(plan.fresh_note(name))
@@ -76,13 +78,13 @@ def _fill(name: str, part: torch.nn.Module, plan: ModelPlan, args: ModelArgument
 def construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool) -> Iterator[None]:
     """Build modules in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3.
 
-    Rotary tables are computed in float32 whatever the dtype, wherever their modules ask for it.
+    Rotary tables are in float32 whatever the dtype, if their modules ask for it.
     """
     before = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_init_weights())
         if zero3:
-            stack.enter_context(_dtypes_as_asked())
+            stack.enter_context(_keep_requested_dtypes())
             # Not dtype=: on CPU, DeepSpeed 0.19.8 takes bfloat16 whatever is given there; from the config it is right.
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
         else:
@@ -95,8 +97,8 @@ def construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero
 
 
 @contextlib.contextmanager
-def _dtypes_as_asked() -> Iterator[None]:
-    """Let zero.Init choose where tensors are made and not of which dtype; to be entered before it.
+def _keep_requested_dtypes() -> Iterator[None]:
+    """Let zero.Init choose the device of tensors but not their dtype; to be entered before it.
 
     DeepSpeed 0.19.8 rounds every floating-point tensor that a module makes, with the factors of Phi-3's rotary angles
     among them. transformers' own remedy (prevent_arange_dtype_change) knows torch.arange only.

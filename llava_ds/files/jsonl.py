@@ -16,25 +16,25 @@ _JSON = json.JSONEncoder(separators=(",", ":"))
 class RowLog:
     """Appends rows to a JSONL file.
 
-    A file that can't be written to, on a full disk, does not end the run: the rows wait for the next time.
+    A file that can't be written to, as on a full disk, does not end the run: the rows wait for the next write.
     """
 
-    def __init__(self, path: Path, kept: Iterable[dict]) -> None:
-        """kept: the rows to begin with, in the place of what is there; without any, no file is begun."""
-        self.path, self.waiting, kept = path, [], list(kept)
-        if kept or path.exists():
-            replace_rows(path, kept)
+    def __init__(self, path: Path, first: Iterable[dict]) -> None:
+        """first: the rows to begin with, in place of the file's; without any, no file is created."""
+        self.path, self.waiting, first = path, [], list(first)
+        if first or path.exists():
+            replace_rows(path, first)
 
     def write(self, rows: list[dict]) -> None:
         """Append rows, in one write, so that a killed run leaves whole lines."""
-        told = bool(self.waiting)
+        was_reported = bool(self.waiting)
         self.waiting += rows
         if not self.waiting:
             return
         try:
             append(self.path, "".join(map(as_line, self.waiting)))
         except OSError as error:
-            if not told:
+            if not was_reported:
                 print(f"WARNING: {self.path} can't be written ({error.strerror}): its rows wait in memory", flush=True)
         else:
             self.waiting = []
@@ -47,14 +47,14 @@ class RowLog:
 
 
 class MetricsLog(RowLog):
-    """metrics.jsonl. Steps behind the one a run resumes from are dropped, for they will come again; those before it
-    that are not there are said."""
+    """metrics.jsonl. Drops the steps after the one that a run resumes from, which it will repeat, and warns of missing
+    ones before it."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.touch()
-        kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
-        super().__init__(path, kept)
-        if lacking := sorted(set(range(1, resume_step + 1)) - {row["step"] for row in kept}):
+        rows = [row for row in read_metrics(path) if row["step"] <= resume_step]
+        super().__init__(path, rows)
+        if lacking := sorted(set(range(1, resume_step + 1)) - {row["step"] for row in rows}):
             print(
                 f"WARNING: {path} lacks {len(lacking):,} of the {resume_step:,} steps up to the checkpoint "
                 f"({lacking[0]} to {lacking[-1]}): it was cut or lost; the run goes on, its curves and sums lack them",
@@ -63,19 +63,19 @@ class MetricsLog(RowLog):
 
 
 def rows_of(path: Path) -> list[dict]:
-    """As read_metrics; none where there is no such file."""
+    """As read_metrics; none without a file."""
     return read_metrics(path) if path.exists() else []
 
 
 def replace_rows(path: Path, rows: Iterable[dict]) -> None:
-    """Write a JSONL file anew, in one rename, so that a killed run leaves the old or the new one."""
+    """Replace a JSONL file in one rename, so that a killed run leaves the old or the new one."""
     write_whole(path, "".join(map(as_line, rows)))
 
 
 def append(path: Path, text: str) -> None:
-    """Add whole lines to a file, in one write. Raises OSError, where the disk is full for one, with the file as it was.
+    """Append whole lines to a file in one write. Raises OSError, as on a full disk, with the file unchanged.
 
-    Nothing stays open: on a network's disk closing is what brings the lines to the server.
+    The file is closed, which sends the lines to the server of a network disk.
     """
     data, before = text.encode(), None
     try:
@@ -83,7 +83,7 @@ def append(path: Path, text: str) -> None:
         try:
             before = os.fstat(handle).st_size
             if os.write(handle, data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # it took a part of them
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # it wrote a part of them
         finally:
             os.close(handle)
     except OSError:
@@ -93,13 +93,15 @@ def append(path: Path, text: str) -> None:
 
 
 def as_line(row: dict) -> str:
-    """A row as it stands in the file, without the blanks that 100,000 rows would have 3 MB of."""
+    """A row as JSON without spaces, which would be 3 MB in 100,000 rows."""
     return _JSON.encode(row) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """All whole rows of a JSONL file of this package; lines that hold none, and a last one that a kill cut short, are
-    passed over. Raises FileNotFoundError, and DataError for what is no such file."""
+    """All whole rows of a JSONL file of this package, without damaged lines and a last one that a kill cut short.
+
+    Raises FileNotFoundError, and DataError for what is no such file.
+    """
     try:
         return read_rows(path)[0]
     except DataError as error:

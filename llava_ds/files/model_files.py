@@ -1,7 +1,7 @@
-"""Files of a model's folder, which may come from a stranger: opened inside the folder, bounded, and refused clearly.
+"""Files of a model folder, which may come from a stranger: opened inside the folder, bounded, and refused clearly.
 
-All commands read the JSON of model folders here, and let transformers and tokenizers work on them within
-library_errors(). What transformers opens by itself is checked first, by check_folder().
+All commands read the JSON of model folders with this module, and call transformers and tokenizers on them within
+library_errors(). check_folder() first checks the files that transformers opens by itself.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.reading import Stamp, read_bytes, stamp_of
 
-MAX_BYTES = 2**27  # of a JSON file; the largest tokenizer.json that is published has 35 MB
+MAX_BYTES = 2**27  # of a JSON file; the largest published tokenizer.json has 35 MB
 MAX_TEMPLATE_BYTES = 2**20  # of a chat template; published ones have 20 kB
 MAX_NESTING = 64  # objects and lists inside each other; published files have 10
 SHOWN = 60  # characters of a wrong value
@@ -26,15 +26,15 @@ OWN_CODE = (
     "it brings Python code of its own (auto_map in its JSON files), which is never run here: bring a model whose "
     "classes transformers has"
 )
-# What transformers and this package read of a folder beside weights. Indices of weights come on top.
+# The files of a folder that transformers and this package read beside weights and their indices.
 JSON_FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
 )  # fmt: skip
 OTHER_FILES = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
-TEMPLATES_FOLDER = "additional_chat_templates"  # transformers opens what lies in it, too
-# Vocabularies of transformers' other tokenizers, whichever class a folder says that it has.
+TEMPLATES_FOLDER = "additional_chat_templates"  # transformers opens its files, too
+# Vocabularies of transformers' other tokenizers, whichever class a folder names.
 _MORE_JSON = (
     "tekken.json", "entity_vocab.json", "byte_maps.json", "vocab-src.json", "vocab-tgt.json", "target_vocab.json",
     "normalizer.json", "emoji.json", "word_shape.json", "word_pronunciation.json",
@@ -44,12 +44,12 @@ _VOCABULARY = re.compile(r".*\.(model|spm|bpe|codes|tiktoken|tokenizer)|(tokeniz
 # Keys by which one file sends transformers to others.
 _NAMES_JSON = ("configuration_files", "fast_tokenizer_files")
 _NAMES_FILES = re.compile(rf"{'|'.join(_NAMES_JSON)}|\w+_file|transformers_weights")
-# Of those in tokenizer_config.json, where transformers puts the folder's own file in the place of what they say.
+# Of those in tokenizer_config.json, whose values transformers replaces by the folder's own files.
 _NEVER_READ = ("tokenizer_file", "special_tokens_map_file", "added_tokens_file", "tokenizer_config_file")
 # Keys that choose kernels, which transformers would fetch as code where their value is a repository's name.
 _IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*|use_kernels|kernel_config")
 
-# Sizes that modules and lists are made of, by the key's name: least and most. Published models have a tenth at most.
+# Sizes of modules and lists, by the key's name: least and most. Published models have a tenth of the latter at most.
 SIZES = (
     (re.compile(r"num_hidden_layers|n_layers?|num_layers"), 1, 1000),
     (re.compile(r"\w*layers"), 0, 1000),
@@ -62,11 +62,11 @@ SIZES = (
 
 
 def own_file(file: Path) -> Path:
-    """The file with its links followed. Raises DataError for one outside its folder, or that is no regular file.
+    """The file with links resolved. Raises DataError for one outside its folder, or that is no regular file.
 
-    A link may lead to another file of the same folder, or from <model>/snapshots/<revision> to a file in
-    <model>/blobs, which is how Hugging Face's cache lays out a model. The folder itself may be a link: the user named
-    it. Raises FileNotFoundError where there is nothing.
+    A link may lead to another file of the same folder, or from <model>/snapshots/<revision> to a file in <model>/blobs,
+    as in Hugging Face's cache. The folder itself may be a link, because the user named it. Raises FileNotFoundError
+    where there is nothing.
     """
     try:
         folder, real = file.parent.resolve(), file.resolve()
@@ -111,12 +111,12 @@ def _object(file: Path) -> dict:
 
 
 def is_there(file: Path) -> bool:
-    """True if a folder has a file of this name, or a link of it that leads nowhere."""
+    """True if a file, or a dangling link, of this name exists."""
     return file.exists() or file.is_symlink()
 
 
 def read_json_if_there(file: Path, where: str) -> dict:
-    """The same; nothing where there is no such file."""
+    """The same; empty without such a file."""
     return read_json(file, where) if is_there(file) else {}
 
 
@@ -185,7 +185,7 @@ def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
 
 @lru_cache(maxsize=64)
 def _check_files(folder: Path, stamps: tuple[tuple[str, Stamp], ...]) -> None:
-    """The part of check_folder that reads. stamps: of the files; others are others to the cache. Raises DataError."""
+    """The part of check_folder that reads. stamps: of the files, a key of the cache. Raises DataError."""
     sizes = {name: stamp.num_bytes for name, stamp in stamps}
     names = [name for name in (*JSON_FILES, *_MORE_JSON) if name in sizes]
     for name in names:  # it grows
@@ -204,10 +204,9 @@ def _check_files(folder: Path, stamps: tuple[tuple[str, Stamp], ...]) -> None:
 
 @contextlib.contextmanager
 def library_errors(where: str, what: str = "it can't be opened") -> Iterator[None]:
-    """Whatever transformers, tokenizers or torch raise over what a folder holds, as a ConfigError that says so.
+    """Convert any error of transformers, tokenizers or torch about a folder's content into a ConfigError.
 
-    They check what they are given with errors of many types, or not at all until something divides by it. Only for
-    calls whose input is the folder.
+    They raise errors of many types, some only where a value is used. Only for calls whose input is the folder.
     """
     try:
         yield
@@ -218,13 +217,13 @@ def library_errors(where: str, what: str = "it can't be opened") -> Iterator[Non
     except Exception as error:
         raise ConfigError(f"{where}: {what} ({said_by(error)}): copy it again") from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # tokenizers' own end, which is no Exception
+        if type(error).__name__ != "PanicException":  # of tokenizers, which is no Exception
             raise
         raise ConfigError(f"{where}: {what} (the tokenizers library ended over it: {said_by(error)})") from error
 
 
 def said_by(error: BaseException) -> str:
-    """Shorten what a library says of a folder to a few lines, without its advice to run the folder's own code."""
+    """Shorten a library's message about a folder to a few lines, without its advice to run the folder's own code."""
     text = str(error).strip()
     if "trust_remote_code" in text or "custom code" in text:
         return OWN_CODE
@@ -237,7 +236,7 @@ def said_by(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """A value out of a folder, short enough for a message."""
+    """A value of a folder's file, short enough for a message."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
@@ -265,7 +264,7 @@ def _shape_problem(found: object) -> str | None:
 
 
 def _surrogate_problem(text: bytes) -> str | None:
-    """Halves of characters, which JSON can spell and no file or terminal can be given."""
+    """The problem of half characters, which JSON can hold, but no file or terminal can."""
     if re.search(rb"\\u[dD][89a-fA-F]", text) is None:
         return None
     try:
@@ -276,7 +275,7 @@ def _surrogate_problem(text: bytes) -> str | None:
 
 
 def _check_says(content: dict, file: Path) -> None:
-    """Refuse names of files that are none beside the one that names them, and sizes in a config.json of any version."""
+    """Refuse names of files outside the folder, and sizes out of bounds in a config.json of any version."""
     for key, value in content.items():
         if _NAMES_FILES.fullmatch(key) and not (file.name == "tokenizer_config.json" and key in _NEVER_READ):
             for name in value if isinstance(value, list) else [value]:
@@ -290,8 +289,8 @@ def _check_says(content: dict, file: Path) -> None:
 
 
 def _is_beside(name: object, key: str, file: Path) -> bool:
-    """Whether a name is one of the same folder. In tokenizer_config.json paths of the machine that wrote it are usual:
-    those to no file here lead nobody out."""
+    """True if a name is one of the same folder. In tokenizer_config.json paths of another machine are usual, and are
+    harmless where no such file exists."""
     if not isinstance(name, str):
         return False
     if file.name == "tokenizer_config.json" and key not in _NAMES_JSON and "\0" not in name:

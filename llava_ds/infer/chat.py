@@ -1,4 +1,4 @@
-"""Conversations about images, in a terminal: what was said and shown, and the commands beside questions."""
+"""Conversations about images in a terminal: messages, images, and the commands beside questions."""
 
 import contextlib
 import json
@@ -33,20 +33,20 @@ class Conversation:
     media: tuple[Media, ...] = ()
 
     def with_question(self, question: str, shown: Sequence[Media] = ()) -> "Conversation":
-        """With one more question, which shows these. Raises DataError for a question with an image's mark in it."""
+        """Add a question about images and videos. Raises DataError for a question with an image placeholder."""
         if IMAGE_TOKEN in question:
             raise DataError(
-                f"the question holds {IMAGE_TOKEN}, which stands for an image: leave it out, the image is put first"
+                f"the question holds {IMAGE_TOKEN}, which stands for an image: leave it out, images are put first"
             )
         text = f"{IMAGE_TOKEN}\n" * len(shown) + question
         return Conversation((*self.messages, Message("human", text)), (*self.media, *shown))
 
     def with_answer(self, text: str) -> "Conversation":
-        """With the answer to the last question, in which an image's mark would stand for an image."""
+        """Add the answer to the last question, without image placeholders, which would stand for images."""
         return Conversation((*self.messages, Message("gpt", text.replace(IMAGE_TOKEN, ""))), self.media)
 
     def record(self) -> dict[str, object]:
-        """As a record of LLaVA's JSON. Raises DataError where images and videos are mixed, which it can't say."""
+        """A record of LLaVA's JSON. Raises DataError for mixed images and videos, which it has no format for."""
         record: dict[str, object] = {"id": time.strftime("chat-%Y%m%d-%H%M%S")}
         paths = [str(Path(media.refs[0].path).resolve()) for media in self.media]
         kinds = {media.kind for media in self.media}
@@ -59,7 +59,7 @@ class Conversation:
 
 
 def read_media(kind: str, path: str, loaded: LoadedModel) -> Media:
-    """An image ("image") or video that can be shown: it was decoded. Raises DataError, or ConfigError without PyAV."""
+    """Check that an "image" or "video" can be decoded. Raises DataError, or ConfigError without PyAV."""
     media = Media(kind, (FileRef(str(Path(path).expanduser())),))
     sizes = probe(media, loaded.image_options)
     load_media(media, sizes, media_layout(kind, sizes, 1, loaded.image_options), loaded.image_options)
@@ -73,9 +73,9 @@ def ask(
     on_text: Callable[[str], None] = lambda text: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Reply:
-    """The answer to a conversation's last question, by all ranks that hold the model; called on the first one.
+    """Answer a conversation's last question with all ranks that share the model; called on rank 0.
 
-    A question without a seed of its own gets one by chance, the same on all ranks.
+    Without a seed, a random one is drawn for all ranks.
     """
     if sampling.temperature > 0 and sampling.seed is None:
         sampling = replace(sampling, seed=secrets.randbits(31))
@@ -85,15 +85,15 @@ def ask(
 
 
 def answer_for_rank_0(loaded: LoadedModel) -> None:
-    """Answer with the first rank all that it is asked, until it ends the conversation; called on the other ranks."""
+    """Generate with rank 0 until it ends the conversation; called on the other ranks."""
     while (request := _share(loaded.ranks, None)) is not None:
-        with contextlib.suppress(DataError, ConfigError):  # the first rank tells
+        with contextlib.suppress(DataError, ConfigError):  # rank 0 reports it
             stream(loaded, *request)
 
 
 @contextlib.contextmanager
 def release_other_ranks(loaded: LoadedModel) -> Iterator[None]:
-    """Let the other ranks go when the conversation is over, or ends with what is wrong with the user's input."""
+    """Release the other ranks at the end of the conversation, also when the user's input is refused."""
     try:
         yield
     except (DataError, ConfigError):
@@ -103,7 +103,7 @@ def release_other_ranks(loaded: LoadedModel) -> Iterator[None]:
 
 
 def _share(ranks: Ranks | None, request: tuple | None) -> tuple | None:
-    """The first rank's request, on all."""
+    """Broadcast rank 0's request."""
     if ranks is None or ranks.world_size == 1:
         return request
     held = [request]
@@ -122,7 +122,7 @@ class Session:
     conversation: Conversation = field(default_factory=Conversation)
 
     def question(self, text: str) -> None:
-        """Ask, and print the answer as it comes. What can't be asked raises, and is as if it had not been said."""
+        """Ask, and stream the answer to stdout. A question that raises leaves the conversation unchanged."""
         conversation = self.conversation.with_question(text, self.pending)
         with _interruptible() as stopped:
             reply = ask(self.loaded, conversation, self.sampling, _print_piece, stopped)
@@ -143,7 +143,7 @@ def speed_line(reply: Reply) -> str:
 
 
 def run_conversation(session: Session, read: Callable[[], str | None]) -> None:
-    """Answer questions and obey commands until read gives None. What is wrong with one is told, and it goes on."""
+    """Answer questions and run commands until read returns None. Errors are printed, and the conversation continues."""
     while (line := read()) is not None:
         line = line.strip()
         if not line:
@@ -163,7 +163,7 @@ def run_conversation(session: Session, read: Callable[[], str | None]) -> None:
 
 
 def print_note(line: str) -> None:
-    """Say something that is no answer."""
+    """Print a line that is no answer to stderr."""
     print(printable(line, keep="\n\t"), file=sys.stderr, flush=True)
 
 
@@ -173,7 +173,7 @@ def _print_piece(text: str) -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks for the end of the answer; the second one raises as ever."""
+    """End the answer at the first Ctrl-C; the second one raises KeyboardInterrupt."""
     pressed = []
 
     def handler(signum: int, frame: object) -> None:
@@ -210,7 +210,7 @@ def _add(kind: str) -> Callable[[Session, str], None]:
 
 
 def _paths(rest: str) -> list[str]:
-    """One path as it stands, if there is such a file, or several, quoted as for a shell."""
+    """A single path, if the file exists, or several, quoted as for a shell."""
     if Path(rest).expanduser().is_file():
         return [rest]
     try:
@@ -261,7 +261,7 @@ COMMANDS = {
 
 
 def make_line_reader() -> Callable[[], str | None]:
-    """Reads a line from a person, with the arrow keys and what was asked in earlier sessions, or from a pipe."""
+    """Make a function that reads a line from a terminal, with a history of earlier sessions, or from a pipe."""
     if not sys.stdin.isatty():
         return lambda: sys.stdin.readline() or None
     _remember_lines()
@@ -280,7 +280,7 @@ def make_line_reader() -> Callable[[], str | None]:
 
 
 def _remember_lines() -> None:
-    """Let readline keep the lines from one session to the next, in a file that nobody else may read."""
+    """Save readline's history between sessions, in a file that only its owner can read."""
     import atexit
 
     try:

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from llava_ds.constants import ConfigError
 from llava_ds.infer.formats import MOVED_FLAGS, UnloadedModel, open_model
-from llava_ds.infer.load import LoadedModel, check_weights, construct_model, load_model, loaded
+from llava_ds.infer.load import LoadedModel, check_weights, construct_model, load_model, with_settings
 from llava_ds.model.families.language import TENSOR_PARALLEL
 from llava_ds.model.hf import HFModel
 from llava_ds.runtime.command import given_path
@@ -38,9 +38,8 @@ NO_KERNELS = (
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """engine: one of ENGINES; offload: where the parameters lie, one of OFFLOADS, with a folder for NVMe; dtype: one of
-    DTYPES, or auto for the weights' own; version: the conversation template of a folder that does not say it; moved:
-    where models that it does not bring lie now, by MOVED_FLAGS."""
+    """engine: one of ENGINES; offload: the place of the parameters, one of OFFLOADS, with a folder for NVMe; dtype: one
+    of DTYPES, or auto for the weights' own; version and moved: see open_model."""
 
     engine: str = "hf"
     offload: str = "none"
@@ -51,7 +50,7 @@ class EngineOptions:
 
 
 def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
-    """The flags that say which model is asked, and what runs it."""
+    """Add the flags of the model and its engine."""
     parser.add_argument(
         "--model_path",
         "--model-path",
@@ -103,12 +102,11 @@ def parse_engine_options(args: "argparse.Namespace") -> EngineOptions:
 def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | None = None) -> LoadedModel:
     """The model at a path, ready to answer.
 
-    ranks: this process's place in its group (init_ranks), which --engine deepspeed needs; with it, all ranks call this
-    together, hold the model together, and have to be asked the same. Raises ConfigError or DataError for what can't be
-    opened, or can't be cut over the ranks.
+    ranks: of init_ranks, which --engine deepspeed needs; with it, all ranks call this together, share the model, and
+    generate together. Raises ConfigError or DataError for models that can't be opened, or sharded over the ranks.
     """
     how = {"dtype": DTYPES.get(options.dtype), "version": options.version, "moved": options.moved}
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks where answers are printed
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which is for answers
         if options.engine == "hf":
             if ranks is None:
                 return load_model(path, **how)
@@ -120,15 +118,15 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
         else:
             with open_model(path, options.moved, options.version) as opened:
                 model, notes = _zero_inference(opened, options, ranks)
-                found = loaded(model, opened, options.version)
-    processors = LogitsProcessorList([_FirstRanksScores()] if ranks.world_size > 1 else [])
+                found = with_settings(model, opened, options.version)
+    processors = LogitsProcessorList([_Rank0Scores()] if ranks.world_size > 1 else [])
     return replace(
         found, model=model, ranks=ranks, generating={"logits_processor": processors}, notes=(*found.notes, *notes)
     )
 
 
 def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, list[str]]:
-    """The model on this rank's device, its decoder layers and output layer cut over all; the tower stays whole."""
+    """Move the model to this rank's device, its decoder and output layers sharded over all ranks, its tower whole."""
     import deepspeed
     from deepspeed.module_inject.auto_tp import AutoTP
 
@@ -136,8 +134,8 @@ def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, 
     _check_precision(model.dtype, ranks, path)
     cut = {}
     if size > 1:
-        _check_can_be_cut(decoder, size, path)
-        # For the language model alone: left to itself, DeepSpeed 0.19 cuts CLIP's layers, too.
+        _check_shardable(decoder, size, path)
+        # For the language model alone: by itself, DeepSpeed 0.19 shards CLIP's layers, too.
         cut = {"injection_policy": {layer: tuple(sorted(names)) for layer, names in AutoTP.tp_parser(decoder)}}
     tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
     engine = deepspeed.init_inference(
@@ -151,8 +149,8 @@ def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, 
     return engine.module, [*notes, NO_KERNELS]
 
 
-def _check_can_be_cut(decoder: nn.Module, size: int, path: str) -> None:
-    """Raise ConfigError where ranks would get unequal shares, or the family is none of TENSOR_PARALLEL."""
+def _check_shardable(decoder: nn.Module, size: int, path: str) -> None:
+    """Raise ConfigError for unequal shards, and for families outside TENSOR_PARALLEL."""
     config = decoder.config
     if config.model_type not in TENSOR_PARALLEL:
         raise ConfigError(
@@ -170,7 +168,7 @@ def _check_can_be_cut(decoder: nn.Module, size: int, path: str) -> None:
 
 
 def _zero_inference(opened: UnloadedModel, options: EngineOptions, ranks: Ranks) -> tuple[HFModel, list[str]]:
-    """The model with its parameters in CPU memory or on NVMe, a part with every rank, fetched layer by layer.
+    """Build the model with its parameters in CPU memory or on NVMe, partitioned over ranks, fetched layer by layer.
 
     Weights stream in one by one: no rank holds the whole model. Source: ZeRO-Inference (DeepSpeed's blog, 2022).
     """
@@ -228,8 +226,8 @@ def _check_precision(dtype: torch.dtype, ranks: Ranks, path: str) -> None:
         raise ConfigError(f"{path} is float16, which DeepSpeed does not run on a CPU: give --dtype bfloat16")
 
 
-class _FirstRanksScores(LogitsProcessor):
-    """The first rank's scores on all: no rounding makes ranks choose different tokens, and wait for each other."""
+class _Rank0Scores(LogitsProcessor):
+    """Rank 0's scores on all ranks: rounding can't make them choose different tokens, and hang."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         scores = scores.contiguous()

@@ -1,4 +1,4 @@
-"""All of a model but its weights, whatever holds it: transformers' folder, LLaVA's, an adapter, or a checkpoint."""
+"""Formats of models for inference: transformers' folders, LLaVA's, adapters and checkpoints; weights stay on disk."""
 
 import contextlib
 import tempfile
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from llava_ds.export.export_plan import ExportPlan
     from llava_ds.export.tensors import Entry
 
-# Where the models that a checkpoint, an adapter or a folder in LLaVA's format does not bring lie now.
+# Flags for the present place of models that a checkpoint, an adapter or a folder in LLaVA's format does not hold.
 MOVED_FLAGS = {
     "model_name_or_path": "where a checkpoint's base language model lies now",
     "model_base": "the model under an adapter, where the adapter does not say it",
     "vision_tower": "where the vision tower of a checkpoint, an adapter or a folder in LLaVA's format lies now",
     "pretrain_mm_mlp_adapter": "where the projector that a checkpoint began with lies now",
 }
-CHECKPOINT_FLAGS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # those that only a checkpoint lacks
+CHECKPOINT_FLAGS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # for checkpoints only
 
 
 @dataclass(frozen=True)
 class UnloadedModel:
-    """path: as the user named it; folder: where configuration and tokenizer lie; weights: of the class as it lives in
-    memory, by its own names; is_folder: whether transformers opens the path itself; notes: lines about what it is."""
+    """path: as the user gave it; folder: of configuration and tokenizer; weights: by the names of the class in memory;
+    is_folder: true if transformers opens the path itself; notes: lines for the user."""
 
     path: Path
     folder: Path
@@ -49,34 +49,34 @@ class UnloadedModel:
     is_folder: bool
     notes: tuple[str, ...] = ()
 
-    def precision(self, asked: torch.dtype | None) -> torch.dtype:
-        """The precision asked for, the configuration's, or the first weight's. Raises ConfigError for what is none."""
-        said = self.config.dtype
-        if isinstance(said, str):
-            said = getattr(torch, said, said)
-        if said is not None and not (isinstance(said, torch.dtype) and said.is_floating_point):
-            raise ConfigError(f"--model_path {self.path}: config.json says dtype {shown(said)}: copy it again")
-        if asked is None and said is None and self.is_folder:
+    def precision(self, requested: torch.dtype | None) -> torch.dtype:
+        """The requested precision, the configuration's, or the first weight's. Raises ConfigError for other values."""
+        dtype = self.config.dtype
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype, dtype)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"--model_path {self.path}: config.json says dtype {shown(dtype)}: copy it again")
+        if requested is None and dtype is None and self.is_folder:
             read_all = (read() for _, read in WeightFiles(self.path).tensors())
-            said = next((tensor.dtype for tensor in read_all if tensor.is_floating_point()), None)
-        return asked or said or torch.float32
+            dtype = next((tensor.dtype for tensor in read_all if tensor.is_floating_point()), None)
+        return requested or dtype or torch.float32
 
 
 @contextlib.contextmanager
 def open_model(
     path: str | Path, moved: Mapping[str, str] | None = None, version: str | None = None
 ) -> Iterator[UnloadedModel]:
-    """What there is at a path, before any weight is read; its folder may be gone afterwards.
+    """Open the model at a path without reading its weights; its folder may be temporary.
 
-    moved: values of MOVED_FLAGS; version: the conversation template of a folder in LLaVA's format that does not say it.
-    What is no folder of transformers' is read as run/export.py reads it, and nothing is written but its settings.
-    Raises ConfigError where there is no LLaVA, or what it needs is not there; DataError for a damaged one.
+    moved: values of MOVED_FLAGS; version: the conversation template, for a folder without one. Formats other than
+    transformers' are read as run/export.py reads them, and only their settings are written. Raises ConfigError where
+    there is no LLaVA, or a part of it is missing; DataError for a damaged one.
     """
     path, moved = Path(path).expanduser(), dict(moved or {})
     if not path.is_dir():
         raise ConfigError(f"--model_path {path}: there is no such folder")
     if is_training_checkpoint(path):
-        with _as_exported(path, *_of_checkpoint(path, moved)) as found:
+        with _as_exported(path, *_read_checkpoint(path, moved)) as found:
             yield found
     elif _is_transformers(path):
         if moved:
@@ -86,15 +86,12 @@ def open_model(
         config, tokenizer = _settings(path, path)
         yield UnloadedModel(path, path, config, tokenizer, lambda model: WeightFiles(path, _renaming(model)), True)
     else:
-        with _as_exported(path, *_of_folder(path, moved, version)) as found:
+        with _as_exported(path, *_read_folder(path, moved, version)) as found:
             yield found
 
 
 def _is_transformers(folder: Path) -> bool:
-    """Whether a folder is for transformers alone, whether it opens it or says why not.
-
-    Raises ConfigError for one that holds no model at all.
-    """
+    """True for a folder that transformers has to open, or refuse. Raises ConfigError for a folder without a model."""
     config = folder / "config.json"
     if (folder / ADAPTER_CONFIG).is_file():
         return False
@@ -103,11 +100,11 @@ def _is_transformers(folder: Path) -> bool:
             f"{folder} holds no exported model (no config.json) and is no whole checkpoint-<step> (no "
             f"{commit.MANIFEST}): train one first, as make finetune does"
         )
-    said = read_config(config, f"--model_path {folder}")
-    return not ("mm_vision_tower" in said and "text_config" not in said)
+    config_json = read_config(config, f"--model_path {folder}")
+    return not ("mm_vision_tower" in config_json and "text_config" not in config_json)
 
 
-def _of_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
+def _read_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
     from llava_ds.export.from_checkpoint import (
         restore,  # with DeepSpeed, which takes seconds, and a folder does without
     )
@@ -116,7 +113,7 @@ def _of_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[ExportPlan, list
     return restored.export, restored.entries, ()
 
 
-def _of_folder(
+def _read_folder(
     path: Path, moved: dict[str, str], version: str | None
 ) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
     from llava_ds.export.from_folder import open_folder  # with DeepSpeed, too
@@ -135,13 +132,13 @@ def _of_folder(
 def _as_exported(
     path: Path, export: "ExportPlan", entries: "list[Entry]", notes: tuple[str, ...]
 ) -> Iterator[UnloadedModel]:
-    """A model as the folder that its export would be, whose files of weights are holes."""
+    """Open a model as the folder of its export, whose weight files are sparse."""
     from llava_ds.export.export_plan import hf_container
     from llava_ds.export.transformers_folder import hf_entries, write_hf
 
     kind, why = hf_container(export.model, export.args, export.image_options)
     if kind is None:
-        raise ConfigError(f"{path} can't be asked here: {why}")
+        raise ConfigError(f"{path} can't be used for inference: {why}")
     named = hf_entries(export, entries)
     with tempfile.TemporaryDirectory(prefix="llava_ds-") as scratch:
         folder = Path(scratch)
@@ -153,7 +150,7 @@ def _as_exported(
 
 
 class _Entries:
-    """The tensors of a checkpoint, an adapter over its base or LLaVA's format, as a class of transformers' has them."""
+    """Tensors of a checkpoint, an adapter over its base or LLaVA's format, with names of transformers' class."""
 
     notes = ()
 
@@ -168,7 +165,7 @@ class _Entries:
 
 
 def _renaming(model: HFModel) -> Callable[[str], str | None]:
-    """From names on disk to the model's own; None for what it does not have: layers of tables, and of other uses."""
+    """A function from names on disk to the model's own; None for tensors that the model does not have."""
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def rename(name: str) -> str | None:
@@ -182,17 +179,17 @@ def _renaming(model: HFModel) -> Callable[[str], str | None]:
 
 
 def _settings(folder: Path, path: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Configuration and tokenizer in a folder. path: as the user named it."""
+    """Read configuration and tokenizer in a folder. path: as the user gave it."""
     where = f"--model_path {path}"
     check_folder(folder, where)
-    said = read_config(folder / "config.json", where)
-    absent = [name for name in ("text_config", "vision_config") if not isinstance(said.get(name), dict)]
-    kind = said.get("model_type")
-    if isinstance(kind, str) and kind in HF_CLASSES and absent:  # transformers would take a model of 7 billion
+    config_json = read_config(folder / "config.json", where)
+    absent = [name for name in ("text_config", "vision_config") if not isinstance(config_json.get(name), dict)]
+    kind = config_json.get("model_type")
+    if isinstance(kind, str) and kind in HF_CLASSES and absent:  # transformers' default has 7 billion parameters
         raise ConfigError(f"{where}: its config.json has no {' and no '.join(absent)}: copy it again")
-    if said.get("quantization_config"):
+    if config_json.get("quantization_config"):
         raise ConfigError(f"{where} is quantized: give the model that it was made from")
-    config = config_of(said, where, str(folder))
+    config = config_of(config_json, where, str(folder))
     if config.model_type not in HF_CLASSES:
         raise ConfigError(f"{where}: its model_type is {config.model_type!r}, expected {' or '.join(HF_CLASSES)}")
     return config, read_tokenizer(folder, where)

@@ -1,5 +1,5 @@
 # B prompts, T tokens of the longest, D language-model width
-"""Answers from a model, in batches, to prompts that are put together as in training."""
+"""Generation of answers, one by one or in batches, from prompts that are encoded as in training."""
 
 import time
 from collections.abc import Callable
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that ends with a question, and its images (paths) and videos in the order of their marks.
+    """A conversation that ends with a question, and its images (paths) and videos in the order of their placeholders.
 
-    blank: whether an image of one colour, as large, is shown in place of each.
+    blank: replaces each image by one of the same size in one colour.
     """
 
     messages: tuple[Message, ...]
@@ -43,8 +43,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer. logprob: the natural logarithm of the probability that the model gives to exactly this answer,
-    num_tokens: its length; both with the end marker, where it has come to one."""
+    """A greedy answer. logprob: the natural logarithm of the answer's probability; num_tokens: its length; both with
+    the end marker, if it was reached."""
 
     text: str
     logprob: float
@@ -52,7 +52,7 @@ class Answer:
 
 
 def make_encoder(loaded: LoadedModel) -> Encoder:
-    """The encoder of training, with the template that the model was exported with."""
+    """Make training's encoder, with the template of the exported model."""
     return Encoder(
         loaded.tokenizer,
         EncodingOptions(
@@ -65,7 +65,7 @@ def make_encoder(loaded: LoadedModel) -> Encoder:
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, encoder: Encoder | None = None) -> list[int]:
-    """The ids that training would have given the same text, image positions as the model's image token."""
+    """Encode a prompt as in training, with the model's image token at image positions."""
     ids = _encode(loaded, prompt, encoder or make_encoder(loaded)).ids
     return [loaded.model.config.image_token_id if token == IMAGE_TOKEN_INDEX else token for token in ids]
 
@@ -73,7 +73,7 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, encoder: Encoder | None = No
 def answer(
     loaded: LoadedModel, prompts: list[Prompt], *, batch_size: int = 32, max_new_tokens: int = 64, progress: str = ""
 ) -> list[str]:
-    """The text of the greedy answer to each prompt, without its end marker. See greedy_answers."""
+    """Texts of the greedy answers, without end markers. See greedy_answers."""
     answers = greedy_answers(loaded, prompts, batch_size=batch_size, max_new_tokens=max_new_tokens, progress=progress)
     return [each.text for each in answers]
 
@@ -88,23 +88,23 @@ def greedy_answers(
     progress: str = "",
     encoder: Encoder | None = None,
 ) -> list[Answer]:
-    """The greedy answer to each prompt. progress: the bar's name; empty shows none.
+    """Generate the greedy answer to each prompt. progress: name of a progress bar; empty shows none.
 
-    encoder: make_encoder's, for who calls this often. Where several processes hold the model (loaded.ranks), all of
-    them are given the same prompts, together.
+    encoder: of make_encoder, for repeated calls. Processes that share the model (loaded.ranks) all call this with the
+    same prompts.
     """
     encoder = encoder or make_encoder(loaded)
-    asked = _on_all(loaded, lambda: [_encode(loaded, prompt, encoder) for prompt in prompts])
+    encoded = _on_all(loaded, lambda: [_encode(loaded, prompt, encoder) for prompt in prompts])
     stops = end_markers(encoder.options.template, encoder.tokenizer)
-    # Neighbours of equal length need little padding.
-    order = sorted(range(len(prompts)), key=lambda i: len(asked[i].ids))
+    # Batches of similar lengths need little padding.
+    order = sorted(range(len(prompts)), key=lambda i: len(encoded[i].ids))
     answers: list[Answer | None] = [None] * len(prompts)
     with progress_bar(total=len(prompts), desc=progress, disable=not progress, unit="question") as bar:
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
-            samples = _on_all(loaded, lambda chosen=chosen: [asked[i].decode(loaded.image_options) for i in chosen])
+            samples = _on_all(loaded, lambda chosen=chosen: [encoded[i].decode(loaded.image_options) for i in chosen])
             logprobs = _GreedyLogprobs()
-            # Last, behind what the engine does to the scores, so that these are of the tokens that are taken.
+            # Last, after the engine's processors, so that the scores are those of the chosen tokens.
             processors = LogitsProcessorList([*loaded.generating.get("logits_processor", ()), logprobs])
             new = loaded.model.generate(
                 **_batch(loaded, samples),
@@ -121,9 +121,9 @@ def greedy_answers(
 
 
 class _GreedyLogprobs(LogitsProcessor):
-    """Record the log-probability of the likeliest token at each step, and leave the scores as they are.
+    """Record the log-probability of the likeliest token at each step, without changing the scores.
 
-    One pass over the scores (B, V) per token, and B numbers kept: generate()'s output_scores would keep all of them,
+    It stores B numbers per token: generate()'s output_scores would store all scores (B, V),
     2 GB for 48 answers of 64 tokens and a vocabulary of 152,000.
     """
 
@@ -142,7 +142,7 @@ class _GreedyLogprobs(LogitsProcessor):
         )  # (B, T); the marker itself counts, the padding behind does not
         sums = (torch.stack(self._steps, dim=1).double() * counted).sum(dim=1)
         lengths = counted.sum(dim=1)
-        # Four digits: more would show how sums were rounded.
+        # Four digits: more would depend on rounding.
         return [(round(total, 4) + 0.0, length) for total, length in zip(sums.tolist(), lengths.tolist(), strict=True)]
 
 
@@ -167,7 +167,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. ended: "marker", "length", or "stopped" by the user; first_s: until its first token was there."""
+    """An answer. ended: "marker", "length", or "stopped" by the user; first_s: time to the first token."""
 
     text: str
     ended: str
@@ -178,7 +178,7 @@ class Reply:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of those behind the first token, before which the prompt is read."""
+        """Rate after the first token, whose time includes reading the prompt."""
         return (self.num_tokens - 1) / max(self.seconds - self.first_s, 1e-9)
 
 
@@ -192,11 +192,11 @@ def stream(
 ) -> Reply:
     """Answer one prompt, calling on_text with each piece as it comes; the pieces joined are the reply's text.
 
-    stopped: asked after every token. Raises DataError for images and conversations that can't be used.
+    stopped: called after every token. Raises DataError for unusable images and conversations.
     """
     start = time.perf_counter()
     encoder = make_encoder(loaded)
-    sample = _on_all(loaded, lambda: _prepared(loaded, prompt, encoder))
+    sample = _on_all(loaded, lambda: _prepare(loaded, prompt, encoder))
     num_prompt_tokens = len(sample.input_ids)
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
@@ -214,7 +214,7 @@ def stream(
         )
     except torch.OutOfMemoryError as error:
         if loaded.ranks is not None and loaded.ranks.world_size > 1:
-            raise  # the others are in the middle of it
+            raise  # the other ranks are still generating
         raise DataError(
             f"there is no memory left for a conversation of {num_prompt_tokens:,} tokens: begin a new one, or show "
             "fewer images"
@@ -225,9 +225,9 @@ def stream(
 
 
 class TextPieces(BaseStreamer):
-    """Hands text on as soon as it can't change any more.
+    """Stream text as soon as it is final.
 
-    transformers' TextStreamer begins anew at each line's end, where Llama's tokenizers drop a following space.
+    transformers' TextStreamer restarts at each line's end, where Llama's tokenizers drop a following space.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], start: float) -> None:
@@ -237,11 +237,11 @@ class TextPieces(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         if value.numel() == 0:
-            return  # the prompt, which has no ids
+            return  # the prompt, given as embeddings
         self.first_s = self.first_s or time.perf_counter() - self._start
         self._ids += value.flatten().tolist()
         text = self._text()
-        if not text.endswith("\ufffd"):  # a character whose other bytes are to come
+        if not text.endswith("\ufffd"):  # an incomplete character
             self._show(text)
 
     def end(self) -> None:
@@ -251,7 +251,7 @@ class TextPieces(BaseStreamer):
         return self._tokenizer.decode(self._ids, skip_special_tokens=True).strip()
 
     def _show(self, text: str) -> None:
-        # By length: bytes that turn out to be no characters change what was shown before them.
+        # By length: invalid bytes change the text before them.
         if more := text[len(self.shown) :]:
             self._on_text(more)
             self.shown += more
@@ -270,20 +270,20 @@ class _Stopped(StoppingCriteria):
         return stop
 
 
-def _prepared(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> LoadedSample:
-    """A prompt that leaves room for an answer, its images decoded."""
-    asked, room = _encode(loaded, prompt, encoder), loaded.context_tokens
-    if len(asked.ids) >= room:
+def _prepare(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> LoadedSample:
+    """Encode a prompt and decode its images. Raises DataError if no room is left for an answer."""
+    encoded, room = _encode(loaded, prompt, encoder), loaded.context_tokens
+    if len(encoded.ids) >= room:
         raise DataError(
-            f"the conversation has {len(asked.ids):,} tokens, images included, and the model has positions for "
+            f"the conversation has {len(encoded.ids):,} tokens, images included, and the model has positions for "
             f"{room:,}: begin a new one, or show fewer images"
         )
-    return asked.decode(loaded.image_options)
+    return encoded.decode(loaded.image_options)
 
 
 @dataclass(frozen=True)
 class _EncodedPrompt:
-    """A prompt's ids, and each image or video with its sizes and layout; nothing is decoded yet."""
+    """A prompt's ids, and each image or video with its sizes and layout, not decoded yet."""
 
     ids: list[int]
     media: list[tuple[Media, tuple[Size, ...], MediaLayout]]
@@ -298,7 +298,7 @@ class _EncodedPrompt:
 
 
 def blank_like(tiles: torch.Tensor, image_options: ImageOptions) -> torch.Tensor:
-    """Tiles (N, 3, H, W) of one colour, the one that pads images: the mean of the tower's training images."""
+    """Tiles (N, 3, H, W) in the colour that pads images: the mean of the tower's training images."""
     colour = torch.tensor([int(255 * mean) for mean in image_options.mean], dtype=tiles.dtype)
     return colour.view(3, 1, 1).expand_as(tiles).clone()
 
@@ -322,7 +322,7 @@ def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:
 def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
     """inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left.
 
-    Images are prepared and merged by training's own code, whatever transformers' processor would do with them.
+    Images are prepared and merged by training's own code, not by transformers' processor.
     """
     device = loaded.device
     batch = collate(samples, loaded.image_options).to(device)
@@ -331,7 +331,7 @@ def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.
     embeds = embed_batch(loaded.model, batch, pixels)  # (1, tokens of all prompts, D)
     lengths = [len(sample.input_ids) for sample in samples]
     longest = max(lengths)
-    # The padding is masked, so any embedding will do.
+    # Padding is masked, so its embedding does not matter.
     rows = [torch.nn.functional.pad(row, (0, 0, longest - len(row), 0)) for row in embeds[0].split(lengths)]
     mask = [[0] * (longest - length) + [1] * length for length in lengths]
     return {"inputs_embeds": torch.stack(rows), "attention_mask": torch.tensor(mask, device=device)}

@@ -1,4 +1,4 @@
-"""Opening a model to be asked, in transformers' own class whatever format it lies in."""
+"""A model ready for inference, in transformers' own class whatever its format on disk."""
 
 import sys
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.vision import read_processor
 from llava_ds.runtime.ranks import Ranks
 
-# What is taken of a generation_config.json, and its kind.
+# Settings that are read from a generation_config.json, and their types.
 _IDS = NonNegativeInt | list[NonNegativeInt]
 GENERATION = {
     "bos_token_id": NonNegativeInt,
@@ -37,10 +37,9 @@ GENERATION = {
 class LoadedModel:
     """A LLaVA in transformers' own class, with its tokenizer, ready to answer.
 
-    mean, std: how its tower scales pixels, per channel; images: how it was shown images in training; version: its
-    conversation template; ranks: the processes that hold it together, which have to be asked the same at the same
-    time, None where this one has all of it; generating: what generate() has to be told besides; notes: lines about
-    how it was opened.
+    mean, std: of the tower's input, per channel; image_options: of training; version: the conversation template; ranks:
+    the processes that share the model and have to generate together, None where this one has all of it; generating:
+    further arguments of generate(); notes: lines about how it was opened.
     """
 
     model: HFModel
@@ -60,7 +59,7 @@ class LoadedModel:
 
     @property
     def context_tokens(self) -> int:
-        """The longest conversation that the language model has positions for; without end where it counts none."""
+        """The language model's number of positions; sys.maxsize where it has no limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
@@ -72,84 +71,84 @@ def load_model(
     version: str | None = None,
     moved: Mapping[str, str] | None = None,
 ) -> LoadedModel:
-    """Open from disk what open_model() knows, on a GPU if there is one.
+    """Load a model of any format that open_model() reads, on a GPU if there is one.
 
-    dtype: None for the weights' own; version: the conversation template of a folder that does not say it; moved: where
-    models that it does not bring lie now. Raises ConfigError or DataError when it is no LLaVA, or not whole.
+    dtype: None for the weights' own; version and moved: see open_model. Raises ConfigError or DataError for what is no
+    LLaVA, or incomplete.
     """
-    with open_model(path, moved, version) as found:
-        model = fill_model(found, found.precision(dtype)).eval()
+    with open_model(path, moved, version) as unloaded:
+        model = fill_model(unloaded, unloaded.precision(dtype)).eval()
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        return loaded(model, found, version)
+        return with_settings(model, unloaded, version)
 
 
-def fill_model(found: UnloadedModel, dtype: torch.dtype) -> HFModel:
-    """The model in this process's memory, its weights streamed in one by one."""
-    check_weights(found, dtype)
+def fill_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
+    """Build the model in this process's memory, and stream its weights in one by one."""
+    check_weights(unloaded, dtype)
     with no_init_weights():
-        model = construct_model(found, dtype)
-    load_weights(model, found.weights(model), Ranks(0, 0, 1, torch.device("cpu")), "--model_path")
+        model = construct_model(unloaded, dtype)
+    load_weights(model, unloaded.weights(model), Ranks(0, 0, 1, torch.device("cpu")), "--model_path")
     return model
 
 
-def check_weights(found: UnloadedModel, dtype: torch.dtype) -> None:
-    """Raise DataError for weights that are not the configuration's, before memory is taken for what it says."""
-    if found.is_folder:
-        files = WeightFiles(found.path)
-        for part in (found.config.text_config, found.config.vision_config):
+def check_weights(unloaded: UnloadedModel, dtype: torch.dtype) -> None:
+    """Raise DataError for weights that don't fit the configuration, before any memory is allocated for them."""
+    if unloaded.is_folder:
+        files = WeightFiles(unloaded.path)
+        for part in (unloaded.config.text_config, unloaded.config.vision_config):
             check_depth(part, files, "--model_path")
     with torch.device("meta"), no_init_weights():
-        model = construct_model(found, dtype)
-    check_fit(model, found.weights(model), "--model_path")
+        model = construct_model(unloaded, dtype)
+    check_fit(model, unloaded.weights(model), "--model_path")
 
 
-def construct_model(found: UnloadedModel, dtype: torch.dtype) -> HFModel:
-    """The model in its class, before its weights, with the folder's settings for generate()."""
+def construct_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
+    """Build the model without its weights, with the folder's settings for generate()."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        config = found.config
-        with library_errors(f"--model_path {found.path}"):
+        config = unloaded.config
+        with library_errors(f"--model_path {unloaded.path}"):
             model = HF_CLASSES[config.model_type]._from_config(config, dtype=dtype, **attention_options(config))
             model.tie_weights()
     finally:
         torch.set_default_dtype(before)
-    model.generation_config = _generation_config(found)
+    model.generation_config = _generation_config(unloaded)
     return model.eval()
 
 
-def _generation_config(found: UnloadedModel) -> GenerationConfig:
-    """The folder's ids of tokens and penalty of repetition; nothing else of it is for who asks one greedy answer."""
-    where = f"--model_path {found.path}"
-    said = read_json_if_there(found.folder / "generation_config.json", where)
-    kept = {name: said[name] for name in GENERATION if said.get(name) is not None}
-    for name, value in kept.items():
+def _generation_config(unloaded: UnloadedModel) -> GenerationConfig:
+    """The folder's token ids and repetition penalty; its other settings are for sampling."""
+    where = f"--model_path {unloaded.path}"
+    config = read_json_if_there(unloaded.folder / "generation_config.json", where)
+    settings = {name: config[name] for name in GENERATION if config.get(name) is not None}
+    for name, value in settings.items():
         try:
             TypeAdapter(GENERATION[name]).validate_python(value, strict=True)
         except ValidationError:
             raise ConfigError(f"{where}: generation_config.json says {name} {shown(value)}: copy it again") from None
-    return GenerationConfig(**kept)
+    return GenerationConfig(**settings)
 
 
-def loaded(model: HFModel, found: UnloadedModel, version: str | None = None) -> LoadedModel:
-    """A model with its weights, and what has to be known to ask it. version: see load_model."""
-    # Not AutoProcessor: transformers 5 makes LlavaOnevision's only where torchvision is installed.
-    processor = read_processor(found.folder, str(found.path))
+def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None = None) -> LoadedModel:
+    """Add the tokenizer and the settings of images and template to a model. version: see open_model."""
+    # Not AutoProcessor: transformers 5 needs torchvision for LlavaOnevision's.
+    processor = read_processor(unloaded.folder, str(unloaded.path))
     mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
-    said = getattr(model.config, "llava_ds_version", None)
-    notes = found.notes
-    if version is None and said is not None:
+    exported = getattr(model.config, "llava_ds_version", None)
+    notes = unloaded.notes
+    if version is None and exported is not None:
         try:
-            version = resolve_template(str(said))
+            version = resolve_template(str(exported))
         except ConfigError as error:
-            raise ConfigError(f"{found.path}: its config.json has llava_ds_version {said!r}; {error}") from error
+            raise ConfigError(f"{unloaded.path}: its config.json has llava_ds_version {exported!r}; {error}") from error
     elif version is not None:
         version = resolve_template(version)
     else:
         version = "v1"
-        notes += (f"{found.path} does not say its conversation template: Vicuna's is taken; --version names another",)
-    image_options = _image_options(model, processor, found.path)
-    return LoadedModel(model, found.tokenizer, mean, std, image_options, version, notes=notes)
+        notes += (f"{unloaded.path} has no conversation template: Vicuna's is used; --version names another",)
+    image_options = _image_options(model, processor, unloaded.path)
+    return LoadedModel(model, unloaded.tokenizer, mean, std, image_options, version, notes=notes)
 
 
 def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:

@@ -1,4 +1,4 @@
-"""Conversations about images in a browser on the same machine, with gradio. Nothing is asked of any other machine."""
+"""Conversations about images in a browser on the same machine, with gradio. No other machine is contacted."""
 
 import contextlib
 import html
@@ -21,18 +21,18 @@ from llava_ds.infer.load import LoadedModel
 ADDRESS = "127.0.0.1"
 MAX_FILE_SIZE = "100mb"
 ERROR = "error"  # title of a message that is no answer
-# gradio puts a button on every image that shares it on a site of its own, which the policy below keeps from working.
+# gradio's button to share an image on its own site, which the policy below blocks.
 STYLE = 'button[aria-label="Share"] { display: none !important }'
 
-# The browser asks nobody else, whatever gradio's pages or the model's words name.
+# The browser contacts nobody else, whatever gradio's pages or the model's answers contain.
 POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; form-action 'self'; base-uri 'self'"
 )
 
 
-def gradio() -> ModuleType:
-    """The package, its telemetry off. Raises ConfigError where it is not installed."""
+def import_gradio() -> ModuleType:
+    """Import gradio with its telemetry off. Raises ConfigError where it is not installed."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when it is imported
     try:
         import gradio
@@ -42,13 +42,10 @@ def gradio() -> ModuleType:
 
 
 def serve(loaded: LoadedModel, name: str, sampling: Sampling, port: int, quiet: bool = False) -> None:
-    """Show the page until Ctrl-C. Raises ConfigError where the port is taken.
-
-    name: what the model is called on it.
-    """
+    """Serve the page until Ctrl-C. name: the page's title. Raises ConfigError where the port is taken."""
     with tempfile.TemporaryDirectory(prefix="llava_ds-web-") as uploads, socket.socket() as listener:
         os.environ["GRADIO_TEMP_DIR"] = uploads
-        gr = gradio()
+        gr = import_gradio()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((ADDRESS, port))
@@ -60,13 +57,13 @@ def serve(loaded: LoadedModel, name: str, sampling: Sampling, port: int, quiet: 
 
 
 def _application(gr: ModuleType, page, port: int):
-    """The page behind what every request and answer passes. Not page.launch(), which also asks a server of gradio's."""
+    """Mount the page behind checks of hosts and content. Not page.launch(), which also contacts gradio's server."""
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Policy)
-    # A name of somebody else's that leads to this address is not this page's (DNS rebinding).
+    # Another name that resolves to this address is refused (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[ADDRESS, "localhost"])
     return gr.mount_gradio_app(
         app,
@@ -87,7 +84,7 @@ def _application(gr: ModuleType, page, port: int):
 
 
 def _server(app, address: str):
-    """uvicorn, which says where it is once it is there, and waits for no open page at its end."""
+    """uvicorn, which prints its address once it listens, and does not wait for open pages at its end."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -99,7 +96,7 @@ def _server(app, address: str):
 
 
 class _Policy:
-    """Adds the policy to every answer of the server's."""
+    """Add the content policy to every response."""
 
     def __init__(self, app) -> None:
         self.app = app
@@ -133,7 +130,7 @@ def build_page(gr: ModuleType, loaded: LoadedModel, name: str, sampling: Samplin
     box = gr.MultimodalTextbox(
         file_types=["image", "video"], file_count="multiple", sources=["upload"], placeholder="A question"
     )
-    # What the model says is shown as it is: neither markup nor links.
+    # Answers are shown as plain text: neither markup nor links.
     shown = gr.Chatbot(
         render_markdown=False,
         height="70vh",
@@ -141,14 +138,14 @@ def build_page(gr: ModuleType, loaded: LoadedModel, name: str, sampling: Samplin
         buttons=["copy", "copy_all"],
         placeholder="Attach an image, and ask about it.",
     )
-    told = f"{loaded.model.config.model_type}, template {loaded.version}, on {loaded.device}"
+    description = f"{loaded.model.config.model_type}, template {loaded.version}, on {loaded.device}"
     return gr.ChatInterface(
         respond,
         multimodal=True,
         chatbot=shown,
         textbox=box,
         title=html.escape(name),
-        description=f"<p style='text-align: center'>{html.escape(told)}</p>",
+        description=f"<p style='text-align: center'>{html.escape(description)}</p>",
         analytics_enabled=False,
         flagging_mode="never",
         api_visibility="private",
@@ -157,28 +154,28 @@ def build_page(gr: ModuleType, loaded: LoadedModel, name: str, sampling: Samplin
 
 
 def conversation_of(history: list[dict]) -> Conversation:
-    """The turns on the page. A question that was answered with an error, or not at all, is left out.
+    """The turns on the page, without questions that got an error or no answer.
 
-    gradio takes tabs and indentation that all lines share out of what it shows, and so out of what comes back.
+    gradio removes tabs and common indentation from the text that it shows and sends back.
     """
     conversation, texts, files = Conversation(), [], []
     for message in history:
         parts = message["content"]
         parts = [parts] if isinstance(parts, (str, dict)) else parts
-        said = [part if isinstance(part, str) else part.get("text", "") for part in parts if _path(part) is None]
+        parts_text = [part if isinstance(part, str) else part.get("text", "") for part in parts if _path(part) is None]
         if message["role"] == "user":
-            texts += said
+            texts += parts_text
             files += [path for part in parts if (path := _path(part)) is not None]
             continue
         if (message.get("metadata") or {}).get("title") != ERROR and texts:
             conversation = conversation.with_question("\n".join(texts).strip(), [_media(path) for path in files])
-            conversation = conversation.with_answer("".join(said))
+            conversation = conversation.with_answer("".join(parts_text))
         texts, files = [], []
     return conversation
 
 
 def _pieces(loaded: LoadedModel, conversation: Conversation, sampling: Sampling, quiet: bool) -> Iterator[str]:
-    """The answer as far as it is known, again and again. Who does not wait for its end stops it."""
+    """The growing text of the answer. A client that disconnects stops it."""
     pieces: queue.Queue = queue.Queue()
     stop = threading.Event()
 
@@ -188,7 +185,7 @@ def _pieces(loaded: LoadedModel, conversation: Conversation, sampling: Sampling,
             if not quiet:
                 print_note(speed_line(reply))
             pieces.put(None)
-        except BaseException as error:  # handed to the page's own thread
+        except BaseException as error:  # raised in the page's own thread
             pieces.put(error)
 
     worker = threading.Thread(target=work)

@@ -1,13 +1,13 @@
 # T tokens, L tokens of one sample, S supervised positions, N image tiles
-"""Useful floating-point operations of training, from the configurations alone: what MFU counts.
+"""Useful floating-point operations of training, for MFU, from the configurations alone.
 
-A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for the gradient of its input, where something
-trains in it or before it, and 2 for its own, where it trains itself. Attention costs 4 times the width of all heads
-per layer and pair of tokens of which one sees the other, L (L + 1) / 2 in a sample, and twice that backward.
+A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for the gradient of its input, if something
+trains in it or before it, and 2 for its own, if it trains. Attention costs 4 times the width of all heads per layer and
+pair of tokens of which one sees the other, L (L + 1) / 2 in a sample, and twice that backward.
 
-Counted is what the maths of a step needs, whatever an implementation computes beyond it or saves: no padding, nothing
-computed again, no blank image that stands for none; every layer at every token, a window as if it saw all before it;
-the output layer at supervised positions only. Norms, activations and the optimizer are left out, as is usual.
+Only what the maths of a step needs is counted: no padding, no recomputation, no blank images; every layer at every
+token, windows as full attention; the output layer at supervised positions only. Norms, activations and the optimizer
+are not counted, as is usual.
 Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
 """
 
@@ -49,9 +49,9 @@ class ModelFlops:
 
 
 def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
-    """The FLOPs of a composition as the flags train it. It is built without memory, so every family is counted alike.
+    """The FLOPs of a composition with the flags. It is built on the meta device, so no family is a special case.
 
-    LoRA is counted with its own matrices; the weights of --bits like those of 16 bits.
+    LoRA counts with its own matrices, quantized weights like those of 16 bits.
     """
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args, torch.zeros(3), torch.zeros(3))
@@ -59,7 +59,7 @@ def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) 
     trains_tower, trains_projector = "vision_tower" in parts, "projector" in parts
     trains_layers = "language_model" in parts and not args.lora_enable
     before = trains_tower or trains_projector or trains_new_rows(args)
-    reaches_layers = before or "language_model" in parts  # whether gradients have to go back through the layers
+    reaches_layers = before or "language_model" in parts  # gradients flow back through the layers
 
     llm = model.language_model
     output = llm.get_output_embeddings()
@@ -85,7 +85,7 @@ def _times(passes: bool, trains: bool) -> int:
 
 
 def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module) -> float:
-    """Weights of all matrices but the output layer that a token meets: of experts, as many as it is sent to."""
+    """Weights of all matrices but the output layer that are used for a token: of experts, those it is routed to."""
     dense = sum(m.weight.numel() for m in llm.modules() if isinstance(m, MATRICES) and m is not output)
     experts = sum(p.numel() for p in llm.parameters() if p.ndim == 3)  # one matrix per expert
     if not experts:
@@ -101,7 +101,7 @@ def _heads_width(text: PreTrainedConfig) -> int:
 
 
 def _tower_flops(tower: nn.Module, plan: TowerPlan, trains: bool) -> float:
-    """Of one tile, at every scale that S2 shows it in. The patches' own matrix has nothing to pass gradients on to."""
+    """FLOPs of one tile, at every scale of S2. The patch embedding passes no gradient on."""
     config = plan.config
     is_siglip2 = config.model_type == "siglip2_vision_model"
     patches = config.num_patches if is_siglip2 else (config.image_size // config.patch_size) ** 2
@@ -117,7 +117,7 @@ def _tower_flops(tower: nn.Module, plan: TowerPlan, trains: bool) -> float:
 
 
 def _projector_flops(projector: nn.Module, plan: TowerPlan, trains_tower: bool, trains: bool) -> float:
-    """Of one tile. Only a tower that trains needs the gradient of the features that come in."""
+    """FLOPs of one tile. Only a tower that trains needs the gradient of its features."""
     matrices = [m.weight.numel() for m in projector.modules() if isinstance(m, MATRICES)]
     per_feature = sum(
         weights * _times(trains_tower or (trains and index > 0), trains) for index, weights in enumerate(matrices)

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from llava_ds.batch import Batch
-from llava_ds.model.llava import merged
+from llava_ds.model.llava import merge_features
 from llava_ds.model.projector import with_newlines
 
 HFModel = LlavaForConditionalGeneration | LlavaNextForConditionalGeneration | LlavaOnevisionForConditionalGeneration
@@ -49,4 +49,4 @@ def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Ten
     if model.config.vision_feature_select_strategy == "default":
         hidden = hidden[:, 1:]  # without the class token
     newline = partial(with_newlines, inner.image_newline) if hasattr(inner, "image_newline") else None
-    return merged(embeds, inner.multi_modal_projector(hidden), batch, newline)
+    return merge_features(embeds, inner.multi_modal_projector(hidden), batch, newline)

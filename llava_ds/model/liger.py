@@ -1,7 +1,7 @@
-"""Liger's fused RMSNorm, rotary positions and SwiGLU in the place of transformers' (--use_liger_kernel).
+"""Liger's fused RMSNorm, rotary positions and SwiGLU instead of transformers' (--use_liger_kernel).
 
-Its linear cross-entropy is not taken: it counts targets on the host, which waits for the device in every micro-batch,
-and output_loss.py does the same otherwise.
+Its linear cross-entropy is not used: it counts targets on the host, which waits for the device in every micro-batch,
+and output_loss.py does the same without.
 """
 
 import copy
@@ -18,7 +18,7 @@ from llava_ds.model import attention
 from llava_ds.model.probe import VOCABULARY, random_copy, random_inputs
 
 FLAG = "--use_liger_kernel"
-ROTARY = "apply_rotary_pos_emb"  # as all families of transformers call it that Liger knows
+ROTARY = "apply_rotary_pos_emb"  # in all families of transformers that Liger supports
 LOGITS = "the logits"
 # Largest difference from transformers' own kernels, of the largest value: both round in other places.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -36,10 +36,10 @@ def check_liger(device: torch.device) -> None:
 def use_liger(
     language_model: nn.Module, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """Put Liger's kernels into a language model; returns lines that say which.
+    """Put Liger's kernels into a language model, and return lines that report them.
 
-    Before, a small random copy has to give the same logits and gradients with and without them, on that device and in
-    that precision. Raises ConfigError if it does not, or if Liger knows no kernels for the family.
+    First, a small random copy has to give the same logits and gradients with and without them, on that device and in
+    that precision. Raises ConfigError if it does not, or if Liger has no kernels for the family.
     """
     worst, where = _largest_difference(config, device, dtype)
     if not worst <= TOLERANCE[dtype]:
@@ -48,14 +48,14 @@ def use_liger(
             f"Liger's kernels differ by {worst:.1e} of the largest from transformers' (rounding is at most "
             f"{TOLERANCE[dtype]:.0e}): train without it"
         )
-    counts = put_in(language_model)
+    counts = replace_kernels(language_model)
     return [
         "Liger's kernels: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count),
         f"on a small copy, {where} differ by {worst:.1e} of the largest from transformers' own",
     ]
 
 
-def put_in(language_model: nn.Module) -> dict[str, int]:
+def replace_kernels(language_model: nn.Module) -> dict[str, int]:
     """Replace the forwards of this instance's modules, and nothing of transformers'. Returns how many of each kind."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
@@ -70,18 +70,18 @@ def put_in(language_model: nn.Module) -> dict[str, int]:
         _apply_liger_kernel_to_instance(language_model, cross_entropy=False, fused_linear_cross_entropy=False)
         rotary = family.get(ROTARY)
     finally:
-        family.update(before)  # or models that are opened for comparison, on a CPU perhaps, would be Liger's
+        family.update(before)  # or other models of the family, on a CPU perhaps, would use Liger's kernels
     counts: dict[str, int] = {}
     for module, forward in before_forwards.items():
         if module.forward != forward:
             counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
     if rotary is not before.get(ROTARY):
-        counts["rotary positions"] = sum(_turn_with(module, rotary) for module in language_model.modules())
+        counts["rotary positions"] = sum(_replace_rotary(module, rotary) for module in language_model.modules())
     return counts
 
 
-def _turn_with(module: nn.Module, rotary) -> bool:
-    """Let an attention module turn queries and keys by another function; says whether it is one that turns them."""
+def _replace_rotary(module: nn.Module, rotary) -> bool:
+    """Let an attention module use another rotary function; returns False for modules without rotary positions."""
     forward = getattr(module.forward, "__func__", None)
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
         return False
@@ -93,21 +93,21 @@ def _turn_with(module: nn.Module, rotary) -> bool:
 
 
 def _largest_difference(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """With Liger's kernels and without: the largest difference, of the largest value, and of what it is."""
+    """The largest difference with and without Liger's kernels, relative to the largest value, and its name."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drawn = random_copy(config)
-        plain, fused = (_built(drawn, dtype).to(device) for _ in range(2))
+        plain, fused = (_build(drawn, dtype).to(device) for _ in range(2))
         inputs = random_inputs(plain)
         targets = torch.randint(0, VOCABULARY, inputs["position_ids"].shape[1:]).to(device)
-    put_in(fused)
+    replace_kernels(fused)
     results = []
     for model in (plain, fused):
         logits = model(**inputs).logits[0]
         nn.functional.cross_entropy(logits.float(), targets).backward()
         gradients = {f"the gradients of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
         results.append({LOGITS: logits.detach(), **gradients})
-    # Some gradients are rounding alone, as those of a key's bias: measured by a tenth of the largest, at least.
+    # Some gradients are only rounding, as of a key's bias: compare with at least a tenth of the largest.
     least = torch.stack([g.abs().max() for g in gradients.values()]).max() / 10
     differences = {
         name: ((results[1][name] - wanted).abs().max() / torch.maximum(wanted.abs().max(), least)).item()
@@ -117,8 +117,8 @@ def _largest_difference(config: PreTrainedConfig, device: torch.device, dtype: t
     return differences[where], where
 
 
-def _built(drawn: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same model in a precision, as transformers builds it: a cast would round rotary frequencies, too."""
+def _build(drawn: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same model in another precision, built anew: a cast would round rotary frequencies, too."""
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(drawn.config), attn_implementation=attention.register(), dtype=dtype
     )

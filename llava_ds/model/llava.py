@@ -18,7 +18,7 @@ from llava_ds.model.vision import TowerPlan, VisionTower
 
 
 class LlavaModel(nn.Module):
-    """A LLaVA over samples laid end to end. Calling it gives the loss, summed over the supervised positions."""
+    """A LLaVA over samples laid end to end. Its forward returns the loss, summed over the supervised positions."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class LlavaModel(nn.Module):
     def shorten_last_layer(self) -> None:
         """Compute the last layer of the language model at supervised positions only, in training.
 
-        For those families of which probe.py says that it changes nothing.
+        Only for models whose loss stays the same, as probe.py tests.
         """
         last_layer.shorten(self.language_model)
         self._short_last_layer = True
@@ -57,9 +57,9 @@ class LlavaModel(nn.Module):
         wanted = batch.target_positions if logits_at is None else logits_at
         options = {}
         if self._short_last_layer and logits_at is None:
-            # No kernel is asked for zero rows: where nothing is supervised, one position is computed for nothing.
+            # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
-        # Not the whole language model, whose output layer knows no targets.
+        # Not the whole language model, whose output layer takes no targets.
         trunk = self.language_model.base_model(
             inputs_embeds=self.embed(batch),
             position_ids=batch.position_ids,
@@ -68,7 +68,7 @@ class LlavaModel(nn.Module):
             use_cache=False,
             **options,
         )
-        hidden = trunk.last_hidden_state[0]  # (1, T, D) to (T, D), or those of kept positions
+        hidden = trunk.last_hidden_state[0]  # (1, T, D) to (T, D), or at query_positions
         hidden = hidden[: len(wanted)] if options else hidden.index_select(0, wanted)  # (S, D)
         output_layer = self.language_model.get_output_embeddings()
         if logits_at is not None:
@@ -82,29 +82,29 @@ class LlavaModel(nn.Module):
         """Token embeddings with the images' features in their places: (1, T, D).
 
         Tower, projector and newline run exactly once, whatever the batch holds, so that the collectives of all ranks
-        match; what no position asks for takes part with a gradient of zero.
+        match; unused features take part with a gradient of zero.
         """
         features = self.image_features(batch.pixel_values)  # (N, P, D)
         embeds = self.language_model.get_input_embeddings()(batch.input_ids)  # (1, T, D)
-        return merged(embeds, features, batch, getattr(self, "newline", None))
+        return merge_features(embeds, features, batch, getattr(self, "newline", None))
 
     def image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(N, 3, H, W) uint8 to (N, P, D). A frozen tower keeps nothing for backward."""
+        """(N, 3, H, W) uint8 to (N, P, D). A frozen tower stores nothing for backward."""
         trained = any(p.requires_grad for p in self.vision_tower.parameters())
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
             features = self.vision_tower(pixel_values)  # (N, P, C)
         return self.projector(features)
 
 
-def merged(
+def merge_features(
     embeds: torch.Tensor,
     features: torch.Tensor,
     batch: Batch,
     newline: Callable[[torch.Tensor, int], torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Token embeddings (1, T, D) with the features (N, P, D) of the batch's tiles where the collator wants them.
+    """Token embeddings (1, T, D) with the features (N, P, D) of the batch's tiles at their positions.
 
-    newline: what Newline does, from the F features that are placed to all M rows; None for models that have none.
+    newline: Newline's forward, from F placed features to all M rows; None for models without.
     """
     table = features.flatten(0, 1)  # (N * P, D)
     if len(batch.pool_index):
@@ -116,7 +116,7 @@ def merged(
 
 
 def _by_source(row_losses: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
-    """(2, num_sources) float64: losses (S,) summed by source, and their numbers; always added up in the same order."""
+    """(2, num_sources) float64: losses (S,) summed by source, and their numbers; always added in the same order."""
     is_from = sources == torch.arange(num_sources, device=sources.device)[:, None]  # (num_sources, S)
     return torch.stack([torch.where(is_from, row_losses, 0.0).sum(1), is_from.sum(1).double()])
 
@@ -153,7 +153,7 @@ def assemble(
     language_model = AutoModelForCausalLM.from_config(
         text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
     )
-    language_model.tie_weights()  # from_config leaves it to the initialisation that its callers switch off
+    language_model.tie_weights()  # from_config ties in its initialisation, which callers switch off
     projector = build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)
     newline = Newline(text_config.hidden_size) if "unpad" in args.mm_patch_merge_type else None
     return LlavaModel(VisionTower(tower, mean, std), projector, language_model, newline)

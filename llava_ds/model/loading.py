@@ -1,4 +1,4 @@
-"""Weights from files into a model, tensor by tensor: no rank ever holds a whole model beside its own share."""
+"""Weights from files into a model, tensor by tensor: no rank ever holds a whole model beside its own partition."""
 
 import contextlib
 import ctypes
@@ -23,10 +23,9 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str) -> None:
     """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
 
-    module: or some of its parameters by name. Weights of quantized layers are packed as they come, and it is the packed
-    ones that are summed. Raises DataError when a tensor is missing, has another shape or is not the module's, and
-    RuntimeError when what the ranks hold differs from what was read (weights put into partitioned parameters can vanish
-    silently).
+    module: or some of its parameters by name. Weights of quantized layers are packed when they are read, and summed
+    packed. Raises DataError when a tensor is missing, has another shape or is not the module's, and RuntimeError when
+    the ranks' values differ from those in the files (writes to partitioned parameters can get lost silently).
     """
     check_fit(module, source, what)
     parameters, _ = _named(module)
@@ -50,19 +49,19 @@ def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, r
                 tensor = read().to(parameter.dtype)
                 sums[order[name]] = _bit_sum(tensor)
                 parameter.data.copy_(tensor)
-                del tensor  # of a mapped file: held, it would keep the whole file in memory
+                del tensor  # of a mapped file, which it would keep in memory
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 
 
 def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager:
-    """A partitioned parameter whole on all ranks, and as rank 0 leaves it afterwards."""
-    import deepspeed  # takes seconds, and a model in one piece does without
+    """Gather a partitioned parameter on all ranks; rank 0's changes are kept."""
+    import deepspeed  # takes seconds, and is only needed for partitioned parameters
 
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
 
 def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], set[str]]:
-    """Parameters by name, a tied one once, and its other names."""
+    """Parameters by name, tied ones once, and the other names of tied ones."""
     if isinstance(module, dict):
         return module, set()
     parameters = dict(module.named_parameters())
@@ -70,7 +69,7 @@ def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Pa
 
 
 def check_fit(module: nn.Module | dict[str, nn.Parameter], source: Weights, what: str) -> None:
-    """Compare names and shapes before anything is read; every rank finds the same, so none waits for another.
+    """Compare names and shapes before anything is read, with the same result on every rank.
 
     Raises DataError when a tensor is missing, has another shape or is not the module's.
     """
@@ -92,7 +91,7 @@ def check_fit(module: nn.Module | dict[str, nn.Parameter], source: Weights, what
 
 
 def check_depth(config: PreTrainedConfig, source: Weights, what: str) -> None:
-    """Raise DataError for a configuration with more layers than there are tensors, before as many are made."""
+    """Raise DataError for a configuration with more layers than tensors, before these layers are built."""
     if config.num_hidden_layers > len(source.shapes):
         raise DataError(
             f"{what} {source.path} does not fit the model: config.json says num_hidden_layers "
@@ -102,9 +101,9 @@ def check_depth(config: PreTrainedConfig, source: Weights, what: str) -> None:
 
 @contextlib.contextmanager
 def return_freed_memory() -> Iterator[None]:
-    """While it lasts, a tensor's memory goes back to the system when it is freed, where the C library is glibc.
+    """Return a tensor's memory to the system as soon as it is freed, where the C library is glibc.
 
-    glibc keeps blocks below 32 MB in its heap, which grows by more than the whole model while it streams through.
+    glibc keeps blocks below 32 MB in its heap, which would grow by more than the whole model while it is loaded.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -113,7 +112,7 @@ def return_freed_memory() -> Iterator[None]:
     mallopt(M_MMAP_THRESHOLD, 2**20)
     try:
         yield
-    finally:  # where glibc's own adjustment ends, for training wants its blocks kept
+    finally:  # the end of glibc's own adjustment: training reuses its blocks
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
 
@@ -122,7 +121,7 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bit patterns: exact, in any order, and additive over partitions."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.contiguous().view(width).flatten()
-    # In pieces, for the sum makes 64-bit numbers of all that it is given first.
+    # In pieces, because the sum first converts its input to 64 bits.
     return sum((piece.sum(dtype=torch.int64) for piece in bits.split(SUM_NUMBERS)), torch.tensor(0)).cpu()
 
 
@@ -130,7 +129,7 @@ def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, rank
     held = torch.zeros_like(sums)
     partitioned = [hasattr(p, "ds_id") for p in parameters.values()]
     for i, parameter in enumerate(parameters.values()):
-        held[i] = _bit_sum(_own_part(parameter, ranks) if partitioned[i] else parameter.data)
+        held[i] = _bit_sum(_own_partition(parameter, ranks) if partitioned[i] else parameter.data)
     if any(partitioned):
         device = ranks.device
         held = all_sum(held.to(device)).cpu()
@@ -141,7 +140,7 @@ def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, rank
         raise RuntimeError(f"{what}: {len(wrong)} tensors did not arrive as read, the first is {wrong[0]}")
 
 
-def _own_part(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor:
-    """This rank's partition without the padding behind the parameter's end."""
+def _own_partition(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor:
+    """This rank's partition without padding."""
     part = parameter.ds_tensor.flatten()
     return part[: max(0, min(part.numel(), parameter.ds_numel - ranks.rank * part.numel()))]

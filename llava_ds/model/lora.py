@@ -38,7 +38,7 @@ PLAIN = {
 
 
 def check_lora(args: ModelArguments) -> None:
-    """Raise ConfigError unless what LoRA and quantization need is installed, and --lora_weight_path fits the flags."""
+    """Raise ConfigError unless the packages for LoRA and quantization are installed, and --lora_weight_path fits."""
     if args.lora_enable:
         try:
             import peft  # noqa: F401
@@ -59,9 +59,9 @@ def check_lora(args: ModelArguments) -> None:
 
 
 def linear_names(language_model: nn.Module) -> list[str]:
-    """Full names of the linear layers that get LoRA: all of the language model but its output layer, before they do.
+    """Full names of the linear layers that get LoRA: all of the language model but its output layer.
 
-    Source: LLaVA's find_all_linear_names, which takes last names and so means the same layers.
+    Call it before add_lora. Source: LLaVA's find_all_linear_names, whose last names match the same layers.
     """
     output = language_model.get_output_embeddings()
     names = [n for n, m in language_model.named_modules() if isinstance(m, nn.Linear) and m is not output]
@@ -91,17 +91,17 @@ def lora_config(args: ModelArguments, names: list[str]):
 def add_lora(language_model: nn.Module, args: ModelArguments, seed: int) -> None:
     """Put LoRA beside every linear layer, A drawn by the seed alone and B zero, in the model's precision.
 
-    Outside of zero.Init, in which B would not be zero: under ZeRO-3 it is deepspeed.initialize that partitions them.
+    Outside of zero.Init, in which B would not be zero: under ZeRO-3, deepspeed.initialize partitions them.
     """
     from peft import inject_adapter_in_model
 
     dtype = language_model.get_input_embeddings().weight.dtype
-    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU in float32, whatever it puts the layers beside
-        torch.manual_seed(seed + 1)  # the projector is drawn by the seed itself
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU in float32
+        torch.manual_seed(seed + 1)  # the projector uses the seed itself
         inject_adapter_in_model(lora_config(args, linear_names(language_model)), language_model, ADAPTER)
     for name, parameter in language_model.named_parameters():
         if is_lora(name):
-            parameter.data = parameter.data.to(dtype)  # peft leaves them in float32 beside packed weights
+            parameter.data = parameter.data.to(dtype)  # peft keeps them in float32 beside packed weights
     choose_adapters(language_model, args.lora_bias)
 
 
@@ -111,7 +111,7 @@ def is_lora(name: str) -> bool:
 
 
 def choose_adapters(language_model: nn.Module, bias: str) -> None:
-    """Train the LoRA matrices and the biases that --lora_bias says; freeze all else. bias: as peft means it."""
+    """Train the LoRA matrices and the biases of --lora_bias (peft's values); freeze all else."""
     for name, parameter in language_model.named_parameters():
         trained = is_lora(name) or (bias == "all" and "bias" in name)
         parameter.requires_grad_(trained or (bias == "lora_only" and name.endswith(".base_layer.bias")))
@@ -125,7 +125,7 @@ def lora_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def plain_name(name: str) -> str | None:
-    """A parameter's name as it is without LoRA ("x.base_layer.weight" is "x.weight"); None for LoRA's own."""
+    """A parameter's name without LoRA ("x.base_layer.weight" is "x.weight"); None for LoRA's own."""
     return None if is_lora(name) else name.replace(".base_layer.", ".")
 
 
@@ -137,7 +137,7 @@ def to_peft(name: str) -> str:
 def from_peft(name: str) -> str:
     """A name in peft's files to one in the language model.
 
-    Knows the adapter's name within, which some programs leave there.
+    Some programs write the adapter's name within it.
     """
     name = name.removeprefix(PEFT_PREFIX)
     return re.sub(r"\.(lora_[AB])\.(?:default\.)?weight$", rf".\1.{ADAPTER}.weight", name)
@@ -155,7 +155,7 @@ def adapter_file(folder: str | Path) -> Path | None:
 
 
 def non_lora_file(args: ModelArguments) -> str | None:
-    """--lora_weight_path's file of what was trained beside the adapter: projector, perhaps newline and tower."""
+    """--lora_weight_path's file of weights trained beside the adapter: projector, perhaps newline and tower."""
     if args.lora_weight_path is None or not (file := Path(args.lora_weight_path) / NON_LORA).is_file():
         return None
     own_file(file)
@@ -163,34 +163,34 @@ def non_lora_file(args: ModelArguments) -> str | None:
 
 
 def adapter_problems(args: ModelArguments) -> list[str]:
-    """Why a run with these flags can't go on from --lora_weight_path, a line each. Reads no weights."""
+    """Reasons why training can't start from --lora_weight_path, without reading weights."""
     folder = Path(args.lora_weight_path)
     where = f"--lora_weight_path {folder}"
     if adapter_file(folder) is None:
-        return [f"{where}: there is no {' or '.join(ADAPTER_FILES)} in it; name a folder that peft or LLaVA has left"]
+        return [f"{where}: there is no {' or '.join(ADAPTER_FILES)} in it; name a folder of peft or LLaVA"]
     try:
         config = read_json(folder / ADAPTER_CONFIG, where)
     except ConfigError as error:
         return [str(error)]
     kind = config.get("peft_type")
     if kind != "LORA":
-        return [f"{where} holds an adapter of kind {kind}: only LORA can be gone on with"]
+        return [f"{where} holds an adapter of kind {kind}: only LORA is supported"]
     problems = [
         f"{where} was trained with {theirs} {found}, but --{ours} is {getattr(args, ours)}: give --{ours} {found}"
         for ours, theirs in (("lora_r", "r"), ("lora_alpha", "lora_alpha"), ("lora_bias", "bias"))
         if (found := config.get(theirs)) != getattr(args, ours)
     ]
     return problems + [
-        f"{where} was trained with {name} {config[name]}, which is not here: start from another adapter"
+        f"{where} was trained with {name} {config[name]}, which is not supported: start from another adapter"
         for name, plain in PLAIN.items()
         if config.get(name) not in plain
     ]
 
 
 def names_from_peft(language_model: nn.Module) -> Callable[[str], str]:
-    """From a name in peft's files to the one of a parameter that trains in a language model with LoRA.
+    """A function from names in peft's files to trained parameters of a language model with LoRA.
 
-    peft wrote the bias of a layer under its plain name before it had base_layer: such names are found, too.
+    Before base_layer, peft wrote a layer's bias under its plain name: such names are mapped, too.
     """
     folded = {
         name.replace(".base_layer.", "."): name for name, p in language_model.named_parameters() if p.requires_grad
@@ -203,7 +203,7 @@ def names_from_peft(language_model: nn.Module) -> Callable[[str], str]:
     return rename
 
 
-# Settings of peft under which a merged weight is something else than W + scale * B A.
+# Settings of peft with which a merged weight is not W + scale * B A.
 OTHER_KINDS = (
     "use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
     "trainable_token_indices", "alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config",
@@ -212,12 +212,12 @@ OTHER_KINDS = (
 
 MAX_REPEATS = 3  # in a pattern of layer names
 MAX_PATTERN_CHARS = 500
-MAX_MATCHED_CHARS = 10**8  # of all names, once for every pattern: a pattern for every layer of a 405B is half of it
+MAX_MATCHED_CHARS = 10**8  # of all names times patterns: twice a 405B with a pattern for every layer
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder of peft's: where its tensors lie, and what they are scaled by."""
+    """A folder of peft's: its file of tensors, and their scale."""
 
     path: Path
     file: Path
@@ -227,10 +227,10 @@ class Adapter:
     rank_stabilised: bool
 
     def alphas_of(self, layers: list[str]) -> list[float]:
-        """The alpha of each layer, by peft's names of them: that of the first pattern which fits.
+        """The alpha of each layer, by peft's name: that of the first matching pattern.
 
-        Source: peft's get_pattern_key. By RE2, whose time grows with names and patterns, not with a power of them.
-        Raises DataError for so many that it would be long all the same.
+        RE2 takes time in proportion to names and patterns. Raises DataError for so many that it would still be long.
+        Source: peft's get_pattern_key.
         """
         num_chars = sum(map(len, layers))
         if num_chars * len(self.alphas) > MAX_MATCHED_CHARS:
@@ -255,7 +255,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """The settings of an adapter's folder. Raises ConfigError for kinds of adapters that can't be merged here."""
+    """Read the settings in an adapter's folder. Raises ConfigError for adapters that can't be merged."""
     path = Path(path)
     where = f"--model_name_or_path {path}"
     config = read_json(path / ADAPTER_CONFIG, where)
@@ -284,7 +284,7 @@ def read_adapter(path: str | Path) -> Adapter:
 
 
 def _pattern(text: str) -> str:
-    """A pattern of layer names. Raises ValueError for one that is none, or would match as a large machine."""
+    """Check a pattern of layer names. Raises ValueError for an invalid or expensive one."""
     if len(text) > MAX_PATTERN_CHARS:
         raise ValueError(f"alpha_pattern {shown(text)} is no name of layers: it has {len(text):,} characters")
     if re.search(r"\)[*+?{]|\{[^}]*\d{3}", text) or len(re.findall(r"[*+{]", text)) > MAX_REPEATS:
@@ -294,7 +294,7 @@ def _pattern(text: str) -> str:
 
 
 def _fits(names: pa.Array, pattern: str) -> pa.Array:
-    """Which names a pattern of peft's fits, at a dot before them. Raises ValueError for what is no pattern."""
+    """A mask of the names that match a pattern of peft's, from a dot on. Raises ValueError for an invalid one."""
     return pa.compute.match_substring_regex(names, rf"^(.*\.)?({pattern})$")
 
 

@@ -1,7 +1,7 @@
 # S supervised positions, D width of the language model, V vocabulary
-"""The output layer and the cross-entropy in one, over chunks of rows: logits never exist for more than a chunk.
+"""Fused output layer and cross-entropy, over chunks of rows: logits never exist for more than a chunk.
 
-Loss and gradients come in the same pass, three matrix products in all, as in Liger's linear cross-entropy
+Loss and gradients are computed in the same pass, three matrix products in all, as in Liger's linear cross-entropy
 (arXiv 2410.10989); here without waiting for the device to count targets.
 """
 
@@ -36,7 +36,7 @@ def _forward(
     return linear_cross_entropy(hidden, self.weight, targets, softcap)
 
 
-@torch.compiler.disable  # how many chunks there are would be compiled anew
+@torch.compiler.disable  # every number of chunks would be compiled again
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

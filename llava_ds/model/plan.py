@@ -23,7 +23,7 @@ from llava_ds.model.rows import resize_vocabulary
 from llava_ds.model.vision import ImageSpec, TowerPlan, plan_tower, read_processor, read_tower
 from llava_ds.tokenizer import add_image_tokens, open_tokenizer
 
-# What has to be equal for the weights of one tower to be another's.
+# Settings that have to be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
 
 
@@ -64,7 +64,7 @@ def read_parts(args: ModelArguments) -> Parts:
 
 
 def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Source, Source | None]:
-    """The tower, where the weights of what runs lie, and where the rest of it does if that is elsewhere."""
+    """The tower, the source of the layers that run, and the source of the rest if that is another."""
     given = args.vision_tower
     elsewhere = given and Source("--vision_tower", given, formats.tower_from_disk)
     if folder.vision_config is not None:
@@ -110,16 +110,16 @@ class ModelPlan:
     tower: TowerPlan
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
-    whole_last_layer: str | None  # why it is computed at all positions; None if at supervised ones
+    whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
 
     def last_layer_note(self) -> str:
-        """A line about where the last layer of the language model is computed."""
+        """A line about the positions of the last layer."""
         if self.whole_last_layer is None:
             return "last layer of the language model: queries and MLP at supervised positions only"
         return f"last layer of the language model: at all positions ({self.whole_last_layer})"
 
     def fresh_note(self, part: str) -> str:
-        """A line about a part that nobody brings."""
+        """A line about a part that starts from random numbers."""
         source: Source | None = getattr(self.sources, part)
         lacks = "" if source is None else f"{source.path} holds no {formats.LLAVA_NEWLINE}: "
         return f"{lacks}the {part} starts from random numbers"
@@ -136,10 +136,9 @@ class ModelPlan:
 
 
 def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
-    """Read configurations, tokenizer, and the names and shapes of all weights, which are compared with the model's.
+    """Read configurations and tokenizer, and compare names and shapes of all weights with the model's.
 
-    Raises ConfigError for folders that can't be used and packages that are missing, and DataError for weights that
-    don't fit.
+    Raises ConfigError for unusable folders and missing packages, and DataError for weights that don't fit.
     """
     lora.check_lora(args)
     parts = read_parts(args)
@@ -152,7 +151,7 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
     if args.mm_use_im_patch_token or args.mm_use_im_start_end:
         text_config, sources = resize_vocabulary(text_config, sources, tokenizer, added, args)
     with torch.device("meta"):
-        build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises for what can't be
+        build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises if impossible
     plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer)
     check_depth(text_config, sources.language_model.open(), sources.language_model.flag)
     with no_init_weights(), torch.device("meta"), library_errors(f"--model_name_or_path {args.model_name_or_path}"):
@@ -166,7 +165,7 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
 
 @dataclass(frozen=True)
 class OpenedPart:
-    """A part's weights, the flag that named them, and the files under what is laid over them."""
+    """A part's weights, the flag that names them, and their files before changes."""
 
     name: str
     weights: Weights
@@ -178,8 +177,8 @@ class OpenedPart:
         """Lines about the tensors that were loaded."""
         rest = f"; {self.never_run} more are of layers that never run" if self.never_run else ""
         part, count = self.name.replace("_", " "), len(self.weights.shapes)
-        said = "".join(f"; {note}" for note in self.weights.notes)
-        return [f"{part}: {count} tensors from {self.files.path}{said}{rest}"]
+        notes = "".join(f"; {note}" for note in self.weights.notes)
+        return [f"{part}: {count} tensors from {self.files.path}{notes}{rest}"]
 
 
 def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
@@ -200,13 +199,13 @@ def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
 
 
 def part_weights(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> Weights:
-    """The weights that build_model gives a part."""
+    """The weights of a part: from its source, or initialised at random."""
     opened = open_part(name, plan)
     return TensorSource(_fresh(name, plan, args, seed).state_dict(), "(fresh)") if opened is None else opened.weights
 
 
 def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch.nn.Module:
-    """A projector or newline that nobody brought: the same whatever the stage, precision and ranks."""
+    """A projector or newline initialised at random: the same for any stage, precision and number of ranks."""
     with torch.random.fork_rng(devices=[]):  # drawn on the CPU
         torch.manual_seed(seed)
         projector = build_projector(args.mm_projector_type, plan.tower.width, plan.hidden_size)

@@ -26,7 +26,7 @@ TOLERANCE = 1e-3  # of the largest logit; in fp32 the same maths differ by 1e-6,
 
 
 class Findings(NamedTuple):
-    """problem: why a language model can't be trained here; None if it can.
+    """problem: why a language model can't be trained; None if it can.
 
     whole_last_layer: why its last layer has to be computed at all positions; None if supervised ones are enough.
     """
@@ -36,7 +36,7 @@ class Findings(NamedTuple):
 
 
 def check_language_model(path: str, config: PreTrainedConfig) -> Findings:
-    """Raise ConfigError for a language model that would not be trained as it is meant to be."""
+    """Raise ConfigError for a language model that would not be trained correctly."""
     findings = examine(config)
     if findings.problem:
         raise ConfigError(
@@ -50,9 +50,9 @@ def examine(config: PreTrainedConfig) -> Findings:
     """Try a language model on a small copy.
 
     A small copy with random weights has to give the same logits for samples laid end to end, with this package's
-    attention, as for each of them by itself, with transformers' own. And its logits have to be what the output layer
-    makes of the last hidden states, for there is nothing else at the end of transformers' Llava. If its last layer is
-    of the kind that last_layer.py computes at some positions only, it has to give the same there.
+    attention, as for each alone, with transformers' own. Its logits have to be the output layer's result for the last
+    hidden states, because transformers' Llava has nothing after it. The last layer is tried at some positions only,
+    with last_layer.py.
     """
     if problem := _config_problem(config):
         return Findings(problem)
@@ -64,8 +64,8 @@ def examine(config: PreTrainedConfig) -> Findings:
             if size > MAX_COPY_BYTES:
                 return Findings(f"a small copy of it, to try its attention, would take {size / 1e9:,.0f} GB")
             model, reference = random_copy(config), _build(_small(config), "eager")
-        except Exception as error:  # whatever a family's configuration or constructor does not like
-            return Findings(f"no small copy of it can be built to try its attention ({_said(error)})")
+        except Exception as error:  # any error of a family's configuration or constructor
+            return Findings(f"no small copy of it can be built to try its attention ({_first_line(error)})")
         reference.load_state_dict(model.state_dict())
         if problem := _end_problem(model) or _difference(model, reference):
             return Findings(problem)
@@ -114,9 +114,9 @@ def random_inputs(model: nn.Module) -> dict[str, object]:
 
 
 def _small(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration with few heads, of their own width, and with one layer of each kind, two at least.
+    """The configuration with few heads of unchanged width, and one layer of each kind, at least two.
 
-    The last layer is the model's last one.
+    Its last layer is the model's last one.
     """
     small = copy.deepcopy(config)
     heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
@@ -167,7 +167,7 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _draw(parameter: nn.Parameter) -> None:
-    """Random numbers so large that every part of a layer has a say in the logits."""
+    """Random numbers so large that every part of a layer changes the logits."""
     if parameter.ndim > 1:
         parameter.normal_(0, parameter.shape[-1] ** -0.5)
     else:
@@ -196,18 +196,18 @@ def _difference(model: nn.Module, reference: nn.Module) -> str | None:
         logits = model(**inputs, logits_to_keep=kept).logits[0]  # (T / 2, V)
         hidden = model.base_model(**inputs)[0]  # (1, T, D)
         alone = [reference(inputs_embeds=e, use_cache=False).logits[0] for e in embeds.split(LENGTHS, 1)]
-    except Exception as error:  # a family may have no such argument, or pass none of them on to its attention
-        return f"it does not run on samples laid end to end ({_said(error)})"
+    except Exception as error:  # a family may not have such arguments, or not pass them on to its attention
+        return f"it does not run on samples laid end to end ({_first_line(error)})"
     expected = torch.cat(alone)[kept]
     if logits.shape != expected.shape or _distance(logits, expected) > TOLERANCE:
         return f"its logits for samples laid end to end are not those of each by itself: {NO_INTERFACE}"
     if _distance(final_logits(model.get_output_embeddings()(hidden[0, kept]), model.config), logits) > TOLERANCE:
-        return "its logits are changed behind the output layer in a way that transformers' Llava does not know"
+        return "its logits are changed after the output layer in a way that transformers' Llava does not have"
     return None
 
 
 def _last_layer_problem(model: nn.Module) -> str | None:
-    """Why the last layer can't be computed at some positions only: few of one sample, many of another, none of one."""
+    """Reason against the last layer at some positions only: few of one sample, many of another, none of one."""
     inputs = random_inputs(model)
     second = LENGTHS[0]
     kept = torch.tensor([0, *range(second + 2, second + LENGTHS[1] - 1)])
@@ -216,8 +216,8 @@ def _last_layer_problem(model: nn.Module) -> str | None:
         try:
             last_layer.shorten(model)
             found = model.base_model(**inputs, query_positions=positions)[0][0]
-        except Exception as error:  # a layer of another kind lacks some part, or is called otherwise
-            return f"it is not of the kind of Llama's: {_said(error)}"
+        except Exception as error:  # another kind of layer lacks a part, or has other arguments
+            return f"it is not of the kind of Llama's: {_first_line(error)}"
         if found.shape != expected.shape or _distance(found, expected) > TOLERANCE:
             return "it is not of the kind of Llama's: its output would be another"
     return None
@@ -228,5 +228,5 @@ def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return difference.item() if difference.isfinite() else float("inf")
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,6 +1,6 @@
 # N image tiles, P patches per tile, C tower width, D language-model width,
 # F features that are placed
-"""The projector from the tower's features to the language model's embedding space, and what stands between its rows."""
+"""The projector from the tower's features to the language model's embedding space, and the newline after image rows."""
 
 import math
 import re
@@ -27,9 +27,9 @@ class Projector(nn.Module):
 
 
 class Newline(nn.Module):
-    """The learned embedding behind the rows of an image (LLaVA's image_newline), drawn as LLaVA draws it.
+    """The learned embedding after each row of an image (LLaVA's image_newline), initialised as in LLaVA.
 
-    A module of its own, so that ZeRO-3 gathers it exactly where it is used.
+    It is a module, so that ZeRO-3 gathers it exactly where it is used.
     """
 
     def __init__(self, width: int) -> None:
@@ -47,7 +47,7 @@ def with_newlines(embedding: torch.Tensor, features: torch.Tensor, length: int) 
 
 
 class ResBlock(nn.Module):
-    """LLaVA's SimpleResBlock, (..., D) to (..., D): what is added to is normalised, too."""
+    """LLaVA's SimpleResBlock, (..., D) to (..., D): the residual is normalised, too."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

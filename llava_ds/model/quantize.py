@@ -1,8 +1,8 @@
 # I, O widths of a linear layer
 """Frozen weights in 4 or 8 bits, through bitsandbytes: QLoRA (Dettmers et al. 2023, arXiv 2305.14314).
 
-What is quantized is what gets LoRA: the linear layers of the language model but its output layer. A weight is packed as
-it is read, so the whole model never exists in its own precision; under ZeRO-3 it is partitioned right away, packed.
+The quantized layers are those with LoRA: the linear layers of the language model but its output layer. A weight is
+packed when it is read, so the whole model never exists in its own precision; under ZeRO-3 it is partitioned at once.
 """
 
 import contextlib
@@ -21,10 +21,7 @@ OUTLIERS = 6.0  # activations above it are not multiplied in 8 bits (LLM.int8(),
 
 
 def quantize_layers(language_model: nn.Module, names: list[str], args: ModelArguments, dtype: torch.dtype) -> None:
-    """Put bitsandbytes' layers in the place of linear ones: the biases stay, the weights come with pack().
-
-    dtype: what is computed in.
-    """
+    """Replace linear layers by bitsandbytes': biases stay, weights come with pack(). dtype: of the computation."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     for name in names:
@@ -44,14 +41,14 @@ def quantize_layers(language_model: nn.Module, names: list[str], args: ModelArgu
                 quant_type=args.quant_type,
                 device="meta",
             )
-            # bitsandbytes 0.50 would repack the weights in place for good, the first time it is asked without training.
+            # bitsandbytes 0.50 would repack the weights in place for good, in the first forward outside of training.
             layer.support_avx512bf16_for_cpu = False
         else:
             layer = Linear8bitLt(*shape, has_fp16_weights=False, threshold=OUTLIERS, device="meta")
         layer.bias = linear.bias
         layer.register_state_dict_post_hook(_without_statistics)
         setattr(language_model.get_submodule(parent), child, layer)
-    gc.collect()  # zero.Init's weights refer to themselves: their partitions would stay
+    gc.collect()  # zero.Init's weights have cycles: their partitions would stay in memory
 
 
 def scale_bits(args: ModelArguments) -> float:
@@ -63,14 +60,14 @@ def scale_bits(args: ModelArguments) -> float:
 
 
 def move_unpacked(model: nn.Module, device: torch.device) -> None:
-    """Bring all but the weights that are still to come to the device."""
+    """Move everything but the weights that are not loaded yet to the device."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta" and not hasattr(tensor, "ds_id"):
             tensor.data = tensor.data.to(device)
 
 
 def _without_statistics(layer: nn.Module, state_dict: dict, prefix: str, _metadata: dict) -> None:
-    """Checkpoints leave frozen weights out, so their scales have no place there either."""
+    """Drop the scales of frozen weights from checkpoints, which have no frozen weights."""
     for key in [key for key in state_dict if key.startswith((f"{prefix}weight.", f"{prefix}weight_format"))]:
         del state_dict[key]
     state_dict.pop(f"{prefix}SCB", None)
@@ -91,9 +88,9 @@ def num_packed(parameter: nn.Parameter) -> int:
 def pack(module: nn.Module, name: str, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
     """Quantize a weight (O, I) on the device, put it into the module under a parameter's name, and return it.
 
-    weight: on the CPU, in any precision. Raises ConfigError when what it stands for is further from the weight than
-    half of the format's coarsest step: bitsandbytes 0.50 on CPUs with AVX-512 unpacks 4 bits wrong where a row is no
-    whole number of blocks, as in toys.
+    weight: on the CPU, in any precision. Raises ConfigError when the quantized weight differs by more than half of the
+    format's coarsest step: bitsandbytes 0.50 on CPUs with AVX-512 unpacks 4 bits wrong where a row is no whole number
+    of blocks, as in toys.
     """
     layer = module.get_submodule(name.rpartition(".")[0])
     empty = layer.weight
@@ -122,7 +119,7 @@ def is_4bit(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def unpacked(layer: nn.Module) -> torch.Tensor:
-    """The weight (O, I) that a layer computes with, float32 if it is a packed one; it has to be whole (gathered)."""
+    """The weight (O, I) that a layer computes with, float32 if it is packed; it has to be gathered."""
     weight = layer.weight
     if not is_packed(weight):
         return weight.detach()
@@ -135,13 +132,13 @@ def unpacked(layer: nn.Module) -> torch.Tensor:
 
 
 def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
-    """The steps of nf4 and fp4 are at most a third of their range, those of 8 bits a 127th; half of it is the error."""
+    """Raise ConfigError for errors above half a step: a third of the range in nf4 and fp4, a 127th in 8 bits."""
     weight = weight.float()
     error = (unpacked(layer) - weight).abs()
     if is_4bit(layer):
         pad = -weight.numel() % BLOCK
         error, sizes = (F.pad(x.flatten(), (0, pad)).view(-1, BLOCK) for x in (error, weight.abs()))
-        # Scales that are quantized themselves are off by a little, too.
+        # Quantized scales add a small error.
         allowed = 0.18 * sizes.amax(1) + 0.01 * sizes.max()
     else:
         allowed = 0.006 * weight.abs().amax(1)
@@ -156,9 +153,9 @@ def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def exact_products(module: nn.Module) -> Iterator[None]:
-    """Within it, 8-bit layers multiply by the weights that they stand for, without rounding activations to 8 bits.
+    """Let 8-bit layers multiply by their dequantized weights, without rounding activations to 8 bits.
 
-    It is what a merged model computes, so logits are compared in it. 4-bit layers always do this.
+    So does a merged model, whose logits are compared. 4-bit layers always do this.
     """
     layers = [m for m in module.modules() if isinstance(m, nn.Linear) and is_packed(m.weight) and not is_4bit(m)]
     for layer in layers:

@@ -1,5 +1,5 @@
 # V rows of the embedding and of the output layer, D language-model width
-"""Rows for tokens that a tokenizer was given: embedding and output layer are resized as LLaVA does."""
+"""Rows for added tokens: embedding and output layer are resized as in LLaVA."""
 
 import copy
 import dataclasses
@@ -23,8 +23,8 @@ NUM_MARKS = 2  # <im_start> and <im_end>
 class Rows:
     """Rows of the vocabulary, and the new ones among them.
 
-    inputs, outputs: names in the language model of what has a row per token, the latter once or (with a bias) twice;
-    new: tokens of the last rows, which start as the mean of all before them.
+    inputs, outputs: names of the parameters with a row per token, the output layer's weight and perhaps bias; new:
+    tokens of the last rows, which start as the mean of the rows before.
     """
 
     total: int
@@ -34,12 +34,12 @@ class Rows:
 
 
 def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows that LLaVA resizes a model to: the tokenizer's length, but never fewer than its ids need."""
+    """Number of rows that LLaVA resizes to: the tokenizer's length, but at least what its ids need."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
 def plan_rows(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, new: list[str]) -> Rows:
-    """The rows of a language model whose tokenizer was given new tokens."""
+    """The rows of a language model for a tokenizer with new tokens."""
     with no_init_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
@@ -53,10 +53,10 @@ def plan_rows(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, new:
 
 
 class Resized:
-    """A language model's weights with another number of rows; the new ones are the mean of those before them.
+    """A language model's weights with another number of rows; new ones are the mean of the others.
 
-    Rows that the model had beyond the tokenizer's are cut off, or become the new tokens', as in LLaVA. A bias of the
-    output layer is zero for new tokens. learned: new rows of the embedding that a projector's file brings.
+    Rows beyond the tokenizer's are cut off, or become the new tokens', as in LLaVA. A bias of the output layer is zero
+    for new tokens. learned: new rows of the embedding from a projector's file.
     Source: LLaVA's initialize_vision_tokenizer.
     """
 
@@ -108,7 +108,7 @@ class Resized:
 def resize_vocabulary(
     config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, new: list[str], args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources]:
-    """Configuration and sources of a language model with the rows of a tokenizer that was given new tokens."""
+    """Resize the vocabulary in configuration and sources of a language model to a tokenizer with new tokens."""
     rows = plan_rows(config, tokenizer, new)
     given = args.pretrain_mm_mlp_adapter if args.mm_use_im_start_end else None
     new_rows = given and Source("--pretrain_mm_mlp_adapter", given, partial(_embedding, inputs=rows.inputs))
@@ -121,5 +121,5 @@ def resize_vocabulary(
 
 
 def _embedding(name: str, inputs: str) -> str | None:
-    """The embedding's name, if it is that of a tensor which a projector's file holds beside the projector."""
+    """The embedding's name for its tensor in a projector's file; None for others."""
     return inputs if formats.plain_name(name) == inputs else None

@@ -1,5 +1,5 @@
 # N images, S side of their square, C tower width, P features per image
-"""The vision tower: CLIP, SigLIP or SigLIP 2 up to the selected layer, shown uint8 images."""
+"""The vision tower: CLIP, SigLIP or SigLIP 2 up to the selected layer, on uint8 images."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ TOWERS = {
     "siglip_vision_model": (SiglipVisionConfig, SiglipVisionModel),
     "siglip2_vision_model": (Siglip2VisionConfig, Siglip2VisionModel),
 }
-# Models of images and texts, whose vision half is taken.
+# Models of images and texts, of which the vision model is used.
 PAIRS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "siglip2": "siglip2_vision_model"}
 
 
@@ -40,8 +40,8 @@ class ImageSpec:
     """A tower's input, and its number of features.
 
     size: side of the square in pixels; patch_size: side of what one projected feature stands for; mean, std: per
-    channel, in [0, 1]; stretch: whether its own processor makes an image square by stretching it, rather than cutting
-    its middle out; class_token: whether a feature of the whole image comes before those of its patches.
+    channel, in [0, 1]; stretch: its own processor makes an image square by stretching, not by a center crop;
+    class_token: a feature of the whole image comes before those of its patches.
     """
 
     size: int
@@ -152,7 +152,7 @@ def read_vision_config(path: str | Path) -> PreTrainedConfig:
 
 
 def vision_config(config: dict, where: str) -> PreTrainedConfig:
-    """The same from what config.json says, of a tower or of a model of images and texts."""
+    """The tower's configuration from the config.json of a tower, or of a model of images and texts."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in PAIRS:
         kind, config = PAIRS[kind], config.get("vision_config")
@@ -171,51 +171,51 @@ def vision_config(config: dict, where: str) -> PreTrainedConfig:
 
 
 def read_processor(path: str | Path, where: str) -> dict:
-    """The settings of a folder's image processor, wherever transformers wrote them."""
+    """The settings of a folder's image processor, in the file of any transformers version."""
     file, whole = Path(path) / "preprocessor_config.json", Path(path) / "processor_config.json"  # whole: transformers 5
     if not is_there(file) and is_there(whole):
-        file, said = whole, read_json(whole, where).get("image_processor", {})
+        file, settings = whole, read_json(whole, where).get("image_processor", {})
     else:
-        said = read_json(file, where)
-    problem = "image_processor is no object" if not isinstance(said, dict) else _processor_problem(said)
+        settings = read_json(file, where)
+    problem = "image_processor is no object" if not isinstance(settings, dict) else _processor_problem(settings)
     if problem:
         raise ConfigError(f"{where}: {file.name} can't be used: {problem}: copy it again")
-    return said
+    return settings
 
 
-def _processor_problem(said: dict) -> str | None:
+def _processor_problem(settings: dict) -> str | None:
     for name in ("image_mean", "image_std"):
-        values = said.get(name, [0.5] * 3)
+        values = settings.get(name, [0.5] * 3)
         numbers = isinstance(values, list) and len(values) == 3 and all(type(v) in (int, float) for v in values)
         if not numbers or (name == "image_std" and 0 in values):
             return f"{name} is {shown(values)}, expected three numbers" + ", none of them 0" * (name == "image_std")
     for name in ("size", "crop_size"):
-        side = said.get(name)
+        side = settings.get(name)
         if not isinstance(side, (dict, int, type(None))):
             return f"{name} is {shown(side)}, expected an object or a number"
     return None
 
 
 def _image_size(config: PreTrainedConfig, where: str) -> int:
-    """Side of the square in pixels. A SigLIP 2 of any shape is shown the square that it was trained on."""
+    """Side of the square in pixels; for a SigLIP 2 of any aspect ratio, the square that it was trained on."""
     if config.model_type != "siglip2_vision_model":
         return config.image_size
     side = math.isqrt(config.num_patches)
     if side**2 != config.num_patches:
-        raise ConfigError(f"{where}: {config.num_patches} patches are no square, which is what images are made to")
+        raise ConfigError(f"{where}: {config.num_patches} patches are no square, but images are made square")
     return side * config.patch_size
 
 
 def num_running_layers(layers: int, select_layer: int) -> int:
-    """Layers that have to run for hidden_states[select_layer] of a tower of so many."""
+    """Number of layers to run for hidden_states[select_layer] of a tower with this many."""
     return select_layer + layers + 1 if select_layer < 0 else select_layer
 
 
 class VisionTower(nn.Module):
     """A tower up to the selected layer. Features are its hidden state there.
 
-    The layers behind the selected one, the final norm and the pooling head are not built: they would never run, and
-    what is not there costs nothing. Export takes their weights from where the tower came from.
+    The layers after the selected one, the final norm and the pooling head would never run, and are not built. Export
+    takes their weights from the tower's folder.
     Source: LLaVA's CLIPVisionTower and CLIPVisionTowerS2, LLaVA-NeXT's SigLipVisionTower.
     """
 
@@ -227,7 +227,7 @@ class VisionTower(nn.Module):
         config.num_hidden_layers = plan.num_layers
         config.vision_use_head = False
         self.tower = TOWERS[config.model_type][1](config)
-        self.tower.post_layernorm = nn.Identity()  # so that the last hidden state is the selected one
+        self.tower.post_layernorm = nn.Identity()  # the last hidden state is then the selected one
         self.register_buffer("mean", mean.view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
 
@@ -251,7 +251,7 @@ def _patches(pixels: torch.Tensor, patch_size: int) -> tuple[torch.Tensor, torch
     n, channels, height, width = pixels.shape
     down, across = height // patch_size, width // patch_size
     cut = pixels.reshape(n, channels, down, patch_size, across, patch_size).permute(0, 2, 4, 3, 5, 1)
-    # On the CPU, where the model reads it: no device is waited for.
+    # On the CPU, where the model reads it without waiting for the device.
     return cut.reshape(n, down * across, -1), torch.tensor([[down, across]] * n)
 
 

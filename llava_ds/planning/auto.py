@@ -46,14 +46,14 @@ class Data:
 @dataclass(frozen=True)
 class Devices:
     """The devices that train. memory: bytes of the smallest one, None if unknown; node_memory: of the smallest node,
-    None for as much as it takes; are_here: this machine is one of them, and has to have what training needs."""
+    None for as much as it takes; are_local: this machine is one of them, and has to have what training needs."""
 
     num_ranks: int
     ranks_per_node: int
     kind: str = "cuda"
     memory: float | None = None
     node_memory: float | None = None
-    are_here: bool = False
+    are_local: bool = False
 
 
 def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices: Devices) -> Run:
@@ -151,7 +151,7 @@ def run_on_ranks(
         share=min(share, MOST_TOKENS_ON_CPU) if ranks.device.type == "cpu" else share,
     )
     memory = min(gather(free_memory(ranks.device), ranks))
-    devices = Devices(ranks.world_size, local_ranks(), ranks.device.type, memory, are_here=True)
+    devices = Devices(ranks.world_size, local_ranks(), ranks.device.type, memory, are_local=True)
     return planned_run(shape_of(plan.text_config, plan.tower, resolved.args), resolved, data, devices)
 
 
@@ -224,7 +224,7 @@ def choose_ds_config(
         world_size=devices.num_ranks,
         hidden_size=shape.hidden_size,
         device_type=devices.kind,
-        here=devices.are_here,
+        is_local=devices.are_local,
     )
     for name, why in candidates(_filled(folder, args, resolve), devices.num_ranks, devices.kind).items():
         raw = read_ds_config(folder / f"{name}.json")
@@ -271,7 +271,7 @@ def choose_for_ranks(folder: Path, shape: ModelShape, args: Arguments, ranks: Ra
     is_cpu = ranks.device.type == "cpu"
     own = node // local if is_cpu else torch.cuda.get_device_properties(ranks.device).total_memory
     memories, nodes, locals_ = zip(*gather((own, node, local), ranks))
-    devices = Devices(ranks.world_size, max(locals_), ranks.device.type, min(memories), min(nodes), are_here=True)
+    devices = Devices(ranks.world_size, max(locals_), ranks.device.type, min(memories), min(nodes), are_local=True)
     training = args.training
     saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
     # Another number of ranks may need another stage, and rounds otherwise anyway.

@@ -12,6 +12,7 @@ import time
 
 from benchmark.length_mix import FINETUNE, length_mix
 
+from llava_ds.data import packing
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing
@@ -41,10 +42,13 @@ def main() -> None:
     parser.add_argument("--pair_cost", type=float, default=2e-5, help="that of a 7B model")
     parser.add_argument("--num_samples", type=int, default=665_000)
     parser.add_argument("--num_steps", type=int, default=100, help="of which fill and balance are taken")
+    parser.add_argument("--plain", action="store_true", help="without the local search that evens packs out")
     args = parser.parse_args()
+    if args.plain:
+        packing._even = lambda *_: None
     lengths = length_mix(FINETUNE, args.num_samples, seed=0).tokens.tolist()
     print("batch  ranks    fill   most by arithmetic   balance")
-    for batch_size, world_size in itertools.product((128, 256, 512, 1024, 2048), (1, 2, 4, 8)):
+    for batch_size, world_size in itertools.product((128, 256, 512, 1024, 2048), (1, 2, 4, 8, 64)):
         order = SampleOrder(args.num_samples, batch_size, seed=0)
         steps = list(itertools.islice(order.steps(), args.num_steps))
         fill, most, balance = fill_and_balance(steps, lengths, world_size, args.max_tokens, args.pair_cost)
@@ -52,12 +56,12 @@ def main() -> None:
     print("\nbatch  ranks   order, us a sample   planning, us a sample   (processor time, all samples)")
     for batch_size, world_size in itertools.product((128, 1024), (1, 8)):
         order = SampleOrder(args.num_samples, batch_size, seed=0)
-        packing = Packing(world_size, batch_size // world_size, 1, args.max_tokens, pair_cost=args.pair_cost)
+        layout = Packing(world_size, batch_size // world_size, 1, args.max_tokens, pair_cost=args.pair_cost)
         started = time.process_time()
         for _ in itertools.islice(order.steps(), order.steps_per_epoch):
             pass
         drawn = time.process_time()
-        for _ in itertools.islice(packing.steps(order, lengths, 0), order.steps_per_epoch):
+        for _ in itertools.islice(layout.steps(order, lengths, 0), order.steps_per_epoch):
             pass
         both = time.process_time() - drawn
         alone = drawn - started

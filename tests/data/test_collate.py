@@ -144,7 +144,7 @@ def test_samples_that_share_images_use_the_same_tiles(seed, options):
         assert torch.equal(getattr(once, name), getattr(twice, name)), name
 
 
-def test_a_sample_cut_inside_a_picture_does_not_shift_the_next_samples_features():
+def test_a_sample_cut_inside_an_image_does_not_shift_the_next_samples_features():
     layout = media_layout("image", ((4, 4),), 1, SQUARE)
     cut = sample([1, *[IMAGE_TOKEN_INDEX] * (P - 1)], layouts=[layout])
     whole = sample([1, *[IMAGE_TOKEN_INDEX] * P, 5], layouts=[layout], colour=9)
@@ -159,7 +159,7 @@ def test_the_first_token_of_a_sample_is_no_target_of_the_one_before():
     assert batch.targets.tolist() == [2, 3, 5]
 
 
-def test_text_only_samples_show_one_blank_picture_that_is_placed_nowhere():
+def test_text_only_samples_show_one_blank_image_that_is_placed_nowhere():
     batch = collate([sample([1, 2]), sample([3])], SQUARE)
     assert batch.pixel_values.shape == (1, 3, SIZE, SIZE) and batch.pixel_values.dtype == torch.uint8
     assert not batch.pixel_values.any()

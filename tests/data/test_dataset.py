@@ -73,7 +73,7 @@ def same(one: EncodedDataset, other: EncodedDataset) -> bool:
     )
 
 
-def test_samples_are_the_records_encoded_and_their_pictures_prepared(opened, tmp_path, tokenizer):
+def test_samples_are_the_records_encoded_and_their_images_prepared(opened, tmp_path, tokenizer):
     data = opened()
     samples = read_samples(tmp_path / "data" / "data.json", tmp_path / "data" / "images")
     assert len(data) == len(samples) == len(KINDS)
@@ -194,7 +194,7 @@ def test_every_sample_has_something_to_learn_from(opened):
     assert all(int((data[i].labels[1:] != IGNORE_INDEX).sum()) == data.num_targets[i] > 0 for i in range(len(data)))
 
 
-def test_a_picture_that_was_missing_is_looked_for_again(opened, tmp_path):
+def test_an_image_that_was_missing_is_looked_for_again(opened, tmp_path):
     picture = tmp_path / "data" / "images" / "1.png"
     picture.rename(tmp_path / "away.png")
     without = opened(max_bad_fraction=0.5)
@@ -206,7 +206,7 @@ def test_a_picture_that_was_missing_is_looked_for_again(opened, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["gone", "cut", "another size"])
-def test_a_picture_that_breaks_later_is_a_broken_sample(opened, tmp_path, how):
+def test_an_image_that_breaks_later_is_a_broken_sample(opened, tmp_path, how):
     data = opened(images=toys.image_options(aspect_ratio="anyres"))
     picture = tmp_path / "data" / "images" / "1.png"
     if how == "gone":
@@ -322,7 +322,7 @@ def test_another_size_is_shown_where_the_tokens_stay(opened, tmp_path, aspect_ra
     assert isinstance(data[1], BrokenSample) and "4000 x 1" in data[1].reason
 
 
-def test_data_with_a_changed_picture_are_encoded_anew(opened, tmp_path):
+def test_data_with_a_changed_image_are_encoded_anew(opened, tmp_path):
     settings = {"images": toys.image_options(aspect_ratio="anyres", merge_type="spatial_unpad")}
     data = opened(**settings)
     picture = tmp_path / "data" / "images" / "1.png"
@@ -340,7 +340,7 @@ def test_data_with_a_changed_picture_are_encoded_anew(opened, tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["pictures.bin", ""])
-def test_embedded_pictures_outlive_a_deleted_copy(opened, tmp_path, gone):
+def test_embedded_images_outlive_a_deleted_copy(opened, tmp_path, gone):
     uri = "data:image/png;base64," + base64.b64encode((tmp_path / "data" / "images" / "1.png").read_bytes()).decode()
     path = write(tmp_path / "inside.json", [talk("<image>\nWho?", "yes", image=uri)])
     first = opened(data_path=path)
@@ -457,7 +457,7 @@ def repainted(path: Path, size: tuple[int, int] | None = None) -> None:
     Image.effect_noise(size, 80).convert("RGB").save(path)
 
 
-def test_an_exchanged_picture_is_other_data_whatever_its_time(opened, tmp_path):
+def test_an_exchanged_image_is_other_data_whatever_its_time(opened, tmp_path):
     first, path = opened(), picture_in(tmp_path)
     before = path.stat()
     repainted(path)
@@ -470,7 +470,7 @@ def test_an_exchanged_picture_is_other_data_whatever_its_time(opened, tmp_path):
     assert opened(cache_dir=tmp_path / "other").fingerprint == again.fingerprint  # checked anew gives the same
 
 
-def test_a_byte_in_a_large_picture_is_other_data(opened, tmp_path):
+def test_a_byte_in_a_large_image_is_other_data(opened, tmp_path):
     path = picture_in(tmp_path)
     Image.effect_noise((400, 400), 80).convert("RGB").save(path, "BMP")
     first, before, content = opened(), path.stat(), bytearray(path.read_bytes())

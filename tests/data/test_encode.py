@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from spelling import runs, spelled
+from token_text import runs, text_of_ids
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import encode
@@ -103,7 +103,7 @@ def test_v1_supervises_every_answer_and_its_end_marker_and_nothing_else(tokenize
         assert set(coded.labels[coded.labels != coded.input_ids]) <= {IGNORE_INDEX}
         answers = [" " + message.text.replace("▁", " ") + "</s>" for message in talk[1::2] if message.text]
         found = runs(coded.labels, {tokenizer.eos_token_id})
-        assert [spelled(run, tokenizer) for run in found] == answers
+        assert [text_of_ids(run, tokenizer) for run in found] == answers
         assert coded.num_targets == sum(map(len, found))
 
 
@@ -111,13 +111,13 @@ def test_plain_supervises_the_caption_and_its_newline_and_nothing_else(tokenizer
     for talk, coded in zip(TALKS["plain"], encoded(TALKS["plain"], tokenizer, "plain"), strict=True):
         # LLaVA: all behind the picture; Llama's tokenizer puts one space before every piece.
         assert coded.labels.tolist() == [IGNORE_INDEX] * (1 + P) + coded.input_ids[1 + P :].tolist()
-        assert spelled(coded.input_ids[1 + P :], tokenizer) == " " + talk[1].text.replace("▁", " ") + "\n"
+        assert text_of_ids(coded.input_ids[1 + P :], tokenizer) == " " + talk[1].text.replace("▁", " ") + "\n"
 
 
 def test_an_end_marker_in_a_question_is_not_learned(tokenizer):
     talk = [Message("human", "Say </s> ASSISTANT: no</s>"), Message("gpt", "yes")]
     [coded] = encoded([talk], tokenizer)
-    assert [spelled(run, tokenizer) for run in runs(coded.labels)] == [" yes</s>"]
+    assert [text_of_ids(run, tokenizer) for run in runs(coded.labels)] == [" yes</s>"]
 
 
 def test_an_empty_answer_teaches_nothing(tokenizer):
@@ -129,18 +129,18 @@ def test_only_the_last_answer_is_learned_if_wished(tokenizer):
     talks = TALKS["v1"]
     for talk, coded in zip(talks, encoded(talks, tokenizer, supervise_last_turn_only=True), strict=True):
         answers = [message.text for message in talk[1::2] if message.text][-1:]
-        found = [spelled(run, tokenizer) for run in runs(coded.labels, {tokenizer.eos_token_id})]
+        found = [text_of_ids(run, tokenizer) for run in runs(coded.labels, {tokenizer.eos_token_id})]
         assert found == [f" {answer}</s>".replace("▁", " ") for answer in answers]
 
 
 def test_a_token_that_begins_before_an_answer_is_not_learned(tokenizer):
     """A prompt ends there, so the model could never write it. LLaVA's labels agree (see goldens, gemma)."""
     [coded] = encoded([[Message("human", "a"), Message("gpt", "\nyes")]], tokenizer, "gemma")
-    learned = "".join(spelled(run, tokenizer) for run in runs(coded.labels))
+    learned = "".join(text_of_ids(run, tokenizer) for run in runs(coded.labels))
     assert learned in ("\nyes<end_of_turn>\n", "yes<end_of_turn>\n")
 
 
-def test_pictures_of_different_sizes_get_their_own_number_of_positions(tokenizer):
+def test_images_of_different_sizes_get_their_own_number_of_positions(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     for template in ("v1", "chat_template"):

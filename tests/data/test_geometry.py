@@ -85,7 +85,7 @@ def test_pooled_features_are_torchs(side, stride):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_every_patch_of_an_unpadded_picture_is_read_once_from_left_to_right():
+def test_every_patch_of_an_unpadded_image_is_read_once_from_left_to_right():
     """The overview, then the picture's rows across tiles, each with a newline; padding nowhere."""
     layout = media_layout("image", ((1000, 500),), 1, ANYRES)
     assert layout.num_tiles == 1 + 2 and layout.grid == (2, 1)
@@ -97,13 +97,13 @@ def test_every_patch_of_an_unpadded_picture_is_read_once_from_left_to_right():
     assert padded.num_tokens == 576 + (bottom - top) * (right - left + 1)
 
 
-def test_several_pictures_of_a_sample_are_not_cut_into_tiles():
+def test_several_images_of_a_sample_are_not_cut_into_tiles():
     alone, together = (media_layout("image", ((900, 300),), count, ANYRES) for count in (1, 2))
     assert alone.num_tiles == 4 and together.num_tiles == 1
     assert merged(together).tolist() == [*range(576), -1]
 
 
-def test_the_length_is_known_for_any_picture_and_fits_the_rows():
+def test_the_length_is_known_for_any_image_and_fits_the_rows():
     rng = random.Random(1)
     for _ in range(300):
         size = rng.choice([(1, rng.randint(1, 40_000)), (rng.randint(1, 5000), rng.randint(1, 5000))])
@@ -147,7 +147,7 @@ def test_the_defaults_are_those_of_the_flags():
     assert replace(found, pinpoints=((24, 48),)).anyres_sizes == ((24, 48),)
 
 
-def test_every_flag_of_pictures_is_read():
+def test_every_flag_of_images_is_read():
     data = DataArguments(
         image_aspect_ratio="anyres_max_4",
         image_grid_pinpoints="(1x1),(2x2)",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from spelling import runs, spelled
+from token_text import runs, text_of_ids
 from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX
@@ -94,7 +94,7 @@ def test_what_is_learned_is_every_answer_and_its_end_marker(template, name, befo
     tokenizer = as_llava(tokenizer_of(name))
     ends = {tokenizer.convert_tokens_to_ids(behind.strip())}
     [coded] = Encoder(tokenizer, EncodingOptions(template, 2048)).encode_batch([(TALK, [3])])
-    learned = [spelled(run, tokenizer) for run in runs(coded.labels)]
+    learned = [text_of_ids(run, tokenizer) for run in runs(coded.labels)]
     answers = [TALK[1].text, TALK[3].text]
     if name == "sp_default":  # sentencepiece's own default: spaces in a row are one, and a line break is a space
         answers = [" ".join(answer.split()) for answer in answers]
@@ -102,7 +102,7 @@ def test_what_is_learned_is_every_answer_and_its_end_marker(template, name, befo
     assert ends and learned == [before + answer + behind for answer in answers]
     last = EncodingOptions(template, 2048, supervise_last_turn_only=True)
     [coded] = Encoder(tokenizer, last).encode_batch([(TALK, [3])])
-    assert [spelled(run, tokenizer) for run in runs(coded.labels)] == [before + answers[-1] + behind]
+    assert [text_of_ids(run, tokenizer) for run in runs(coded.labels)] == [before + answers[-1] + behind]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_last_turn_only_is_the_last_answer_with_its_header(template, name, b
     talk = TALK[:1] + TALK[3:] if template == "plain" else TALK
     options = EncodingOptions(template, 2048, supervise_last_turn_only=True)
     [coded] = Encoder(tokenizer, options).encode_batch([(talk, [3])])
-    assert [spelled(run, tokenizer) for run in runs(coded.labels)] == [before + talk[-1].text + behind]
+    assert [text_of_ids(run, tokenizer) for run in runs(coded.labels)] == [before + talk[-1].text + behind]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -101,7 +101,7 @@ def pixel(path, x: int = 0, y: int = 0) -> tuple[int, ...]:
     [(1, "top left"), (2, "top right"), (3, "bottom right"), (4, "bottom left"),
      (5, "top left"), (6, "top right"), (7, "bottom right"), (8, "bottom left")],
 )  # fmt: skip
-def test_a_picture_is_turned_as_its_exif_says(tmp_path, orientation, corner):
+def test_an_image_is_turned_as_its_exif_says(tmp_path, orientation, corner):
     stored = Image.new("RGB", (30, 20), "white")
     stored.paste((255, 0, 0), (0, 0, 4, 4))  # where the stored picture begins
     exif = Image.Exif()
@@ -139,7 +139,7 @@ def test_transparent_parts_are_white(tmp_path):
     assert pixel(tmp_path / "key.png") == (255, 255, 255)
 
 
-def test_palette_grey_and_bilevel_pictures_keep_their_colours(tmp_path):
+def test_palette_grey_and_bilevel_images_keep_their_colours(tmp_path):
     palette = Image.new("P", (1, 1), 1)
     palette.putpalette([10, 20, 30, 40, 50, 60])
     palette.save(tmp_path / "palette.png")
@@ -165,7 +165,7 @@ def test_sixteen_bits_are_scaled_and_not_cut_off(tmp_path, suffix):
     assert np.abs(got.astype(int) - np.arange(256)).max() <= 1
 
 
-def test_a_dark_picture_of_sixteen_bits_stays_dark(tmp_path):
+def test_a_dark_image_of_sixteen_bits_stays_dark(tmp_path):
     Image.fromarray(np.full((4, 4), 200, np.uint16)).save(tmp_path / "night.png")
     assert max(pixel(tmp_path / "night.png")) <= 1
 
@@ -181,7 +181,7 @@ def png_header_only(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize(("width", "height"), [(101, 100), (12_000, 12_000)])
-def test_a_picture_over_the_bound_is_refused_without_decoding(tmp_path, width, height):
+def test_an_image_over_the_bound_is_refused_without_decoding(tmp_path, width, height):
     path = tmp_path / "bomb.png"
     path.write_bytes(png_header_only(width, height))
     with pytest.raises(DataError) as caught:
@@ -189,7 +189,7 @@ def test_a_picture_over_the_bound_is_refused_without_decoding(tmp_path, width, h
     assert f"{path} has {width} x {height} pixels, more than the bound of 10000" in str(caught.value)
 
 
-def test_a_picture_that_pillow_itself_finds_too_large_is_named(tmp_path):
+def test_an_image_that_pillow_itself_finds_too_large_is_named(tmp_path):
     path = tmp_path / "bomb.png"
     path.write_bytes(png_header_only(40_000, 40_000))
     with pytest.raises(DataError) as caught:
@@ -197,7 +197,7 @@ def test_a_picture_that_pillow_itself_finds_too_large_is_named(tmp_path):
     assert str(caught.value).startswith(str(path)) and "1600000000 pixels" in str(caught.value)
 
 
-def test_a_picture_at_the_bound_is_taken(tmp_path):
+def test_an_image_at_the_bound_is_taken(tmp_path):
     noise(100, 100).save(tmp_path / "a.png")
     assert load_image(str(tmp_path / "a.png"), 10_000).size == (100, 100)
 
@@ -256,7 +256,7 @@ def test_tiles_are_llavas_with_any_pillow(tmp_path):
     assert tiles.hexdigest()[:16] == "51f4515da26ccf80"  # LLaVA's own process_anyres_image with Pillow 10.4
 
 
-def test_several_pictures_of_an_anyres_sample_are_padded(tmp_path):
+def test_several_images_of_an_anyres_sample_are_padded(tmp_path):
     noise(70, 30).save(tmp_path / "a.png")
     _, tiles = loaded(media_of(tmp_path / "a.png"), ANYRES, num_media=2)
     assert torch.equal(tiles[0], to_tile(noise(70, 30), SIZE, "pad", MEAN))
@@ -378,7 +378,7 @@ def test_the_name_of_a_file_does_not_matter_but_its_format_does(tmp_path):
             probe(media_of(tmp_path / name), SQUARE)
 
 
-def test_a_slice_of_a_file_is_a_picture_too(tmp_path):
+def test_a_slice_of_a_file_is_an_image_too(tmp_path):
     parts = []
     for i, fmt in enumerate(FORMATS):
         buffer = io.BytesIO()
@@ -396,7 +396,7 @@ def test_a_slice_of_a_file_is_a_picture_too(tmp_path):
         offset += len(part)
 
 
-def test_a_picture_that_changed_since_it_was_probed_is_named(tmp_path):
+def test_an_image_that_changed_since_it_was_probed_is_named(tmp_path):
     path = tmp_path / "a.png"
     noise(30, 20).save(path)
     sizes = probe(media_of(path), ANYRES)
@@ -469,7 +469,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_damaged_pictures_are_shown_or_refused_with_a_reason(tmp_path, fmt):
+def test_damaged_images_are_shown_or_refused_with_a_reason(tmp_path, fmt):
     rng = random.Random(fmt)
     path = tmp_path / "a"
     outcomes = {"shown": 0, "refused": 0}
@@ -492,7 +492,7 @@ def test_damaged_pictures_are_shown_or_refused_with_a_reason(tmp_path, fmt):
     assert min(outcomes.values()) > 0, outcomes
 
 
-def test_fast_decoding_is_close_for_every_kind_of_picture(tmp_path):
+def test_fast_decoding_is_close_for_every_kind_of_image(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     noise(300, 200).save(tmp_path / "a.jpg", quality=90, exif=exif)
@@ -555,7 +555,7 @@ def test_a_header_in_a_huge_file_is_not_read_to_its_end(tmp_path, suffix, monkey
         probe(Media("image", (FileRef(str(path)),)), dataclasses.replace(SQUARE, max_pixels=10**6))
 
 
-def test_a_pipe_in_a_pictures_place_is_refused_at_once(tmp_path):
+def test_a_pipe_in_an_images_place_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "a.png")
     with pytest.raises(DataError, match="no regular file"):
         load_image(tmp_path / "a.png")

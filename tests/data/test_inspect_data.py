@@ -69,7 +69,7 @@ def test_records_can_not_steer_the_terminal(inspect_data, tmp_path, toy_base, ca
     assert f"  the first: {path}: record 1 (" in shown
 
 
-def test_the_page_shows_pictures_and_what_was_left_out(inspect_data, tmp_path, toy_base):
+def test_the_page_shows_images_and_what_was_left_out(inspect_data, tmp_path, toy_base):
     data = toys.write_data(tmp_path / "d", "iti")
     Path(data["image_folder"], "2.png").unlink()
     page = tmp_path / "page.html"
@@ -111,7 +111,7 @@ def test_marks_that_the_tokenizer_lacks_are_added_to_show_the_ids(inspect_data, 
     assert "added to the tokenizer: <im_start>, <im_end>" in capsys.readouterr().out
 
 
-def test_a_llava_shows_its_pictures_as_it_was_trained(inspect_data, tmp_path, toy_base, capsys, tokenizer):
+def test_a_llava_shows_its_images_as_it_was_trained(inspect_data, tmp_path, toy_base, capsys, tokenizer):
     flags = llavas.write_hf(tmp_path / "hf", toy_base, llavas.hf_model(toy_base, "llava_next"))
     out = tmp_path / "out.jsonl"
     data = toys.write_data(tmp_path / "d", "i")

@@ -188,7 +188,7 @@ def test_loading_leaves_the_global_generator_alone(dataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_broken_picture_is_left_out_on_its_rank_and_counted(tmp_path, tokenizer, layout, workers):
+def test_a_broken_image_is_left_out_on_its_rank_and_counted(tmp_path, tokenizer, layout, workers):
     data = toys.encoded(**toys.write_data(tmp_path, KINDS), tokenizer=tokenizer, cache_dir=tmp_path / "cache")
     (tmp_path / "images" / "4.png").write_bytes(b"no picture")
     whole = toys.encoded(**toys.write_data(tmp_path / "w", KINDS), tokenizer=tokenizer, cache_dir=tmp_path / "cache")

@@ -112,10 +112,10 @@ def best_fit_decreasing(lengths: list[int], bound: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("picture_tokens", [144, 576])
+@pytest.mark.parametrize("image_tokens", [144, 576])
 @pytest.mark.parametrize(("count", "world_size"), [(512, 1), (1024, 1), (512, 2), (2048, 8)])
-def test_packs_of_a_large_step_are_full_and_of_one_cost(count, world_size, picture_tokens, seed):
-    lengths = length_mix(FINETUNE, count, seed, picture_tokens).tokens.tolist()
+def test_packs_of_a_large_step_are_full_and_of_one_cost(count, world_size, image_tokens, seed):
+    lengths = length_mix(FINETUNE, count, seed, image_tokens).tokens.tolist()
     costs = [int(length + 2e-5 * length**2) for length in lengths]
     bound = 8192
     plan = plan_by_tokens(list(range(count)), lengths, world_size, bound, costs)

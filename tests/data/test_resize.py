@@ -43,7 +43,7 @@ def test_one_colour_and_the_padding_keep_their_colour():
         assert (found == torch.tensor(COLOUR).view(3, 1, 1)).all()
 
 
-def test_a_picture_in_bands_is_the_same(monkeypatch):
+def test_an_image_in_bands_is_the_same(monkeypatch):
     taken = [picture for size in [(50, 31), (31, 50), (1, 90), (200, 7)] for picture in pictures(*size)]
 
     def found() -> list[torch.Tensor]:
@@ -54,7 +54,7 @@ def test_a_picture_in_bands_is_the_same(monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(whole, found()))
 
 
-def test_a_picture_that_pillow_keeps_in_pieces_is_the_same():
+def test_an_image_that_pillow_keeps_in_pieces_is_the_same():
     size = Image.core.get_block_size()
     found = []
     for one in (4096, size):

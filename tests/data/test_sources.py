@@ -82,7 +82,7 @@ def test_samples_come_as_written_and_in_order(folder):
     assert samples[2].media == (image(folder, "sub/b.png"), image(folder, "a.png"))  # the link resolved
 
 
-def test_pictures_stand_where_their_marks_are(folder):
+def test_images_stand_where_their_marks_are(folder):
     talk = [
         {"from": "human", "value": "First <image> then <image>?"},
         {"from": "gpt", "value": "Yes."},
@@ -95,15 +95,15 @@ def test_pictures_stand_where_their_marks_are(folder):
 
 
 @pytest.mark.parametrize("value", [[], None, ""])
-def test_no_picture_may_be_said_in_three_ways(folder, value):
+def test_no_image_may_be_said_in_three_ways(folder, value):
     assert read(folder, [{"conversations": TEXT_ONLY, "image": value}])[0].media == ()
 
 
-def test_a_file_without_pictures_needs_no_image_folder(folder):
+def test_a_file_without_images_needs_no_image_folder(folder):
     assert len(read(folder, [{"conversations": TEXT_ONLY}], None)) == 1
 
 
-def test_a_picture_may_be_a_path_inside_the_folder_in_any_spelling(folder):
+def test_an_image_may_be_a_path_inside_the_folder_in_any_spelling(folder):
     for name in ("./a.png", "sub/../a.png", str(folder / "a.png"), f"file://{folder}/a.png", "out/images/a.png"):
         assert read(folder, [{"image": name, "conversations": TALK}])[0].media == (image(folder, "a.png"),)
     for name in (f"file://{folder}/c%20d.mp4", {"path": "c d.mp4"}):
@@ -316,7 +316,7 @@ def test_text_that_is_no_record_is_refused(folder, text):
         to_sample(text, source, 0)
 
 
-def test_pictures_without_an_image_folder_ask_for_it(folder):
+def test_images_without_an_image_folder_ask_for_it(folder):
     message = refused(folder, {"conversations": TALK, "image": "a.png"}, image_folder=None)
     assert "names the image 'a.png': give --image_folder" in message
 

@@ -244,7 +244,7 @@ def check_embedded(source: Source, cache: Path) -> None:
     assert all(len(record.text) < 400 for record in source.read())
 
 
-def test_parquet_with_embedded_pictures(tmp_path, opened):
+def test_parquet_with_embedded_images(tmp_path, opened):
     (tmp_path / "data").mkdir()
     whole = table()
     for number, part in enumerate((whole.slice(0, 3), whole.slice(3))):
@@ -429,7 +429,7 @@ def test_a_spool_that_can_not_be_written_is_named(tmp_path, opened):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 @pytest.mark.parametrize("inner", ["", "train"])
-def test_a_folder_of_pictures_with_captions(tmp_path, opened, suffix, inner):
+def test_a_folder_of_images_with_captions(tmp_path, opened, suffix, inner):
     folder = tmp_path / "pictures" / inner
     (folder / "sub").mkdir(parents=True)
     (folder / "a.png").write_bytes(RED)
@@ -454,7 +454,7 @@ def test_a_folder_of_pictures_with_captions(tmp_path, opened, suffix, inner):
         to_sample(bad.text, source, 2)
 
 
-def test_metadata_may_hold_several_pictures_and_conversations(tmp_path, opened):
+def test_metadata_may_hold_several_images_and_conversations(tmp_path, opened):
     for name, data in (("a.png", RED), ("b.png", BLUE)):
         (tmp_path / name).write_bytes(data)
     talk = [{"from": "human", "value": "<image> or <image>?"}, {"from": "gpt", "value": "Both."}]
@@ -595,7 +595,7 @@ def test_links_in_shards_lead_nowhere(tmp_path, opened):
     assert bytes_of(to_sample(three.text, source, 0)) == [RED]
 
 
-def test_a_list_among_records_with_embedded_pictures_is_a_record(opened, tmp_path):
+def test_a_list_among_records_with_embedded_images_is_a_record(opened, tmp_path):
     """It may stand on several lines, but a spool has a line per record."""
     path = tmp_path / "a.json"
     path.write_text(f'[{json.dumps({"image": "data:image/png;base64,AAAA", "conversations": TALK})},\n[1,\n2], "x"]')

@@ -109,7 +109,7 @@ def test_names_of_llava_lead_to_templates_and_other_names_are_refused_with_the_k
         ("a <image> b <image>", "a <image> b <image>", "a <image> b <image>"),
     ],
 )
-def test_pictures_stand_where_llava_or_next_put_them(text, first, as_next):
+def test_images_stand_where_llava_or_next_put_them(text, first, as_next):
     for template, expected in (("v1", first), ("chatml", as_next)):
         [placed], _ = prepare([human(text)], template)
         assert placed.text == expected
@@ -117,7 +117,7 @@ def test_pictures_stand_where_llava_or_next_put_them(text, first, as_next):
         assert placed.text == expected.replace("<image>", "<im_start><image><im_end>")
 
 
-def test_plain_is_the_picture_and_its_caption():
+def test_plain_is_the_image_and_its_caption():
     talk = [human("Describe it.\n<image>"), gpt(" A cat. ")]
     assert joined(talk, "plain") == "<image> A cat. \n"
     assert supervised(talk, "plain") == [" A cat. \n"]

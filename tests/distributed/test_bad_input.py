@@ -18,7 +18,7 @@ EVERY_DAY = ["not_llava"]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
-    """What each bad run printed, by name; one goes through the launcher on two ranks."""
+    """The output of each bad run, by name; one goes through the launcher on two ranks."""
     return run_all(tmp_path_factory.mktemp("bad"), EVERY_DAY)
 
 

@@ -1,4 +1,4 @@
-"""Data in real runs: mixtures keep their order on any number of ranks, and a picture that breaks is left out alike."""
+"""Data in real runs: mixtures keep their order on any number of ranks, and an image that breaks is left out alike."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from llava_ds.data.sample import Message
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model
 
-# Order, layouts and broken pictures are tested in one process in tests/data; here they meet ranks.
+# Order, layouts and broken images are tested in one process in tests/data; here they meet ranks.
 pytestmark = pytest.mark.full
 
 STEPS = 6
@@ -45,7 +45,7 @@ def flags_of(base: dict, data: dict, output_dir: Path, stage: int, **more: objec
 
 
 def write_mixture(folder: Path) -> dict[str, str]:
-    """A YAML of a JSON list, half of a JSONL file, and the first records of another, each with pictures of its own."""
+    """A YAML of a JSON list, half of a JSONL file, and the first records of another, each with images of its own."""
     entries = []
     for name, kinds, how in (
         ("a", "ititiiti" * 2, {}),
@@ -64,7 +64,7 @@ def write_mixture(folder: Path) -> dict[str, str]:
 
 
 def write_torn(folder: Path) -> dict[str, str]:
-    """Toy data in which two pictures have a whole header and half a body."""
+    """Toy data in which two images have a whole header and half a body."""
     data = toys.write_data(folder, "ititiiti" * 2)
     for name in ("2.png", "7.png"):
         path = folder / "images" / name
@@ -149,7 +149,7 @@ def test_a_mixture_takes_what_its_strategies_say(runs):
     assert [row["samples"] for row in seen[:4]] == [8, 8, 8, per_epoch - 24]
 
 
-def test_a_picture_that_breaks_is_left_out_alike_on_any_ranks_and_layout(runs):
+def test_an_image_that_breaks_is_left_out_alike_on_any_ranks_and_layout(runs):
     one = rows(runs["torn-1"])
     assert sum(row["broken_samples"] for row in one) > 0
     for name in ("torn-2", "torn-tokens-2"):
@@ -163,16 +163,16 @@ def test_a_qwen_on_tiles_ends_as_a_model_that_answers_in_its_own_template(runs):
     loaded = load_model(runs["qwen"])
     assert (loaded.version, loaded.image_options.aspect_ratio) == ("chatml", "anyres")
     messages = (Message("human", "<image>\nWhat is it?"),)
-    picture = runs["qwen"].parent / "torn" / "images" / "0.png"
-    ids = prompt_ids(loaded, Prompt(messages, (str(picture),)))
+    image = runs["qwen"].parent / "torn" / "images" / "0.png"
+    ids = prompt_ids(loaded, Prompt(messages, (str(image),)))
     assert ids.count(loaded.model.config.image_token_id) > (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
     text = loaded.tokenizer.decode([i for i in ids if i != loaded.model.config.image_token_id])
     assert text.endswith("<|im_start|>assistant\n") and "<|im_start|>user\n" in text
     assert loaded.model.generation_config.eos_token_id in (2, [2])  # <|im_end|>
-    assert isinstance(answer(loaded, [Prompt(messages, (str(picture),))], max_new_tokens=3)[0], str)
+    assert isinstance(answer(loaded, [Prompt(messages, (str(image),))], max_new_tokens=3)[0], str)
 
 
-def test_broken_pictures_are_listed_with_their_step(runs):
+def test_broken_images_are_listed_with_their_step(runs):
     expected = [(row["id"], row["step"]) for row in skipped(runs["torn-1"])]
     assert len(expected) == sum(row["broken_samples"] for row in rows(runs["torn-1"]))
     assert {name for name, _ in expected} <= {"s2", "s7"}
@@ -182,7 +182,7 @@ def test_broken_pictures_are_listed_with_their_step(runs):
         assert all(".png" in row["reason"] for row in listed)
 
 
-def test_a_run_that_allows_no_broken_picture_ends_alike_on_all_ranks(runs):
+def test_a_run_that_allows_no_broken_image_ends_alike_on_all_ranks(runs):
     """After the step that met it: metrics, list and checkpoint are there, and the message is one."""
     folder = runs["torn-1"].parent
     torn = {"data_path": folder / "torn" / "data.json", "image_folder": folder / "torn" / "images"}

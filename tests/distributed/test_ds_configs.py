@@ -15,7 +15,7 @@ CONFIGS = {path.stem: path for path in sorted((ROOT / "ds_configs").glob("*.json
 
 
 def needs(name: str) -> str | None:
-    """What a file can't be trained with here for want of; None where nothing is missing."""
+    """The first requirement of a file that this machine lacks; None if it has all."""
     if "offload" in name or "infinity" in name:
         if shutil.which("c++") is None:
             return "DeepSpeed's CPU Adam needs a C++ compiler"

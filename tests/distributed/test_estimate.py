@@ -49,7 +49,7 @@ def flags_of(
 
 
 def measured(ranks: int, folder: Path, llama: dict, clip: dict) -> dict[tuple, tuple[Run, list[dict[str, int]]]]:
-    """What is planned, and what every rank held, for every case, all in one launch."""
+    """The planned memory and that of every rank, for every case, all in one launch."""
     folder.mkdir()
     base = toys.write_base(folder / "base", clip=clip, **llama)
     data = toys.write_data(folder / "data", "itit" * 4)
@@ -85,7 +85,7 @@ def check(run: Run, ranks: list[dict[str, int]]) -> None:
     assert expected.model_states == pytest.approx(max(sum(r[p] for p in STATES) for r in ranks), rel=0.05)
     for rank in ranks:
         assert rank["gathered"] <= expected.gathered and rank["buckets"] <= expected.buffers
-        # Rotary tables, pictures, counters, and a bucket that is not yet collected.
+        # Rotary tables, images, counters, and a bucket that is not yet collected.
         assert rank["unnamed"] <= expected.buffers + 0.02 * expected.model_states
 
 

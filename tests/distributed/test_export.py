@@ -1,4 +1,4 @@
-"""What a run leaves, and what its checkpoints give without it, is one model: bit for bit, at every stage."""
+"""A run's export equals the export of its last checkpoint, bit for bit, at every stage."""
 
 import json
 import runpy

@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 
 
 def as_if_stopped(whole: Path, out: Path) -> None:
-    """What a run leaves that is stopped at the step of a checkpoint: it saves, and looks at nothing any more."""
+    """The output of a run that is stopped at the step of a checkpoint: it saves, and evaluates no more."""
     shutil.copytree(whole, out)
     shutil.rmtree(out / f"checkpoint-{STEPS}")
     for name in ("evals.jsonl", "samples.jsonl"):

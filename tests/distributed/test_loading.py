@@ -53,7 +53,7 @@ COMMON = {"max_steps": 2, "image_aspect_ratio": "square"}
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory) -> dict[str, Path]:
-    """What two ranks at ZeRO-3 left after two steps, by what they started from."""
+    """The output of two ranks at ZeRO-3 after two steps, by the model that they started from."""
     folder = tmp_path_factory.mktemp("starts")
     base = toys.write_base(folder / "base")
     model = llavas.hf_model(base)
@@ -81,12 +81,12 @@ def starts(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """Both stages with tokens around pictures, and a whole model from transformers' folder, on two ranks at ZeRO-3."""
+    """Both stages with tokens around images, and a whole model from transformers' folder, on two ranks at ZeRO-3."""
     folder = tmp_path_factory.mktemp("stages")
     base = toys.write_base(folder / "base")
     data = toys.write_data(folder / "data", "itiititi")
     outputs = {}
-    # Tokens around pictures: stage 1 trains their rows, stage 2 takes them from the projector's file.
+    # Tokens around images: stage 1 trains their rows, stage 2 takes them from the projector's file.
     marked = {**data, **base, "mm_use_im_start_end": True}
     outputs["marks"], outputs["marks, stage 2"] = folder / "marks", folder / "marks-2"
     todo = [toy_run(marked, outputs["marks"], ds_config(3), tune_mm_mlp_adapter=True, **COMMON)]

@@ -108,7 +108,7 @@ def test_a_checkpoint_gives_the_adapter_and_the_merged_model(runs, tmp_path):
 
 
 def merged(folder: Path) -> dict[str, torch.Tensor]:
-    """What run/export.py merges of a run's last checkpoint, by llava-hf's names."""
+    """The tensors that run/export.py merges from a run's last checkpoint, by llava-hf's names."""
     out = folder / "merged"
     if not out.exists():
         export(folder / f"checkpoint-{STEPS}", "--format", "hf", "--output_dir", out)
@@ -313,7 +313,7 @@ def test_a_run_goes_on_from_an_adapter(matrix):
 
 
 def test_the_recipe_of_7b_is_complete_and_its_json_fits():
-    """What make does with the other recipes: the flags alone, without a model."""
+    """Check the flags of the recipe as make passes those of the others, without a model."""
     from llava_ds.config.parsing import parse_arguments
 
     recipe = ROOT / "run" / "recipes" / "llava-v1.5-7b-lora.yaml"

@@ -220,18 +220,18 @@ def test_bf16_follows_fp32_and_every_stage_follows_the_other(runs):
     assert largest_difference(sharded, whole) < 0.05
 
 
-def test_ranks_without_pictures_do_not_hang_and_learn_the_same(runs):
+def test_ranks_without_images_do_not_hang_and_learn_the_same(runs):
     assert largest_difference(losses(runs["alternating", 3, 1]), losses(runs["alternating", 3, 2])) < 1e-5
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("pattern", ["all_text", "one_rank_text"])
-def test_ranks_that_never_see_a_picture_do_not_hang_and_learn_the_same(more_runs, pattern):
+def test_ranks_that_never_see_an_image_do_not_hang_and_learn_the_same(more_runs, pattern):
     assert largest_difference(*[losses(more_runs[pattern, 3, ranks]) for ranks in (1, 2)]) < 1e-5
 
 
 @pytest.mark.full
-def test_the_newline_trains_alike_partitioned_where_a_rank_shows_no_picture(more_runs):
+def test_the_newline_trains_alike_partitioned_where_a_rank_shows_no_image(more_runs):
     """These runs export, too, and compare transformers' logits with their own."""
     runs = more_runs
     reference = losses(runs["anyres", 0, 1])

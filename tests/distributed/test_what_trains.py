@@ -1,4 +1,4 @@
-"""What the flags leave to train is what changes, alike at ZeRO-0 on one rank and partitioned over two."""
+"""The parts that flags let train are those that change, alike at ZeRO-0 on one rank and partitioned over two."""
 
 from collections.abc import Iterable
 from pathlib import Path

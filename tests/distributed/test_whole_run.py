@@ -124,9 +124,11 @@ def test_transformers_opens_the_result_and_its_processor_prepares_what_training_
     path = folders["stage2"]
     model = LlavaForConditionalGeneration.from_pretrained(path)
     processor = AutoProcessor.from_pretrained(path)
-    picture = folders["talks"] / "images" / "0.png"
+    image_file = folders["talks"] / "images" / "0.png"
     messages = [Message("human", "<image>\nWhat is it?")]
-    inputs = processor(text=render_prompt(messages, "v1"), images=load_image(str(picture), 10**6), return_tensors="pt")
+    inputs = processor(
+        text=render_prompt(messages, "v1"), images=load_image(str(image_file), 10**6), return_tensors="pt"
+    )
 
     ids = Encoder(processor.tokenizer, EncodingOptions("v1", 512)).prompt_ids(messages, [9])
     image_token = model.config.image_token_id
@@ -140,7 +142,7 @@ def test_transformers_opens_the_result_and_its_processor_prepares_what_training_
     assert str(folders["base"]) not in (path / "config.json").read_text()
 
     texts = [render_prompt(messages, "v1"), render_prompt([Message("human", "<image>\nAnd here, what is it?")], "v1")]
-    together = processor(text=texts, images=[load_image(str(picture), 10**6)] * 2, padding=True, return_tensors="pt")
+    together = processor(text=texts, images=[load_image(str(image_file), 10**6)] * 2, padding=True, return_tensors="pt")
     new = model.generate(**together, max_new_tokens=3, do_sample=False)[0, -3:]
     alone = model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -3:]
     assert new.tolist() == alone.tolist()

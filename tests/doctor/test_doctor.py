@@ -225,7 +225,7 @@ def test_a_lock_on_which_torch_would_wait(required, with_json, monkeypatch, tmp_
     only(software.check_built_operators(required), WARNING)
     problem = only(software.check_built_operators(with_json(CPU_OFFLOAD)), PROBLEM)
     assert str(lock) in problem.found and problem.remedy == "delete that file"
-    monkeypatch.setattr(software, "can_be_written", lambda path: False)
+    monkeypatch.setattr(software, "can_be_made", lambda path: False)
     assert "TORCH_EXTENSIONS_DIR" in only(software.check_built_operators(required), WARNING).remedy
 
 
@@ -308,7 +308,7 @@ def test_shared_memory_and_disks(required, monkeypatch, tmp_path):
     assert [finding.level for finding in machine.check_disks(required)] == [PROBLEM, PROBLEM]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2 << 30))
     assert [finding.level for finding in machine.check_disks(required)] == [WARNING, WARNING]
-    monkeypatch.setattr(machine, "can_be_written", lambda path: False)
+    monkeypatch.setattr(machine, "can_be_made", lambda path: False)
     assert "can't be written to" in machine.check_disks(required)[0].found
 
 

@@ -42,7 +42,7 @@ def given(tmp_path_factory) -> dict[str, str]:
 
 
 def run_cases(folder: Path, given: dict[str, str], cases: list[dict], **more: object) -> tuple[list, str]:
-    """What each case's run ended with, and all that was printed."""
+    """The exit code of each case's run, and its output."""
     folder.mkdir()
     for number, case in enumerate(cases):
         flags = {"max_steps": STEPS, "save_steps": 1, "save_strategy": "steps", "seed": 3, **more}

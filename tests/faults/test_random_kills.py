@@ -60,7 +60,7 @@ class Run:
 
     @property
     def is_saving(self) -> bool:
-        """Whether this run is in a save; what an earlier one left unfinished is not of it."""
+        """True if this run is in a save; unfinished saves of earlier ones don't count."""
         with contextlib.suppress(FileNotFoundError):
             return any(path.stat().st_mtime > self.began for path in self.output_dir.glob("checkpoint-*.tmp"))
         return False
@@ -197,7 +197,7 @@ def forking() -> Iterator[subprocess.Popen]:
 
 
 def same(one: object, other: object) -> bool:
-    """Whether two values are the same bit for bit, tensors in any container."""
+    """True if two values are bit-equal, tensors in any container."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):

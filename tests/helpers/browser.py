@@ -16,7 +16,7 @@ OPTIONS = (
     "--disable-component-update --disable-extensions --disable-sync --disable-quic --disable-dev-shm-usage "
     "--remote-debugging-pipe"
 )
-WHOLE_PAGE = 16_000  # pixels of height, at most: longer pictures Chromium does not take
+WHOLE_PAGE = 16_000  # pixels of height, at most: longer images Chromium does not take
 ENTER = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
 
 # Every piece of text against the window and every box around it that clips or scrolls; then labels within each chart.
@@ -52,7 +52,7 @@ CUT_TEXTS = """(() => {
 
 
 def missing() -> str | None:
-    """What is not installed of what a browser needs; None when all is there."""
+    """The first requirement of a browser that is not installed; None if all are."""
     return "there is no chromium here: apt-get install chromium" if CHROMIUM is None else None
 
 
@@ -117,15 +117,15 @@ class Browser:
         return answer["result"].get("value")
 
     def count(self, selector: str) -> int:
-        """How many elements a CSS selector finds."""
+        """The number of elements that a CSS selector finds."""
         return self.ask(f"document.querySelectorAll({json.dumps(selector)}).length")
 
     def texts(self, selector: str) -> list[str]:
-        """What is to be read in the elements that a CSS selector finds, all at one moment."""
+        """The texts of the elements that a CSS selector finds, all at one moment."""
         return self.ask(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.innerText)")
 
     def broken_images(self) -> list[str]:
-        """Addresses of the pictures of the page that are not to be seen."""
+        """Addresses of the page's images that are not shown."""
         return self.ask(
             "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src.slice(0, 200))"
         )

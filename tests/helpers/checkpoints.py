@@ -1,4 +1,4 @@
-"""What is in checkpoints, number by number, and a run broken off at one of them."""
+"""The content of checkpoints, number by number, and a run interrupted at one of them."""
 
 import shutil
 from collections.abc import Iterator

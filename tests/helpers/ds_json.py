@@ -25,7 +25,7 @@ def resolve(
     world_size: int = 1,
     device_type: str = "cpu",
     num_steps: int | None = 10,
-    here: bool = True,
+    is_local: bool = True,
     **flags: object,
 ) -> ResolvedConfig:
     return resolve_ds_config(
@@ -35,7 +35,7 @@ def resolve(
         hidden_size=H,
         device_type=device_type,
         num_steps=num_steps,
-        here=here,
+        is_local=is_local,
     )
 
 

@@ -56,7 +56,7 @@ TEMPLATES = (
 
 
 def read_object(file: Path) -> dict | None:
-    """What a mutation before this one may have left; None where it is no JSON object any more."""
+    """The JSON object that earlier mutations left; None where it is no JSON object any more."""
     try:
         content = json.loads(file.read_text())
     except (ValueError, RecursionError):
@@ -75,7 +75,7 @@ class Runs:
 
 
 class Mutations:
-    """What is done to one folder. secret: a file outside of it, that nobody may open; ran: what code would leave."""
+    """One change to a folder. secret: a file outside of it, that nobody may open; ran: what code would leave."""
 
     def __init__(self, rng: random.Random, secret: Path, ran: Path) -> None:
         self.rng, self.secret, self.ran = rng, secret, ran

@@ -1,4 +1,4 @@
-"""What LLaVA's own code made of tiny models and data, and the files that it was given. See model/goldens/README.md."""
+"""Results of LLaVA's own code on tiny models and data, and its input files. See model/goldens/README.md."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ TOKENIZER = Path(__file__).parents[1] / "data" / "goldens" / "tokenizers" / "lla
 
 
 def write_base(folder: Path) -> dict[str, object]:
-    """Put the language model together with its tokenizer; return the flags that name it and the pictures."""
+    """Put the language model together with its tokenizer; return the flags that name it and the images."""
     shutil.copytree(GOLDENS / "llama", folder / "llama")
     for file in TOKENIZER.glob("*token*"):
         shutil.copy(file, folder / "llama")

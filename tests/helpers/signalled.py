@@ -76,7 +76,7 @@ class Started:
             os.kill(self.process(name), number)
 
     def steps(self) -> list[dict]:
-        """What metrics.jsonl has."""
+        """The rows of metrics.jsonl."""
         path = self.output_dir / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 

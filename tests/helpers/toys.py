@@ -134,7 +134,7 @@ def add_tokens(folder: Path, *tokens: str) -> None:
 
 
 def write_data(folder: Path, kinds: str, *, seed: int = 0, plain: bool = False) -> dict[str, str]:
-    """Write a data set with one sample per letter: "i" with a picture, "t" text only; return the flags that name it."""
+    """Write a data set with one sample per letter: "i" with an image, "t" text only; return the flags that name it."""
     rng = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     records = []
@@ -157,14 +157,14 @@ def write_data(folder: Path, kinds: str, *, seed: int = 0, plain: bool = False) 
 
 
 def encoding_options(**changed):
-    """How toy conversations are encoded."""
+    """The encoding options of toy conversations."""
     from llava_ds.data.encode import EncodingOptions
 
     return EncodingOptions(**{"template": "v1", "max_length": 512, **changed})
 
 
 def image_options(**changed):
-    """How pictures are prepared for the toy tower."""
+    """The image options of the toy tower."""
     from llava_ds.geometry import ImageOptions
 
     defaults = {"size": IMAGE_SIZE, "patch_size": PATCH_SIZE, "mean": (0.5, 0.4, 0.3), "aspect_ratio": "square"}

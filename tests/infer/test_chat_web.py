@@ -18,7 +18,7 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.infer.chat import Conversation, read_media
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model
-from llava_ds.infer.web import gradio
+from llava_ds.infer.web import import_gradio
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.launchers import free_port
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
@@ -120,4 +120,4 @@ def test_upload_ask_and_read(page, tmp_path):
 def test_a_missing_gradio_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(ConfigError, match=r"pip install 'llava_ds\[demo\]'"):
-        gradio()
+        import_gradio()

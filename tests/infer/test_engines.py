@@ -95,7 +95,7 @@ def test_one_rank_of_deepspeed_computes_the_same_bits(tmp_path, data, capsys):
 
 
 def test_what_can_not_be_cut_or_run_is_refused(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(engines, "together", lambda ranks, ask: ask())  # the other ranks would say the same
+    monkeypatch.setattr(engines, "on_every_rank", lambda ranks, ask: ask())  # the other ranks would say the same
     three = Ranks(0, 0, 3, torch.device("cpu"))
     with pytest.raises(
         ConfigError, match="over 3 ranks: num_attention_heads 4, num_key_value_heads 2 can't be divided"

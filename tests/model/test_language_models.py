@@ -195,11 +195,11 @@ INTERFACE = "its attention or its positions don't follow transformers' interface
         ),
         (
             GraniteConfig(**SMALL, intermediate_size=48, num_key_value_heads=2, logits_scaling=8.0),
-            "its logits are changed behind the output layer in a way that transformers' Llava does not know",
+            "its logits are changed after the output layer in a way that transformers' Llava does not have",
         ),
         (
             CohereConfig(**SMALL, intermediate_size=48, num_key_value_heads=2),
-            "its logits are changed behind the output layer in a way that transformers' Llava does not know",
+            "its logits are changed after the output layer in a way that transformers' Llava does not have",
         ),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else None,

@@ -14,7 +14,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.construct import build_model
 from llava_ds.geometry import ImageOptions, MediaLayout, media_layout
-from llava_ds.model.llava import LlavaModel, merged
+from llava_ds.model.llava import LlavaModel, merge_features
 from llava_ds.model.open import names as formats
 from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.model.projector import Newline
@@ -226,7 +226,7 @@ def test_pictures_are_placed_in_at_most_five_operations_none_of_which_asks_the_h
     features = model.image_features(batch.pixel_values).to(dtype)
     embeds = model.language_model.get_input_embeddings()(batch.input_ids)
     with Operations() as seen:
-        merged(embeds, features, batch, None)
+        merge_features(embeds, features, batch, None)
     assert set(seen.names) <= {"view", "index_select", "unsqueeze", "_to_copy", "index_copy"} and len(seen.names) <= 5
 
 

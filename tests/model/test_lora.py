@@ -375,7 +375,7 @@ def test_a_tower_that_trained_beside_an_adapter_is_left_with_it_and_started_from
     [
         ({}, {"lora_r": 8}, r"was trained with r 4, but --lora_r is 8: give --lora_r 4"),
         ({}, {"lora_alpha": 1, "lora_bias": "none"}, r"--lora_alpha 8\n.*--lora_bias all"),
-        ({"use_dora": True}, {}, "was trained with use_dora True, which is not here"),
+        ({"use_dora": True}, {}, "was trained with use_dora True, which is not supported"),
         ({"peft_type": "IA3"}, {}, "holds an adapter of kind IA3"),
         (None, {}, "adapter_config.json can't be read"),
     ],

@@ -12,7 +12,7 @@ from torch.nn import functional
 from llava_ds.batch import Batch
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.geometry import ImageOptions, Size, best_pinpoint, media_layout
-from llava_ds.model.llava import merged
+from llava_ds.model.llava import merge_features
 from llava_ds.model.projector import Newline
 
 SIDE, WIDTH = 5, 3  # an odd side, so that pooling leaves something out
@@ -105,7 +105,7 @@ def test_features_and_their_gradients_are_those_of_llava_next(merge, ratio, mode
     newline = Newline(WIDTH)
     torch.nn.init.normal_(newline.embedding, generator=generator)
     embeds = torch.zeros(1, batch.input_ids.shape[1], WIDTH)
-    placed = merged(embeds, features, batch, newline if options.has_newline else None)[0]
+    placed = merge_features(embeds, features, batch, newline if options.has_newline else None)[0]
     found = placed[(batch.input_ids[0] == 0)]
 
     parts = features.split(tiles)

@@ -133,7 +133,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 
 
 def damage(run: Path, rng: random.Random) -> tuple[list[str], bool, bool]:
-    """What was done, whether in the newest checkpoint alone, and whether its hashes say that it is sound."""
+    """One damage; whether it is in the newest checkpoint alone, and whether its hashes were faked."""
     newest = commit.checkpoints(run)[0]
     in_checkpoint = rng.random() < 0.6
     fakes = in_checkpoint and rng.random() < 0.5
@@ -177,7 +177,7 @@ def load_verify() -> Callable:
 
 
 def asked(run: Path, identity: RunIdentity, args, verify: Callable) -> dict[str, Callable[[], object]]:
-    """What people do with a run's folder, by name, in the order in which it is done."""
+    """The uses of a run's folder, by name, in order."""
     checkpoints = commit.checkpoints(run)
 
     def resume() -> int:
@@ -206,7 +206,7 @@ def asked(run: Path, identity: RunIdentity, args, verify: Callable) -> dict[str,
 
 
 def attempt(acts: dict[str, Callable[[], object]]) -> dict[str, object]:
-    """What came of each: what it returned, "refused: …" or "TRACEBACK: …"."""
+    """The outcome of each: its result, "refused: …" or "TRACEBACK: …"."""
     found = {}
     for name, act in acts.items():
         try:
@@ -246,7 +246,7 @@ def in_child(work: Callable[[], dict]) -> dict | None:
 
 
 def trial(whole: Path, seed: int, verify: Callable) -> tuple[list[str], dict | None, list[str]]:
-    """What was damaged, what came of it, and what is wrong with that."""
+    """A damage, its outcome, and what is wrong with that."""
     rng = random.Random(seed)
     trainer = json.loads((commit.checkpoints(whole)[0] / TRAINER).read_text())
     identity = RunIdentity(**trainer["identity"])

@@ -104,17 +104,17 @@ def _format_of(record: dict, columns: Columns) -> str | None:
             return "sharegpt" if listed and not single else "llava"
         return "messages" if turn.get("role") is not None else None
     has_text = any(isinstance(record.get(name), str) for name in columns.text)
-    return "caption" if has_text and _pictures(record, columns) else None
+    return "caption" if has_text and _has_media(record, columns) else None
 
 
-def _pictures(record: dict, columns: Columns) -> bool:
+def _has_media(record: dict, columns: Columns) -> bool:
     return any(record.get(name) not in (None, "", []) for name in (*columns.image, *columns.video))
 
 
 def _shows_unmarked(record: dict, columns: Columns) -> bool:
     turns = [record[name] for name in columns.turns if record.get(name) is not None]
     text = short(turns) if not turns else json.dumps(turns)
-    return _pictures(record, columns) and not any(
+    return _has_media(record, columns) and not any(
         mark in text for mark in (IMAGE_TOKEN, "<video>", '"type": "image', '"type": "video')
     )
 

@@ -27,7 +27,7 @@ class Draft:
     world_size: int
     hidden_size: int
     device_type: str
-    here: bool  # this machine will train, and has to have what that needs
+    is_local: bool  # this machine will train, and has to have what that needs
     reasons: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     ruled: set[str] = field(default_factory=set)  # keys that have a rule for "auto"

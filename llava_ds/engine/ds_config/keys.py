@@ -43,38 +43,38 @@ RENAMED = {
 }
 
 # Features that this trainer doesn't have, by key, with the values that don't ask for them.
-NOT_HERE = {
+UNSUPPORTED = {
     "checkpoint.load_universal": ((False,), "checkpoints are taken up by --resume"),
     "checkpoint.use_node_local_storage": ((False,), "checkpoints are written to --output_dir, which nodes share"),
     "checkpoint.writer": ((), "checkpoints are written and hashed before training goes on"),
     "checkpoint.parallel_write.pipeline_stage": ((False,), "there are no pipeline stages"),
     "gradient_allreduce_op": (("mean",), "the loss is divided by the tokens of all ranks, which takes their mean"),
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
-    "sequence_parallel_size": ((1,), "sequence parallelism is not here yet"),
-    "use_data_before_expert_parallelism": ((False,), "mixtures of experts don't train here yet"),
+    "sequence_parallel_size": ((1,), "sequence parallelism is not supported yet"),
+    "use_data_before_expert_parallelism": ((False,), "mixtures of experts are not supported yet"),
     # Other trainers' names, which DeepSpeed would ignore.
-    "tp_size": ((1,), "tensor parallelism is not here yet"),
-    "tensor_model_parallel_size": ((1,), "tensor parallelism is not here yet"),
-    "pipeline_model_parallel_size": ((1,), "pipeline parallelism is not here yet"),
-    "pipeline_parallel_size": ((1,), "pipeline parallelism is not here yet"),
-    "expert_model_parallel_size": ((1,), "mixtures of experts don't train here yet"),
-    "moe_expert_parallel_size": ((1,), "mixtures of experts don't train here yet"),
-    "expert_parallel_size": ((1,), "mixtures of experts don't train here yet"),
-    "context_parallel_size": ((1,), "sequence parallelism is not here yet"),
-    "mpu": ((), "it is an object of Megatron's, and model parallelism is not here yet"),
+    "tp_size": ((1,), "tensor parallelism is not supported yet"),
+    "tensor_model_parallel_size": ((1,), "tensor parallelism is not supported yet"),
+    "pipeline_model_parallel_size": ((1,), "pipeline parallelism is not supported yet"),
+    "pipeline_parallel_size": ((1,), "pipeline parallelism is not supported yet"),
+    "expert_model_parallel_size": ((1,), "mixtures of experts are not supported yet"),
+    "moe_expert_parallel_size": ((1,), "mixtures of experts are not supported yet"),
+    "expert_parallel_size": ((1,), "mixtures of experts are not supported yet"),
+    "context_parallel_size": ((1,), "sequence parallelism is not supported yet"),
+    "mpu": ((), "it is an object of Megatron's, and model parallelism is not supported yet"),
     "zero_optimization.elastic_checkpoint": ((False,), "checkpoints are taken up by --resume"),
     "zero_optimization.legacy_stage1": ((False,), "write stage 1 alone"),
-    "zero_optimization.zenflow": ((), "ZenFlow is not here yet; offload_optimizer trains the same model"),
+    "zero_optimization.zenflow": ((), "ZenFlow is not supported yet; offload_optimizer trains the same model"),
 }
 # The same for whole sections, which may be there if they are empty or off.
-SECTIONS_NOT_HERE = {
+UNSUPPORTED_SECTIONS = {
     "autotuning": "autotuning starts other runs; run/estimate.py says which stage fits",
     "data_efficiency": "the order of samples comes from --group_by_length and its like",
     "datastates_ckpt": "checkpoints are written and hashed before training goes on",
-    "expert_parallel": "mixtures of experts don't train here yet",
+    "expert_parallel": "mixtures of experts are not supported yet",
     "hybrid_engine": "nothing is generated while training",
-    "pipeline": "pipeline parallelism is not here yet",
-    "tensor_parallel": "tensor parallelism is not here yet",
+    "pipeline": "pipeline parallelism is not supported yet",
+    "tensor_parallel": "tensor parallelism is not supported yet",
     "weight_quantization": "weights train in the precision of bf16, fp16 or fp32",
 }
 OFF = {"enabled": (False,), "autotp_size": (0, 1), "tp_size": (1,), "stages": (1, "auto")}
@@ -114,14 +114,14 @@ def _refuse_removed(draft: Draft) -> None:
 
 
 def _refuse_unsupported(draft: Draft) -> None:
-    for key, why in SECTIONS_NOT_HERE.items():
+    for key, why in UNSUPPORTED_SECTIONS.items():
         value = draft.config.pop(key, None)
         if value is None or value == {} or _is_off(value):
             continue
         asks = next((k for k in OFF if isinstance(value, dict) and k in value and value[k] not in OFF[k]), None)
         found = f"{key}.{asks} is {as_json(value[asks])}" if asks else f"{key} is {as_json(value)}"
         draft.refuse(f"{found} in the DeepSpeed JSON: remove it, {why}")
-    for key, (harmless, why) in NOT_HERE.items():
+    for key, (harmless, why) in UNSUPPORTED.items():
         value = value_at(draft.config, key)
         if value is None:
             continue

@@ -11,7 +11,7 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 def resolve_monitoring(draft: Draft) -> None:
     """Fill the folders of DeepSpeed's monitors; refuse monitors whose package is missing."""
     for section, package in PACKAGES.items():
-        if draft.here and draft.get(f"{section}.enabled") and find_spec(package) is None:
+        if draft.is_local and draft.get(f"{section}.enabled") and find_spec(package) is None:
             draft.refuse(
                 f"{section}.enabled is true in the DeepSpeed JSON, but {package} is not installed: "
                 f"pip install {package}, or write false"
@@ -20,7 +20,7 @@ def resolve_monitoring(draft: Draft) -> None:
         if draft.get(f"{section}.enabled") and not draft.get(f"{section}.output_path"):
             draft.fill(f"{section}.output_path", str(draft.args.training.output_dir), "--output_dir")
         path = draft.get(f"{section}.output_path")
-        if draft.here and draft.get(f"{section}.enabled") and path and not can_be_made(path):
+        if draft.is_local and draft.get(f"{section}.enabled") and path and not can_be_made(path):
             draft.refuse(f"{section}.output_path {path} can't be written to: name another folder")
     if draft.get("dump_state") and draft.get("log_level") is None:
         draft.fill("log_level", "info", "dump_state prints at this level")

@@ -166,7 +166,7 @@ def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
     if name not in WITH_ADAM or "torch_adam" in params or offloads(draft):
         return
     own = set(params) - set(known_params(name, torch_adam=True, offload=False))
-    missing = missing_tools(draft.device_type, "fused_adam") if draft.here else []
+    missing = missing_tools(draft.device_type, "fused_adam") if draft.is_local else []
     if own or (draft.device_type != "cpu" and not missing):
         return
     why = "DeepSpeed would compile an Adam for the CPU" if draft.device_type == "cpu" else f"there is no {missing[0]}"
@@ -308,7 +308,7 @@ def _check_tools(draft: Draft, name: str, params: dict) -> None:
         instead = "use AdamW" if name == "Lamb" else "use AdamW, or offload_optimizer, for which it has one for CPUs"
         draft.refuse(f"{name} has a kernel for GPUs only, and there is none: {instead}")
         return
-    if not draft.here:
+    if not draft.is_local:
         return
     if name == "Muon" and os.environ.get("TORCH_COMPILE_DISABLE") != "1" and not compiler():
         draft.refuse(

@@ -37,7 +37,7 @@ def resolve_precision(draft: Draft) -> None:
         )
     if autocast == "fp16" and draft.device_type == "cpu":
         draft.refuse("torch_autocast.dtype is float16, but there is no GPU: write bfloat16")
-    on_gpu = draft.here and draft.device_type == "cuda"
+    on_gpu = draft.is_local and draft.device_type == "cuda"
     gpu = _gpu_without_bf16() if on_gpu and (bf16 is True or autocast == "bf16") else None
     if gpu is not None:
         remedy = "use --fp16 True" if bf16 is True else 'write "dtype": "float16"'

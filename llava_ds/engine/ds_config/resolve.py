@@ -129,21 +129,21 @@ def resolve_ds_config(
     hidden_size: int,
     device_type: str = "cpu",
     num_steps: int | None = None,
-    here: bool = True,
+    is_local: bool = True,
 ) -> ResolvedConfig:
     """Fill every "auto" of a DeepSpeed JSON by the formulas of Hugging Face's integration.
 
     raw: the JSON as read; hidden_size: the language model's width; device_type: "cpu" or the accelerator's;
     num_steps: optimizer steps of the run. Before the data is read there are none, and only what depends on them stays
-    open; here: True if this machine will train, and has to have what that needs. The returned flags take values of the
-    JSON that no flag contradicts. Raises ConfigError, which lists every conflict.
+    open; is_local: True if this machine will train, and has to have what that needs. The returned flags take values of
+    the JSON that no flag contradicts. Raises ConfigError, which lists every conflict.
     Source: transformers, integrations/deepspeed.py.
     """
     from llava_ds.engine.ds_config.keys import check_keys  # imports DeepSpeed, which takes seconds and prints
 
     if _depth(raw) > DEEPEST:
         raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, which none of its keys are")
-    draft = Draft(copy.deepcopy(raw), args, world_size, hidden_size, device_type, here)
+    draft = Draft(copy.deepcopy(raw), args, world_size, hidden_size, device_type, is_local)
     check_keys(draft)
     resolve_precision(draft)
     draft.agree("gradient_clipping", "max_grad_norm")

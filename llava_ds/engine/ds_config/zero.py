@@ -51,7 +51,7 @@ def resolve_zero(draft: Draft) -> None:
     for part in OFFLOADED:
         if offload_device(draft.config, part) == "nvme":
             _check_nvme(draft, stage, part)
-    if draft.here and stage == 3 and "nvme" in (offload_device(draft.config, part) for part in OFFLOADED):
+    if draft.is_local and stage == 3 and "nvme" in (offload_device(draft.config, part) for part in OFFLOADED):
         for tool in missing_tools(draft.device_type, "async_io"):
             draft.refuse(
                 f'offloading to "nvme" reads and writes by an operator that DeepSpeed compiles when it starts, which '
@@ -154,5 +154,5 @@ def _check_nvme(draft: Draft, stage: int, part: str) -> None:
         return
     if part == "offload_optimizer":
         draft.reasons[f"{key}.device"] = "from the JSON; DeepSpeed 0.19 can't resume such a run from its checkpoints"
-    if draft.here and not can_be_made(path):
+    if draft.is_local and not can_be_made(path):
         draft.refuse(f"{key}.nvme_path {path} can't be written to: name a folder on a local NVMe disk")

@@ -1,4 +1,4 @@
-"""Names of the same tensors in this package, in LLaVA's files and in llava-hf folders: mapped here and nowhere else.
+"""Names of the same tensors in this package, in LLaVA's files and in llava-hf folders: mapped in this file only.
 
 Here:      vision_tower.tower.*   projector.layers.{0,2}.*   language_model.*
 LLaVA:     model.vision_tower.vision_tower.vision_model.*   model.mm_projector.{0,2}.*, or model.mm_projector.* for a
@@ -22,7 +22,7 @@ LLAVA_NEWLINE = "model.image_newline"
 
 
 def projector_to_llava(name: str, kind: str) -> str:
-    """ "projector.layers.0.weight" as LLaVA's mm_projector.bin spells it, for a kind of projector; the newline too."""
+    """ "projector.layers.0.weight" to its name in LLaVA's mm_projector.bin, by kind of projector; the newline too."""
     if name == NEWLINE:
         return LLAVA_NEWLINE
     if name.startswith(LANGUAGE_MODEL):  # embeddings that trained with the projector
@@ -46,17 +46,16 @@ def newline_from_llava(name: str) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """A name in the files that LLaVA's LoRA runs leave, or peft, to the one that the model itself has for it."""
+    """A name in files of LLaVA's LoRA runs or peft to the model's own name."""
     if name.startswith(("base_model.model.", "model.model.")):
         name = name.removeprefix("base_model.").removeprefix("model.")
     return name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
 
 
 def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
-    """A name in a causal language model's folder to one in the model; None for tables that old files carry along.
+    """A name in a causal language model's folder to one in the model; None for computed tables in old files.
 
-    trunk: what the model calls all but its output layer. OPT's and GPT-2's published files hold the trunk alone, and
-    leave its name out.
+    trunk: name of all but the output layer. OPT's and GPT-2's published files hold the trunk alone, without its name.
     """
     if name.endswith("rotary_emb.inv_freq") or re.search(r"(?:^|\.)h\.\d+\.attn\.(?:masked_)?bias$", name):
         return None
@@ -64,12 +63,12 @@ def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
 
 
 def tower_to_llava(name: str) -> str:
-    """ "vision_tower.tower.x" as LLaVA spells it in whole models and beside adapters."""
+    """ "vision_tower.tower.x" to its name in LLaVA's whole models and beside adapters."""
     return LLAVA_TOWER + name.removeprefix(TOWER)
 
 
 def language_model_from_llava(name: str, trunk: str = "model") -> str | None:
-    """A name in LLaVA's format to the language model's; None for what LLaVA puts beside it."""
+    """A name in LLaVA's format to the language model's; None for LLaVA's other parts."""
     beside = name.startswith(("model.mm_", "model.vision_", "model.image_"))
     return None if beside else language_model_from_disk(name, trunk)
 
@@ -83,7 +82,7 @@ def tower_from_llava(name: str) -> str | None:
 def language_model_from_hf(name: str, inner: str) -> str | None:
     """A name in a folder of transformers' Llava, in either spelling, to the language model's; None for other tensors.
 
-    inner: what the causal language model calls the model under its output layer.
+    inner: the causal language model's name for all but its output layer.
     """
     for trunk in ("model.language_model.", "language_model.model."):
         if name.startswith(trunk):
@@ -124,7 +123,7 @@ def runs_in_tower(name: str, num_layers: int) -> bool:
     return not name.startswith(("tower.post_layernorm.", "tower.head.")) and not (layer and int(layer[1]) >= num_layers)
 
 
-def left_out(name: str) -> str:
+def unused_group(name: str) -> str:
     """A group of unused tensors to report this tensor under."""
     if name.endswith("rotary_emb.inv_freq") or name.endswith("embeddings.position_ids"):
         return "tables that are computed"
@@ -134,7 +133,7 @@ def left_out(name: str) -> str:
 
 
 def to_hf(name: str) -> str:
-    """A parameter's name here to its name on disk in a llava-hf folder (the spelling that every version reads)."""
+    """A parameter's name here to its name on disk in a llava-hf folder, which every version reads."""
     if name.startswith("vision_tower.tower."):
         return "vision_tower.vision_model." + name.removeprefix("vision_tower.tower.")
     if name.startswith(PROJECTOR):
@@ -146,9 +145,9 @@ def to_hf(name: str) -> str:
 
 
 def to_transformers(name: str) -> str:
-    """A name in a folder of transformers' Llava, in either spelling, to the one in its class as it lives in memory.
+    """A name in a folder of transformers' Llava, in either spelling, to the one in its class in memory.
 
-    A tower keeps its own name's vision_model, which not every class has in memory.
+    "vision_model" in a tower's names stays, which not every class has in memory.
     Source: transformers' conversion_mapping.py, "llava".
     """
     if name.startswith("language_model.lm_head."):

@@ -29,10 +29,10 @@ class Weights(Protocol):
 
     path: str | Path
     shapes: dict[str, tuple[int, ...]]
-    notes: tuple[str, ...]  # what a run's beginning says of them
+    notes: tuple[str, ...]  # lines for the start of a run
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Every tensor's name and a function that reads it, which holds until the next one is asked for."""
+        """Yield every tensor's name and a function that reads it, valid until the next one is yielded."""
 
 
 class WeightFiles:
@@ -61,13 +61,13 @@ class WeightFiles:
 
     @property
     def used(self) -> set[str]:
-        """Names on disk of what is taken."""
+        """Names on disk of the tensors in use."""
         return {name for _, name in self._places.values()}
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Every tensor's name and a function that reads it, file by file; a file is closed before the next one opens.
+        """Yield every tensor's name and a function that reads it; a file is closed before the next one opens.
 
-        Files are mapped, so pages that were read count as this process's memory until then.
+        Files are mapped: pages that were read count as this process's memory until then.
         """
         for file in sorted({file for file, _ in self._places.values()}):
             opened = OpenedFile(file)
@@ -78,9 +78,9 @@ class WeightFiles:
 
 
 class OpenedFile:
-    """A file of tensors; what it gave lives on when it is closed.
+    """A mapped file of tensors, which outlive it.
 
-    It is mapped, and opened anew now and then: pages that were read count as this process's until the map is gone.
+    It is reopened now and then: pages that were read count as this process's memory until the map is closed.
     """
 
     def __init__(self, file: Path) -> None:
@@ -126,7 +126,7 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 def _own(file: Path) -> Path:
-    """The file by the name that it has in its folder. Raises DataError where that leads out of it."""
+    """Check that a file is in its own folder. Raises DataError where it leads out of it."""
     try:
         own_file(file)
     except OSError as error:
@@ -135,7 +135,7 @@ def _own(file: Path) -> Path:
 
 
 def tensor_names(path: str | Path) -> set[str]:
-    """Names on disk of all tensors of a folder or file. Raises DataError for what can't be read."""
+    """Names on disk of all tensors of a folder or file. Raises DataError for unreadable ones."""
     return {name for file in weight_files(path) for name in _shapes(file)}
 
 
@@ -155,12 +155,12 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
-    except Exception as error:  # safetensors' own, and torch's for types of numbers that it does not have
+    except Exception as error:  # safetensors' own, and torch's for unknown dtypes
         raise DataError(f"{file} can't be read as weights ({said_by(error)}): copy it again") from error
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a .bin file, mapped where its format allows it (all since torch 1.6)."""
+    """Tensors of a .bin file, mapped where its format allows it (all since torch 1.6)."""
     try:
         if (mapped := zipfile.is_zipfile(file)) and (packed := _compressed(file)):
             raise DataError(f"{file} is refused: its {packed} is compressed, as torch writes none: copy it again")
@@ -187,13 +187,13 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _compressed(file: Path) -> str | None:
-    """A member of a zip that would grow as it is read; a megabyte of it could fill the memory."""
+    """A compressed member of a zip, if any; a megabyte of it could fill the memory."""
     with zipfile.ZipFile(file) as zipped:
         return next((one.filename for one in zipped.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
 
 
 def _is_plain(name: object, tensor: torch.Tensor) -> bool:
-    """True for a tensor such as weights are: a pickle may say that one number stands for a terabyte of them."""
+    """True for a dense tensor of its own storage: a pickle may expand one number to a terabyte."""
     if not isinstance(name, str) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         return False
     return not tensor.is_quantized and tensor.nbytes <= tensor.untyped_storage().nbytes()
@@ -210,7 +210,7 @@ def _first_line(error: Exception) -> str:
 
 
 class TensorSource:
-    """Tensors that are in memory already."""
+    """Tensors in memory."""
 
     notes = ()
 
@@ -225,10 +225,10 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class Source:
-    """The flag that named a part's weights, a folder or file, and what its tensors are called there.
+    """Source of a part's weights: the flag that names it, a folder or file, and the names of its tensors there.
 
-    rename: a name on disk to the part's, None for what is not the part's; changes: what is laid over the files, first
-    things first, each from weights to weights.
+    rename: a name on disk to the part's, None for tensors of other parts; changes: functions from weights to weights,
+    applied in order (adapters, overlays, new rows).
     """
 
     flag: str
@@ -237,7 +237,7 @@ class Source:
     changes: tuple[Callable[[Weights], Weights], ...] = ()
 
     def files(self, wanted: Callable[[str], bool] = lambda name: True) -> WeightFiles:
-        """The part's tensors as they lie on disk, but for those whose names are not wanted."""
+        """The part's tensors on disk whose names are wanted."""
 
         def rename(on_disk: str) -> str | None:
             name = self.rename(on_disk)
@@ -246,7 +246,7 @@ class Source:
         return WeightFiles(self.path, rename)
 
     def open(self, wanted: Callable[[str], bool] = lambda name: True) -> Weights:
-        """The part's tensors, changed as is asked for."""
+        """The part's tensors with the changes applied."""
         return self.changed(self.files(wanted))
 
     def changed(self, weights: Weights) -> Weights:
@@ -260,8 +260,8 @@ class Source:
 class Sources:
     """Sources of the weights of each part; None for a part that starts from random numbers.
 
-    rest_of_tower: the folder of a tower whose weights come with the model, which holds what the model leaves out, for
-    export. new_rows: a projector's file that brings rows for new tokens.
+    rest_of_tower: the tower's own folder, where the model's folder has the weights of the tower; export takes from it
+    what the model lacks. new_rows: a projector's file with rows for new tokens.
     """
 
     language_model: Source
@@ -272,13 +272,13 @@ class Sources:
     new_rows: Source | None = None
 
     def whole_tower(self) -> Weights:
-        """All of the tower that is on disk, also what never runs and is not built."""
+        """All of the tower on disk, with layers that never run and are not built."""
         tower = self.vision_tower.open()
         return tower if self.rest_of_tower is None else Overlaid(self.rest_of_tower.open(), tower)
 
 
 class Overlaid:
-    """Tensors, in whose place come others of the same name; the others' own tensors come last."""
+    """Tensors below, replaced by those above with the same name; the tensors above come last."""
 
     def __init__(self, below: Weights, above: Weights) -> None:
         self.path = below.path
@@ -293,18 +293,18 @@ class Overlaid:
         yield from self._above.tensors()
 
 
-def left_out(sources: Sources) -> list[str]:
-    """Lines that say what lies in the files and is in no part of the model, grouped."""
+def unused_tensors(sources: Sources) -> list[str]:
+    """Lines about tensors in the files that no part of the model uses, in groups."""
     parts = (sources.language_model, sources.vision_tower, sources.projector, sources.newline, sources.new_rows)
     by_path: dict[str, list[Source]] = {}
     for source in parts:
         if source is not None:
             by_path.setdefault(source.path, []).append(source)
     lines = []
-    for path, those in by_path.items():
-        unused = [name for name in WeightFiles(path).shapes if all(source.rename(name) is None for source in those)]
-        groups = Counter(map(formats.left_out, unused))
+    for path, sharing in by_path.items():
+        unused = [name for name in WeightFiles(path).shapes if all(source.rename(name) is None for source in sharing)]
+        groups = Counter(map(formats.unused_group, unused))
         if groups:
-            said = ", ".join(f"{group} ({count} tensors)" for group, count in groups.most_common())
-            lines.append(f"not used of {path}: {said}")
+            listed = ", ".join(f"{group} ({count} tensors)" for group, count in groups.most_common())
+            lines.append(f"not used of {path}: {listed}")
     return lines

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.draft import open_keys
-from llava_ds.engine.ds_config.keys import NOT_HERE
+from llava_ds.engine.ds_config.keys import UNSUPPORTED
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.ds_config.schema import DeepSpeedJson, options
 
@@ -75,7 +75,7 @@ def drawn(rng: random.Random, model: type[BaseModel], wildness: float, prefix: s
         key = prefix + name
         if rng.random() < (0.75 if key not in FREE and key not in ("zero_optimization", "bf16", "fp16") else 0.4):
             continue
-        if key in NOT_HERE and rng.random() > wildness:
+        if key in UNSUPPORTED and rng.random() > wildness:
             continue
         below = next((o for o in options(info.annotation) if isinstance(o, type) and issubclass(o, BaseModel)), None)
         if rng.random() < wildness:
@@ -102,7 +102,7 @@ def test_any_json_of_known_keys_resolves_or_is_refused_once(wildness):
         device = rng.choice(["cpu", "cuda"])
         try:
             config = resolve_ds_config(
-                raw, rng.choice(flags), world_size=1, hidden_size=H, device_type=device, num_steps=10, here=False
+                raw, rng.choice(flags), world_size=1, hidden_size=H, device_type=device, num_steps=10, is_local=False
             ).config
         except ConfigError as error:
             refused += 1

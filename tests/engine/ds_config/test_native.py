@@ -55,7 +55,7 @@ def test_the_folder_on_nvme_is_below_the_output_folder_by_itself(monkeypatch):
 
 def test_an_estimate_for_another_machine_asks_nothing_of_this_one(bare):
     raw = {"zero_optimization": {**NVME, "offload_optimizer": {"device": "nvme", "nvme_path": "auto"}}}
-    assert resolve(raw, device_type="cuda", here=False).config["optimizer"]["type"] == "AdamW"
+    assert resolve(raw, device_type="cuda", is_local=False).config["optimizer"]["type"] == "AdamW"
     assert any("needs nvcc" in line for line in refused(raw, device_type="cuda"))
 
 

@@ -150,7 +150,7 @@ def test_a_gpu_that_only_imitates_bfloat16_is_told_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
-    says = "bfloat16 is asked for, but this machine's Tesla V100 does not compute in it: "
+    says = "bfloat16 is on, but this machine's Tesla V100 does not compute in it: "
     assert refused({}, device_type="cuda", bf16=True) == [says + "use --fp16 True, or fp32"]
     assert refused(autocast(), device_type="cuda") == [says + 'write "dtype": "float16", or fp32']
     resolve(ZERO1, device_type="cuda", fp16=True)

@@ -94,5 +94,5 @@ def test_our_files_hold_only_what_deepspeed_reads():
     assert len(files) == 7
     for path in files:
         stage = int(path.stem[4])
-        config = resolve(read_ds_config(path), here=False).config
+        config = resolve(read_ds_config(path), is_local=False).config
         assert config["zero_optimization"]["stage"] == stage

@@ -46,14 +46,14 @@ WRONG = [
     (zero(**{"offload_param.device": "cpu"}), {}, f'zero_optimization."offload_param.device" {NO_KEY} nest it, as {{"offload_param": {{"device": ...}}}}'),
     ({"zero_optimization.stage.x": 1}, {}, f'"zero_optimization.stage.x" {NO_KEY} did you mean zero_optimization?'),
     # What is not here, and what asks for nothing
-    ({"pipeline_model_parallel_size": 2}, {}, f"pipeline_model_parallel_size is 2 {J}: remove it, pipeline parallelism is not here yet"),
-    ({"moe_expert_parallel_size": 2}, {}, f"moe_expert_parallel_size is 2 {J}: remove it, mixtures of experts don't train here yet"),
-    ({"tp_size": 2}, {}, f"tp_size is 2 {J}: remove it, tensor parallelism is not here yet"),
-    ({"tp_size": True}, {}, f"tp_size is true {J}: remove it, tensor parallelism is not here yet"),
-    ({"tensor_parallel": {"tp_size": 2}}, {}, f"tensor_parallel.tp_size is 2 {J}: remove it, tensor parallelism is not here yet"),
-    ({"tensor_parallel": {"autotp_size": 2, "tp_size": 1}}, {}, f"tensor_parallel.autotp_size is 2 {J}: remove it, tensor parallelism is not here yet"),
-    ({"pipeline": {"stages": 2}}, {}, f"pipeline.stages is 2 {J}: remove it, pipeline parallelism is not here yet"),
-    ({"mpu": {"a": 1}}, {}, f'mpu is {{"a": 1}} {J}: remove it, it is an object of Megatron\'s, and model parallelism is not here yet'),
+    ({"pipeline_model_parallel_size": 2}, {}, f"pipeline_model_parallel_size is 2 {J}: remove it, pipeline parallelism is not supported yet"),
+    ({"moe_expert_parallel_size": 2}, {}, f"moe_expert_parallel_size is 2 {J}: remove it, mixtures of experts are not supported yet"),
+    ({"tp_size": 2}, {}, f"tp_size is 2 {J}: remove it, tensor parallelism is not supported yet"),
+    ({"tp_size": True}, {}, f"tp_size is true {J}: remove it, tensor parallelism is not supported yet"),
+    ({"tensor_parallel": {"tp_size": 2}}, {}, f"tensor_parallel.tp_size is 2 {J}: remove it, tensor parallelism is not supported yet"),
+    ({"tensor_parallel": {"autotp_size": 2, "tp_size": 1}}, {}, f"tensor_parallel.autotp_size is 2 {J}: remove it, tensor parallelism is not supported yet"),
+    ({"pipeline": {"stages": 2}}, {}, f"pipeline.stages is 2 {J}: remove it, pipeline parallelism is not supported yet"),
+    ({"mpu": {"a": 1}}, {}, f'mpu is {{"a": 1}} {J}: remove it, it is an object of Megatron\'s, and model parallelism is not supported yet'),
     *[
         (nothing, {}, None)
         for nothing in (
@@ -157,7 +157,7 @@ WRONG = [
         {},
         'zero_optimization.offload_optimizer.device is "nvme" at stage 2: write stage 3, or "cpu"',
     ),
-    (offload("param", device="nvme"), {"here": False}, "zero_optimization.offload_param.nvme_path is missing: name a folder on a local NVMe disk"),
+    (offload("param", device="nvme"), {"is_local": False}, "zero_optimization.offload_param.nvme_path is missing: name a folder on a local NVMe disk"),
     (
         zero(2, zero_hpz_partition_size=2),
         {"world_size": 2},
@@ -201,7 +201,7 @@ WRONG = [
     ),
     (
         offload("param", device="nvme", nvme_path="/tmp"),
-        {"lora_enable": True, "bits": 4, "device_type": "cuda", "here": False},
+        {"lora_enable": True, "bits": 4, "device_type": "cuda", "is_local": False},
         'zero_optimization.offload_param.device is "nvme", whose buffers hold one type, but --bits 4 has two: write "cpu"',
     ),
     (
@@ -245,8 +245,8 @@ WRONG = [
     ),
     ({"aio": {"thread_count": 1}}, {}, f"aio.thread_count {J} is an old spelling: write intra_op_parallelism"),
     (zero(cpu_offload=True), {}, f'zero_optimization.cpu_offload {J} is an old spelling: write "offload_optimizer": {{"device": "cpu"}}'),
-    ({"sequence_parallel_size": 2}, {}, f"sequence_parallel_size is 2 {J}: remove it, sequence parallelism is not here yet"),
-    ({"tensor_parallel": {"autotp_size": 2}}, {}, f"tensor_parallel.autotp_size is 2 {J}: remove it, tensor parallelism is not here yet"),
+    ({"sequence_parallel_size": 2}, {}, f"sequence_parallel_size is 2 {J}: remove it, sequence parallelism is not supported yet"),
+    ({"tensor_parallel": {"autotp_size": 2}}, {}, f"tensor_parallel.autotp_size is 2 {J}: remove it, tensor parallelism is not supported yet"),
     (
         {"gradient_allreduce_op": "sum"},
         {},

@@ -1,11 +1,11 @@
-"""What ids spell, to the letter, for tokenizers of bytes and of sentencepiece."""
+"""The exact text of token ids, for tokenizers of bytes and of sentencepiece."""
 
 from tokenizers.pre_tokenizers import ByteLevel
 
 from llava_ds.constants import IGNORE_INDEX
 
 
-def spelled(ids: list[int], tokenizer) -> str:
+def text_of_ids(ids: list[int], tokenizer) -> str:
     """The text of ids, nothing stripped and nothing tidied."""
     added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
     of_bytes = dict(zip(sorted(ByteLevel.alphabet()), _bytes_of_alphabet()))
