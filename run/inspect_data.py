@@ -125,7 +125,7 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
             print_first(note)
     if tower is None:
         if args.model.vision_tower is None:
-            print("no --vision_tower: pictures are prepared and counted as for the tiny model's")
+            print("no --vision_tower: images are prepared and counted as for the tiny model's")
             args = args.replaced(vision_tower=str(CLIP_PATH))
         tower = read_tower(args.model.vision_tower, args.model)
     tokenizer = open_tokenizer(tokenizer_path)

@@ -19,8 +19,8 @@ from llava_ds.runtime.processes import obey_only_parent
 
 
 class Counts(NamedTuple):
-    """What a rank, or all of them, compute in an optimizer step. Broken samples, and the blank picture of a batch that
-    has none, don't count.
+    """The work of a rank, or of all ranks, in an optimizer step. Broken samples, and the blank image of a batch without
+    images, don't count.
 
     targets: supervised tokens; micro_batches: those that have any; pairs: of tokens of which one sees the other, the
     sum of L (L + 1) / 2 over samples of L tokens; tiles: squares that the vision tower sees.
@@ -69,7 +69,7 @@ class Window:
 
     @property
     def counts(self) -> Counts:
-        """What this rank really has."""
+        """The counts of this rank's micro-batches, broken samples left out."""
         rows = (
             (m.num_samples, m.num_tokens, m.num_targets, int(m.num_targets > 0), m.num_pairs, m.num_tiles)
             for m in self.micro_batches

@@ -74,8 +74,8 @@ class SampleOrder:
         if self.how == "random":
             _number(generator)
             return
-        with_pictures = sum(length > 0 for length in self.lengths)
-        kinds = [with_pictures, self.num_samples - with_pictures]
+        with_images = sum(length > 0 for length in self.lengths)
+        kinds = [with_images, self.num_samples - with_images]
         if self.how in ("length", "varlen") or 0 in kinds:
             kinds = [self.num_samples]
         group_size = step_size * (self.accumulation if self.how == "varlen" else 1)
@@ -142,7 +142,7 @@ def by_modality_length(
     generator: torch.Generator,
     group: Callable[[Sequence[int], int, int, torch.Generator], list[int]] = by_length,
 ) -> list[int]:
-    """Steps of one kind (pictures: positive lengths; text only: negative), of like length within a step.
+    """Steps of one kind (images: positive lengths; text only: negative), of like length within a step.
 
     num_micro_batches: of a step over all ranks; group: makes the order of each kind. What remains of both kinds is the
     last step, in the files' order.
@@ -150,13 +150,13 @@ def by_modality_length(
     get_modality_length_grouped_indices_auto. They draw from torch's global generator: seeded like the one given here,
     it gives the same order.
     """
-    with_pictures = [i for i, length in enumerate(lengths) if length > 0]
+    with_images = [i for i, length in enumerate(lengths) if length > 0]
     text_only = [i for i, length in enumerate(lengths) if length <= 0]
-    if not with_pictures or not text_only:
+    if not with_images or not text_only:
         return group(lengths, micro_batch_size, num_micro_batches, generator)  # text only: shortest first, as LLaVA
     batch_size = micro_batch_size * num_micro_batches
     steps, rest = [], []
-    for indices in (with_pictures, text_only):
+    for indices in (with_images, text_only):
         own = group([abs(lengths[i]) for i in indices], micro_batch_size, num_micro_batches, generator)
         mine = _cut([indices[i] for i in own], batch_size)
         rest += mine.pop()  # LLaVA takes the last one out even when it is whole

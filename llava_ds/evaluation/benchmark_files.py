@@ -1,4 +1,4 @@
-"""Benchmarks' files from disk: their records, and the pictures that they name."""
+"""Benchmarks' files from disk: their records, and the images that they name."""
 
 import json
 import os
@@ -115,8 +115,8 @@ def field(record: object, key: str, kind: type | tuple[type, ...]) -> object:
     return value
 
 
-class Pictures:
-    """The pictures in a folder, by name; nothing outside it is found."""
+class ImageFolder:
+    """The images in a folder, by name; nothing outside it is found."""
 
     def __init__(self, folder: str | None) -> None:
         self.root = None

@@ -1,7 +1,7 @@
-"""Scores of captions, one per picture: CIDEr-D and ROUGE-L.
+"""Scores of captions, one per image: CIDEr-D and ROUGE-L.
 
 A caption is a list of words (words.caption_words). Both functions take the model's captions and, for each of them, the
-references of the same picture.
+references of the same image.
 """
 
 import math
@@ -16,18 +16,18 @@ Vector = tuple[list[dict[NGram, float]], list[float], int]  # weights and norm p
 
 
 def cider(captions: list[list[str]], references: list[list[list[str]]]) -> list[float]:
-    """CIDEr-D of every caption, 0 to 10. How rare an n-gram is, is counted over the pictures given here.
+    """CIDEr-D of every caption, 0 to 10. How rare an n-gram is, is counted over the images given here.
 
     Source: "CIDEr: Consensus-based Image Description Evaluation" (arXiv 1411.5726), section 5, as COCO computes it.
     """
     counted = [[_ngrams(reference) for reference in each] for each in references]
-    pictures_with = Counter(ngram for each in counted for ngram in set().union(*each))
-    log_pictures = math.log(len(references)) if references else 0.0
+    images_with = Counter(ngram for each in counted for ngram in set().union(*each))
+    log_images = math.log(len(references)) if references else 0.0
 
     def weighted(counts: Counter[NGram]) -> Vector:
         weights: list[dict[NGram, float]] = [{} for _ in range(LONGEST)]
         for ngram, count in counts.items():
-            rarity = log_pictures - math.log(max(1, pictures_with[ngram]))
+            rarity = log_images - math.log(max(1, images_with[ngram]))
             weights[len(ngram) - 1][ngram] = count * rarity
         norms = [math.sqrt(sum(weight**2 for weight in each.values())) for each in weights]
         return weights, norms, sum(count for ngram, count in counts.items() if len(ngram) == 2)

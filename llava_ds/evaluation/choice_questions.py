@@ -14,7 +14,7 @@ from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.sources.options import short
 from llava_ds.evaluation.benchmark_files import (
     Given,
-    Pictures,
+    ImageFolder,
     annotations_of,
     check_first,
     complete,
@@ -54,7 +54,7 @@ def scienceqa(given: Given) -> list[Question]:
             known = ", ".join(splits) if isinstance(splits, dict) else "none"
             raise ConfigError(f"{folder / 'pid_splits.json'} has no split {given.split!r}: its splits are {known}")
         records = splits[given.split]
-    pictures = Pictures(given.image_folder)
+    images = ImageFolder(given.image_folder)
 
     def make(record: object) -> Question:
         if from_llava:
@@ -70,7 +70,7 @@ def scienceqa(given: Given) -> list[Question]:
         answer, num_choices = field(problem, "answer", int), len(field(problem, "choices", list))
         question = about(
             id,
-            pictures(*names) if names else None,
+            images(*names) if names else None,
             text + LETTER_ONLY,
             [answer, num_choices],
             kinds=_problem_kinds(problem),
@@ -99,16 +99,16 @@ def _problem_kinds(problem: dict) -> tuple[str, ...]:
 
 
 def mmbench(given: Given) -> list[Question]:
-    """A TSV of MMBench, with its pictures inside; all rounds of a question where the file has them."""
+    """A TSV of MMBench, with its images inside; all rounds of a question where the file has them."""
     path = complete(given)
     rows = _rows(path)
     by_index = {row["index"]: row["image"] for row in rows}
-    # Later rounds may name the row that has their picture.
-    pictures = [by_index.get(row["image"], row["image"]) if row["image"].isdigit() else row["image"] for row in rows]
-    stored = _stored(pictures, given.cache_dir)
+    # Later rounds may name the row that has their image.
+    images = [by_index.get(row["image"], row["image"]) if row["image"].isdigit() else row["image"] for row in rows]
+    stored = _stored(images, given.cache_dir)
 
     def make(record: tuple[dict[str, str], str]) -> Question:
-        row, picture = record
+        row, image = record
         index = _index(row["index"])
         options = {letter: row[letter] for letter in "ABCD" if not _absent(row.get(letter))}
         letter = row["answer"].strip()
@@ -117,20 +117,20 @@ def mmbench(given: Given) -> list[Question]:
         text = "\n".join(f"{letter}. {option}" for letter, option in options.items())
         hint = "" if _absent(row.get("hint")) else f"{row['hint']}\n"
         asked = f"{hint}{row['question']}\n{text}"
-        if picture not in stored:
-            raise DataError(f"(index {index}) has {short(picture)} under 'image', expected a picture in base64")
-        prompt = Prompt((Message("human", f"{IMAGE_TOKEN}\n{asked}{LETTER_ONLY}"),), (stored[picture],))
+        if image not in stored:
+            raise DataError(f"(index {index}) has {short(image)} under 'image', expected an image in base64")
+        prompt = Prompt((Message("human", f"{IMAGE_TOKEN}\n{asked}{LETTER_ONLY}"),), (stored[image],))
         kinds = tuple(row[key] for key in ("category", "l2-category") if not _absent(row.get(key)))
         more = {"round_id": index // ROUND, "options": list(options.values()), "option_char": list(options)}
         return Question(index, prompt, asked, [index % ROUND, letter, options], kinds, more)
 
-    return questions_from(path, list(zip(rows, pictures)), make)
+    return questions_from(path, list(zip(rows, images)), make)
 
 
 def _rows(path: str) -> list[dict[str, str]]:
     """The rows of a TSV by lower-case column, but for A to D."""
     what, keys = "MMBench's TSV", ("index", "question", "A", "B", "answer", "image")
-    limit = csv.field_size_limit(sys.maxsize)  # a picture is one field
+    limit = csv.field_size_limit(sys.maxsize)  # an image is one field
     try:
         with Path(path).expanduser().open(encoding="utf-8-sig", newline="") as file:
             rows = [
@@ -161,9 +161,9 @@ def _absent(text: str | None) -> bool:
 
 
 def _stored(texts: list[str], cache_dir: str) -> dict[str, Media]:
-    """Every picture in base64 as a slice of one file of the cache, which is named by what it holds.
+    """Every image in base64 as a slice of one file of the cache, which is named by what it holds.
 
-    Texts that are no pictures are left out.
+    Texts that are no images are left out.
     """
     contents = {text: content for text in dict.fromkeys(texts) if (content := _decoded(text))}
     hashed = hashlib.sha256()

@@ -11,7 +11,7 @@ from llava_ds.data.sources.fields import field_of
 from llava_ds.data.sources.source import Source
 from llava_ds.evaluation.benchmark_files import (
     Given,
-    Pictures,
+    ImageFolder,
     check_first,
     complete,
     field,
@@ -121,13 +121,13 @@ def _grouped_by_words(questions: list[Question]) -> list[Question]:
 
 
 def _by_path(media: Media) -> str | Media:
-    """A picture that is a whole file by its path, which is what other questions have."""
+    """An image that is a whole file by its path, which is what other questions have."""
     [first, *more] = media.refs
     return first.path if media.kind == "image" and not more and first.num_bytes < 0 else media
 
 
 def captions(given: Given) -> list[Question]:
-    """captions_val2014.json and others in COCO's layout: one question per picture, all its captions as references."""
+    """captions_val2014.json and others in COCO's layout: one question per image, all its captions as references."""
     path, what = complete(given), "captions in COCO's layout"
     content = read_json(path)
     images, annotated = (held_under(path, what, content, key) for key in ("images", "annotations"))
@@ -137,12 +137,12 @@ def captions(given: Given) -> list[Question]:
     for each in annotated:
         if isinstance(each, dict) and isinstance(each.get("caption"), str):
             references.setdefault(each.get("image_id"), []).append(each["caption"])
-    pictures = Pictures(given.image_folder)
+    images = ImageFolder(given.image_folder)
 
     def make(image: dict) -> Question:
         id = field(image, "id", (int, str))
         if id not in references:
-            raise DataError(f"is the picture {id}, which has no caption")
-        return about(id, pictures(field(image, "file_name", str)), CAPTION, references[id])
+            raise DataError(f"is the image {id}, which has no caption")
+        return about(id, images(field(image, "file_name", str)), CAPTION, references[id])
 
     return questions_from(path, images, make)

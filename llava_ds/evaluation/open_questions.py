@@ -5,7 +5,7 @@ from pathlib import Path
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.evaluation.benchmark_files import (
     Given,
-    Pictures,
+    ImageFolder,
     annotations_of,
     check_first,
     complete,
@@ -33,20 +33,20 @@ def vqav2(given: Given) -> list[Question]:
     path = given.data_path
     what = "VQAv2's questions"
     if _is_jsonl(path):
-        records, pictured = read_records(path, f"{what} in LLaVA's layout", ASKED), None
+        records, image_set = read_records(path, f"{what} in LLaVA's layout", ASKED), None
     else:
         content = read_json(path)
         records = held_under(path, what, content, "questions")
         check_first(path, what, records, ("question_id", "image_id", "question"))
-        pictured = content.get("data_subtype")
+        image_set = content.get("data_subtype")
     file = annotations_of(given, "VQAv2", "v2_mscoco_val2014_annotations.json (there is none for test)")
     what = "VQAv2's annotations"
     content = read_json(file)
     annotated = held_under(file, what, content, "annotations")
     check_first(file, what, annotated, ("question_id", "answers"))
     answers = {each.get("question_id"): each for each in annotated if isinstance(each, dict)}
-    pictured = pictured or content.get("data_subtype")
-    pictures = Pictures(given.image_folder)
+    image_set = image_set or content.get("data_subtype")
+    images = ImageFolder(given.image_folder)
 
     def make(record: dict) -> Question:
         id = field(record, "question_id", int)
@@ -56,11 +56,11 @@ def vqav2(given: Given) -> list[Question]:
             raise DataError(f"is the question {id}, to which {file} has no answer")
         kinds = (answer["answer_type"],) if isinstance(answer.get("answer_type"), str) else ()
         if _is_jsonl(path):
-            picture, text = pictures(field(record, "image", str)), field(record, "text", str)
+            image, text = images(field(record, "image", str)), field(record, "text", str)
         else:
             name = f"{field(record, 'image_id', int):012d}.jpg"
-            picture, text = pictures(f"COCO_{pictured}_{name}", name), field(record, "question", str) + SHORT
-        return about(id, picture, text, people, kinds=kinds)
+            image, text = images(f"COCO_{image_set}_{name}", name), field(record, "question", str) + SHORT
+        return about(id, image, text, people, kinds=kinds)
 
     return questions_from(path, records, make)
 
@@ -74,7 +74,7 @@ def textvqa(given: Given) -> list[Question]:
     check_first(file, what, annotated, ("image_id", "question", "answers"))
     answers = {_key(each): each for each in annotated if isinstance(each, dict)}
     records = read_records(path, "TextVQA's questions in LLaVA's layout", ASKED) if from_llava else annotated
-    pictures = Pictures(given.image_folder)
+    images = ImageFolder(given.image_folder)
 
     def make(record: dict) -> Question:
         if from_llava:
@@ -89,7 +89,7 @@ def textvqa(given: Given) -> list[Question]:
         people = field(annotation, "answers", list)
         if not people or not all(isinstance(each, str) for each in people):
             raise DataError(f"has no answers by people in {file}: is it the test split?")
-        return about(id, pictures(name), text, people)
+        return about(id, images(name), text, people)
 
     return questions_from(path, records, make)
 
@@ -114,23 +114,23 @@ def gqa(given: Given) -> list[Question]:
     else:
         # The official accuracy is over the balanced questions only.
         records = [(id, each) for id, each in content.items() if not _unbalanced(each)]
-    pictures = Pictures(given.image_folder)
+    images = ImageFolder(given.image_folder)
 
     def make(record: object) -> Question:
         if from_llava:
             id = str(field(record, "question_id", ID))
             annotation = matching(content, id, file)
-            picture, text = pictures(field(record, "image", str)), field(record, "text", str)
+            image, text = images(field(record, "image", str)), field(record, "text", str)
         else:
             id, annotation = record
-            picture = pictures(f"{field(annotation, 'imageId', ID)}.jpg")
+            image = images(f"{field(annotation, 'imageId', ID)}.jpg")
             text = field(annotation, "question", str) + SHORT
         types = annotation.get("types")
         kinds: tuple[str, ...] = ()
         if isinstance(types, dict) and "structural" in types:
             kinds = ("open" if types["structural"] == "query" else "binary",)
             kinds += tuple(f"{name} {types[name]}" for name in ("structural", "semantic") if name in types)
-        return about(id, picture, text, field(annotation, "answer", str), kinds=kinds)
+        return about(id, image, text, field(annotation, "answer", str), kinds=kinds)
 
     return questions_from(path, records, make)
 
@@ -145,10 +145,10 @@ def pope(given: Given) -> list[Question]:
     from_llava = _is_jsonl(path)
     labels = annotations_of(given, "POPE", "the folder of coco_pope_*.json") if from_llava else complete(given)
     labelled = {_category(file): _lines(file) for file in _label_files(labels)}
-    pictures = Pictures(given.image_folder)
+    images = ImageFolder(given.image_folder)
     if not from_llava:
         records = [(kind, each, each) for kind, lines in labelled.items() for each in lines]
-        return questions_from(path, records, lambda record: _pope_question(*record, pictures, SHORT))
+        return questions_from(path, records, lambda record: _pope_question(*record, images, SHORT))
     rows = read_records(path, f"{what} in LLaVA's layout", (*ASKED, "category"))
     remaining = {kind: iter(lines) for kind, lines in labelled.items()}
     for kind, lines in labelled.items():  # they belong together by their order
@@ -158,10 +158,10 @@ def pope(given: Given) -> list[Question]:
     if unknown := {str(row.get("category")) for row in rows} - set(labelled):
         raise DataError(f"{path} has the categories {', '.join(sorted(unknown))}, of which {labels} has no file")
     paired = [(row["category"], row, next(remaining[row["category"]])) for row in rows]
-    return questions_from(path, paired, lambda record: _pope_question(*record, pictures, ""))
+    return questions_from(path, paired, lambda record: _pope_question(*record, images, ""))
 
 
-def _pope_question(kind: str, asked: dict, labelled: dict, pictures: Pictures, suffix: str) -> Question:
+def _pope_question(kind: str, asked: dict, labelled: dict, images: ImageFolder, suffix: str) -> Question:
     label = field(labelled, "label", str)
     if label not in ("yes", "no"):
         raise DataError(f"has the label {label!r}, expected yes or no")
@@ -171,7 +171,7 @@ def _pope_question(kind: str, asked: dict, labelled: dict, pictures: Pictures, s
             f"asks about {name!r} where the labels have {labelled.get('image')!r}: they are not in one order"
         )
     text = field(asked, "text", str) + suffix
-    return about(field(asked, "question_id", ID), pictures(name), text, label, kinds=(kind,))
+    return about(field(asked, "question_id", ID), images(name), text, label, kinds=(kind,))
 
 
 def _label_files(path: str) -> list[Path]:

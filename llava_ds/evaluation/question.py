@@ -28,14 +28,14 @@ class Question:
 
 
 def about(id: str | int, image: str | None, text: str, reference: object, **options: object) -> Question:
-    """A question of one turn, about a picture (its path) if there is one."""
+    """A question of one turn, about an image (its path) if there is one."""
     shown = f"{IMAGE_TOKEN}\n{text}" if image is not None else text
     prompt = Prompt((Message("human", shown),), () if image is None else (image,))
     return Question(id, prompt, text, reference, **options)
 
 
 def without_image(question: Question) -> Question:
-    """The same question with its pictures withheld: neither features nor marks remain."""
+    """The same question with its images withheld: neither features nor marks remain."""
     messages = tuple(Message(m.role, m.text.replace(IMAGE_TOKEN, "").strip()) for m in question.prompt.messages)
     return replace(question, prompt=Prompt(messages, ()))
 
@@ -46,7 +46,7 @@ def with_blank_image(question: Question) -> Question:
 
 
 def digest(questions: list[Question]) -> str:
-    """A hash of all that is asked and compared with; not of the pictures behind their paths."""
+    """A hash of all that is asked and compared with; not of the images behind their paths."""
     hashed = hashlib.sha256()
     for question in questions:
         messages = [(m.role, m.text) for m in question.prompt.messages]

@@ -134,7 +134,7 @@ def circular_choice(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def caption_scores(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: captions of the same picture."""
+    """reference: captions of the same image."""
     captions = [caption_words(answer) for answer in answers]
     references = [[caption_words(each) for each in question.reference] for question in questions]
     columns = np.stack([cider(captions, references), rouge_l(captions, references)], axis=1)

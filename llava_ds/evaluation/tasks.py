@@ -36,7 +36,7 @@ CHOSEN_METRICS = ("exact", "vqa", "yes_no", "choice", "caption")
 def read_questions(task: str, given: Given, limit: int | None) -> list[Question]:
     """The first questions of a benchmark, all if there is no limit. Raises ConfigError or DataError."""
     if given.image_folder is None and task not in ("llava", "mmbench"):
-        raise ConfigError(f"--image_folder is missing: {task}'s files name pictures, say where they lie")
+        raise ConfigError(f"--image_folder is missing: {task}'s files name images, say where they lie")
     questions = TASKS[task].read(given)[:limit]
     if not questions:
         raise DataError(f"{given.data_path}: there is no question in it")

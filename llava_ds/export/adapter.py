@@ -1,5 +1,5 @@
 # T tokens, D language-model width, V vocabulary
-"""What a LoRA run leaves: a folder that peft and LLaVA open."""
+"""The export of a LoRA run: a folder that peft and LLaVA open."""
 
 import json
 import warnings
@@ -99,7 +99,7 @@ def compare_reloaded_adapter(
 ) -> float:
     """Open the adapter with peft over a fresh language model, and compare its logits with the trained model's.
 
-    embeds (1, T, D): a single sample with its pictures' features in their places; logits (T, V) of the trained model,
+    embeds (1, T, D): a single sample with its images' features in their places; logits (T, V) of the trained model,
     within quantize.exact_products. With --bits the fresh model is packed in the same way. Returns the largest
     difference relative to the largest magnitude. Raises RuntimeError when it is above TOLERANCE.
     """

@@ -69,14 +69,14 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) 
 
 
 def hf_container(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
-    """The model_type of transformers' class that has such a model's weights, whatever its own code does with pictures,
+    """The model_type of transformers' class that has such a model's weights, whatever its own code does with images,
     and ""; or None, and why there is no class."""
     if args.mm_projector_type != "mlp2x_gelu":
         return None, f"transformers has no class with --mm_projector_type {args.mm_projector_type}: give mlp2x_gelu"
     if args.s2:
         return None, "transformers has no class with --s2 True: leave it out"
     if plan.tower.config.model_type == "siglip2_vision_model":
-        return None, "transformers' classes don't cut pictures for a SigLIP 2 of any shape: take another --vision_tower"
+        return None, "transformers' classes don't cut images for a SigLIP 2 of any shape: take another --vision_tower"
     if not image_options.has_newline:
         return "llava", ""
     return "llava_next" if image_options.max_tiles is None else "llava_onevision", ""

@@ -19,7 +19,7 @@ PROJECTOR_FILES = ("mm_projector.bin", "mm_projector.safetensors", "config.json"
 
 
 def llava_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """What is written of a model's entries: LLaVA's names, no rows that an export had added, and the whole tower."""
+    """The entries that are written: LLaVA's names, no rows that an export had added, and the whole tower."""
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     whole = export.names.resized(completed(entries, tower), export.rows or export.vocab_size)
     return renamed(whole, lambda name: formats.to_llava(name, export.args.mm_projector_type))

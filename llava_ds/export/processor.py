@@ -1,4 +1,4 @@
-"""The processor of an exported model: pictures and prompts as in training, by transformers' own code."""
+"""The processor of an exported model: images and prompts as in training, by transformers' own code."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # T tokens, V vocabulary, N image tiles, S side of the tower's square
-"""Whether transformers computes from an exported folder what the trained model does."""
+"""Compare the logits of a reloaded folder in transformers with those of the trained model."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def compare_reloaded(
 ) -> float:
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
-    batch: a single sample, and the layouts of its pictures; mean, std (1, 3, 1, 1): how the tower scales pixels;
+    batch: a single sample, and the layouts of its images; mean, std (1, 3, 1, 1): how the tower scales pixels;
     logits (T, V) of the trained model at every position. Returns the largest difference relative to the largest
     magnitude. Raises RuntimeError when it is above TOLERANCE.
     """
@@ -56,8 +56,8 @@ def compare_reloaded(
         inputs = {"input_ids": ids}
     elif model_type == "llava" and not any(layout.pooled for layout in layouts):
         inputs = {"input_ids": ids, "pixel_values": pixels}
-    elif model_type != "llava" and (pictures := _tiled_pictures(reloaded, pixels, layouts)) is not None:
-        inputs = {"input_ids": ids, **pictures}
+    elif model_type != "llava" and (images := _tiled_images(reloaded, pixels, layouts)) is not None:
+        inputs = {"input_ids": ids, **images}
     else:
         inputs = {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
     # The rows of <image> and <video> are the export's own.
@@ -73,12 +73,12 @@ def compare_reloaded(
     return difference
 
 
-def _tiled_pictures(
+def _tiled_images(
     reloaded: HFModel, pixels: torch.Tensor, layouts: list[MediaLayout]
 ) -> dict[str, torch.Tensor] | None:
-    """pixel_values (pictures, tiles, 3, S, S) and image_sizes; None if transformers gives these pictures other tokens.
+    """pixel_values (images, tiles, 3, S, S) and image_sizes; None if transformers gives these images other tokens.
 
-    LlavaNext cuts every picture into tiles, where LLaVA and LlavaOnevision leave several in a sample whole. Neither
+    LlavaNext cuts every image into tiles, where LLaVA and LlavaOnevision leave several in a sample whole. Neither
     knows pooled frames, and for a few sizes both round the padding another way.
     """
     several = reloaded.config.model_type == "llava_onevision" and len(layouts) > 1

@@ -118,7 +118,7 @@ def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Names:
-    """What a language model's own kind says of its parameters: families name and tie them differently.
+    """Names and ties of a language model's parameters, which differ between families.
 
     embedding: name of the input embeddings; by_token: of parameters with a row for every token; aliases: of those that
     are another one; in_hf: where each goes in a llava-hf folder; tied_in_hf: whether both ends are one there, too.

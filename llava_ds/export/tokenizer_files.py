@@ -15,7 +15,7 @@ FILES = (
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens")
-KEPT = "llava_tokenizer"  # folder for the files as they were before tokens for pictures were added
+KEPT = "llava_tokenizer"  # folder for the files as they were before tokens for images were added
 
 # What transformers 5 writes for a tokenizer that is all in tokenizer.json, and the name that 4 reads, too.
 CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}

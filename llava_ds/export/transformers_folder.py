@@ -21,7 +21,7 @@ CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision
 
 
 def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """What is written of a model's entries: llava-hf's names, rows for new tokens, and the tower's unused layers.
+    """The entries that are written: llava-hf's names, rows for new tokens, and the tower's unused layers.
 
     A tokenizer without <image> gets it as a new last token, whose rows are the mean of the others.
     """
@@ -86,7 +86,7 @@ def _write_config(
         multimodal_projector_bias=True,
         tie_word_embeddings=text_config["tie_word_embeddings"],
         dtype=str(export.dtype).removeprefix("torch."),
-        # What transformers' classes don't know, for infer/load.py: prompts and pictures as in training.
+        # What transformers' classes don't know, for infer/load.py: prompts and images as in training.
         **({} if export.template is not None else {"llava_ds_version": args.version}),
         mm_use_im_start_end=args.mm_use_im_start_end,
         split_special_tokens=args.split_special_tokens,

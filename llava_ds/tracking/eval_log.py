@@ -38,7 +38,7 @@ class Evals:
         seconds: float,
     ) -> None:
         """loss: the mean over these supervised tokens of these samples; by_source: over those of each of several data
-        sources; broken: samples that are not among them, for their pictures could not be read."""
+        sources; broken: samples that are not among them, for their images could not be read."""
         if not self.is_first:
             return
         row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken}
