@@ -26,6 +26,7 @@ from llava_ds.evaluation.answers import (
     WITHOUT_PICTURE,
     Part,
     Store,
+    answer_rows,
     answered,
     open_store,
     write_answers,
@@ -39,7 +40,6 @@ from llava_ds.evaluation.question import Question, digest, with_blank_image, wit
 from llava_ds.evaluation.score_table import as_json, interval_lines, legend, table
 from llava_ds.evaluation.scores import METRICS, Scored
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
-from llava_ds.evaluation.verdicts import answer_rows
 from llava_ds.export.card import add_evaluation
 from llava_ds.infer.engines import EngineOptions, add_engine_flags, load_for_inference, parse_engine_options
 from llava_ds.infer.generate import Answer

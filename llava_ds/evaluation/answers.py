@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import TextIO
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.sample import Media
+from llava_ds.evaluation.question import Question
+from llava_ds.evaluation.scores import Scored, shown_reference
 from llava_ds.files.reading import read_json
 from llava_ds.files.writing import write_whole
 from llava_ds.infer.generate import Answer
@@ -164,7 +167,7 @@ class Part:
 
 
 def write_answers(store: Store, column: str, rows: list[dict[str, object]]) -> None:
-    """Write a column's answers, a line per question, in the questions' order (verdicts.answer_rows)."""
+    """Write a column's answers, a line per question, in the questions' order (answer_rows)."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     write_whole(store.answers_file(column), "".join(lines))
 
@@ -197,3 +200,36 @@ def _json(file: Path) -> dict | None:
         return read_json(file, dict)
     except (FileNotFoundError, DataError):
         return None
+
+
+def answer_rows(
+    questions: list[Question], answers: list[Answer], scored: Scored, metric: str, model: str
+) -> list[dict[str, object]]:
+    """The rows of OUTPUT.jsonl, in the questions' order; docs/evaluation.md has their keys.
+
+    question_id, prompt, text and model_id are LLaVA's names, which its scripts and benchmarks' servers read.
+    """
+    return [
+        {
+            "question_id": question.id,
+            "prompt": question.asked,
+            "text": answer.text,
+            "model_id": model,
+            "kinds": list(question.kinds),
+            "reference": shown_reference(metric, question.reference),
+            "score": float(score),
+            "logprob": answer.logprob,
+            "num_tokens": answer.num_tokens,
+            "images": [_place(image) for image in question.prompt.images],
+            **question.more,
+        }
+        for question, answer, score in zip(questions, answers, scored.per_question, strict=True)
+    ]
+
+
+def _place(image: str | Media) -> str | dict[str, object]:
+    """An image's path, or all that a FileRef has of a slice of a file; of a video, its file or first frame."""
+    if isinstance(image, str):
+        return image
+    ref = image.refs[0]
+    return ref.path if ref.num_bytes < 0 else asdict(ref)

@@ -137,12 +137,12 @@ def captions(given: Given) -> list[Question]:
     for each in annotated:
         if isinstance(each, dict) and isinstance(each.get("caption"), str):
             references.setdefault(each.get("image_id"), []).append(each["caption"])
-    images = ImageFolder(given.image_folder)
+    folder = ImageFolder(given.image_folder)
 
     def make(image: dict) -> Question:
         id = field(image, "id", (int, str))
         if id not in references:
             raise DataError(f"is the image {id}, which has no caption")
-        return about(id, images(field(image, "file_name", str)), CAPTION, references[id])
+        return about(id, folder(field(image, "file_name", str)), CAPTION, references[id])
 
     return questions_from(path, images, make)

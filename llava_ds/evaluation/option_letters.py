@@ -1,4 +1,4 @@
-"""Which option an answer to a multiple-choice question names; None where it names none."""
+"""The option that an answer to a multiple-choice question names; None where it names none."""
 
 import re
 

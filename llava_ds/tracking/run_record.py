@@ -62,14 +62,14 @@ def write_run_record(
         "data": {
             "summary": dataset.summary(),
             "lengths": length_histogram(dataset.lengths),
-            "held_out": held_out_summary(args, held_out),
+            "held_out": eval_summary(args, held_out),
         },
     }
     for name, content in (("run.json", record), ("ds_config.json", resolved.config)):
         write_whole(output_dir / name, json.dumps(redact(content), indent=2) + "\n")
 
 
-def held_out_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
+def eval_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
     """Describe the eval data and its origin, in lines; none if there are no eval data."""
     if held_out is None:
         return []

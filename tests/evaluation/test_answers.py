@@ -20,7 +20,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
 from llava_ds.evaluation import asking
-from llava_ds.evaluation.answers import Part, answered, open_store, write_answers, write_scores
+from llava_ds.evaluation.answers import Part, answer_rows, answered, open_store, write_answers, write_scores
 from llava_ds.evaluation.answers_identity import model_digest
 from llava_ds.evaluation.asking import ask, open_batches, plan_batches
 from llava_ds.evaluation.benchmark_files import Given
@@ -28,7 +28,6 @@ from llava_ds.evaluation.bootstrap import estimates
 from llava_ds.evaluation.score_table import as_json, table
 from llava_ds.evaluation.scores import Scored, exact_match, shown_reference, yes_no
 from llava_ds.evaluation.tasks import read_questions
-from llava_ds.evaluation.verdicts import answer_rows
 from llava_ds.export.card import write_conversion_card
 from llava_ds.geometry import ImageOptions
 from llava_ds.infer.generate import Answer

@@ -14,7 +14,7 @@ from llava_ds.files.jsonl import read_metrics
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.blocks import show
 from llava_ds.tracking.eval_log import Evals
-from llava_ds.tracking.run_record import held_out_summary
+from llava_ds.tracking.run_record import eval_summary
 from llava_ds.tracking.sampled import sampled_answers
 from llava_ds.tracking.trackers import Trackers
 
@@ -54,14 +54,14 @@ def test_the_record_says_how_many_samples_are_held_out_and_from_where(tmp_path, 
     dataset = toys.encoded(**data, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
     args = Arguments(ModelArguments(), DataArguments(eval_fraction=0.25), TrainingArguments(seed=7), frozenset())
     rest, held_out, _ = split_datasets(args, dataset, tokenizer, dataset.image_options, ALONE)
-    said = "\n".join(held_out_summary(args, held_out))
+    said = "\n".join(eval_summary(args, held_out))
     assert "2 samples of the accepted records" in said and "--eval_fraction 0.25, drawn by seed 7" in said
     assert "8 records: 8 accepted, 0 rejected; 2 of the accepted are held out" in rest.summary()
     assert not any("held out" in line for line in dataset.summary())
     other = Arguments(ModelArguments(), DataArguments(eval_data_path="o.json"), TrainingArguments(), frozenset())
-    said = held_out_summary(other, dataset)
+    said = eval_summary(other, dataset)
     assert said[0] == "8 samples of --eval_data_path o.json" and "8 records: 8 accepted, 0 rejected" in said
-    assert held_out_summary(other, None) == []
+    assert eval_summary(other, None) == []
 
 
 def test_held_out_samples_that_broke_are_counted(tmp_path, capsys):
