@@ -157,7 +157,7 @@ def _warm_up(plan: Plan, model: LlavaModel, engine, recomputed: dict, memory: Me
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
         heaviest = largest_micro_batch(plan.steps, done, ranks.device)
     if heaviest and chooses_layers:
-        with memory.rehearsal(heaviest):
+        with memory.warm_up(heaviest):
             print_first(
                 *choose_checkpointed_layers(engine, heaviest, recomputed, moments, training.activation_memory_gb, ranks)
             )
@@ -167,7 +167,7 @@ def _warm_up(plan: Plan, model: LlavaModel, engine, recomputed: dict, memory: Me
         count = compile_layers(model, training.torch_compile_backend)
         print_first(f"{count} layers are compiled when they first run")
     if heaviest:
-        with memory.rehearsal(heaviest):
+        with memory.warm_up(heaviest):
             warm_up(engine, heaviest, missing_state_bytes(engine, moments))
 
 
