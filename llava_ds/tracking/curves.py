@@ -83,19 +83,15 @@ def _rates(run: RunFiles) -> list[Series]:
 
 def _times(run: RunFiles) -> str:
     steps, times = run.column("step_time_s")
-    waits = run.column("data_wait_s")
-    if not times:
-        return ""
+    waiting, waits = run.column("data_wait_s")
     series = [
         Series("step", steps, running_mean(times), colour=0),
-        Series("of it waiting for data", waits[0], running_mean(waits[1]), colour=1),
+        Series("of it waiting for data", waiting, running_mean(waits), colour=1),
     ]
-    return line_chart("Seconds per step (running mean)", series, log=False)
+    return line_chart("Seconds per step (running mean)", series, log=False) if times else ""
 
 
 def _memory(run: RunFiles) -> str:
     steps, sizes = run.column("peak_memory_bytes")
-    if not sizes:
-        return ""
-    gigabytes = [size / 1e9 for size in sizes]
-    return line_chart("Peak memory of rank 0, GB", [Series("", steps, gigabytes)], log=False, from_zero=True)
+    series = [Series("", steps, [size / 1e9 for size in sizes])]
+    return line_chart("Peak memory of rank 0, GB", series, log=False, from_zero=True) if sizes else ""

@@ -26,16 +26,13 @@ class MetricsTable:
     def write(self, rows: list[dict]) -> None:
         """Add rows of metrics.jsonl. A disk that is full leaves the table behind until there is room again."""
         try:
-            if not self.follows:
-                self._make_anew()
-                return
-            append(self.path, as_csv(rows))
+            if self.follows:
+                append(self.path, as_csv(rows))
+            else:
+                write_whole(self.path, ",".join(COLUMNS) + "\n" + as_csv(read_metrics(self.log)))
+            self.follows = True
         except OSError:
             self.follows = False  # metrics.jsonl, on the same disk, has said so
-
-    def _make_anew(self) -> None:
-        write_whole(self.path, ",".join(COLUMNS) + "\n" + as_csv(read_metrics(self.log)))
-        self.follows = True
 
 
 def as_csv(rows: Iterable[dict]) -> str:

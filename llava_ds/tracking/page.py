@@ -179,14 +179,12 @@ def _flags(run: RunFiles) -> list[Block]:
     }
     chosen, others = [], []
     for name, value in run.flags.items():
+        why, rows = "filled in: from the model, the DeepSpeed JSON or what is shipped", chosen
         if name in given:
-            chosen.append((f"--{name}", _code(value), styled("given", "given")))
-        elif value != defaults.get(name):
-            chosen.append(
-                (f"--{name}", _code(value), "filled in: from the model, the DeepSpeed JSON or what is shipped")
-            )
-        else:
-            others.append((f"--{name}", _code(value), "default"))
+            why = styled("given", "given")
+        elif value == defaults.get(name):
+            why, rows = "default", others
+        rows.append((f"--{name}", _code(value), why))
     head = ["flag", "value", "why"]
     return [
         heading("Flags"),

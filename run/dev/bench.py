@@ -57,19 +57,12 @@ QUICK = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Target:
-    """The least speed-up over the Trainer without and with recomputation."""
-
-    padded: float
-    recomputing: float
-
-
+# The least speed-up over the Trainer without and with recomputation.
 TARGETS = {
-    ("stage2", SMALL_VOCABULARY.name): Target(1.8, 2.2),
-    ("stage2", LARGE_VOCABULARY.name): Target(2.2, 2.5),
-    ("stage1", SMALL_VOCABULARY.name): Target(1.1, 1.1),
-    ("stage1", LARGE_VOCABULARY.name): Target(1.5, 1.5),
+    ("stage2", SMALL_VOCABULARY.name): (1.8, 2.2),
+    ("stage2", LARGE_VOCABULARY.name): (2.2, 2.5),
+    ("stage1", SMALL_VOCABULARY.name): (1.1, 1.1),
+    ("stage1", LARGE_VOCABULARY.name): (1.5, 1.5),
 }
 
 
@@ -158,8 +151,7 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
         print(f"{title}: {sum(w.tokens for w in work) / padded:.2f} of the padded tokens are useful", flush=True)
         runs = run_case(case, flags, case_folder, TRAIN, RANKS, own.rounds)
         differences = comparison.refuse_different(runs, title)
-        target = TARGETS[stage, shape.name]
-        for side, least in ((PADDED, target.padded), (RECOMPUTED, target.recomputing)):
+        for side, least in zip((PADDED, RECOMPUTED), TARGETS[stage, shape.name]):
             values = Spread.of(comparison.ratios(runs, side, WARM_UP))
             rows.append(Row(f"{title}: speed-up over {side}", values, asked=least))
         useful = [w.useful_flops for w in work]
@@ -187,9 +179,8 @@ def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
     launch(RANKS, [str(LOOP_OVERHEAD), str(report), str(TRAIN), *flags, *more], folder / "log.txt")
     measured = json.loads(report.read_text())
     values = Spread(measured["overhead"], measured["overhead_least"], measured["overhead_most"])
-    return Part(
-        [Row("time of the loop beyond the bare engine's (at most 2 % is asked)", values, "{:.2%}")], measured, {}
-    )
+    what = "time of the loop beyond the bare engine's (at most 2 % is asked)"
+    return Part([Row(what, values, "{:.2%}")], measured, {})
 
 
 def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
