@@ -54,7 +54,7 @@ class LengthMix:
     targets: np.ndarray
 
 
-def length_mix(parts: dict[str, Part], num_samples: int, seed: int) -> LengthMix:
+def length_mix(parts: dict[str, Part], num_samples: int, seed: int, image_tokens: int = IMAGE_TOKENS) -> LengthMix:
     """num_samples samples of the parts (FINETUNE, PRETRAIN), drawn in proportion to their numbers of records."""
     rng = np.random.default_rng(seed)
     table = list(parts.values())
@@ -69,4 +69,4 @@ def length_mix(parts: dict[str, Part], num_samples: int, seed: int) -> LengthMix
     room = MAX_LENGTH - images * IMAGE_TOKENS
     written = np.clip(drawn.round().astype(np.int64), least, room)
     targets = np.clip((written * answers).round().astype(np.int64), 1, written - 1)
-    return LengthMix(written + images * IMAGE_TOKENS, images, targets)
+    return LengthMix(written + images * image_tokens, images, targets)
