@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 from tokenizers import Regex, normalizers
-from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerBase
 
+from llava_ds.data.encode import end_markers
+from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_json_if_there
 
 FILES = (
@@ -84,6 +86,18 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
         _write_json(special, {name: config[name] for name in SPECIAL if config.get(name)})
     pad = config.get("pad_token")
     return pad["content"] if isinstance(pad, dict) else pad
+
+
+def write_generation_config(
+    version: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path, pad_token_id: int | None
+) -> None:
+    """Write generation_config.json: an answer ends where the template ends it, or the tokenizer."""
+    ends = end_markers(resolve_template(version), tokenizer)
+    GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=ends[0] if len(ends) == 1 else ends,
+        pad_token_id=pad_token_id,
+    ).save_pretrained(output_dir)
 
 
 def _origin(source: Path) -> Path:
