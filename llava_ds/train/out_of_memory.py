@@ -25,7 +25,7 @@ class MemoryWatch:
 
     def __init__(self, engine, resolved: ResolvedConfig, plan: StepPlan, state: TrainState, ranks: Ranks) -> None:
         self._resolved, self._plan, self._ranks, self._state = resolved, plan, ranks, state
-        self._rehearsed: list[int] | None = None
+        self._warming_up: list[int] | None = None
         self._step = self._index = -1  # the step, and which of its micro-batches
         self._batch: Batch | None = None
         engine.register_forward_pre_hook(self._note)
@@ -48,21 +48,21 @@ class MemoryWatch:
             raise ConfigError("\n".join(said)) from error
 
     @contextmanager
-    def rehearsal(self, heaviest: LargestMicroBatch) -> Iterator[None]:
+    def warm_up(self, largest: LargestMicroBatch) -> Iterator[None]:
         """Context for the warm-up before the first step."""
-        self._rehearsed = heaviest.samples
+        self._warming_up = largest.samples
         with self:
             yield
-        self._rehearsed = None
+        self._warming_up = None
 
     def _where(self) -> str:
         """Describe the rank, the step, and the micro-batch with its samples."""
         said = f"rank {self._ranks.rank} ({self._ranks.device})"
         if self._batch is None:
             return f"{said} before the first micro-batch"
-        if self._rehearsed is not None:
-            said += f" in the rehearsal of the largest micro-batch, before step {self._step + 1:,}"
-            samples = self._rehearsed
+        if self._warming_up is not None:
+            said += f" in the warm-up of the largest micro-batch, before step {self._step + 1:,}"
+            samples = self._warming_up
         else:
             mine = self._plan.of_rank(self._step + 1, self._ranks.rank)
             samples = mine[self._index]

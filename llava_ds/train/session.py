@@ -77,13 +77,13 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     torch.backends.cuda.matmul.allow_tf32 = training.tf32
-    model, engine, recomputed = _build_engine(plan, ranks)
+    model, engine, checkpointed = _build_engine(plan, ranks)
     if point.path is not None:
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)
     watchdog.knows(partial(name_samples_of, plan.steps))
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
-    _warm_up(plan, model, engine, recomputed, memory, ranks)
+    _warm_up(plan, model, engine, checkpointed, memory, ranks)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
     objective = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
     evaluation = Evaluation(engine, plan, trackers, ranks, mesh)
@@ -139,36 +139,38 @@ def _build_engine(plan: Plan, ranks: Ranks) -> tuple[LlavaModel, deepspeed.DeepS
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
     choose_trainable(model, args)
-    recomputed, lines = mark_checkpointed_layers(model, args, resolved.config)
+    checkpointed, lines = mark_checkpointed_layers(model, args, resolved.config)
     print_first(*lines)
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe_parts(model, groups))
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
     engine = start_engine(model, groups, resolved, plan.steps.num_steps, ranks.device)
     check_engine(engine, resolved)
-    return model, engine, recomputed
+    return model, engine, checkpointed
 
 
-def _warm_up(plan: Plan, model: LlavaModel, engine, recomputed: dict, memory: MemoryWatch, ranks: Ranks) -> None:
+def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: MemoryWatch, ranks: Ranks) -> None:
     """Run the largest micro-batch that is left, choose the layers to checkpoint by it, and compile."""
     training, config = plan.args.training, plan.resolved.config
     done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
-    moments, heaviest = num_moments(config), None
+    moments, largest = num_moments(config), None
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
-        heaviest = largest_micro_batch(plan.steps, done, ranks.device)
-    if heaviest and chooses_layers:
-        with memory.rehearsal(heaviest):
+        largest = largest_micro_batch(plan.steps, done, ranks.device)
+    if largest and chooses_layers:
+        with memory.warm_up(largest):
             print_first(
-                *choose_checkpointed_layers(engine, heaviest, recomputed, moments, training.activation_memory_gb, ranks)
+                *choose_checkpointed_layers(
+                    engine, largest, checkpointed, moments, training.activation_memory_gb, ranks
+                )
             )
     if deep_compiles(config):
         engine.compile()
     elif training.torch_compile:
         count = compile_layers(model, training.torch_compile_backend)
         print_first(f"{count} layers are compiled when they first run")
-    if heaviest:
-        with memory.rehearsal(heaviest):
-            warm_up(engine, heaviest, missing_state_bytes(engine, moments))
+    if largest:
+        with memory.warm_up(largest):
+            warm_up(engine, largest, missing_state_bytes(engine, moments))
 
 
 def _saver(plan: Plan, engine, ranks: Ranks) -> Saver:

@@ -69,11 +69,11 @@ def test_the_next_step_counts_its_own_micro_batches():
             engine(BATCH)
 
 
-def test_the_rehearsal_says_so():
+def test_the_warm_up_is_named():
     watch, engine, _ = watched(0, OOM)
-    with pytest.raises(ConfigError) as caught, watch.rehearsal(SimpleNamespace(samples=[6, 7])):
+    with pytest.raises(ConfigError) as caught, watch.warm_up(SimpleNamespace(samples=[6, 7])):
         engine(BATCH)
-    where = "in the rehearsal of the largest micro-batch, before step 5: 300 tokens, 4 image tiles, 2 samples (s106"
+    where = "in the warm-up of the largest micro-batch, before step 5: 300 tokens, 4 image tiles, 2 samples (s106"
     assert where in str(caught.value)
 
 
