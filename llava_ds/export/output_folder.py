@@ -14,7 +14,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.llava_folder import PROJECTOR_FILES, llava_entries, projector_entries, write_llava, write_projector
 from llava_ds.export.tensors import Counted, Entry, live_entries, take_part
-from llava_ds.export.tokenizer_files import KEPT
+from llava_ds.export.tokenizer_files import ORIGINAL_FILES
 from llava_ds.export.transformers_folder import hf_entries, write_hf
 from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 from llava_ds.model.llava import LlavaModel, assemble
@@ -25,7 +25,8 @@ from llava_ds.runtime.ranks import Ranks
 # Files that readers take for parts of a folder's model. Parts of two models side by side would be read as one.
 MODEL_FILES = (
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
-    *ADAPTER_FILES, NON_LORA, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES, f"{KEPT}/*", f"{TEMPLATES_FOLDER}/*",
+    *ADAPTER_FILES, NON_LORA, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
+    f"{ORIGINAL_FILES}/*", f"{TEMPLATES_FOLDER}/*",
 )  # fmt: skip
 
 WRITERS = {"hf": write_hf, "llava": write_llava, "projector": write_projector}
@@ -106,7 +107,7 @@ def _replace(output_dir: Path, stage: Path) -> None:
         key=lambda name: (name.name == "config.json", name.name.endswith(".index.json"), name),
     )
     targets = [output_dir / name for name in new]
-    inner = [output_dir / name for name in (KEPT, TEMPLATES_FOLDER)]
+    inner = [output_dir / name for name in (ORIGINAL_FILES, TEMPLATES_FOLDER)]
     links = {folder for folder in inner if folder.is_symlink()}  # what they lead to is not of this folder
     old = links | {file for pattern in MODEL_FILES for file in output_dir.glob(pattern) if file.parent not in links}
     if folders := sorted(file for file in old.union(targets) if file.is_dir() and not file.is_symlink()):

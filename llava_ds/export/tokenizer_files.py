@@ -17,7 +17,7 @@ FILES = (
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens")
-KEPT = "llava_tokenizer"  # folder for the files as they were before tokens for images were added
+ORIGINAL_FILES = "llava_tokenizer"  # folder for the files as they were before tokens for images were added
 
 # What transformers 5 writes for a tokenizer that is all in tokenizer.json, and the name that 4 reads, too.
 CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
@@ -62,9 +62,9 @@ def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_
     if (source / "tokenizer.model").is_file():
         own_file(source / "tokenizer.model")
         shutil.copy(source / "tokenizer.model", output_dir)
-    origin = _origin(source)
+    origin = _original_folder(source)
     check_folder(origin, str(origin))
-    _copy_files(origin, output_dir / KEPT)
+    _copy_files(origin, output_dir / ORIGINAL_FILES)
 
 
 def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> str | None:
@@ -72,7 +72,7 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
 
     Returns the token that pads, None if it has none.
     """
-    origin = _origin(source)
+    origin = _original_folder(source)
     check_folder(origin, str(origin))
     _copy_files(origin, output_dir)
     path = output_dir / "tokenizer_config.json"
@@ -100,9 +100,9 @@ def write_generation_config(
     ).save_pretrained(output_dir)
 
 
-def _origin(source: Path) -> Path:
-    kept = source / KEPT
-    return kept if kept.is_dir() and kept.resolve().parent == source.resolve() else source
+def _original_folder(source: Path) -> Path:
+    originals = source / ORIGINAL_FILES
+    return originals if originals.is_dir() and originals.resolve().parent == source.resolve() else source
 
 
 def _copy_files(source: Path, target: Path) -> None:
