@@ -234,7 +234,8 @@ class OutputLock:
             other = _read(right)
             if other is None or not other.is_here or other.first.is_alive:
                 time.sleep(TICK_S / 5)
-                if other is None or other.is_here or _age(own, right) < SILENT_S:
+                os.utime(own)  # the file system's clock, not this machine's
+                if other is None or other.is_here or _renewed(own) - _renewed(right) < SILENT_S:
                     return False
             token = other.token
             passed.append(right)
@@ -372,12 +373,6 @@ def _renewed(path: Path) -> float:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def _age(own: Path, path: Path) -> float:
-    """Seconds since a file was renewed, by the file system's clock."""
-    os.utime(own)
-    return _renewed(own) - _renewed(path)
 
 
 def _is_held_by(path: Path, launcher: int) -> bool:

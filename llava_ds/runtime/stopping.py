@@ -122,7 +122,9 @@ class Stopping:
             os.set_blocking(end, False)
         self._pipe = (reader, writer)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        heard = [number for number in REQUESTS if not _is_ignored_hangup(number)]
+        # Under nohup SIGHUP is ignored: that run is to outlive its terminal.
+        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = [number for number in REQUESTS if not (number == signal.SIGHUP and is_nohup)]
         self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
         _prepare_children()
         self._thread = threading.Thread(target=self._hear, name="stopping", daemon=True)
@@ -275,12 +277,6 @@ def _prepare_children() -> None:
     os.register_at_fork(after_in_child=in_child)
 
 
-def _is_ignored_hangup(number: int) -> bool:
-    """True for SIGHUP under nohup: that run is to outlive its terminal."""
-    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
-
-
 def _name_of(reason: int) -> str:
-    """The request as text."""
     others = {LAUNCHER_GONE: GONE, TIME_IS_OVER: "--max_run_time is nearly over"}
     return others.get(reason) or signal.Signals(reason).name
