@@ -56,7 +56,9 @@ def main() -> None:
         print(*lines, sep="\n")
     export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
     _check_form(export, is_lora_run=restored is not None and restored.run.model.lora_enable)
-    output_dir = _empty_folder(args.output_dir or f"{str(source).rstrip('/')}-{form}", args.overwrite)
+    output_dir = Path(args.output_dir or f"{str(source).rstrip('/')}-{form}")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not args.overwrite:
+        raise ConfigError(f"--output_dir {output_dir} is not empty: name another folder, or give --overwrite")
     _check_is_not_read(output_dir, source, export)
     with staged(output_dir) as stage:
         if form == "adapter":
@@ -98,13 +100,6 @@ def parse() -> argparse.Namespace:
         "remain",
     )
     return parser.parse_args()
-
-
-def _empty_folder(path: str, overwrite: bool) -> Path:
-    folder = Path(path)
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise ConfigError(f"--output_dir {folder} is not empty: name another folder, or give --overwrite")
-    return folder
 
 
 def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> None:

@@ -32,7 +32,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
-    return [*problems, *_lines(LORA_RULES, args)]
+    return [*problems, *lora_and_quantization(args)]
 
 
 def data_problems(args: Arguments) -> list[str]:
@@ -186,14 +186,11 @@ def checkpoints(args: Arguments) -> Iterator[str]:
             )
 
 
-def template_of_stage(args: Arguments) -> Iterator[str]:
-    if args.model.version == "plain" and "language_model" in trained_parts(args.model):
-        yield "--version plain is the template of stage 1: give --tune_mm_mlp_adapter True with it, or --version v1"
-
-
 def trainable_parts(args: Arguments) -> Iterator[str]:
     """Flags that contradict each other about a part that trains."""
     model, parts = args.model, trained_parts(args.model)
+    if model.version == "plain" and "language_model" in parts:
+        yield "--version plain is the template of stage 1: give --tune_mm_mlp_adapter True with it, or --version v1"
     four = ("tune_mm_mlp_adapter", "freeze_mm_mlp_adapter", "freeze_backbone", "unfreeze_mm_vision_tower")
     if model.mm_tunable_parts is not None:
         for name in (name.strip() for name in model.mm_tunable_parts.split(",")):
@@ -235,10 +232,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     installed_trackers,
     eval_and_sample_steps,
     checkpoints,
-    template_of_stage,
     trainable_parts,
 )
-LORA_RULES: tuple[Rule, ...] = (lora_and_quantization,)
 
 
 def unused_lora_flags(args: Arguments) -> list[str]:

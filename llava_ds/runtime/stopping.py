@@ -175,7 +175,7 @@ class Stopping:
         if self._num_steps > 1:  # the first also compiles and allocates
             self._longest_step_s = max(self._longest_step_s, step_time_s)
         limited = self._limit_s is not None and not self._asked
-        if limited and self._elapsed_s() > self._limit_s - self._needed_s() - ahead_s:
+        if limited and time.monotonic() - self._started_s > self._limit_s - self._needed_s() - ahead_s:
             self._asked = TIME_IS_OVER
         self._reason = self._agreement.exchange(self._asked)
         return self._reason != 0
@@ -204,9 +204,6 @@ class Stopping:
             time.sleep(WAIT_S if ranks.is_first else 0.0)
         code = EXIT_STOPPED if resumable else EXIT_NOT_RESUMABLE
         return code if ranks.is_first or not self._one_code else 0
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._started_s
 
     def _needed_s(self) -> float:
         """Seconds to reserve for stopping: the ranks stop a step after the agreement, save, and end."""
