@@ -94,21 +94,18 @@ def sample_order(args: Arguments) -> Iterator[str]:
         yield f"--shuffle False keeps the files' order, --{groupings[0]} makes another: choose one"
 
 
-def own_data(args: Arguments) -> Iterator[str]:
+def needed_flags(args: Arguments) -> Iterator[str]:
     model = args.model
-    if model.model_name_or_path is None and model.vision_tower is not None:
-        yield "--vision_tower goes with --model_name_or_path: give both, or neither for the tiny model"
-    if model.model_name_or_path is not None and args.data.data_path is None:
-        yield "--data_path is missing: the generated scenes go with the tiny model only; name your records"
-
-
-def needed_paths(args: Arguments) -> Iterator[str]:
     if args.training.output_dir is None:
         yield "--output_dir is missing: name the folder for what the run leaves"
     if args.training.deepspeed_config is None:
         yield (
             "--deepspeed_config is missing: give zero3 or another of ds_configs/, the path of a DeepSpeed JSON, or auto"
         )
+    if model.model_name_or_path is None and model.vision_tower is not None:
+        yield "--vision_tower goes with --model_name_or_path: give both, or neither for the tiny model"
+    if model.model_name_or_path is not None and args.data.data_path is None:
+        yield "--data_path is missing: the generated scenes go with the tiny model only; name your records"
 
 
 def precision_and_memory(args: Arguments) -> Iterator[str]:
@@ -225,8 +222,7 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
 
 DATA_RULES: tuple[Rule, ...] = (image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
-    needed_paths,
-    own_data,
+    needed_flags,
     precision_and_memory,
     steps_and_layout,
     installed_trackers,

@@ -377,8 +377,7 @@ def _renewed(path: Path) -> float:
 
 def _is_held_by(path: Path, launcher: int) -> bool:
     """True if rank 0 of a launcher of this machine holds it. False if it can't be read, which rank 0 reports."""
-    try:
+    with contextlib.suppress(OSError, ConfigError):
         holder = _read(path)
-    except (OSError, ConfigError):
-        return False
-    return holder is not None and holder.is_here and holder.launcher == launcher and holder.first.is_alive
+        return holder is not None and holder.is_here and holder.launcher == launcher and holder.first.is_alive
+    return False
