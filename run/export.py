@@ -21,14 +21,13 @@ import torch
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError
+from llava_ds.export.adapter import write_restored_adapter
 from llava_ds.export.card import write_card, write_conversion_card
 from llava_ds.export.export_plan import ExportPlan, hf_kind
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.export.from_folder import open_folder
-from llava_ds.export.lora_merge import write_restored_adapter
-from llava_ds.export.output_folder import write_folder
+from llava_ds.export.output_folder import staged, write_folder
 from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
-from llava_ds.export.staged import staged
 from llava_ds.runtime.ranks import quiet_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

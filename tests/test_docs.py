@@ -208,7 +208,7 @@ def messages() -> list[str]:
 
 def test_the_readme_names_every_file_that_a_run_leaves():
     table = (ROOT / "README.md").read_text()
-    names = {*RUN_FILES, *WRITTEN_ANEW, sources.REMEMBERED, output_lock.NAME} - {
+    names = {*RUN_FILES, *WRITTEN_ANEW, sources.HASHES_FILE, output_lock.NAME} - {
         "evaluation*.jsonl"
     }  # beside the .json
     assert sorted(name for name in names if f"`{name}`" not in table) == []
