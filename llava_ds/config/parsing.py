@@ -120,10 +120,7 @@ def build_parser() -> HfArgumentParser:
 
 
 def parse_arguments(
-    argv: list[str],
-    defaults: dict[str, object] | None = None,
-    to_train: bool = True,
-    own_flags: Collection[str] = (),
+    argv: list[str], defaults: dict[str, object] | None = None, to_train: bool = True, own_flags: Collection[str] = ()
 ) -> tuple[Arguments, list[str]]:
     """Parsed and checked flags, ~ in paths expanded, and one line for every flag that was given but has no effect.
 
