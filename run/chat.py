@@ -14,11 +14,11 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import math
+import dataclasses
 import os
 from typing import Annotated
 
-from llava_ds.config.bounds import MOST, Bounds, number
+from llava_ds.config.bounds import Bounds, Count, NotNegative, Positive, Rate, number
 from llava_ds.constants import ConfigError
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.infer.chat import (
@@ -35,13 +35,15 @@ from llava_ds.infer.generate import Sampling
 from llava_ds.runtime.ranks import Ranks, quiet_libraries
 
 Port = Annotated[int, Bounds(1, 65535)]
+Seed = Annotated[int, Bounds(0, 2**63 - 1)]  # torch's
 
 
 def main() -> None:
     args = parse()
     if args.web and (given := [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]):
         raise ConfigError(f"{', '.join(given)}: with --web it is given on the page, leave it out")
-    options, sampling = parse_engine_options(args), sampling_of(args)
+    options = parse_engine_options(args)
+    sampling = Sampling(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)})
     quiet_libraries()
     ranks = start(options)
     if args.web:
@@ -84,49 +86,33 @@ def talk(session: Session, args: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     parser = Parser(description=__doc__)
+    add = parser.add_argument
     add_engine_flags(parser)
     files = {"nargs": "+", "action": "extend", "default": [], "metavar": "PATH", "type": given_path}
-    parser.add_argument("--image", "--image-file", help="images of the first question", **files)
-    parser.add_argument("--video", help="videos of the first question", **files)
-    parser.add_argument("--question", help="ask this, print the answer, and exit")
-    parser.add_argument("--quiet", action="store_true", help="print answers only: no speed, no notes")
-    parser.add_argument("--web", action="store_true", help="a page on this machine, with the extra 'demo'")
-    parser.add_argument("--port", type=number(Port), default=7860, help="of --web, on 127.0.0.1 (default: %(default)s)")
+    add("--image", "--image-file", help="images of the first question", **files)
+    add("--video", help="videos of the first question", **files)
+    add("--question", help="ask this, print the answer, and exit")
+    add("--quiet", action="store_true", help="print answers only: no speed, no notes")
+    add("--web", action="store_true", help="a page on this machine, with the extra 'demo'")
+    add("--port", type=number(Port), default=7860, help="of --web, on 127.0.0.1 (default: %(default)s)")
     defaults = Sampling()
     for name, kind, text in (
-        ("max_new_tokens", int, "longest answer in tokens"),
-        ("temperature", float, "0: always the likeliest token; LLaVA's own chat has 0.2"),
-        ("top_p", float, "with a temperature: the likeliest tokens that have this probability together"),
-        ("top_k", int, "with a temperature: this many of the likeliest tokens; 0: all"),
-        ("repetition_penalty", float, "above 1, tokens that the answer already has become less likely"),
+        ("max_new_tokens", Count, "longest answer in tokens"),
+        ("temperature", Rate, "0: always the likeliest token; LLaVA's own chat has 0.2"),
+        (
+            "top_p",
+            Annotated[float, Bounds(0, 1, above=True)],
+            "with a temperature: the likeliest tokens that have this probability together",
+        ),
+        ("top_k", NotNegative, "with a temperature: this many of the likeliest tokens; 0: all"),
+        ("repetition_penalty", Positive, "above 1, tokens that the answer already has become less likely"),
     ):
         spellings = [f"--{name}"] + ["--max-new-tokens"] * (name == "max_new_tokens")
         default = getattr(defaults, name)
-        parser.add_argument(*spellings, type=kind, default=default, help=f"{text} (default: %(default)s)")
-    parser.add_argument(
-        "--seed", type=int, help="with a temperature: gives the same answer again; absent: another each time"
-    )
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
+        add(*spellings, type=number(kind), default=default, help=f"{text} (default: %(default)s)")
+    add("--seed", type=number(Seed), help="with a temperature: gives the same answer again; absent: another each time")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
     return parser.parse_args()
-
-
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """The sampling flags. Raises ConfigError for values that mean nothing."""
-    problems = [
-        f"--{name} is {getattr(args, name)}: expected {expected}"
-        for name, expected, fits in (
-            ("max_new_tokens", "at least 1", 1 <= args.max_new_tokens <= MOST),
-            ("temperature", "0 or more", 0 <= args.temperature < math.inf),
-            ("top_p", "above 0, up to 1", 0 < args.top_p <= 1),
-            ("top_k", "0 or more", 0 <= args.top_k <= MOST),
-            ("repetition_penalty", "above 0", 0 < args.repetition_penalty < math.inf),
-            ("seed", "0 to 2**63 - 1", args.seed is None or 0 <= args.seed < 2**63),
-        )
-        if not fits
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return Sampling(args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.repetition_penalty, args.seed)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,9 @@ from llava_ds.tracking.run_files import is_run, read_run
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=given_path, help="the --output_dir of each run, two or more")
-    parser.add_argument(
-        "--html", type=given_path, default="compare.html", help="file of the page (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=given_path, help="the --output_dir of each run, two or more")
+    add("--html", type=given_path, default="compare.html", help="file of the page (default: %(default)s)")
     args = parser.parse_args(argv)
     folders = [Path(run) for run in args.runs]
     if missing := [str(folder) for folder in folders if not is_run(folder)]:

@@ -32,15 +32,12 @@ LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks 
 
 def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON to check, too")
-    parser.add_argument(
-        "--output_dir", type=given_path, default="output", help="as for run/train.py (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--cache_dir", type=given_path, default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)"
-    )
-    parser.add_argument("--no_collective", action="store_true", help="start no ranks, as on a login node")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    add = parser.add_argument
+    add("--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON to check, too")
+    add("--output_dir", type=given_path, default="output", help="as for run/train.py (default: %(default)s)")
+    add("--cache_dir", type=given_path, default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)")
+    add("--no_collective", action="store_true", help="start no ranks, as on a login node")
+    add("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args(argv)
     config = None if args.deepspeed_config is None else Path(args.deepspeed_config)
     if config is not None and not config.is_file():
@@ -48,13 +45,11 @@ def main(argv: list[str]) -> int:
     output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))
     required = Requirements(output_dir, cache_dir, config)
 
-    faulthandler.dump_traceback_later(
-        LIMIT_S, exit=True, file=sys.__stderr__
-    )  # prints where it hangs, and exits with 1
+    # Prints where it hangs, and exits with 1.
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
     findings = []
-    for name, finding in examine(
-        required, tuple(c for c in CHECKS if not (args.no_collective and c.name == "collective"))
-    ):
+    checks = tuple(check for check in CHECKS if not (args.no_collective and check.name == "collective"))
+    for name, finding in examine(required, checks):
         findings.append({"check": name, **asdict(finding)})
         if not args.json:
             print(*as_lines(name, finding), sep="\n", flush=True)

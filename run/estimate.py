@@ -34,34 +34,29 @@ MOST_GPUS = 100_000
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--model",
         metavar="SIZE",
         help=f"{', '.join(NAMED)}, or a number of parameters like 13e9, all trained; else --model_name_or_path and "
         "--vision_tower name folders, or neither the tiny model",
     )
-    parser.add_argument(
-        "--num_gpus", type=number(Count), default=8, help="ranks that train together (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--gpus_per_node", type=number(Count), default=8, help="for the node's memory (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--gpu_memory", type=number(Positive), metavar="GB", help="memory of a GPU, for a verdict and advice"
-    )
-    parser.add_argument(
+    add("--num_gpus", type=number(Count), default=8, help="ranks that train together (default: %(default)s)")
+    add("--gpus_per_node", type=number(Count), default=8, help="for the node's memory (default: %(default)s)")
+    add("--gpu_memory", type=number(Positive), metavar="GB", help="memory of a GPU, for a verdict and advice")
+    add(
         "--zero_stage",
         type=int,
         choices=(0, 1, 2, 3),
         help="stage of the estimate, without --deepspeed_config (default: 2 with --tune_mm_mlp_adapter, else 3)",
     )
-    parser.add_argument(
+    add(
         "--supervised_fraction",
         type=number(Part),
         default=SUPERVISED,
         help="fraction of the tokens that is supervised, and needs logits (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes, instead of the table")
+    add("--json", action="store_true", help="print one JSON object, in bytes, instead of the table")
     own, rest = parser.parse_known_args(argv)
     args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
     if found := problems(own, args):
@@ -81,31 +76,31 @@ def main(argv: list[str]) -> None:
 
 def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
     """Everything that is wrong with the flags, a line each."""
-    found = []
-
-    def check(ok: bool, message: str) -> None:
-        if not ok:
-            found.append(message)
-
     model, training = args.model, args.training
-    check(own.num_gpus <= MOST_GPUS, f"--num_gpus is {own.num_gpus}: give {MOST_GPUS:,} or fewer")
-    check(
-        own.model is None or (model.model_name_or_path is None and model.vision_tower is None),
-        "--model names a size, --model_name_or_path and --vision_tower folders: give one of them",
-    )
-    check(
-        model.model_name_or_path is not None or model.vision_tower is None,
-        "--vision_tower goes with --model_name_or_path: give both, or --model with a size",
-    )
-    check(
-        own.zero_stage is None or training.deepspeed_config is None,
-        "--zero_stage and --deepspeed_config both name a stage: give one of them",
-    )
-    check(
-        training.deepspeed_config != CHOOSE_DS_CONFIG or own.gpu_memory is not None,
-        "--deepspeed_config auto chooses what fits a GPU: give --gpu_memory",
-    )
-    return found
+    has_folders = model.model_name_or_path is not None or model.vision_tower is not None
+    return [
+        message
+        for is_wrong, message in (
+            (own.num_gpus > MOST_GPUS, f"--num_gpus is {own.num_gpus}: give {MOST_GPUS:,} or fewer"),
+            (
+                own.model is not None and has_folders,
+                "--model names a size, --model_name_or_path and --vision_tower folders: give one of them",
+            ),
+            (
+                model.model_name_or_path is None and model.vision_tower is not None,
+                "--vision_tower goes with --model_name_or_path: give both, or --model with a size",
+            ),
+            (
+                own.zero_stage is not None and training.deepspeed_config is not None,
+                "--zero_stage and --deepspeed_config both name a stage: give one of them",
+            ),
+            (
+                training.deepspeed_config == CHOOSE_DS_CONFIG and own.gpu_memory is None,
+                "--deepspeed_config auto chooses what fits a GPU: give --gpu_memory",
+            ),
+        )
+        if is_wrong
+    ]
 
 
 def auto_lines(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]:
@@ -149,23 +144,19 @@ def _devices(own: argparse.Namespace) -> Devices:
 
 def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> ResolvedConfig:
     """The DeepSpeed JSON as training would resolve it on these GPUs."""
-    training_on = {
-        "world_size": own.num_gpus,
-        "hidden_size": shape.hidden_size,
-        "device_type": "cuda",
-        "is_local": False,
-    }
+    devices = {"world_size": own.num_gpus, "device_type": "cuda", "is_local": False}
+    resolve_on_gpus = partial(resolve_ds_config, hidden_size=shape.hidden_size, **devices)
     if args.training.deepspeed_config == CHOOSE_DS_CONFIG:
         raw, line = choose_ds_config(DS_CONFIGS, shape, args, _devices(own))
         print(line, file=sys.stderr)
-        return resolve_ds_config(raw, args, **training_on)
+        return resolve_on_gpus(raw, args)
     raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
     if args.training.deepspeed_config is None:
         default_stage = 2 if trains_projector_only(args.model) else 3
         raw["zero_optimization"]["stage"] = default_stage if own.zero_stage is None else own.zero_stage
         if not {"bf16", "fp16"} & args.given:
             args = args.replaced(bf16=True)
-    return resolve_ds_config(raw, args, **training_on)
+    return resolve_on_gpus(raw, args)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,13 @@ import torch
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError
+from llava_ds.export.adapter import write_restored_adapter
 from llava_ds.export.card import write_card, write_conversion_card
 from llava_ds.export.export_plan import ExportPlan, hf_kind
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.export.from_folder import open_folder
-from llava_ds.export.lora_merge import write_restored_adapter
-from llava_ds.export.output_folder import write_folder
+from llava_ds.export.output_folder import staged, write_folder
 from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
-from llava_ds.export.staged import staged
 from llava_ds.runtime.ranks import quiet_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,7 +56,9 @@ def main() -> None:
         print(*lines, sep="\n")
     export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
     _check_form(export, is_lora_run=restored is not None and restored.run.model.lora_enable)
-    output_dir = _empty_folder(args.output_dir or f"{str(source).rstrip('/')}-{form}", args.overwrite)
+    output_dir = Path(args.output_dir or f"{str(source).rstrip('/')}-{form}")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not args.overwrite:
+        raise ConfigError(f"--output_dir {output_dir} is not empty: name another folder, or give --overwrite")
     _check_is_not_read(output_dir, source, export)
     with staged(output_dir) as stage:
         if form == "adapter":
@@ -99,13 +100,6 @@ def parse() -> argparse.Namespace:
         "remain",
     )
     return parser.parse_args()
-
-
-def _empty_folder(path: str, overwrite: bool) -> Path:
-    folder = Path(path)
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise ConfigError(f"--output_dir {folder} is not empty: name another folder, or give --overwrite")
-    return folder
 
 
 def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> None:

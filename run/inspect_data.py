@@ -46,18 +46,11 @@ from llava_ds.tracking.data_page import in_terminal, page, supervised_text
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--num_samples", type=number(NotNegative), default=3, help="samples to print (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--jsonl", type=given_path, help="write one object per record, accepted or rejected, to this file"
-    )
-    parser.add_argument(
-        "--html", type=given_path, help="write a page with samples, their images and the mask to this file"
-    )
-    parser.add_argument(
-        "--html_samples", type=number(NotNegative), default=30, help="samples on the page (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("--num_samples", type=number(NotNegative), default=3, help="samples to print (default: %(default)s)")
+    add("--jsonl", type=given_path, help="write one object per record, accepted or rejected, to this file")
+    add("--html", type=given_path, help="write a page with samples, their images and the mask to this file")
+    add("--html_samples", type=number(NotNegative), default=30, help="samples on the page (default: %(default)s)")
     own, rest = parser.parse_known_args(argv)
     if problems := [p for name in ("jsonl", "html") if (p := _cannot_be_written(name, getattr(own, name)))]:
         raise ConfigError("\n".join(problems))

@@ -22,8 +22,9 @@ from llava_ds.tracking.run_files import is_run
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("output_dir", type=given_path, help="a run's --output_dir")
-    parser.add_argument("--html", type=given_path, help="file of the page (default: report.html in that folder)")
+    add = parser.add_argument
+    add("output_dir", type=given_path, help="a run's --output_dir")
+    add("--html", type=given_path, help="file of the page (default: report.html in that folder)")
     args = parser.parse_args(argv)
     folder = Path(args.output_dir)
     if not is_run(folder):

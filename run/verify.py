@@ -52,12 +52,9 @@ def _described(path: Path) -> str:
     trainer = read_trainer(path)
     identity = trainer["identity"]
     size = sum(entry["bytes"] for entry in files.values())
-    if form := trainer.get("model_only"):
-        return f"whole: step {trainer['step']:,}, the model alone ({form}), {len(files)} files, {size / 1e9:,.3f} GB"
-    return (
-        f"whole: step {trainer['step']:,}, {identity['world_size']} ranks, ZeRO-{identity['zero_stage']}, "
-        f"{len(files)} files, {size / 1e9:,.3f} GB"
-    )
+    form = trainer.get("model_only")
+    kind = f"the model alone ({form})" if form else f"{identity['world_size']} ranks, ZeRO-{identity['zero_stage']}"
+    return f"whole: step {trainer['step']:,}, {kind}, {len(files)} files, {size / 1e9:,.3f} GB"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from launching import ROOT
 from llava_ds.checkpoint import base_weights as sources
 from llava_ds.checkpoint.resume import RUN_FILES
 from llava_ds.config.arguments import SECTIONS
-from llava_ds.config.bounds import bounds_of
+from llava_ds.config.bounds import MOST, bounds_of
 from llava_ds.config.other_trainers import ELSEWHERE, WITHOUT_EFFECT
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
@@ -137,9 +137,13 @@ def test_ranges_are_those_that_are_checked(tmp_path):
     bounds = {name: each for section in SECTIONS for name, each in bounds_of(section).items() if each.range}
     for name, each in bounds.items():
         assert options[name].help.endswith(each.range)
-        value = each.least if each.above else each.least - (1 if each.most > 1 else 0.1)
-        with pytest.raises(ConfigError, match=f"--{name} "):
-            parse_arguments([*given, "--lora_enable", "True", f"--{name}={value}"])
+        unit = 1 if each.most > 1 else 0.1
+        outside = [each.least if each.above else each.least - unit]
+        if each.most < MOST:
+            outside.append(each.most if each.below else each.most + unit)
+        for value in outside:
+            with pytest.raises(ConfigError, match=f"--{name} "):
+                parse_arguments([*given, "--lora_enable", "True", f"--{name}={value}"])
     assert len(bounds) > 20
 
 
@@ -208,7 +212,7 @@ def messages() -> list[str]:
 
 def test_the_readme_names_every_file_that_a_run_leaves():
     table = (ROOT / "README.md").read_text()
-    names = {*RUN_FILES, *WRITTEN_ANEW, sources.REMEMBERED, output_lock.NAME} - {
+    names = {*RUN_FILES, *WRITTEN_ANEW, sources.HASHES_FILE, output_lock.NAME} - {
         "evaluation*.jsonl"
     }  # beside the .json
     assert sorted(name for name in names if f"`{name}`" not in table) == []

@@ -21,7 +21,7 @@ DICTATED = {("llava_ds/model/attention.py", "varlen_attention"): "transformers' 
 MAY_IMPORT_PRIVATE = {"llava_ds/doctor/software.py"}
 
 # Violations that are left, which may only become fewer.
-LEFT = {"lines": 0, "parameters": 0, "private": 1, "stems": 0, "questions": 0.0}
+LEFT = {"lines": 0, "parameters": 0, "private": 0, "stems": 0, "questions": 0.0}
 
 
 def name_of(path: Path) -> str:

@@ -13,7 +13,7 @@ from llava_ds.files.reading import FileState, move_aside, read_json, state_of, w
 from llava_ds.files.writing import sha256, write_whole
 from llava_ds.model.open.weights import weight_files
 
-REMEMBERED = "weight_hashes.json"  # in a run's folder
+HASHES_FILE = "weight_hashes.json"  # in a run's folder
 HASHING_THREADS = 8
 
 Hashes = dict[str, dict[str, str]]  # SHA-256 by file name, by flag
@@ -36,8 +36,8 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
         return {}
     folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base", "vision_tower")}
     files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
-    note = output_dir / REMEMBERED
-    known = _remembered(note)
+    note = output_dir / HASHES_FILE
+    known = _read_hashes(note)
     paths = {path: str(path.resolve()) for group in files.values() for path in group}
     seen = {place: state_of(path) for path, place in paths.items()}
     new = [path for path, place in paths.items() if not seen[place].items() <= known.get(place, {}).items()]
@@ -56,7 +56,7 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
     return found
 
 
-def _remembered(note: Path) -> dict[str, _Known]:
+def _read_hashes(note: Path) -> dict[str, _Known]:
     """Read the hashes of an earlier start; none where the note is missing, cut short by a kill or no file."""
     try:
         return read_json(note, dict[str, _Known])

@@ -1,6 +1,8 @@
 """The declaration of a flag: one dataclass field with its default, its help text and all that code asks about it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from transformers.hf_argparser import HfArg
@@ -50,9 +52,14 @@ class Flag:
         assert self.group in GROUPS, self.group
 
 
-def flag(
+def flags_of(group: str) -> tuple[Callable[..., object], Callable[..., object]]:
+    """Two functions that declare fields as flags of a group; a resumed run may freely change those of the second."""
+    return partial(_declare, group=group), partial(_declare, group=group, resume="free")
+
+
+def _declare(
     default: object, help: str, *, aliases: tuple[str, ...] = (), argparse: dict | None = None, **about: object
 ) -> object:
-    """Declare a field that is a flag. about: the fields of Flag; argparse: more options of add_argument."""
+    """A field that is a flag. about: the fields of Flag; argparse: more options of add_argument."""
     metadata = {**(argparse or {}), "flag": Flag(**about)}
     return HfArg(default=default, help=help, aliases=list(aliases), metadata=metadata)

@@ -4,102 +4,83 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llava_ds.config.bounds import Count, PartBelowOne, Whole
-from llava_ds.config.flags import flag
+from llava_ds.config.flags import flags_of
+
+# Declarations of flags by their group; _free: of those that a resumed run may change freely.
+_model, _model_free = flags_of("model")
+_tower, _tower_free = flags_of("tower")
+_trainable, _ = flags_of("trainable")
+_images, _ = flags_of("images")
+_lora, _lora_free = flags_of("lora")
 
 
 @dataclass(frozen=True)
 class ModelArguments:
     """Flags of the model, and of the parts of it that train."""
 
-    model_name_or_path: str | None = flag(
+    model_name_or_path: str | None = _model_free(
         None,
         "Folder of a causal language model, or of a LLaVA to continue from: in LLaVA's format, in transformers' "
         "(Llava, LlavaNext, LlavaOnevision), or a LoRA adapter. The settings in a LLaVA's folder replace the defaults "
         "of flags that are not given. Absent: the tiny model that ships with the package.",
-        group="model",
         path="model",
-        resume="free",
     )
-    model_base: str | None = flag(
+    model_base: str | None = _model_free(
         None,
         "Folder of the model that a LoRA adapter in --model_name_or_path belongs to. Absent: the one that its "
         "adapter_config.json names.",
-        group="model",
         path="model",
-        resume="free",
     )
-    vision_tower: str | None = flag(
+    vision_tower: str | None = _tower_free(
         None,
         "Folder of the CLIP, SigLIP or SigLIP 2 tower. Not needed for a LLaVA that brings its own tower, whose weights "
         "are used in any case.",
-        group="tower",
         path="model",
-        resume="free",
     )
-    mm_projector_type: str = flag(
+    mm_projector_type: str = _model(
         "mlp2x_gelu",
         "Projector from tower features to the language model's width: linear, mlpNx_gelu, mlpNx_resMx_gelu, "
         "pooler (one feature of each 2 x 2) or identity.",
-        group="model",
     )
-    mm_vision_select_layer: Whole = flag(
-        -2,
-        "Hidden state of the tower that is projected; -1 is the last layer's. Later layers are not computed.",
-        group="tower",
+    mm_vision_select_layer: Whole = _tower(
+        -2, "Hidden state of the tower that is projected; -1 is the last layer's. Later layers are not computed."
     )
-    mm_vision_select_feature: Literal["patch", "cls_patch"] = flag(
-        "patch", "Project the tower's patches, or CLIP's class token and the patches.", group="tower"
+    mm_vision_select_feature: Literal["patch", "cls_patch"] = _tower(
+        "patch", "Project the tower's patches, or CLIP's class token and the patches."
     )
-    s2: bool = flag(
-        False, "Run the tower on every image at several scales, and concatenate their features.", group="tower"
+    s2: bool = _tower(False, "Run the tower on every image at several scales, and concatenate their features.")
+    s2_scales: str = _tower(
+        "336,672,1008", "Scales of --s2 in pixels: multiples of the tower's size, which comes first."
     )
-    s2_scales: str = flag(
-        "336,672,1008",
-        "Scales of --s2 in pixels: multiples of the tower's size, which comes first.",
-        group="tower",
+    pretrain_mm_mlp_adapter: str | None = _model_free(
+        None, "Projector of stage 1 to start from (mm_projector.bin or .safetensors).", path="file", only_to_train=True
     )
-    pretrain_mm_mlp_adapter: str | None = flag(
-        None,
-        "Projector of stage 1 to start from (mm_projector.bin or .safetensors).",
-        group="model",
-        path="file",
-        only_to_train=True,
-        resume="free",
-    )
-    tune_mm_mlp_adapter: bool = flag(
-        False, "Stage 1: train the projector only, and write mm_projector.bin.", group="trainable"
-    )
-    freeze_mm_mlp_adapter: bool = flag(False, "Freeze the projector.", group="trainable")
-    freeze_backbone: bool = flag(
-        False, "Freeze the language model, but not its output layer (as in LLaVA).", group="trainable"
-    )
-    unfreeze_mm_vision_tower: bool = flag(False, "Train the vision tower, too.", group="trainable")
-    mm_tunable_parts: str | None = flag(
+    tune_mm_mlp_adapter: bool = _trainable(False, "Stage 1: train the projector only, and write mm_projector.bin.")
+    freeze_mm_mlp_adapter: bool = _trainable(False, "Freeze the projector.")
+    freeze_backbone: bool = _trainable(False, "Freeze the language model, but not its output layer (as in LLaVA).")
+    unfreeze_mm_vision_tower: bool = _trainable(False, "Train the vision tower, too.")
+    mm_tunable_parts: str | None = _trainable(
         None,
         "Parts that train, in place of the four flags before: any of mm_vision_tower, mm_mlp_adapter and "
         "mm_language_model, separated by commas (LLaVA-NeXT).",
-        group="trainable",
     )
-    version: str = flag(
+    version: str = _model(
         "v1",
         "Conversation template: plain (stage 1), v1 (Vicuna), llava_v0, llama_2, mistral_instruct, mpt, chatml "
         "(Qwen), llama_3, gemma, phi, or chat_template for the tokenizer's own. LLaVA's names for them are known too.",
-        group="model",
     )
-    mm_use_im_start_end: bool = flag(
+    mm_use_im_start_end: bool = _model(
         False,
         "Put <im_start> and <im_end> around every image. Adds them to a tokenizer without them, with rows that "
         "start as the mean of the others. With --tune_mm_mlp_adapter the input embeddings train, too (as in LLaVA).",
-        group="model",
     )
-    split_special_tokens: bool = flag(
+    split_special_tokens: bool = _model(
         False,
         "Tokenize a special token that is spelled out in a record, like </s> or <|im_end|> in a question, as plain "
         "text. False: as the token, as in LLaVA. The templates' own markers are tokens in any case.",
-        group="model",
     )
-    mm_use_im_patch_token: bool = flag(
-        False, "Add <im_patch> to the tokenizer, too, which occurs in no text (as in LLaVA).", group="model"
+    mm_use_im_patch_token: bool = _model(
+        False, "Add <im_patch> to the tokenizer, too, which occurs in no text (as in LLaVA)."
     )
     mm_patch_merge_type: Literal[
         "flat",
@@ -111,42 +92,35 @@ class ModelArguments:
         "spatial_maxpool2x2_nobase",
         "spatial_unpad_maxpool2x2",
         "spatial_unpad_maxpool2x2_nobase",
-    ] = flag(
+    ] = _images(
         "flat",
         "Order of the features of an anyres image. flat: tile by tile; spatial: row by row of the whole image; unpad: "
         "without its padding, and with a learned newline after each row (spatial_unpad is LLaVA-NeXT's); nobase: "
         "without the overview; maxpool2x2: the largest of each 2 x 2 features, padding included.",
-        group="images",
     )
-    lora_enable: bool = flag(
+    lora_enable: bool = _lora(
         False,
         "Train LoRA matrices beside the linear layers of the language model in place of the layers, and the projector "
         "in full. Writes an adapter that peft and LLaVA open (needs the extra llava_ds[lora]).",
-        group="lora",
     )
-    lora_r: Count = flag(64, "Rank of LoRA's matrices.", group="lora")
-    lora_alpha: Count = flag(16, "LoRA's product is scaled by lora_alpha / lora_r.", group="lora")
-    lora_dropout: PartBelowOne = flag(0.05, "Dropout on LoRA's inputs.", group="lora")
-    lora_bias: Literal["none", "all", "lora_only"] = flag(
-        "none",
-        "Biases of the language model that train with LoRA: none, all, or those of the layers with LoRA.",
-        group="lora",
+    lora_r: Count = _lora(64, "Rank of LoRA's matrices.")
+    lora_alpha: Count = _lora(16, "LoRA's product is scaled by lora_alpha / lora_r.")
+    lora_dropout: PartBelowOne = _lora(0.05, "Dropout on LoRA's inputs.")
+    lora_bias: Literal["none", "all", "lora_only"] = _lora(
+        "none", "Biases of the language model that train with LoRA: none, all, or those of the layers with LoRA."
     )
-    lora_weight_path: str | None = flag(
+    lora_weight_path: str | None = _lora_free(
         None,
         "Folder of an adapter to start from (peft's or LLaVA's). Its non_lora_trainables.bin, if there is one, is the "
         "projector.",
-        group="lora",
         path="folder",
-        resume="free",
     )
-    bits: Literal[16, 8, 4] = flag(
+    bits: Literal[16, 8, 4] = _lora(
         16,
         "Hold the frozen weights beside LoRA in 4 or 8 bits (QLoRA; needs the extra llava_ds[qlora]); 16: unchanged.",
-        group="lora",
     )
-    quant_type: Literal["nf4", "fp4"] = flag("nf4", "Number format of --bits 4.", group="lora")
-    double_quant: bool = flag(True, "Quantize the scales of 4-bit weights, too.", group="lora")
+    quant_type: Literal["nf4", "fp4"] = _lora("nf4", "Number format of --bits 4.")
+    double_quant: bool = _lora(True, "Quantize the scales of 4-bit weights, too.")
 
 
 # The names of --mm_tunable_parts, and the parts of the model.

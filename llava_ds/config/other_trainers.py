@@ -37,29 +37,24 @@ NO_PARALLELISM = re.compile(r"--\w*(tensor|pipeline|expert|context|sequence)\w*_
 
 # Other trainers' names of our flags, where the most similar name would mislead.
 ELSEWHERE = {
-    "--cutoff_len": "--model_max_length",
-    "--data_split": "--data_path with the files of that split",
-    "--dataset": "--data_path",
-    "--dataset_config": "--data_path",
-    "--dataset_dir": "--data_path",
-    "--dataset_name": "--data_path",
-    "--dataset_split": "--data_path with the files of that split",
-    "--dataset_train_split": "--data_path with the files of that split",
-    "--ddp_timeout": "the variable DEEPSPEED_TIMEOUT (minutes)",
-    "--finetuning_type": "--lora_enable",
-    "--lora_rank": "--lora_r",
-    "--max_length": "--model_max_length",
-    "--max_seq_len": "--model_max_length",
-    "--max_seq_length": "--model_max_length",
-    "--media_dir": "--image_folder",
-    "--optim": "an optimizer in the DeepSpeed JSON",
-    "--overwrite_output_dir": "--resume never",
-    "--quantization_bit": "--bits",
-    "--resume_from_checkpoint": "--resume",
-    "--template": "--version",
-    "--use_peft": "--lora_enable",
-    "--val_size": "--eval_fraction",
-    "--zero_stage": '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)',
+    theirs: ours
+    for ours, names in {
+        "--data_path": "--dataset --dataset_config --dataset_dir --dataset_name",
+        "--data_path with the files of that split": "--data_split --dataset_split --dataset_train_split",
+        "--image_folder": "--media_dir",
+        "--eval_fraction": "--val_size",
+        "--model_max_length": "--cutoff_len --max_length --max_seq_len --max_seq_length",
+        "--version": "--template",
+        "--lora_enable": "--finetuning_type --use_peft",
+        "--lora_r": "--lora_rank",
+        "--bits": "--quantization_bit",
+        "--resume": "--resume_from_checkpoint",
+        "--resume never": "--overwrite_output_dir",
+        "an optimizer in the DeepSpeed JSON": "--optim",
+        '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)': "--zero_stage",
+        "the variable DEEPSPEED_TIMEOUT (minutes)": "--ddp_timeout",
+    }.items()
+    for theirs in names.split()
 }
 
 

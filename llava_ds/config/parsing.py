@@ -63,8 +63,11 @@ class _Parser(HfArgumentParser):
         return formatter.format_help()
 
     def parse_known_args(self, args=None, namespace=None):
-        """Accepts --deepspeed without a value, as the switch that deepspeed.add_config_arguments makes of it."""
-        return super().parse_known_args(None if args is None else _without_switch(args), namespace)
+        """Accepts --deepspeed without a value beside --deepspeed_config, as the switch of add_config_arguments."""
+        if args is not None and any(token.split("=", 1)[0] == "--deepspeed_config" for token in args):
+            pairs = zip(args, [*args[1:], "--"])
+            args = [token for token, after in pairs if token != "--deepspeed" or not after.startswith("--")]
+        return super().parse_known_args(args, namespace)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -84,14 +87,6 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         text = action.help if action.default in (None, False) else super()._get_help_string(action)
         many = action.choices is not None and len(action.choices) > FEW_CHOICES
         return f"{text} One of {', '.join(map(str, action.choices))}." if many else text
-
-
-def _without_switch(argv: Sequence[str]) -> list[str]:
-    """A command line without --deepspeed where no file follows it, beside a --deepspeed_config."""
-    if not any(token.split("=", 1)[0] == "--deepspeed_config" for token in argv):
-        return list(argv)
-    following = [*argv[1:], "--"]
-    return [token for token, after in zip(argv, following) if token != "--deepspeed" or not after.startswith("--")]
 
 
 def build_parser() -> HfArgumentParser:
@@ -120,10 +115,7 @@ def build_parser() -> HfArgumentParser:
 
 
 def parse_arguments(
-    argv: list[str],
-    defaults: dict[str, object] | None = None,
-    to_train: bool = True,
-    own_flags: Collection[str] = (),
+    argv: list[str], defaults: dict[str, object] | None = None, to_train: bool = True, own_flags: Collection[str] = ()
 ) -> tuple[Arguments, list[str]]:
     """Parsed and checked flags, ~ in paths expanded, and one line for every flag that was given but has no effect.
 

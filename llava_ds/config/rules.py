@@ -32,7 +32,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
-    return [*problems, *_lines(LORA_RULES, args)]
+    return [*problems, *lora_and_quantization(args)]
 
 
 def data_problems(args: Arguments) -> list[str]:
@@ -94,21 +94,18 @@ def sample_order(args: Arguments) -> Iterator[str]:
         yield f"--shuffle False keeps the files' order, --{groupings[0]} makes another: choose one"
 
 
-def own_data(args: Arguments) -> Iterator[str]:
+def needed_flags(args: Arguments) -> Iterator[str]:
     model = args.model
-    if model.model_name_or_path is None and model.vision_tower is not None:
-        yield "--vision_tower goes with --model_name_or_path: give both, or neither for the tiny model"
-    if model.model_name_or_path is not None and args.data.data_path is None:
-        yield "--data_path is missing: the generated scenes go with the tiny model only; name your records"
-
-
-def needed_paths(args: Arguments) -> Iterator[str]:
     if args.training.output_dir is None:
         yield "--output_dir is missing: name the folder for what the run leaves"
     if args.training.deepspeed_config is None:
         yield (
             "--deepspeed_config is missing: give zero3 or another of ds_configs/, the path of a DeepSpeed JSON, or auto"
         )
+    if model.model_name_or_path is None and model.vision_tower is not None:
+        yield "--vision_tower goes with --model_name_or_path: give both, or neither for the tiny model"
+    if model.model_name_or_path is not None and args.data.data_path is None:
+        yield "--data_path is missing: the generated scenes go with the tiny model only; name your records"
 
 
 def precision_and_memory(args: Arguments) -> Iterator[str]:
@@ -186,14 +183,11 @@ def checkpoints(args: Arguments) -> Iterator[str]:
             )
 
 
-def template_of_stage(args: Arguments) -> Iterator[str]:
-    if args.model.version == "plain" and "language_model" in trained_parts(args.model):
-        yield "--version plain is the template of stage 1: give --tune_mm_mlp_adapter True with it, or --version v1"
-
-
 def trainable_parts(args: Arguments) -> Iterator[str]:
     """Flags that contradict each other about a part that trains."""
     model, parts = args.model, trained_parts(args.model)
+    if model.version == "plain" and "language_model" in parts:
+        yield "--version plain is the template of stage 1: give --tune_mm_mlp_adapter True with it, or --version v1"
     four = ("tune_mm_mlp_adapter", "freeze_mm_mlp_adapter", "freeze_backbone", "unfreeze_mm_vision_tower")
     if model.mm_tunable_parts is not None:
         for name in (name.strip() for name in model.mm_tunable_parts.split(",")):
@@ -228,17 +222,14 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
 
 DATA_RULES: tuple[Rule, ...] = (image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
-    needed_paths,
-    own_data,
+    needed_flags,
     precision_and_memory,
     steps_and_layout,
     installed_trackers,
     eval_and_sample_steps,
     checkpoints,
-    template_of_stage,
     trainable_parts,
 )
-LORA_RULES: tuple[Rule, ...] = (lora_and_quantization,)
 
 
 def unused_lora_flags(args: Arguments) -> list[str]:

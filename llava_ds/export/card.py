@@ -24,7 +24,7 @@ SHOWN = (
 
 # Where run/evaluate.py puts its scores; a card without it is not ours to change.
 EVALUATIONS_END = "<!-- llava_ds: evaluations end here -->"
-ASK_HF = """\
+USE_TRANSFORMERS = """\
 ```python
 from PIL import Image
 from transformers import AutoProcessor, {cls}
@@ -41,14 +41,14 @@ tokens = model.generate(**inputs.to(model.device, model.dtype), max_new_tokens=6
 print(processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 """
-ASK_LLAVA = """\
+USE_LLAVA = """\
 ```python
 from llava.model.builder import load_pretrained_model
 
 tokenizer, model, image_processor, context_len = load_pretrained_model({quoted}, None, {called})
 ```
 """
-ASK_HERE = """
+USE_LLAVA_DS = """
 In llava_ds:
 
     llava-ds chat --model_path {folder} --image image.png --question "What is in the image?"
@@ -92,7 +92,7 @@ def write_card(
         "| --- | --- |",
         *(f"| {package} | {version} |" for package, version in record["versions"].items()),
         "",
-        *([] if form == "projector" else [EVALUATIONS_END, "", "## Asking it", "", _asking(output_dir, form, name)]),
+        *([] if form == "projector" else [EVALUATIONS_END, "", "## Asking it", "", _usage(output_dir, form, name)]),
     ]
     write_whole(output_dir / CARD, redact("\n".join(lines)))
 
@@ -101,8 +101,8 @@ def write_conversion_card(output_dir: Path, form: str, source: Path) -> None:
     """Write README.md of a folder that was another format before."""
     name = output_dir.resolve().name
     text = f"# {name}\n\n{source.resolve().name}, converted by llava_ds.\n\n"
-    asking = "" if form == "projector" else f"{EVALUATIONS_END}\n\n## Asking it\n\n{_asking(output_dir, form, name)}"
-    write_whole(output_dir / CARD, text + asking)
+    usage = "" if form == "projector" else f"{EVALUATIONS_END}\n\n## Asking it\n\n{_usage(output_dir, form, name)}"
+    write_whole(output_dir / CARD, text + usage)
 
 
 def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
@@ -171,15 +171,15 @@ def _cell(text: str) -> str:
     return re.sub(r"([|<>`*_\[\]\\])", r"\\\1", " ".join(text.split()))
 
 
-def _asking(output_dir: Path, form: str, name: str) -> str:
+def _usage(output_dir: Path, form: str, name: str) -> str:
     """Code and a command; a relative name is looked up on the hub where no folder has it."""
     where = f"Run this in the folder that holds `{name}`, with an image as `image.png` beside it.\n\n"
     in_shell = "'" + name.replace("'", "'\\''") + "'"
-    here, quoted = ASK_HERE.format(folder=in_shell), json.dumps(name, ensure_ascii=False)
+    here, quoted = USE_LLAVA_DS.format(folder=in_shell), json.dumps(name, ensure_ascii=False)
     if form == "llava":
         called = quoted if "llava" in name.lower() else json.dumps(f"llava-{name}", ensure_ascii=False)
-        return where + ASK_LLAVA.format(quoted=quoted, called=called) + here
+        return where + USE_LLAVA.format(quoted=quoted, called=called) + here
     if form == "adapter":
         return where + here.lstrip()
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))
-    return where + ASK_HF.format(cls=config["architectures"][0], quoted=quoted) + here
+    return where + USE_TRANSFORMERS.format(cls=config["architectures"][0], quoted=quoted) + here

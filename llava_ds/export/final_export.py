@@ -76,7 +76,7 @@ def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
     engine.empty_partition_cache()
     try:
         if export.form == "adapter":
-            export_adapter(engine.module, export.model, export.args, export.image_options, folder, ranks)
+            export_adapter(export, engine.module, folder, ranks)
         else:
             write_live_folder(export, engine.module, folder, ranks)
     except SafetensorError as error:
@@ -119,9 +119,9 @@ def _export_adapter(engine, export: ExportPlan, dataset: EncodedDataset, output_
     with torch.no_grad(), exact_products(engine.module):
         embeds = engine.module.embed(batch)
         logits = _logits_everywhere(engine, batch)
-    export_adapter(engine.module, export.model, export.args, dataset.image_options, output_dir, ranks)
+    export_adapter(export, engine.module, output_dir, ranks)
     if ranks.is_first:
-        difference = compare_reloaded_adapter(output_dir, export.model, export.args, embeds, logits)
+        difference = compare_reloaded_adapter(output_dir, export, embeds, logits)
         print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
 
 

@@ -12,8 +12,8 @@ from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.checkpoint_files import ENGINE, trained_weights
+from llava_ds.export.adapter import merged_entries
 from llava_ds.export.export_plan import ExportPlan, export_format
-from llava_ds.export.lora_merge import merged_entries
 from llava_ds.export.tensors import Entry, completed, read_entries
 from llava_ds.files.writing import sha256
 from llava_ds.model.plan import part_weights, plan_model

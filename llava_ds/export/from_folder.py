@@ -14,15 +14,15 @@ from llava_ds.files.model_files import own_file, read_config, read_json, shown
 from llava_ds.model.open.folder import FLAG, read_folder, take_from_model
 from llava_ds.model.plan import plan_model
 
-UNSAID_LENGTH = 2048  # LLaVA-1.5's
+DEFAULT_LENGTH = 2048  # LLaVA-1.5's
 # Fields of config.json that only an export reads.
-SAID = {
+EXPORT_FIELDS = {
     "tokenizer_model_max_length": ((int, float), "a number of tokens"),
     "llava_ds_chat_template": (str, "a text"),
     "llava_ds_vocab_size": (int, "a number of rows"),
     "mm_vision_tower": (str, "a name"),
 }
-ENDLESS = 10**9  # what tokenizers say who know no longest text is above this
+NO_LIMIT = 10**9  # tokenizers without a longest text have a model_max_length above this
 
 
 def open_folder(
@@ -52,7 +52,7 @@ def open_folder(
     args, lines = take_from_model(args)
     args = args.replaced(version=resolve_template(args.model.version))
     plan = plan_model(args.model, 1)
-    said = config.get("tokenizer_model_max_length") or plan.tokenizer.model_max_length
+    length = config.get("tokenizer_model_max_length") or plan.tokenizer.model_max_length
     template = None
     if "version" not in given and "llava_ds_version" not in config:
         is_hf = folder.vision_config is not None
@@ -71,7 +71,7 @@ def open_folder(
         args.model,
         plan.tower.image_options(args),
         dtype or _precision(entries),
-        UNSAID_LENGTH if said > ENDLESS and form == "llava" else said,
+        DEFAULT_LENGTH if length > NO_LIMIT and form == "llava" else length,
         form,
         rows=rows if rows != plan.text_config.vocab_size else None,
         tower_name=tower_name,
@@ -85,7 +85,7 @@ def _config_of(source: Path, base: str | None) -> dict:
     for folder in (source, *([] if base is None else [Path(base)])):
         if (folder / "config.json").is_file():
             config = read_config(folder / "config.json", f"{FLAG} {folder}")
-            for name, (kind, what) in SAID.items():
+            for name, (kind, what) in EXPORT_FIELDS.items():
                 value = config.get(name)
                 if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
                     raise ConfigError(f"{FLAG} {folder}: config.json says {name} {shown(value)}, expected {what}")

@@ -1,18 +1,33 @@
-"""Folders of any form, from entries or from a model that is being trained."""
+"""Folders of any form, from entries or from a model that is being trained, and their place: whole or not at all."""
 
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
+from llava_ds.constants import ConfigError
 from llava_ds.export.export_plan import ExportPlan
-from llava_ds.export.llava_folder import llava_entries, projector_entries, write_llava, write_projector
+from llava_ds.export.llava_folder import PROJECTOR_FILES, llava_entries, projector_entries, write_llava, write_projector
 from llava_ds.export.tensors import Counted, Entry, live_entries, take_part
+from llava_ds.export.tokenizer_files import ORIGINAL_FILES
 from llava_ds.export.transformers_folder import hf_entries, write_hf
+from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.loading import return_freed_memory
+from llava_ds.model.lora import ADAPTER_FILES, NON_LORA
 from llava_ds.runtime.ranks import Ranks
+
+# Files that readers take for parts of a folder's model. Parts of two models side by side would be read as one.
+MODEL_FILES = (
+    "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
+    *ADAPTER_FILES, NON_LORA, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
+    f"{ORIGINAL_FILES}/*", f"{TEMPLATES_FOLDER}/*",
+)  # fmt: skip
 
 WRITERS = {"hf": write_hf, "llava": write_llava, "projector": write_projector}
 ENTRIES = {"hf": hf_entries, "llava": llava_entries, "projector": projector_entries}
@@ -55,3 +70,53 @@ def planned_entries(export: ExportPlan) -> list[Entry]:
     with torch.device("meta"), no_init_weights():
         model = assemble(plan.text_config, plan.tower, export.args, torch.empty(3), torch.empty(3))
     return [Entry(name, tuple(p.shape), p.detach) for name, p in model.named_parameters()]
+
+
+@contextlib.contextmanager
+def staged(output_dir: Path) -> Iterator[Path]:
+    """Give a folder of output_dir's name to write to; its model replaces that of output_dir when nothing was raised.
+
+    Whatever is raised in between, Ctrl-C too, leaves output_dir as it was. Then all files of the model that was there
+    go, and what is no part of a model stays. Nobody opens a folder with files of both: config.json goes first and
+    comes last. Raises ConfigError where the folder can't be written to.
+    """
+    was_there = output_dir.is_dir()
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        # Within it, so that it is on the same disk.
+        scratch = tempfile.TemporaryDirectory(dir=output_dir, prefix=".export-")
+    except OSError as error:
+        raise ConfigError(f"--output_dir {output_dir} can't be made ({error.strerror}): name another folder") from error
+    try:
+        with scratch:
+            stage = Path(scratch.name) / output_dir.resolve().name
+            stage.mkdir()
+            yield stage
+            _replace(output_dir, stage)
+    except BaseException:
+        if not was_there:
+            with contextlib.suppress(OSError):  # files are in place already: they are whole
+                output_dir.rmdir()
+        raise
+
+
+def _replace(output_dir: Path, stage: Path) -> None:
+    """Put the stage's files into output_dir, in the place of the model there."""
+    new = sorted(
+        (file.relative_to(stage) for file in stage.rglob("*") if file.is_file()),
+        key=lambda name: (name.name == "config.json", name.name.endswith(".index.json"), name),
+    )
+    targets = [output_dir / name for name in new]
+    inner = [output_dir / name for name in (ORIGINAL_FILES, TEMPLATES_FOLDER)]
+    links = {folder for folder in inner if folder.is_symlink()}  # what they lead to is not of this folder
+    old = links | {file for pattern in MODEL_FILES for file in output_dir.glob(pattern) if file.parent not in links}
+    if folders := sorted(file for file in old.union(targets) if file.is_dir() and not file.is_symlink()):
+        raise ConfigError(f"{folders[0]} is a folder, expected a file: remove it, or name another --output_dir")
+    for file in sorted(old, key=lambda file: (file.name != "config.json", file)):
+        file.unlink()
+    for folder in inner:
+        if folder.is_dir():  # empty ones would be read, too
+            folder.rmdir()
+    for name, target in zip(new, targets):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(stage / name, target)

@@ -17,7 +17,7 @@ MEMORY_PART = 0.8
 
 
 def room_to_compare(num_bytes: int) -> str | None:
-    """Why a folder with so many bytes of weights is not opened beside a training run; None if there is room."""
+    """Return the reason why a folder with so many bytes of weights is not opened beside a run; None if it fits."""
     free = psutil.virtual_memory().available
     if num_bytes <= MEMORY_PART * free:
         return None
@@ -39,8 +39,7 @@ def compare_reloaded(
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
     batch: a single sample, and the layouts of its images; mean, std (1, 3, 1, 1): how the tower scales pixels;
-    logits (T, V) of the trained model at every position. Returns the largest difference relative to the largest
-    magnitude. Raises RuntimeError when it is above TOLERANCE.
+    logits (T, V) of the trained model at every position. Returns and raises as compare_logits does.
     """
     config = AutoConfig.from_pretrained(output_dir, local_files_only=True, trust_remote_code=False)
     model_type = config.model_type
@@ -62,12 +61,20 @@ def compare_reloaded(
         inputs = {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
     # The rows of <image> and <video> are the export's own.
     again = final_logits(reloaded(**inputs).logits[0, :, : logits.shape[1]], reloaded.config.text_config)  # (T, V)
+    return compare_logits(output_dir, "transformers", again, logits)
+
+
+def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: torch.Tensor) -> float:
+    """Return the largest difference of a library's logits (T, V) relative to the largest magnitude of the model's.
+
+    Raises RuntimeError when it is above TOLERANCE.
+    """
     logits = logits.cpu().float()
     difference = ((again.float() - logits).abs().max() / logits.abs().max()).item()
     limit = TOLERANCE[again.dtype]
     if not difference <= limit:
         raise RuntimeError(
-            f"{output_dir} was exported, but transformers computes other logits from it (difference {difference:.2e} "
+            f"{output_dir} was exported, but {library} computes other logits from it (difference {difference:.2e} "
             f"of the largest, allowed {limit:.0e}): keep the checkpoint and report this"
         )
     return difference

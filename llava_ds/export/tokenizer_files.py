@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 from tokenizers import Regex, normalizers
-from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerBase
 
+from llava_ds.data.encode import end_markers
+from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_json_if_there
 
 FILES = (
@@ -15,7 +17,7 @@ FILES = (
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens")
-KEPT = "llava_tokenizer"  # folder for the files as they were before tokens for images were added
+ORIGINAL_FILES = "llava_tokenizer"  # folder for the files as they were before tokens for images were added
 
 # What transformers 5 writes for a tokenizer that is all in tokenizer.json, and the name that 4 reads, too.
 CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
@@ -60,9 +62,9 @@ def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_
     if (source / "tokenizer.model").is_file():
         own_file(source / "tokenizer.model")
         shutil.copy(source / "tokenizer.model", output_dir)
-    origin = _origin(source)
+    origin = _original_folder(source)
     check_folder(origin, str(origin))
-    _copy_files(origin, output_dir / KEPT)
+    _copy_files(origin, output_dir / ORIGINAL_FILES)
 
 
 def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> str | None:
@@ -70,7 +72,7 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
 
     Returns the token that pads, None if it has none.
     """
-    origin = _origin(source)
+    origin = _original_folder(source)
     check_folder(origin, str(origin))
     _copy_files(origin, output_dir)
     path = output_dir / "tokenizer_config.json"
@@ -86,9 +88,21 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
     return pad["content"] if isinstance(pad, dict) else pad
 
 
-def _origin(source: Path) -> Path:
-    kept = source / KEPT
-    return kept if kept.is_dir() and kept.resolve().parent == source.resolve() else source
+def write_generation_config(
+    version: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path, pad_token_id: int | None
+) -> None:
+    """Write generation_config.json: an answer ends where the template ends it, or the tokenizer."""
+    ends = end_markers(resolve_template(version), tokenizer)
+    GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=ends[0] if len(ends) == 1 else ends,
+        pad_token_id=pad_token_id,
+    ).save_pretrained(output_dir)
+
+
+def _original_folder(source: Path) -> Path:
+    originals = source / ORIGINAL_FILES
+    return originals if originals.is_dir() and originals.resolve().parent == source.resolve() else source
 
 
 def _copy_files(source: Path, target: Path) -> None:

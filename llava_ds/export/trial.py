@@ -1,10 +1,8 @@
 """An export tried before training: a run can't find out in its last minute that its model opens nowhere."""
 
-import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
@@ -36,7 +34,8 @@ def try_export(export: ExportPlan, output_dir: Path, *, dry_run: bool = False) -
             raise ConfigError(f"--output_dir {output_dir} can't be written: there is no write permission for {place}")
     place.mkdir(parents=True, exist_ok=True)
     _check_room(place, total)
-    with _scratch(place) as folder:
+    with tempfile.TemporaryDirectory(prefix="export-trial-", dir=place) as scratch:
+        folder = Path(scratch)
         write_folder(export, entries, folder, holes=True)
         if export.form == "hf":
             _open_with_transformers(folder)
@@ -51,13 +50,6 @@ def _check_room(output_dir: Path, total: int) -> None:
             f"--output_dir {output_dir}: the finished model takes {total / 1e9:.1f} GB, but only {free / 1e9:.1f} GB "
             "are free there: make room, or name another folder"
         )
-
-
-@contextlib.contextmanager
-def _scratch(output_dir: Path) -> Iterator[Path]:
-    """A folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="export-trial-", dir=output_dir) as folder:
-        yield Path(folder)
 
 
 def _open_with_transformers(folder: Path) -> None:

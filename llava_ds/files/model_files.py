@@ -85,10 +85,8 @@ def read_json(file: Path, where: str) -> dict:
 
     Raises ConfigError that names the file.
     """
-    try:
+    with library_errors(where):
         return _object(file)
-    except DataError as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def _object(file: Path) -> dict:
@@ -123,10 +121,8 @@ def read_json_if_there(file: Path, where: str) -> dict:
 def read_config(file: Path, where: str) -> dict:
     """A model's config.json, its sizes within bounds, without what would choose kernels. Raises ConfigError."""
     config = read_json(file, where)
-    try:
+    with library_errors(where):
         _check_says(config, file)
-    except DataError as error:
-        raise ConfigError(f"{where}: {error}") from error
     return _without_implementations(config)
 
 

@@ -38,7 +38,7 @@ KINDS = {  # of files that are not regular
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a file for reading. Raises OSError, and DataError where it is no regular file; never waits for a writer."""
-    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 the caller's; a folder raises here
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 the caller's
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
@@ -208,10 +208,6 @@ def _parsed(content: bytes) -> object:
         raise DataError("it is nested too deeply") from error
     except ValueError as error:
         raise DataError(f"it is no JSON ({error})" if content.strip() else "it is empty") from error
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @cache

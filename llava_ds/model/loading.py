@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig
 from llava_ds.constants import DataError
 from llava_ds.model import quantize
 from llava_ds.model.open.weights import Weights
-from llava_ds.runtime.ranks import Ranks, all_sum
+from llava_ds.runtime.mesh import sum_over
+from llava_ds.runtime.ranks import Ranks
 
 MAX_SHOWN = 4  # problems named in one message
 MAX_NAME = 200  # characters of a tensor's name in a message
@@ -132,7 +133,7 @@ def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, rank
         held[i] = _bit_sum(_own_partition(parameter, ranks) if partitioned[i] else parameter.data)
     if any(partitioned):
         device = ranks.device
-        held = all_sum(held.to(device)).cpu()
+        held = sum_over(None, held.to(device)).cpu()
         torch.distributed.broadcast(expected := sums.to(device), 0)
         sums = expected.cpu()
     wrong = [name for name, a, b in zip(parameters, held.tolist(), sums.tolist()) if a != b]

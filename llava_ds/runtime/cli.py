@@ -1,6 +1,5 @@
 """llava-ds: the commands of run/ by name, from any folder."""
 
-import difflib
 import os
 import runpy
 import sys
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from llava_ds import __version__
 from llava_ds.config.shipped import RECIPES, RUN
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, nearest_name
 from llava_ds.runtime.command import begin, leave_with
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
@@ -55,7 +54,8 @@ def run_command() -> None:
     sys.argv = [str(script), *argv]
     if name in LAUNCHED and not set(HELP) & set(argv) and is_to_be_launched(name, launcher_flags, os.environ):
         if name == "train":
-            check_training_flags()
+            # Exit now if the flags can't be used: the launcher would take seconds, and print before the message.
+            begin("run/train.py", reads=read_training_flags)
         launch(script, launcher_flags, argv)
     runpy.run_path(str(script), run_name="__main__")
 
@@ -69,8 +69,8 @@ def split(words: list[str]) -> tuple[list[str], str, list[str]]:
     if at is None:
         if not words or words[0] in (*HELP, "--version"):
             return [], words[0] if words else HELP[1], []
-        nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
+        nearest = nearest_name(words[0], COMMANDS)
+        hint = f"did you mean {nearest}?" if nearest else f"give one of {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {words[0]!r}: {hint}")
     before, name = words[:at], words[at]
     if before and (name not in LAUNCHED or not before[0].startswith("-")):
@@ -87,11 +87,6 @@ def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str
     import torch
 
     return torch.cuda.device_count() > 1
-
-
-def check_training_flags() -> None:
-    """Exit now if the flags can't be used: the launcher would take seconds, and print before the message."""
-    begin("run/train.py", reads=read_training_flags)
 
 
 def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:

@@ -110,7 +110,13 @@ def leave_with(main: Callable[[], int | None], program: str) -> NoReturn:
     """
     try:
         _handle_interrupts(_raise_interrupt)
-        code = _run(main)
+        try:
+            code = main() or 0
+        except SystemExit as leaving:  # of --help, or of a command that this one runs
+            if leaving.code not in (None, 0):
+                raise
+            code = 0
+        check_output()
     except (ConfigError, DataError) as error:
         exit_for_bad_input(error, program)
     except KeyboardInterrupt:
@@ -118,18 +124,6 @@ def leave_with(main: Callable[[], int | None], program: str) -> NoReturn:
     except Exception:
         exit_for_failure()
     sys.exit(code)
-
-
-def _run(main: Callable[[], int | None]) -> int:
-    """The exit code of main, after its output was written."""
-    try:
-        code = main() or 0
-    except SystemExit as leaving:  # of --help, or of a command that this one runs
-        if leaving.code not in (None, 0):
-            raise
-        code = 0
-    check_output()
-    return code
 
 
 def exit_for_interrupt() -> NoReturn:

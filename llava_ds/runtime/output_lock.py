@@ -234,7 +234,8 @@ class OutputLock:
             other = _read(right)
             if other is None or not other.is_here or other.first.is_alive:
                 time.sleep(TICK_S / 5)
-                if other is None or other.is_here or _age(own, right) < SILENT_S:
+                os.utime(own)  # the file system's clock, not this machine's
+                if other is None or other.is_here or _renewed(own) - _renewed(right) < SILENT_S:
                     return False
             token = other.token
             passed.append(right)
@@ -374,16 +375,9 @@ def _renewed(path: Path) -> float:
         return 0.0
 
 
-def _age(own: Path, path: Path) -> float:
-    """Seconds since a file was renewed, by the file system's clock."""
-    os.utime(own)
-    return _renewed(own) - _renewed(path)
-
-
 def _is_held_by(path: Path, launcher: int) -> bool:
     """True if rank 0 of a launcher of this machine holds it. False if it can't be read, which rank 0 reports."""
-    try:
+    with contextlib.suppress(OSError, ConfigError):
         holder = _read(path)
-    except (OSError, ConfigError):
-        return False
-    return holder is not None and holder.is_here and holder.launcher == launcher and holder.first.is_alive
+        return holder is not None and holder.is_here and holder.launcher == launcher and holder.first.is_alive
+    return False

@@ -254,13 +254,9 @@ def _words(process: psutil.Process) -> list[str]:
         return []
 
 
-def _scripts(words: list[str]) -> set[str]:
-    """The first names of a command line: an interpreter, or a script beside it."""
-    return {os.path.basename(word) for word in words[:3]}
-
-
 def _starts_ranks(words: list[str]) -> bool:
-    return bool(LAUNCHER_MODULES & set(words) or LAUNCHER_SCRIPTS & _scripts(words))
+    scripts = {os.path.basename(word) for word in words[:3]}  # an interpreter, or a script beside it
+    return bool(LAUNCHER_MODULES & set(words) or LAUNCHER_SCRIPTS & scripts)
 
 
 def _is_runner(words: list[str]) -> bool:

@@ -109,13 +109,6 @@ def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = S
         )
 
 
-def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks, in place."""
-    if torch.distributed.get_world_size() > 1:
-        torch.distributed.all_reduce(values)
-    return values
-
-
 def barrier(ranks: Ranks) -> None:
     """Wait until every rank calls it, for as long as reading or writing files takes."""
     if ranks.world_size > 1:

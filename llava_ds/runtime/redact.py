@@ -31,22 +31,19 @@ def redact(value: object, environ: Mapping[str, str] = os.environ) -> object:
     of an environment variable with one of these anywhere in its name; user and password in an address; and anything
     that looks like a token of the usual services. Other values are unchanged.
     """
-    secrets = sorted(
-        (text for name, text in environ.items() if _SECRET_VARIABLE.search(name) and _may_be_secret(text)),
-        key=len,
-        reverse=True,  # one may be a part of another
-    )
-    return _redacted(value, secrets)
+    secrets = [
+        text
+        for name, text in environ.items()
+        if _SECRET_VARIABLE.search(name)
+        and len(text) >= LEAST_CHARACTERS
+        and not text.startswith(("/", "./", "~"))  # the path of a key
+    ]
+    return _redacted(value, sorted(secrets, key=len, reverse=True))  # one may be a part of another
 
 
 def is_secret_name(name: str) -> bool:
     """True if a flag or key of this name holds a secret."""
     return any(word in _SECRET_WORDS for word in re.split(r"[^a-z0-9]+", name.lower()))
-
-
-def _may_be_secret(text: str) -> bool:
-    """False for the path of a key, and for short values."""
-    return len(text) >= LEAST_CHARACTERS and not text.startswith(("/", "./", "~"))
 
 
 def _redacted(value: object, secrets: list[str]) -> object:

@@ -122,7 +122,9 @@ class Stopping:
             os.set_blocking(end, False)
         self._pipe = (reader, writer)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        heard = [number for number in REQUESTS if not _is_ignored_hangup(number)]
+        # Under nohup SIGHUP is ignored: that run is to outlive its terminal.
+        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = [number for number in REQUESTS if not (number == signal.SIGHUP and is_nohup)]
         self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
         _prepare_children()
         self._thread = threading.Thread(target=self._hear, name="stopping", daemon=True)
@@ -173,7 +175,7 @@ class Stopping:
         if self._num_steps > 1:  # the first also compiles and allocates
             self._longest_step_s = max(self._longest_step_s, step_time_s)
         limited = self._limit_s is not None and not self._asked
-        if limited and self._elapsed_s() > self._limit_s - self._needed_s() - ahead_s:
+        if limited and time.monotonic() - self._started_s > self._limit_s - self._needed_s() - ahead_s:
             self._asked = TIME_IS_OVER
         self._reason = self._agreement.exchange(self._asked)
         return self._reason != 0
@@ -202,9 +204,6 @@ class Stopping:
             time.sleep(WAIT_S if ranks.is_first else 0.0)
         code = EXIT_STOPPED if resumable else EXIT_NOT_RESUMABLE
         return code if ranks.is_first or not self._one_code else 0
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._started_s
 
     def _needed_s(self) -> float:
         """Seconds to reserve for stopping: the ranks stop a step after the agreement, save, and end."""
@@ -275,12 +274,6 @@ def _prepare_children() -> None:
     os.register_at_fork(after_in_child=in_child)
 
 
-def _is_ignored_hangup(number: int) -> bool:
-    """True for SIGHUP under nohup: that run is to outlive its terminal."""
-    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
-
-
 def _name_of(reason: int) -> str:
-    """The request as text."""
     others = {LAUNCHER_GONE: GONE, TIME_IS_OVER: "--max_run_time is nearly over"}
     return others.get(reason) or signal.Signals(reason).name

@@ -30,7 +30,6 @@ STEPS_LONGER = 4  # times the longest step so far is too long, whatever the limi
 WINDOW_S = 60.0  # over which ranks are compared
 WINDOWS_BETWEEN = 10  # two lines about the same rank
 LAUNCHER_S = 10.0  # in which a launcher ends its ranks after one of them has ended
-PATIENCE_S = LAUNCHER_S + 5.0
 PEER_IS_GONE = (  # words of gloo, NCCL and torch's store, which have no type of error for it
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
     "Did the remote server shutdown or crash",
@@ -95,25 +94,20 @@ class Watchdog:
                 self.enters("done", self._at[1])
                 self._send(replace(self._beat, phase="done", step=self._at[1], seconds=0.0, limit=self._limit("done")))
             if error is None:
-                self._wait_for_all()
+                try:
+                    barrier(self._ranks)  # a rank that fails at its end reports it, and the launcher ends this one
+                except RuntimeError as lost:
+                    self._raised(lost)
+                    raise
         self._closed.set()
         self._thread.join(timeout=WRITING_S)
         self._thread = None
 
-    def _wait_for_all(self) -> None:
-        """Wait until every rank is at its end. One that fails there reports it, and the launcher ends this one."""
-        try:
-            barrier(self._ranks)
-        except RuntimeError as lost:
-            self._raised(lost)
-            raise
-
     def _raised(self, error: Exception) -> None:
         """Tell the other ranks the error that ends this one, and name this rank before the traceback."""
         if self._peers and any(text in str(error) for text in PEER_IS_GONE):
-            time.sleep(
-                PATIENCE_S
-            )  # only a consequence of another's end: the watchdog's thread reports whose, and ends this one
+            # Only a consequence of another's end: the watchdog's thread reports whose, and ends this one.
+            time.sleep(LAUNCHER_S + 5.0)
         here = replace(self._beat, phase=self._at[0], step=self._at[1])
         is_users = isinstance(error, (ConfigError, DataError))  # printed elsewhere
         first = next(iter(str(error).strip().splitlines()), "")

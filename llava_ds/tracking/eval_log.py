@@ -11,8 +11,8 @@ MOST_SHOWN = 100  # characters of an answer that are printed
 
 
 class Evals:
-    """Writes and prints them, on rank 0. What lies behind the step that a run resumes from is dropped, as of
-    metrics.jsonl."""
+    """Writes and prints eval losses and sample answers, on rank 0. A resumed run drops those after its checkpoint, as
+    in metrics.jsonl."""
 
     def __init__(self, output_dir: Path, resume_step: int, ranks: Ranks, trackers: Trackers) -> None:
         self.trackers, self.is_first = trackers, ranks.is_first

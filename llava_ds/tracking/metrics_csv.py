@@ -6,14 +6,11 @@ from pathlib import Path
 from llava_ds.files.jsonl import append, read_metrics
 from llava_ds.files.writing import write_whole
 
-COLUMNS = (
-    "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "supervised_tokens", "step_time_s", "data_wait_s",
-    "tokens_per_s", "mfu", "peak_memory_bytes", "skipped_steps", "broken_samples",
-)  # fmt: skip
-
 
 class MetricsTable:
     """metrics.csv beside a metrics.jsonl, which it follows: appended to, and made anew from it whenever in doubt.
+
+    Its columns are the single numbers of the newest row when it is made, so a new number in the log is a column, too.
 
     So a killed run leaves no half line and no line twice: the next start writes the file again, in one rename.
     """
@@ -22,26 +19,34 @@ class MetricsTable:
         """log: metrics.jsonl, which has a row before this table is given it."""
         self.path, self.log = path, log
         self.follows = False  # whether the file has all rows that were written so far
+        self.columns: list[str] = []
 
     def write(self, rows: list[dict]) -> None:
         """Add rows of metrics.jsonl. A disk that is full leaves the table behind until there is room again."""
         try:
             if self.follows:
-                append(self.path, as_csv(rows))
-            else:
-                write_whole(self.path, ",".join(COLUMNS) + "\n" + as_csv(read_metrics(self.log)))
+                append(self.path, as_csv(rows, self.columns))
+                return
+            stored = read_metrics(self.log)
+            self.columns = columns_of((stored or rows)[-1])  # a full disk may have kept all rows out of the log
+            write_whole(self.path, ",".join(self.columns) + "\n" + as_csv(stored, self.columns))
             self.follows = True
         except OSError:
             self.follows = False  # metrics.jsonl, on the same disk, has said so
 
 
-def as_csv(rows: Iterable[dict]) -> str:
+def columns_of(row: dict) -> list[str]:
+    """Names of the single numbers in a row of metrics.jsonl, also of those without a value, and lr."""
+    return [name for name, value in row.items() if name == "lr" or not isinstance(value, (list, dict))]
+
+
+def as_csv(rows: Iterable[dict], columns: list[str]) -> str:
     """Lines of the table, of six digits; what a row has no value for stays empty."""
-    return "".join(",".join(_cell(row.get(name)) for name in COLUMNS) + "\n" for row in rows)
+    return "".join(",".join(_cell(row.get(name)) for name in columns) + "\n" for row in rows)
 
 
 def _cell(value: object) -> str:
-    kind = type(value)  # for each of fifteen cells of every step
+    kind = type(value)  # for each cell of every step
     if kind is int:
         return str(value)
     if kind is list:

@@ -77,7 +77,7 @@ class Hook:
         """Act after a step."""
 
     def close(self) -> None:
-        """Act after the last step, if training ended as it should."""
+        """Act after the last step, if training ended as it should. Hooks are closed in the reverse of their order."""
 
 
 class Stop(Hook):

@@ -45,7 +45,7 @@ def train(session: Session, hooks: Sequence[Hook]) -> None:
     with session.memory, session.stop.training(plan.args.training.max_run_time, session.ranks):
         run_steps(session.engine, steps, state, num_steps, session.objective, session.mesh, after_step)
     watchdog.enters("export", state.step)
-    for hook in hooks:
+    for hook in reversed(hooks):  # Log, which leaves the report, comes after those whose files it shows
         hook.close()
 
 

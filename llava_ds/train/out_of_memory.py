@@ -40,12 +40,12 @@ class MemoryWatch:
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError) and _is_out_of_memory(error):
             longest = max(self._plan.dataset.lengths)
-            said = [
+            lines = [
                 f"out of memory on {self._where()}",
                 f"  {in_use(self._ranks.device)}, ZeRO stage {self._resolved.zero_stage}: {str(error).splitlines()[0]}",
                 *(f"  {line}" for line in advice(self._resolved, self._batch, longest)),
             ]
-            raise ConfigError("\n".join(said)) from error
+            raise ConfigError("\n".join(lines)) from error
 
     @contextmanager
     def warm_up(self, largest: LargestMicroBatch) -> Iterator[None]:
@@ -57,18 +57,18 @@ class MemoryWatch:
 
     def _where(self) -> str:
         """Describe the rank, the step, and the micro-batch with its samples."""
-        said = f"rank {self._ranks.rank} ({self._ranks.device})"
+        place = f"rank {self._ranks.rank} ({self._ranks.device})"
         if self._batch is None:
-            return f"{said} before the first micro-batch"
+            return f"{place} before the first micro-batch"
         if self._warming_up is not None:
-            said += f" in the warm-up of the largest micro-batch, before step {self._step + 1:,}"
+            place += f" in the warm-up of the largest micro-batch, before step {self._step + 1:,}"
             samples = self._warming_up
         else:
             mine = self._plan.of_rank(self._step + 1, self._ranks.rank)
             samples = mine[self._index]
-            said += f" in step {self._step + 1:,}, micro-batch {self._index + 1} of {len(mine)}"
+            place += f" in step {self._step + 1:,}, micro-batch {self._index + 1} of {len(mine)}"
         return (
-            f"{said}: {self._batch.input_ids.shape[1]:,} tokens, {len(self._batch.pixel_values):,} image tiles, "
+            f"{place}: {self._batch.input_ids.shape[1]:,} tokens, {len(self._batch.pixel_values):,} image tiles, "
             f"{name_samples(self._plan.dataset, samples)}"
         )
 
@@ -115,8 +115,8 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
         name = "zero3_offload" if stage == 3 else "zero2_offload"
         lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states into the node's memory, slower")
     # A checkpoint belongs to its layout and stage.
-    anew = "all but --gradient_checkpointing start the run again, with --resume never"
-    return [f"to need less, the cheapest first ({anew}):", *(f"  {line}" for line in lines)]
+    restart = "all but --gradient_checkpointing start the run again, with --resume never"
+    return [f"to need less, the cheapest first ({restart}):", *(f"  {line}" for line in lines)]
 
 
 def _about_layers(training: TrainingArguments) -> list[str]:

@@ -140,7 +140,7 @@ def _plan_steps(
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
     dataset = open_together(known.args, model.tokenizer, images, ranks)
-    dataset, held_out, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
+    dataset, eval_set, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
     tokens = choose_tokens_per_micro_batch(known, model, dataset, order, ranks)
     packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)
@@ -150,7 +150,7 @@ def _plan_steps(
     resolved = on_every_rank(ranks, partial(resolve, filled_in, num_steps=num_steps))
     final = with_steps_of_epochs(known.args.replaced(tokens_per_micro_batch=tokens), per_epoch)
     resolved = dataclasses.replace(resolved, args=final)
-    return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(held_out, questions)
+    return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(eval_set, questions)
 
 
 def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks) -> tuple[ResumePlan, list[str]]:

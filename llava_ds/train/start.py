@@ -8,6 +8,7 @@ from llava_ds.config.arguments import Arguments
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG
 from llava_ds.engine.ds_config.resolve import read_ds_config
 from llava_ds.engine.process_group import init_ranks
+from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.model.liger import check_liger
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.runtime.cli import read_training_flags
@@ -34,6 +35,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     args, notes = read_training_flags(argv)
     quiet_libraries(args.training.verbose)
     args, more_notes = take_from_model(args)
+    parse_size(args.training.max_shard_size)  # refused before ranks meet and --output_dir is made
     chosen = args.training.deepspeed_config == CHOOSE_DS_CONFIG
     raw_config = None if chosen else read_ds_config(args.training.deepspeed_config)
     output_dir, writes = Path(args.training.output_dir), not args.training.dry_run

@@ -12,7 +12,7 @@ from PIL import Image
 
 from llava_ds.constants import DataError
 from llava_ds.files.jsonl import MetricsLog, read_metrics
-from llava_ds.tracking.metrics_csv import COLUMNS, MetricsTable
+from llava_ds.tracking.metrics_csv import MetricsTable
 from llava_ds.tracking.plots import LossPlot, plot_loss
 from llava_ds.tracking.series import running_mean, thinned
 
@@ -127,6 +127,12 @@ def test_a_log_is_never_half_rewritten(tmp_path, monkeypatch):
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 
+COLUMNS = (
+    "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "supervised_tokens", "step_time_s", "data_wait_s",
+    "tokens_per_s", "mfu", "peak_memory_bytes", "skipped_steps", "broken_samples",
+)  # fmt: skip
+
+
 def full(step: int, **more: object) -> dict:
     return {**dict.fromkeys(COLUMNS, 0), "step": step, "loss": 1 / 3, "lr": [1e-3, 2e-3], "grad_norm": None, **more}
 
@@ -150,6 +156,17 @@ def test_the_table_has_a_line_per_row_however_often_a_run_is_killed_and_goes_on(
     assert (cells[-1]["loss"], cells[-1]["lr"], cells[-1]["grad_norm"], cells[-1]["tokens"]) == (
         "0.333333", "0.002", "", "12",
     )  # fmt: skip
+
+
+def test_a_new_number_of_the_log_is_a_column_from_the_next_start_on(tmp_path):
+    log, path = tmp_path / "metrics.jsonl", tmp_path / "metrics.csv"
+    MetricsLog(log, 0).write([full(1)])
+    row = full(2, accuracy=0.25, source_losses={"a": 1.0}, micro_batch_losses=[[1.0]])
+    MetricsLog(log, 1).write([row])
+    MetricsTable(path, log).write([row])
+    head, first, second = (line.split(",") for line in path.read_text().splitlines())
+    assert head == [*COLUMNS, "accuracy"]
+    assert (first[-1], second[-1]) == ("", "0.25")
 
 
 def test_the_table_follows_again_when_a_full_disk_has_room(tmp_path):

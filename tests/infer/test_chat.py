@@ -191,7 +191,7 @@ def test_the_script(folder, pictures, monkeypatch, capsys):
         with pytest.raises(DataError, match=message):
             run(*wrong)
     for wrong, message in (
-        (["--top_p", "0"], "--top_p is 0.0: expected above 0"),
+        (["--top_p", "0"], "--top_p is 0: give a value above 0"),
         (["--temperature", "inf", "--seed", str(2**63)], r"--temperature is inf: .*\n--seed is 9223372036854775808"),
         (["--web", "--image", "x.png"], "--image, --question: with --web it is given on the page"),
         (["--offload", "cpu"], "--offload cpu is DeepSpeed's"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from exporting import export_plan
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -25,8 +26,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import collate
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.param_groups import describe_parts
-from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
-from llava_ds.export.lora_merge import merged_entries
+from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter, merged_entries
 from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.model import lora, quantize
 from llava_ds.model.plan import ModelPlan, part_weights, plan_model
@@ -162,7 +162,7 @@ def logits_of(model: nn.Module, batch) -> torch.Tensor:
 
 def written(model: nn.Module, plan, args: ModelArguments, folder: Path) -> Path:
     folder.mkdir(parents=True)
-    export_adapter(model, plan, args, toys.image_options(), folder, RANKS)
+    export_adapter(export_plan(model, plan, args, toys.image_options()), model, folder, RANKS)
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # all readable to whom the umask lets read
     return folder
 
@@ -180,12 +180,12 @@ def test_peft_opens_what_is_left_and_computes_the_same(base, batch, tmp_path, bi
     folder = written(model, plan, args, tmp_path / "out")
     with torch.no_grad():
         embeds = model.embed(batch)
-    assert compare_reloaded_adapter(folder, plan, args, embeds, logits) < 1e-5
+    assert compare_reloaded_adapter(folder, export_plan(model, plan, args, toys.image_options()), embeds, logits) < 1e-5
     tensors = load_file(folder / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] *= 1.01
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(RuntimeError, match="peft computes other logits"):
-        compare_reloaded_adapter(folder, plan, args, embeds, logits)
+        compare_reloaded_adapter(folder, export_plan(model, plan, args, toys.image_options()), embeds, logits)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

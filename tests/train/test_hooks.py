@@ -1,5 +1,6 @@
 """The order of the hooks is the policy: what a stop, a problem and a spike of the loss do to evaluation and saving."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ from llava_ds.constants import DataError
 from llava_ds.data.loader import Counts
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train import hooks
-from llava_ds.train.hooks import Evaluate, Health, Save, StepEnd, Stop
+from llava_ds.train.hooks import Evaluate, Health, Log, Save, StepEnd, Stop
+from llava_ds.train.loop import train
 from llava_ds.train.session import Session
 from llava_ds.train.state import StepResult, TrainState
 
@@ -129,3 +131,26 @@ def test_a_failed_save_is_a_problem(monkeypatch):
     session.saver.after_step = lambda *args, **more: "the disk is full"
     with pytest.raises(DataError, match="the disk is full"):
         run(session, 4, monkeypatch).raise_problems()
+
+
+def test_the_report_is_left_after_the_files_that_it_shows(tmp_path, capsys):
+    session, order = FakeSession(), []
+    session.state.step, session.memory, session.mesh = 10, nullcontext(), SimpleNamespace(dp_rank=0)
+    session.engine = SimpleNamespace(train=lambda: None, device=torch.device("cpu"))
+    session.stop.training = lambda limit, ranks: nullcontext()
+    session.plan.output_dir, session.plan.args.data = tmp_path, SimpleNamespace(dataloader_num_workers=0)
+    session.plan.args.training.max_run_time = session.objective = None
+
+    def write(rows: list) -> None:
+        order.append((tmp_path / "report.html").exists())
+
+    log, health = Log.__new__(Log), Health.__new__(Health)
+    log.session = health.session = session
+    log.progress = SimpleNamespace(close=lambda: None)
+    health.skipped = health.skipped_steps = health.spikes = FakeWatch()
+    health.skipped.log.write = write
+    (tmp_path / "metrics.jsonl").write_text("")
+    for hook in (log, health):
+        hook.begin = lambda: None
+    train(session, [log, health])
+    assert order == [False] * 3 and f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out

@@ -22,8 +22,8 @@ from llava_ds.engine.non_finite import skipped_steps
 from llava_ds.engine.param_groups import parameter_groups
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.engine.start import check_engine, start_engine
-from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import all_sum, quiet_libraries
+from llava_ds.runtime.mesh import Mesh, sum_over
+from llava_ds.runtime.ranks import quiet_libraries
 from llava_ds.train.loop import run_steps
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.state import TrainState
@@ -101,7 +101,7 @@ def run(case: dict, folder: Path, ranks) -> dict:
     losses, rates = [], []
 
     def after_step(result) -> float:
-        losses.append(all_sum(result.loss).item())
+        losses.append(sum_over(None, result.loss).item())
         rates.append(result.lr)
         return 0.0
 

@@ -26,8 +26,8 @@ from llava_ds.engine.param_groups import parameter_groups
 from llava_ds.engine.pieces import layout_file, layout_text
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.engine.start import start_engine
-from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks, all_sum, quiet_libraries
+from llava_ds.runtime.mesh import Mesh, sum_over
+from llava_ds.runtime.ranks import Ranks, quiet_libraries
 from llava_ds.train.loop import run_steps
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.state import TrainState
@@ -95,7 +95,7 @@ def run(case: dict, ranks: Ranks) -> dict:
     losses, rates, state = [], [], TrainState()
 
     def after_step(result) -> float:
-        losses.append(all_sum(result.loss).item())
+        losses.append(sum_over(None, result.loss).item())
         rates.append(result.lr)
         if result.step == SAVED and "before" in case:
             engine.save_checkpoint(str(folder), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)

@@ -3,7 +3,7 @@
 To add a family: most need nothing here, because probe.py tries every causal language model of transformers on a small
 copy. Add a line to LLAVA_CLASSES if LLaVA has a class of its own for it, to MLP_WIDTHS or EXPERT_WIDTHS if its
 configuration has another name for these widths, and to TENSOR_PARALLEL once tests/infer/test_engines.py passes with it.
-Then add its small configuration to tests/model/test_language_models.py and a row to docs/language_models.md.
+Then add its small configuration to FAMILIES in tests/helpers/toys.py and a row to docs/language_models.md.
 """
 
 from pathlib import Path

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llava_ds.constants import ConfigError
+from llava_ds.export.output_folder import staged
 from llava_ds.export.safetensors_shards import write_shards
-from llava_ds.export.staged import staged
 from llava_ds.export.tensors import Entry
 from llava_ds.model.open.weights import WeightFiles
 
