@@ -125,19 +125,12 @@ def _ask_position(things):
 
 def _ask_relation(things):
     questions = []
-    named = _unique_names(things)
-    for i, name, given in named:
-        for j, other_name, other_given in named:
-            for relation in RELATIONS:
-                if i != j and (answer := place_relation(relation, things[i].place, things[j].place)) is not None:
-                    question = Question(
-                        "relation",
-                        ("relation", name, relation, other_name),
-                        "yes" if answer else "no",
-                        given | other_given,
-                        frozenset({("relation", min(i, j), max(i, j))}),
-                    )
-                    questions.append(question)
+    for (i, name, given), (j, other_name, other_given) in itertools.permutations(_unique_names(things), 2):
+        revealed = frozenset({("relation", min(i, j), max(i, j))})
+        for relation in RELATIONS:
+            if (answer := place_relation(relation, things[i].place, things[j].place)) is not None:
+                form = ("relation", name, relation, other_name)
+                questions.append(Question("relation", form, "yes" if answer else "no", given | other_given, revealed))
     return questions
 
 

@@ -215,15 +215,11 @@ def _code(value: object) -> object:
 def _checkpoints(run: RunFiles) -> list[Block]:
     if not run.checkpoints:
         return [note("There are no checkpoints here.")]
-    rows = [
-        (
-            one.name,
-            num_bytes(one.num_bytes),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved_s)),
-            "" if one.whole else "no manifest: it does not count",
-        )
-        for one in run.checkpoints
-    ]
+    rows = []
+    for one in run.checkpoints:
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved_s))
+        problem = "" if one.whole else "no manifest: it does not count"
+        rows.append((one.name, num_bytes(one.num_bytes), saved, problem))
     return [
         table(["checkpoint", "size", "saved", ""], rows, numbers=(1,)),
         note("python run/verify.py reads them whole and compares every hash.", "note"),
