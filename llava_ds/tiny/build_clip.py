@@ -3,6 +3,7 @@
 # B pictures, C captions, W words of a caption, D embedding width
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from llava_ds.tiny.muon import Muon, warm_up_then_cosine
+from llava_ds.tiny.muon import Optimizers
 from llava_ds.tiny.scenes import COLOURS, PLACES, SHAPES, draw_scene, sample_scene
 from llava_ds.tiny.weights_io import save_half
 
@@ -142,35 +143,21 @@ def normalise(pictures):
 
 def _train(model, scenes, captions, names, rng, recipe):
     layers = [p for name, p in model.tower.named_parameters() if p.ndim == 2 and ".layers." in name]
-    in_layers = {id(p) for p in layers}
-    others = [p for p in model.parameters() if id(p) not in in_layers]
-    optimizers = [
-        Muon(layers, lr=recipe.muon_learning_rate),
-        torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-    schedules = [warm_up_then_cosine(optimizer, recipe.num_steps) for optimizer in optimizers]
-    drawn = {}  # pictures are drawn when first needed, and kept
+    optimizers = Optimizers(model, layers, recipe)
+    drawn = functools.cache(lambda i: pictures_of([scenes[i]])[0])  # pictures are drawn when first needed, and kept
     bar = tqdm(range(recipe.num_steps), desc="clip")
     order = np.array([], dtype=np.int64)
     for _ in bar:
         if len(order) < recipe.batch_size:
             order = rng.permutation(len(scenes))
         indices, order = order[: recipe.batch_size].tolist(), order[recipe.batch_size :]
-        for i in indices:
-            if i not in drawn:
-                drawn[i] = pictures_of([scenes[i]])[0]
         truth = truth_table([scenes[i] for i in indices], names)
-        pixel_values = normalise(torch.stack([drawn[i] for i in indices]))
+        pixel_values = normalise(torch.stack([drawn(i) for i in indices]))
         by_picture, by_patch = (
             F.binary_cross_entropy_with_logits(logits, truth, reduction="sum") / len(indices)
             for logits in model(pixel_values, captions)
         )
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        (by_picture + by_patch).backward()
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
+        optimizers.step(by_picture + by_patch)
         bar.set_postfix(by_picture=f"{by_picture.item():.2f}", by_patch=f"{by_patch.item():.2f}")
 
 

@@ -3,6 +3,7 @@
 # B documents, T tokens of the longest, K words that a position may mix, D width, V vocab
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -13,7 +14,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llava_ds.tiny.build_tokenizer import MAX_LENGTH_TOKENS, save_tokenizer, train_tokenizer
-from llava_ds.tiny.muon import Muon, warm_up_then_cosine
+from llava_ds.tiny.muon import Optimizers
 from llava_ds.tiny.questions import KINDS, all_questions, caption
 from llava_ds.tiny.scenes import sample_scene
 from llava_ds.tiny.texts import (
@@ -98,23 +99,12 @@ def save_llama(model, tokenizer, folder):
 
 def _train(model, encode, rng, recipe):
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
-    others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers" in name)]
-    optimizers = [
-        Muon(matrices, lr=recipe.muon_learning_rate),
-        torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-    schedules = [warm_up_then_cosine(optimizer, recipe.num_steps) for optimizer in optimizers]
+    optimizers = Optimizers(model, matrices, recipe)
     bar = tqdm(range(recipe.num_steps), desc="llama")
     for step in bar:
         documents = _documents(rng, recipe, progress=step / recipe.num_steps)
         loss = _loss(model, collate([encode(d) for d in documents]), rng, recipe.noise)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
+        optimizers.step(loss, max_norm=1.0)
         bar.set_postfix(loss=f"{loss.item():.3f}")
 
 
@@ -159,9 +149,7 @@ class Encoder:
     """Turns spans into arrays; remembers the ids of pieces of text that it has seen."""
 
     def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.ids_of = {}
-        self.word_ids = {}
+        self.text = functools.cache(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
 
     def __call__(self, spans):
         """Return ids (T, K), mix (T, K), weight (T,) and is_patchwork (T,) as lists, <s> first."""
@@ -174,22 +162,16 @@ class Encoder:
                 weights += [0.0] * len(span.words)
                 patchwork += [True] * len(span.words)
             else:
-                ids = self._text(span.text)
+                ids = self.text(span.text)
                 rows += [[i] for i in ids]
                 mixes += [[1.0]] * len(ids)
                 weights += [span.weight] * len(ids)
                 patchwork += [False] * len(ids)
         return rows, mixes, weights, patchwork
 
-    def _text(self, text):
-        if text not in self.ids_of:
-            self.ids_of[text] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return self.ids_of[text]
-
     def _word(self, word):
-        if word not in self.word_ids:
-            (self.word_ids[word],) = self.tokenizer.encode(word, add_special_tokens=False).ids
-        return self.word_ids[word]
+        (word_id,) = self.text(word)
+        return word_id
 
 
 def collate(documents):

@@ -51,6 +51,31 @@ def _orthogonal(stack):
     return x if wide else x.mT
 
 
+class Optimizers:
+    """Muon for the matrices of the layers, AdamW for everything else, each with warm_up_then_cosine."""
+
+    def __init__(self, model, layers, recipe):
+        """layers: the matrices that Muon updates, of the model's parameters."""
+        in_layers = {id(p) for p in layers}
+        others = [p for p in model.parameters() if id(p) not in in_layers]
+        self.optimizers = [
+            Muon(layers, lr=recipe.muon_learning_rate),
+            torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+        self.schedules = [warm_up_then_cosine(optimizer, recipe.num_steps) for optimizer in self.optimizers]
+        self.parameters = list(model.parameters())
+
+    def step(self, loss, max_norm=math.inf):
+        """Backward and one update."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        if max_norm < math.inf:
+            torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        for each in (*self.optimizers, *self.schedules):
+            each.step()
+
+
 def warm_up_then_cosine(optimizer, num_steps):
     """Return a schedule for an optimizer: a linear start over a thirtieth of the steps, then cosine to 0."""
     warm_up = max(1, num_steps // 30)

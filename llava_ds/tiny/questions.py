@@ -5,6 +5,7 @@ answers equally often, so a model that sees no picture can only guess.
 """
 
 import collections
+import functools
 import itertools
 import typing
 
@@ -52,19 +53,10 @@ class Question(typing.NamedTuple):
 
 def caption(scene, rng):
     """Return one or two English sentences that name every thing and its place, in reading order."""
-    names = [f"a {t.colour} {t.shape}" for t in scene.things]
-    places = [place_phrase(t.place) for t in scene.things]
-    style = int(rng.integers(4))
-    if style == 0:
-        text = join_words([f"{name} {place}" for name, place in zip(names, places, strict=True)])
-    elif style == 1:
-        text = "there is " + join_words([f"{name} {place}" for name, place in zip(names, places, strict=True)])
-    elif style == 2:
-        text = join_words([f"{place} is {name}" for name, place in zip(names, places, strict=True)])
-    else:
-        number = NUMBERS[len(names) - 1]
-        text = f"{number} {plural('shape', len(names))}: "
-        text += join_words([f"{name} {place}" for name, place in zip(names, places, strict=True)])
+    named = [(f"a {t.colour} {t.shape}", place_phrase(t.place)) for t in scene.things]
+    style, number = int(rng.integers(4)), len(named)
+    start = ("", "there is ", "", f"{NUMBERS[number - 1]} {plural('shape', number)}: ")[style]
+    text = start + join_words([f"{place} is {name}" if style == 2 else f"{name} {place}" for name, place in named])
     return text[0].upper() + text[1:] + "."
 
 
@@ -89,9 +81,9 @@ def all_questions(scene, kind):
 
 
 def _ask_existence(things):
-    told = {}
+    told = collections.defaultdict(frozenset)
     for i, t in enumerate(things):
-        told[t.colour, t.shape] = told.get((t.colour, t.shape), frozenset()) | {(i, "colour"), (i, "shape")}
+        told[t.colour, t.shape] |= {(i, "colour"), (i, "shape")}
     questions = []
     for name in itertools.product(COLOURS, SHAPES):
         answer = "yes" if name in told else "no"
@@ -111,31 +103,16 @@ def _ask_count(things):
     ]
 
 
-def _ask_colour(things):
+def _ask_attribute(things, kind, noun, other, wording):
+    """kind: the attribute that is asked for, by the thing's place, or by its other attribute if nothing shares it."""
     questions = []
     for i, t in enumerate(things):
-        names = [(f"shape {place_phrase(t.place)}", "place")]
-        if sum(other.shape == t.shape for other in things) == 1:
-            names.append((t.shape, "shape"))
+        names = [(f"{noun} {place_phrase(t.place)}", "place")]
+        if sum(getattr(each, other) == getattr(t, other) for each in things) == 1:
+            names.append((wording.format(getattr(t, other)), other))
         for name, attribute in names:
-            question = Question(
-                "colour", ("colour", name), t.colour, frozenset({(i, attribute)}), frozenset({(i, "colour")})
-            )
-            questions.append(question)
-    return questions
-
-
-def _ask_shape(things):
-    questions = []
-    for i, t in enumerate(things):
-        names = [(f"thing {place_phrase(t.place)}", "place")]
-        if sum(other.colour == t.colour for other in things) == 1:
-            names.append((f"{t.colour} thing", "colour"))
-        for name, attribute in names:
-            question = Question(
-                "shape", ("shape", name), t.shape, frozenset({(i, attribute)}), frozenset({(i, "shape")})
-            )
-            questions.append(question)
+            given, revealed = frozenset({(i, attribute)}), frozenset({(i, kind)})
+            questions.append(Question(kind, (kind, name), getattr(t, kind), given, revealed))
     return questions
 
 
@@ -183,8 +160,8 @@ def place_relation(relation, a, b):
 _ASKERS = {
     "existence": _ask_existence,
     "count": _ask_count,
-    "colour": _ask_colour,
-    "shape": _ask_shape,
+    "colour": functools.partial(_ask_attribute, kind="colour", noun="shape", other="shape", wording="{}"),
+    "shape": functools.partial(_ask_attribute, kind="shape", noun="thing", other="colour", wording="{} thing"),
     "position": _ask_position,
     "relation": _ask_relation,
 }

@@ -1,5 +1,6 @@
 """Writes generated scenes to disk as LLaVA JSON and PNG files, atomically."""
 
+import contextlib
 import fcntl
 import glob
 import json
@@ -50,8 +51,9 @@ def _write_once(folder, made_from):
         fcntl.flock(lock, fcntl.LOCK_EX)
         for left in folder.parent.glob(f".{glob.escape(folder.name)}-*"):
             shutil.rmtree(left)  # by a kill; nobody else builds here meanwhile
-        if _read_json(folder / RECORD_FILE) == made_from:
-            return
+        with contextlib.suppress(FileNotFoundError, DataError):  # missing or damaged
+            if read_json(folder / RECORD_FILE, dict) == made_from:
+                return
         if folder.exists() and any(folder.iterdir()) and not (folder / RECORD_FILE).is_file():
             raise DataError(f"{folder} holds something other than generated scenes: name a new or empty folder")
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -60,7 +62,7 @@ def _write_once(folder, made_from):
         try:
             counts = {name: made_from[name] for name in ("num_pretrain", "num_finetune", "num_heldout")}
             _write_splits(building, made_from["seed"], **counts)
-            _write_json(building / RECORD_FILE, made_from)
+            (building / RECORD_FILE).write_text(json.dumps(made_from, indent=1))
             if folder.exists():
                 folder.rename(scratch / "old")  # deleted where it stands, a kill would leave a part of it
             building.rename(folder)
@@ -88,7 +90,7 @@ def _write_splits(folder, seed, num_pretrain, num_finetune, num_heldout):
                     pictures.append((scene, folder / record["image"]))
                 records.append(record)
             drawing.append(pool.starmap_async(_save_picture, pictures, chunksize=100))
-            _write_json(folder / f"{name}.json", records)
+            (folder / f"{name}.json").write_text(json.dumps(records, indent=1))
         for job in drawing:
             job.get()
 
@@ -143,15 +145,3 @@ def _turns(talk):
 
 def _save_picture(scene, path):
     draw_scene(scene).save(path, compress_level=1)
-
-
-def _read_json(path):
-    """Read a JSON file; None if it is missing or damaged."""
-    try:
-        return read_json(path, dict)
-    except (FileNotFoundError, DataError):
-        return None
-
-
-def _write_json(path, content):
-    path.write_text(json.dumps(content, indent=1))

@@ -40,14 +40,6 @@ class Thing:
     size: float
     turn: float  # radians
 
-    @property
-    def row(self):
-        return self.place // 3
-
-    @property
-    def column(self):
-        return self.place % 3
-
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
@@ -174,7 +166,6 @@ def _corners(shape):
         return [(-0.7, -0.7), (0.7, -0.7), (0.7, 0.7), (-0.7, 0.7)]
     if shape == "triangle":
         return [(0, -1), (0.9, 0.6), (-0.9, 0.6)]
-    arm = 0.3  # half the width of a cross's bars
-    long = 0.93
+    arm, long = 0.3, 0.93  # half the width and half the length of a cross's bars
     quarter = [(arm, -long), (arm, -arm), (long, -arm)]
     return quarter + [(-y, x) for x, y in quarter] + [(-x, -y) for x, y in quarter] + [(y, -x) for x, y in quarter]

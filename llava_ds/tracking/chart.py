@@ -82,9 +82,7 @@ def line_chart(
         part = (scale(value) - scale(low)) / (scale(high) - scale(low))
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * part
 
-    parts = [_grid(ticks, y, shown), *_steps_axis(first, last, x)]
-    for one in drawn:
-        parts.append(_curve(one, x, y))
+    parts = [_grid(ticks, y, shown), *_steps_axis(first, last, x), *(_curve(one, x, y) for one in drawn)]
     told = f"{title}, steps {first:,} to {last:,}, {shown(min(values))} to {shown(max(values))}"
     told += ", log scale" if is_log else ""
     return f"<figure>{_caption(title, series, is_log)}{_svg(told, parts)}</figure>"
@@ -120,9 +118,8 @@ def bar_chart(title: str, edges: Sequence[float], counts: Sequence[int], unit: s
 
 
 def _svg(told: str, parts: list[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(told)}">' + "".join(parts) + "</svg>"
-    )
+    opening = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(told)}">'
+    return f"{opening}{''.join(parts)}</svg>"
 
 
 def _caption(title: str, series: Sequence[Series], is_log: bool = False) -> str:
@@ -163,8 +160,7 @@ def _curve(one: Series, x: Callable[[float], float], y: Callable[[float], float]
         path.append(f"{'L' if pen_down else 'M'}{x(step):.1f} {y(value):.1f}")
         points.append(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5"/>')
         pen_down = True
-    lone = len(points) == 1
-    dots = "".join(points) if one.dots or lone else ""
+    dots = "".join(points) if one.dots or len(points) == 1 else ""
     return f'<g class="curve s{one.colour}{" faint" if one.faint else ""}"><path d="{"".join(path)}"/>{dots}</g>'
 
 

@@ -6,27 +6,13 @@ from pathlib import Path
 
 from llava_ds.runtime.ranks import printable
 from llava_ds.tracking.blocks import COLOURS, charts, note, render, table
-from llava_ds.tracking.chart import Series, line_chart, short
+from llava_ds.tracking.chart import Series, line_chart
 from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import running_mean
-from llava_ds.tracking.wording import duration, model_of, num_bytes, shown_score
+from llava_ds.tracking.wording import NUMBERS, model_of, shown_score
 
 # Where a run lies differs always, and says nothing.
 PLACES = ("output_dir", "run_name", "cache_dir", "resume")
-NUMBERS = {
-    "steps": ("optimizer steps", "{:,.0f}".format),
-    "epoch": ("epochs", "{:.2f}".format),
-    "loss": ("loss at the end (running mean)", "{:.4f}".format),
-    "held_out_loss": ("eval loss, last", "{:.4f}".format),
-    "tokens": ("tokens", short),
-    "step_time_s": ("spent in steps", duration),
-    "tokens_per_s": ("tokens/s (median)", "{:,.0f}".format),
-    "mfu": ("MFU (median)", "{:.1%}".format),
-    "wait": ("waiting for data", "{:.1%}".format),
-    "peak_memory_bytes": ("peak memory of rank 0", num_bytes),
-    "skipped_steps": ("steps skipped", "{:,.0f}".format),
-    "broken_samples": ("samples that broke", "{:,.0f}".format),
-}
 CURVES = {
     "loss": "Loss per supervised token (running mean)",
     "lr": "Learning rate of the first group",
@@ -47,9 +33,9 @@ def numbers_table(runs: list[RunFiles]) -> list[list[str]]:
     """A row per number that at least one of them has, scores first: its label, and each run's."""
     found = [run.numbers for run in runs]
     rows = [
-        [label, *(form(numbers[name]) if name in numbers else "" for numbers in found)]
-        for name, (label, form) in NUMBERS.items()
-        if any(name in numbers for numbers in found)
+        [shown.label, *(shown.form(numbers[name]) if name in numbers else "" for numbers in found)]
+        for name, shown in NUMBERS.items()
+        if name != "samples" and any(name in numbers for numbers in found)  # tokens tell more
     ]
     scores = [_scores(run) for run in runs]
     kinds = dict.fromkeys(kind for each in scores for kind in each)

@@ -47,17 +47,11 @@ def _sources(title: str, rows: list[dict], names: list[str], smooth: bool) -> st
     """The loss of each data source, of a run that has several. After eight sources the colours repeat."""
     series = []
     for i, name in enumerate(names):
-        steps, losses = _of_source(rows, name)
-        if not steps:
-            continue
-        series.append(Series(name, steps, running_mean(losses) if smooth else losses, colour=i % 8, dots=not smooth))
+        found = {row["step"]: loss for row in rows if is_number(loss := _by_source(row).get(name))}
+        if found:
+            losses = running_mean(found.values()) if smooth else list(map(float, found.values()))
+            series.append(Series(name, list(found), losses, colour=i % 8, dots=not smooth))
     return line_chart(title, series) if series else ""
-
-
-def _of_source(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
-    """Steps and losses of one data source."""
-    found = [(row["step"], _by_source(row)[name]) for row in rows if is_number(_by_source(row).get(name))]
-    return [step for step, _ in found], [float(loss) for _, loss in found]
 
 
 def _by_source(row: dict) -> dict[str, float]:
@@ -89,19 +83,15 @@ def _rates(run: RunFiles) -> list[Series]:
 
 def _times(run: RunFiles) -> str:
     steps, times = run.column("step_time_s")
-    waits = run.column("data_wait_s")
-    if not times:
-        return ""
+    waiting, waits = run.column("data_wait_s")
     series = [
         Series("step", steps, running_mean(times), colour=0),
-        Series("of it waiting for data", waits[0], running_mean(waits[1]), colour=1),
+        Series("of it waiting for data", waiting, running_mean(waits), colour=1),
     ]
-    return line_chart("Seconds per step (running mean)", series, log=False)
+    return line_chart("Seconds per step (running mean)", series, log=False) if times else ""
 
 
 def _memory(run: RunFiles) -> str:
     steps, sizes = run.column("peak_memory_bytes")
-    if not sizes:
-        return ""
-    gigabytes = [size / 1e9 for size in sizes]
-    return line_chart("Peak memory of rank 0, GB", [Series("", steps, gigabytes)], log=False, from_zero=True)
+    series = [Series("", steps, [size / 1e9 for size in sizes])]
+    return line_chart("Peak memory of rank 0, GB", series, log=False, from_zero=True) if sizes else ""

@@ -1,5 +1,6 @@
 """Samples for a person to look at: their text with the supervised part marked, and their images."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,34 +38,25 @@ class ShownSample:
 
 def runs_of(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:
     """Split the ids of a sample (IMAGE_TOKEN_INDEX at image positions) into runs, whose texts join to the sample's."""
-    runs, start = [], 0
-    kinds = [_kind(token, label) for token, label in zip(input_ids, labels)]
+    runs, end = [], 0
     piece_start, text_before = 0, ""  # a text is decoded together with what stands before it since the last image
-    for end in range(1, len(kinds) + 1):
-        if end < len(kinds) and kinds[end] == kinds[start]:
-            continue
-        if kinds[start] == "image":
-            runs.append(Run("image", end - start, ""))
+    for kind, neighbours in itertools.groupby(map(_kind, input_ids, labels)):
+        length = len(list(neighbours))
+        end += length
+        if kind == "image":
+            runs.append(Run("image", length, ""))
             piece_start, text_before = end, ""
         else:
             text = tokenizer.decode(input_ids[piece_start:end], clean_up_tokenization_spaces=False)
-            runs.append(Run(kinds[start], end - start, text.removeprefix(text_before)))
+            runs.append(Run(kind, length, text.removeprefix(text_before)))
             text_before = text
-        start = end
     return tuple(runs)
 
 
 def supervised_text(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """The text that the model learns to write: every supervised stretch decoded by itself, joined."""
-    stretches: list[list[int]] = []
-    before = False
-    for token, label in zip(input_ids, labels):
-        now = label != IGNORE_INDEX
-        if now and not before:
-            stretches.append([])
-        if now:
-            stretches[-1].append(token)
-        before = now
+    neighbours = itertools.groupby(zip(input_ids, labels), key=lambda pair: pair[1] != IGNORE_INDEX)
+    stretches = [[token for token, _ in pairs] for supervised, pairs in neighbours if supervised]
     return "".join(tokenizer.decode(stretch, clean_up_tokenization_spaces=False) for stretch in stretches)
 
 

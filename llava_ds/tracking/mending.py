@@ -56,18 +56,18 @@ def mend_side_files(output_dir: Path, names: Iterable[str], ranks: Ranks) -> Non
     names: of the files that a run writes, patterns among them. Raises ConfigError on every rank where that
     can't be done.
     """
-    broadcast_from_first(ranks, lambda: _mend_all(output_dir, (*names, *OTHERS)))
+    wanted = (*names, *OTHERS)
 
+    def mend_all() -> None:
+        for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
+            if any(fnmatch.fnmatchcase(path.name, name) for name in wanted):
+                try:
+                    _mend(path)
+                except OSError as error:
+                    problem = f"{path} is damaged and can't be moved aside ({error.strerror}): move it yourself"
+                    raise ConfigError(problem) from error
 
-def _mend_all(output_dir: Path, wanted: tuple[str, ...]) -> None:
-    for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
-        if any(fnmatch.fnmatchcase(path.name, name) for name in wanted):
-            try:
-                _mend(path)
-            except OSError as error:
-                raise ConfigError(
-                    f"{path} is damaged and can't be moved aside ({error.strerror}): move it yourself"
-                ) from error
+    broadcast_from_first(ranks, mend_all)
 
 
 def _mend(path: Path) -> None:

@@ -24,18 +24,15 @@ class MetricsTable:
     def write(self, rows: list[dict]) -> None:
         """Add rows of metrics.jsonl. A disk that is full leaves the table behind until there is room again."""
         try:
-            if not self.follows:
-                self._make_anew(rows)
+            if self.follows:
+                append(self.path, as_csv(rows, self.columns))
                 return
-            append(self.path, as_csv(rows, self.columns))
+            stored = read_metrics(self.log)
+            self.columns = columns_of((stored or rows)[-1])  # a full disk may have kept all rows out of the log
+            write_whole(self.path, ",".join(self.columns) + "\n" + as_csv(stored, self.columns))
+            self.follows = True
         except OSError:
             self.follows = False  # metrics.jsonl, on the same disk, has said so
-
-    def _make_anew(self, rows: list[dict]) -> None:
-        stored = read_metrics(self.log)
-        self.columns = columns_of((stored or rows)[-1])  # a full disk may have kept all rows out of the log
-        write_whole(self.path, ",".join(self.columns) + "\n" + as_csv(stored, self.columns))
-        self.follows = True
 
 
 def columns_of(row: dict) -> list[str]:

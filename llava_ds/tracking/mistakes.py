@@ -42,11 +42,9 @@ def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
     if count == 0:
         return ["no answer is wrong"]
     if not found:
-        return [f"{_wrong(0, count)}: --show_wrong 10 shows some"] if metric == "accuracy" else []
-    if metric == "accuracy":
-        lines = [f"{_wrong(len(found), count)}, the most confident first:"]
-    else:
-        lines = [f"{_first(len(found), count)} answers, the lowest {metric} first:"]
+        wrong = "wrong answer" if count == 1 else "wrong answers"
+        return [f"{count:,} {wrong}: --show_wrong 10 shows some"] if metric == "accuracy" else []
+    lines = [f"{_order(len(found), count, metric)}:"]
     for row in found:
         lines.append(
             f"  {percent(row)}  {_quoted(row.get('text'))}, expected {_quoted(reference_text(row.get('reference')))}"
@@ -81,11 +79,8 @@ def _cards(path: Path, content: dict, output_dir: Path) -> list[Block]:
         found, count = most_confident(rows, metric, MOST_SHOWN)
     if not found:
         return [note("No answer is wrong.", "note")]
-    which = f"{_first(len(found), count)} answers, the lowest {metric} first"
-    if metric == "accuracy":
-        which = f"{_wrong(len(found), count)}, the most confident first"
     text = (
-        f"{which}. The percentage is the probability that the model gave to exactly this "
+        f"{_order(len(found), count, metric)}. The percentage is the probability that the model gave to exactly this "
         f"answer. All answers are in {path.name}."
     )
     cards = [_card(row, content.get("turns"), output_dir) for row in found]
@@ -126,13 +121,12 @@ def reference_text(reference: object) -> str:
     return str(reference)
 
 
-def _first(shown: int, count: int) -> str:
-    return f"{count:,}" if shown == count else f"{shown:,} of {count:,}"
-
-
-def _wrong(shown: int, count: int) -> str:
-    answers = "wrong answer" if count == 1 else "wrong answers"
-    return f"{_first(shown, count) if shown else f'{count:,}'} {answers}"
+def _order(shown: int, count: int, metric: str) -> str:
+    """The number of answers that are shown, and their order."""
+    number = f"{count:,}" if shown == count else f"{shown:,} of {count:,}"
+    if metric != "accuracy":
+        return f"{number} answers, the lowest {metric} first"
+    return f"{number} wrong answer{'' if count == 1 else 's'}, the most confident first"
 
 
 def _quoted(text: object) -> str:

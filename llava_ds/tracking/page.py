@@ -7,19 +7,21 @@ import time
 from pathlib import Path
 
 from llava_ds.config.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava_ds.data.preflight import reasons_in_short
 from llava_ds.engine.ds_config.draft import value_at
 from llava_ds.files.writing import write_output, write_whole
-from llava_ds.tracking.blocks import Block, details, heading, note, pre, render, styled, table, tiles
-from llava_ds.tracking.chart import short
+from llava_ds.tracking.blocks import Block, charts, details, heading, note, pre, render, styled, table, tiles
+from llava_ds.tracking.chart import bar_chart
 from llava_ds.tracking.curves import learning_curves, machine_curves
-from llava_ds.tracking.data_part import data_part
 from llava_ds.tracking.mistakes import mistakes_part
 from llava_ds.tracking.result import evaluation_part, result_card
 from llava_ds.tracking.run_files import RunFiles, is_number, read_run
 from llava_ds.tracking.sampled import sampled_answers
-from llava_ds.tracking.wording import duration, model_of, num_bytes
+from llava_ds.tracking.wording import NUMBERS, model_of, num_bytes
 
 FILE = "report.html"
+MOST_REJECTED = 50  # rows of a table
+LEFT_OUT = "left out:"  # begins the reasons in EncodedDataset.summary
 
 
 def leave_report(output_dir: Path) -> None:
@@ -55,12 +57,13 @@ def report_page(run: RunFiles) -> str:
         "Mistakes": mistakes_part(run),
         "Learning": learning_curves(run),
         "Evaluation": evaluation_part(run),
-        "Data": data_part(run),
+        "Data": _data(run),
         "The machine": [tiles(_figures(run, MACHINE)), *machine_curves(run)],
         "Configuration": [*_flags(run), *_deepspeed(run)],
         "Checkpoints": _checkpoints(run),
         "To repeat it": _command(run),
     }
+    left_out = [(f"{len(run.skipped):,}", "records left out")] if run.skipped and run.numbers else []
     planned, steps = run.record.get("num_steps"), int(run.numbers.get("steps", 0))
     done = is_number(planned) and steps >= planned
     when = (
@@ -76,47 +79,95 @@ def report_page(run: RunFiles) -> str:
         state="finished" if done else f"at step {steps:,}" + (f" of {planned:,}" if is_number(planned) else ""),
         when=" · ".join(filter(None, when)),
         problems=[note(run.problems[name], "warn") for name in ("run.json", "metrics.jsonl") if name in run.problems],
-        first=[result_card(run), tiles(_figures(run, LEARNING))],
+        first=[result_card(run), tiles([*_figures(run, LEARNING), *left_out])],
         sections={title: blocks for title, blocks in sections.items() if blocks},
         written=time.strftime("%Y-%m-%d %H:%M %z"),
         folder=run.output_dir.resolve(),
     )
 
 
-# Numbers of a run: name, label and format.
 LEARNING = (
-    ("loss", "loss at the end (running mean)", "{:.4f}".format),
-    ("held_out_loss", "eval loss, last", "{:.4f}".format),
-    ("steps", "optimizer steps", "{:,.0f}".format),
-    ("epoch", "epochs", "{:.2f}".format),
-    ("samples", "samples", "{:,.0f}".format),
-    ("tokens", "tokens", short),
-    ("step_time_s", "spent in steps", duration),
-    ("skipped_steps", "steps skipped (not finite)", "{:,.0f}".format),
-    ("broken_samples", "samples that broke", "{:,.0f}".format),
-    ("left_out", "records left out", "{:,.0f}".format),
-)
-MACHINE = (
-    ("tokens_per_s", "tokens/s (median)", "{:,.0f}".format),
-    ("mfu", "of the peak: MFU (median)", "{:.1%}".format),
-    ("wait", "of the time waiting for data", "{:.1%}".format),
-    ("peak_memory_bytes", "peak memory of rank 0", num_bytes),
-)
+    "loss", "held_out_loss", "steps", "epoch", "samples", "tokens", "step_time_s", "skipped_steps", "broken_samples",
+)  # fmt: skip
+MACHINE = ("tokens_per_s", "mfu", "wait", "peak_memory_bytes")
 
 
-def _figures(run: RunFiles, wanted: tuple) -> list[tuple[str, str]]:
+def _figures(run: RunFiles, wanted: tuple[str, ...]) -> list[tuple[str, str]]:
     """(number, label) of those that the run has; of problems only if there were some."""
-    numbers = {
-        name: value for name, value in run.numbers.items() if value or name not in ("skipped_steps", "broken_samples")
-    }
-    numbers |= {"left_out": len(run.skipped)} if run.skipped and numbers else {}
-    return [(form(numbers[name]), label) for name, label, form in wanted if numbers.get(name) is not None]
+    numbers, problems = run.numbers, ("skipped_steps", "broken_samples")
+    found = [name for name in wanted if name in numbers and (numbers[name] or name not in problems)]
+    return [(NUMBERS[name].form(numbers[name]), NUMBERS[name].label) for name in found]
 
 
 def _answers(run: RunFiles) -> list[Block]:
     if "samples.jsonl" in run.problems:
         return [note(run.problems["samples.jsonl"], "warn")]
     return sampled_answers(run.samples, run.output_dir) if run.samples else []
+
+
+def _data(run: RunFiles) -> list[Block]:
+    """The training data, the eval data, and what was left out before and during training."""
+    data = run.record.get("data")
+    data = data if isinstance(data, dict) else {}
+    summary, lengths = data.get("summary"), data.get("lengths")
+    blocks: list[Block] = []
+    if isinstance(summary, list):
+        lines = list(map(str, summary))
+        if LEFT_OUT in lines and run.skipped:  # which has a part of its own
+            lines = lines[: lines.index(LEFT_OUT)]
+        blocks.append(pre("\n".join(lines)))
+    if isinstance(lengths, dict) and isinstance(lengths.get("edges"), list) and isinstance(lengths.get("counts"), list):
+        unit = "tokens, image features included"
+        blocks.append(charts([bar_chart("Samples by length", lengths["edges"], lengths["counts"], unit)]))
+    if not blocks:
+        blocks.append(note("run.json says nothing about the data."))
+    return [*blocks, *_eval_data(run, data.get("held_out")), *_rejected(run), *_skipped_steps(run)]
+
+
+def _eval_data(run: RunFiles, summary: object) -> list[Block]:
+    """summary: run.json's lines about it, without which nothing is said."""
+    if not isinstance(summary, list):
+        return []
+    blocks = [heading("Held out"), pre("\n".join(map(str, summary)))]
+    if not summary:
+        blocks[1] = note("Nothing: neither --eval_fraction nor --eval_data_path was given.", "note")
+    broken = (run.column("broken_samples", run.evals)[1] or [0])[-1]
+    if broken:
+        blocks.append(note(f"Held-out samples that broke, at the last measurement: {broken:,.0f}.", "warn"))
+    return blocks
+
+
+def _rejected(run: RunFiles) -> list[Block]:
+    if "skipped.jsonl" in run.problems:
+        return [note(run.problems["skipped.jsonl"], "warn")]
+    if not run.skipped:
+        return [note("No record was rejected.", "note")]
+    rows = [
+        (
+            f"{row.get('file')}:{row.get('line')}",
+            row.get("id"),
+            f"broke at step {row['step']}" if row.get("step") else "before training",
+            row.get("reason"),
+        )
+        for row in run.skipped[:MOST_REJECTED]
+    ]
+    listing = [table(["where", "id", "when", "why"], rows, stacks=True)]
+    if more := len(run.skipped) - len(rows):
+        listing.append(note(f"{more:,} more are in skipped.jsonl.", "note"))
+    reasons = reasons_in_short([str(row.get("reason")) for row in run.skipped])
+    count = f"Records left out: {len(run.skipped):,}"
+    return [heading("Left out"), pre("\n".join(reasons)), details(count, *listing)]
+
+
+def _skipped_steps(run: RunFiles) -> list[Block]:
+    if not run.skipped_steps:
+        return []
+    rows = [
+        (f"{row['step']:,}", row.get("not_finite"), ", ".join(map(str, (row.get("samples") or [])[:8])))
+        for row in run.skipped_steps[:MOST_REJECTED]
+    ]
+    count = f"Steps that changed nothing, for they were not finite: {len(run.skipped_steps):,}"
+    return [details(count, table(["step", "what", "samples"], rows, numbers=(0,)))]
 
 
 def _flags(run: RunFiles) -> list[Block]:
@@ -128,14 +179,12 @@ def _flags(run: RunFiles) -> list[Block]:
     }
     chosen, others = [], []
     for name, value in run.flags.items():
+        why, rows = "filled in: from the model, the DeepSpeed JSON or what is shipped", chosen
         if name in given:
-            chosen.append((f"--{name}", _code(value), styled("given", "given")))
-        elif value != defaults.get(name):
-            chosen.append(
-                (f"--{name}", _code(value), "filled in: from the model, the DeepSpeed JSON or what is shipped")
-            )
-        else:
-            others.append((f"--{name}", _code(value), "default"))
+            why = styled("given", "given")
+        elif value == defaults.get(name):
+            why, rows = "default", others
+        rows.append((f"--{name}", _code(value), why))
     head = ["flag", "value", "why"]
     return [
         heading("Flags"),

@@ -65,13 +65,17 @@ def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIM
 
     Of random numbers: GPUs multiply others faster.
     """
+
+    def drawn(side: int) -> torch.Tensor:
+        """Of a generator of its own, for training's has to go on where it was."""
+        return torch.randn(side, side, device=device, generator=torch.Generator(device)).to(dtype)
+
     if device.type == "cuda":
-        one, other = (_drawn(GEMM_SIDE, dtype, device) for _ in range(2))
-        return 2 * GEMM_SIDE**3 / _cuda_time_s(one, other, time_s)
+        return 2 * GEMM_SIDE**3 / _cuda_time_s(drawn(GEMM_SIDE), drawn(GEMM_SIDE), time_s)
     # From a small one on: where a CPU does not know the type, a large one would take minutes.
     best, side, started = 0.0, GEMM_SIDES_CPU[0], time.perf_counter()
     while not best or time.perf_counter() - started < time_s:
-        one, other = (_drawn(side, dtype, device) for _ in range(2))
+        one, other = drawn(side), drawn(side)
         before = time.perf_counter()
         one @ other
         needed = max(time.perf_counter() - before, 1e-9)
@@ -79,11 +83,6 @@ def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIM
         if side < GEMM_SIDES_CPU[1] and needed < time_s / 32:  # twice the side takes eight times as long
             side *= 2
     return best
-
-
-def _drawn(side: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Of a generator of its own, for training's has to go on where it was."""
-    return torch.randn(side, side, device=device, generator=torch.Generator(device)).to(dtype)
 
 
 def _cuda_time_s(one: torch.Tensor, other: torch.Tensor, time_s: float) -> float:

@@ -87,10 +87,10 @@ def loss_figure(steps: Sequence[int], losses: Sequence[float], rates: Sequence[f
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))  # 0.5, not 5 x 10^-1
     rate = axes.twinx()
     rate.plot(*thinned(steps, rates), color="tab:grey", linestyle=":", label="learning rate")
     rate.set_ylabel("learning rate")
-    rate.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    for each in (axes, rate):
+        each.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))  # 0.5, not 5 x 10^-1
     figure.legend(loc="lower center", ncols=2, frameon=False)
     return figure

@@ -67,7 +67,6 @@ class Progress:
         if flush or result.step % self.run.logging_steps == 0 or result.step == self.plan.num_steps:
             read = self.flush()
         if flush:
-            self.trackers.flush()
             self.waited_s = 0.0
         return read
 
@@ -110,14 +109,15 @@ class Progress:
         read = []
         for result, found in zip(self.pending, to_host(both, self.ranks.device)):
             counts = Counts(*map(int, found["counts"]))
-            changes = {
+            changed = dataclasses.replace(
+                result,
                 **{name: found[name] for name in ("loss", "grad_norm", "skipped_steps", "own_loss")},
-                "counts": counts,
-                "by_source": found.get("by_source"),
-                "metrics": {name: found[name] / max(1, counts.targets) for name in result.metrics},
-                "means": None if result.means is None else self._means_of_all(result.means),
-            }
-            read.append(dataclasses.replace(result, **changes))
+                counts=counts,
+                by_source=found.get("by_source"),
+                metrics={name: found[name] / max(1, counts.targets) for name in result.metrics},
+                means=None if result.means is None else self._means_of_all(result.means),
+            )
+            read.append(changed)
         return read
 
     def _means_of_all(self, means: torch.Tensor) -> list[list[float]]:
@@ -130,8 +130,7 @@ class Progress:
         """Tokens per second and MFU of the steps that were read together."""
         counts = [result.counts for result in read]
         flops = sum(self.run.flops.of(c.tokens, c.pairs, c.tiles, c.targets) for c in counts)
-        peak = self.run.peak_flops * self.ranks.world_size
-        tokens = sum(c.tokens for c in counts)
+        peak, tokens = self.run.peak_flops * self.ranks.world_size, sum(c.tokens for c in counts)
         return {"tokens_per_s": round(tokens / seconds, 1), "mfu": round(flops / seconds / peak, 6)}
 
     def _row(self, result, rates: dict[str, float]) -> dict:

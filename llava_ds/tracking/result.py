@@ -7,7 +7,7 @@ from llava_ds.tracking.blocks import COLOURS, Block, details, heading, note, pre
 from llava_ds.tracking.run_files import RunFiles, is_number
 from llava_ds.tracking.wording import shown_score
 
-MAIN_FILE = "evaluation.json"
+MAIN_FILE = "evaluation.json"  # the card shows this one, or else the first with scores by condition and kind
 OVERALL = "overall"
 # Meanings of the columns of evaluation.json: the conditions under which questions are asked again.
 CONDITIONS = {
@@ -35,7 +35,8 @@ class Scores:
 
 def result_card(run: RunFiles) -> Block:
     """The score under each condition and by kind of question, or the command that gives it."""
-    scores = main_scores(run)
+    names = sorted(run.evaluations, key=lambda name: (name != MAIN_FILE, name))
+    scores = next(filter(None, (_read_scores(run.evaluations[name]) for name in names)), None)
     if scores is None:
         return _not_evaluated(run)
     main, *blind = scores.columns
@@ -48,14 +49,6 @@ def result_card(run: RunFiles) -> Block:
         "series": (main, *blind),
         "bars": [_bar(scores, kind, main, blind, largest) for kind in kinds],
     }
-
-
-def main_scores(run: RunFiles) -> Scores | None:
-    """Of evaluation.json, or else of the first such file with scores by condition and kind; None if there is none."""
-    for name in sorted(run.evaluations, key=lambda name: (name != MAIN_FILE, name)):
-        if (scores := _read_scores(run.evaluations[name])) is not None:
-            return scores
-    return None
 
 
 def evaluation_part(run: RunFiles) -> list[Block]:

@@ -1,7 +1,6 @@
 """The files of a run, read for its page: a file that is missing or broken has a sentence instead."""
 
 import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json, read_rows
-from llava_ds.tracking.series import Smoothed
+from llava_ds.tracking.series import running_mean
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -74,11 +73,9 @@ class RunFiles:
             last = self.metrics[-1]
             found["steps"] = last["step"]
             found |= {name: last[name] for name in ("epoch", "skipped_steps") if is_number(last.get(name))}
-            smoothed = Smoothed()
-            for loss in self.column("loss")[1]:
-                smoothed.add(loss)
-            if math.isfinite(smoothed.value):
-                found["loss"] = smoothed.value
+            means = running_mean(self.column("loss")[1])
+            if means and math.isfinite(means[-1]):
+                found["loss"] = means[-1]
         if held_out := self.column("loss", self.evals)[1]:
             found["held_out_loss"] = held_out[-1]
         for name in ("samples", "tokens", "supervised_tokens", "step_time_s", "data_wait_s", "broken_samples"):
@@ -88,9 +85,8 @@ class RunFiles:
             found["wait"] = found["data_wait_s"] / found["step_time_s"]
         for name in ("tokens_per_s", "mfu"):
             if values := sorted(self.column(name)[1]):
-                found[name] = values[
-                    len(values) // 2
-                ]  # the first steps, and those beside a saving, are none to judge by
+                # The first steps, and those beside a save, are none to judge by.
+                found[name] = values[len(values) // 2]
         if values := self.column("peak_memory_bytes")[1]:
             found["peak_memory_bytes"] = max(values)
         return found
@@ -113,12 +109,8 @@ def read_run(output_dir: Path) -> RunFiles:
             problems[name] = f"{name} has no steps yet."
         return found
 
-    def whole(name: str, required: bool = True) -> dict:
-        found = _read(output_dir / name, _read_json, {}, problems, required)
-        if not isinstance(found, dict):
-            problems[name] = f"{name} holds no JSON object."
-            return {}
-        return found
+    def whole(name: str) -> dict:
+        return _read(output_dir / name, lambda path: read_json(path, dict), {}, problems, required=True)
 
     return RunFiles(
         output_dir=output_dir,
@@ -155,19 +147,13 @@ def _read(path: Path, read: Callable[[Path], object], nothing: object, problems:
     return nothing
 
 
-def _read_json(path: Path) -> object:
-    return read_json(path, dict)
-
-
 def _checkpoints(output_dir: Path) -> list[Checkpoint]:
     """By step."""
     found = []
     for path in output_dir.glob("checkpoint-*"):
         if match := _CHECKPOINT.fullmatch(path.name):
             try:
-                sizes = [
-                    os.stat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names
-                ]
+                sizes = [file.stat().st_size for file in path.rglob("*") if not file.is_dir()]
                 saved_s = path.stat().st_mtime
             except OSError:
                 continue  # it is just being replaced

@@ -26,8 +26,6 @@ from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.redact import redact
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "safetensors", "pillow")
-
-
 LENGTH_BINS = 40
 
 
@@ -157,12 +155,9 @@ def _lies_now(value: str, started: Path, then: Path, now: Path) -> Path:
 
 def _git_revision() -> str | None:
     """The source's commit, with "+" where files differ from it; None outside a checkout or without git."""
-    here = Path(__file__).parent
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        changes = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True
-        )
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return revision.stdout.strip() + ("+" if changes.stdout.strip() else "")
+    return found.stdout.strip()

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import io
+import itertools
 import re
 from pathlib import Path
 
@@ -73,13 +74,10 @@ def shown_image(place: object, output_dir: Path) -> dict[str, str | None]:
 
 def _stretches(asked: list[dict]) -> list[tuple[int, int, str]]:
     """Join equal neighbours: (first step, last step, answer)."""
-    found: list[tuple[int, int, str]] = []
-    for row in asked:
-        answer = str(row.get("answer", ""))
-        if found and found[-1][2] == answer:
-            found[-1] = (found[-1][0], row["step"], answer)
-        else:
-            found.append((row["step"], row["step"], answer))
+    found = []
+    for answer, same in itertools.groupby(asked, key=lambda row: str(row.get("answer", ""))):
+        steps = [row["step"] for row in same]
+        found.append((steps[0], steps[-1], answer))
     return found
 
 

@@ -25,11 +25,9 @@ PROJECT = "llava_ds"  # unless WANDB_PROJECT or TRACKIO_PROJECT says otherwise
 
 
 class Tracker(Protocol):
-    """One of them, as the run sees it."""
+    """One of them, as the run sees it. What is written is not kept back: a kill loses nothing of it."""
 
     def write(self, values: dict[str, float], step: int) -> None: ...
-
-    def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -51,10 +49,6 @@ class Trackers:
     def log(self, values: dict[str, float], step: int) -> None:
         """Numbers by the names of their curves, like eval/loss."""
         self._all(lambda tracker: tracker.write(values, step))
-
-    def flush(self) -> None:
-        """Let nothing be lost of what was written so far."""
-        self._all(lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """End them, and wait no longer than CLOSING_S: what a service does not take by then it does not get."""
@@ -97,12 +91,10 @@ def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps
                 opened[name] = OPEN[name](args, output_dir, resume_step)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-                if asked is None:
-                    print_first(f"WARNING: no TensorBoard curves ({why})")
-                    continue
-                raise ConfigError(
-                    f"--report_to {name} can't be opened ({why}): {REMEDIES[name]}, or leave it out"
-                ) from error
+                if asked is not None:
+                    problem = f"--report_to {name} can't be opened ({why}): {REMEDIES[name]}, or leave it out"
+                    raise ConfigError(problem) from error
+                print_first(f"WARNING: no TensorBoard curves ({why})")
 
     before = random.getstate()  # theirs to draw names from, and the run's to go on with
     broadcast_from_first(ranks, open_all)
@@ -162,9 +154,6 @@ class TensorBoard:
         self.points.wall_time, self.points.step = time.time(), step
         self.records.write(self.points.SerializeToString())
 
-    def flush(self) -> None:
-        pass  # nothing waits
-
     def close(self) -> None:
         self.records.close()
 
@@ -173,7 +162,7 @@ class TensorBoard:
 
 
 class Logged:
-    """W&B, or trackio, whose run has the same methods.
+    """W&B, or trackio, whose run has the same methods; processes of their own write it, also when this one is killed.
 
     A resumed run goes on in the same one there, where nothing can be taken back: the steps behind the checkpoint, which
     come again, are those that it has, and none is given to it twice. Steps never go back otherwise, for where
@@ -187,9 +176,6 @@ class Logged:
     def write(self, values: dict[str, float], step: int) -> None:
         if step > self.last_step:
             self.run.log(values, step=step)
-
-    def flush(self) -> None:
-        pass  # processes of their own write it, also when this one is killed
 
     def close(self) -> None:
         self.run.finish()
@@ -215,7 +201,9 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
         dir=str(output_dir),
         settings=settings,
     )
-    run.config.update(_settings(args), allow_val_change=True)  # of --allow_changed_flags, which is an error without
+    run.config.update(
+        redact(args.as_dict()), allow_val_change=True
+    )  # of --allow_changed_flags, which is an error without
     return Logged(run, 0 if begins else _last_step(output_dir, resume_step))
 
 
@@ -227,7 +215,7 @@ def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged
         project=os.environ.get("TRACKIO_PROJECT", PROJECT),
         name=redact(called(args)),
         resume="allow" if resume_step else "never",
-        config=_settings(args),
+        config=redact(args.as_dict()),
         embed=False,
     )
     return Logged(run, _last_step(output_dir, resume_step))
@@ -242,10 +230,6 @@ def _last_step(output_dir: Path, resume_step: int) -> int:
 def called(args: Arguments) -> str:
     """The name of the run: --run_name, or the name of --output_dir."""
     return args.training.run_name or Path(args.training.output_dir).resolve().name
-
-
-def _settings(args: Arguments) -> dict:
-    return redact(args.as_dict())
 
 
 OPEN: dict[str, Callable[[Arguments, Path, int], Tracker]] = {

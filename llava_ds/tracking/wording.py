@@ -1,8 +1,11 @@
 """Numbers and names of a run as a person would write them."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from llava_ds.config.arguments import ModelArguments, trained_parts
+from llava_ds.tracking.chart import short
 from llava_ds.tracking.run_files import RunFiles, is_number
 
 PARTS = {
@@ -31,6 +34,30 @@ def num_bytes(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:.0f} bytes"
+
+
+class Number(NamedTuple):
+    """A label and a format for one of RunFiles.numbers."""
+
+    label: str
+    form: Callable[[float], str]
+
+
+NUMBERS = {
+    "steps": Number("optimizer steps", "{:,.0f}".format),
+    "epoch": Number("epochs", "{:.2f}".format),
+    "loss": Number("loss at the end (running mean)", "{:.4f}".format),
+    "held_out_loss": Number("eval loss, last", "{:.4f}".format),
+    "samples": Number("samples", "{:,.0f}".format),
+    "tokens": Number("tokens", short),
+    "step_time_s": Number("spent in steps", duration),
+    "tokens_per_s": Number("tokens/s (median)", "{:,.0f}".format),
+    "mfu": Number("MFU (median)", "{:.1%}".format),
+    "wait": Number("waiting for data", "{:.1%}".format),
+    "peak_memory_bytes": Number("peak memory of rank 0", num_bytes),
+    "skipped_steps": Number("steps skipped (not finite)", "{:,.0f}".format),
+    "broken_samples": Number("samples that broke", "{:,.0f}".format),
+}
 
 
 def model_of(run: RunFiles) -> str:

@@ -13,12 +13,12 @@ if __name__ == "__main__":
 
 
 import argparse
-import contextlib
 import datetime
 import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from benchmark.comparison import OURS, PADDED, RECOMPUTED, SIDES, Spread
 from benchmark.decoding_speed import measure_decoding
 from benchmark.loss_cost import measure_output_loss
 from benchmark.table import Row, markdown, plot_steps
-from benchmark.training import LOOP_OVERHEAD, Case, launch, run_case, work_of_steps, write_case, write_json
+from benchmark.training import LOOP_OVERHEAD, Case, launch, run_case, work_of_steps, write_case
 from benchmark.workload import Shape
 
 from llava_ds.config.bounds import Count, number
@@ -57,19 +57,12 @@ QUICK = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Target:
-    """The least speed-up over the Trainer without and with recomputation."""
-
-    padded: float
-    recomputing: float
-
-
+# The least speed-up over the Trainer without and with recomputation.
 TARGETS = {
-    ("stage2", SMALL_VOCABULARY.name): Target(1.8, 2.2),
-    ("stage2", LARGE_VOCABULARY.name): Target(2.2, 2.5),
-    ("stage1", SMALL_VOCABULARY.name): Target(1.1, 1.1),
-    ("stage1", LARGE_VOCABULARY.name): Target(1.5, 1.5),
+    ("stage2", SMALL_VOCABULARY.name): (1.8, 2.2),
+    ("stage2", LARGE_VOCABULARY.name): (2.2, 2.5),
+    ("stage1", SMALL_VOCABULARY.name): (1.1, 1.1),
+    ("stage1", LARGE_VOCABULARY.name): (1.5, 1.5),
 }
 
 
@@ -101,7 +94,7 @@ def main(argv: list[str]) -> None:
         **{name: part.measured for name, part in parts.items()},
         "table": [{"what": row.what, **asdict(row.values), "asked": row.asked} for row in rows],
     }
-    write_json(folder / "bench.json", measured)
+    (folder / "bench.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(markdown(rows) + "\n", encoding="utf-8")
     cases = {title: sides for part in parts.values() for title, sides in part.steps.items()}
     if cases:
@@ -158,8 +151,7 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
         print(f"{title}: {sum(w.tokens for w in work) / padded:.2f} of the padded tokens are useful", flush=True)
         runs = run_case(case, flags, case_folder, TRAIN, RANKS, own.rounds)
         differences = comparison.refuse_different(runs, title)
-        target = TARGETS[stage, shape.name]
-        for side, least in ((PADDED, target.padded), (RECOMPUTED, target.recomputing)):
+        for side, least in zip((PADDED, RECOMPUTED), TARGETS[stage, shape.name]):
             values = Spread.of(comparison.ratios(runs, side, WARM_UP))
             rows.append(Row(f"{title}: speed-up over {side}", values, asked=least))
         useful = [w.useful_flops for w in work]
@@ -172,7 +164,7 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
             "output_layer_share": share,
             "work": [asdict(w) for w in work],
             "largest_differences": differences,
-            "runs": comparison.as_json(runs),
+            "runs": [asdict(run) for run in runs],
         }
         steps[title] = {side: [run.step_time_s[WARM_UP:] for run in runs if run.side == side] for side in SIDES}
     return Part(rows, measured, steps)
@@ -187,9 +179,8 @@ def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
     launch(RANKS, [str(LOOP_OVERHEAD), str(report), str(TRAIN), *flags, *more], folder / "log.txt")
     measured = json.loads(report.read_text())
     values = Spread(measured["overhead"], measured["overhead_least"], measured["overhead_most"])
-    return Part(
-        [Row("time of the loop beyond the bare engine's (at most 2 % is asked)", values, "{:.2%}")], measured, {}
-    )
+    what = "time of the loop beyond the bare engine's (at most 2 % is asked)"
+    return Part([Row(what, values, "{:.2%}")], measured, {})
 
 
 def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
@@ -222,7 +213,7 @@ def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
 
 def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """LLaVA-1.5-7B on one GPU, both stages; without a GPU a toy."""
-    lines = preset.not_measured(torch.cuda.is_available())
+    lines = [] if torch.cuda.is_available() else list(preset.NOT_MEASURED)
     print(*lines, sep="\n")
     rows, measured, steps = [], {"notes": lines}, {}
     for stage in preset.STAGES:
@@ -256,23 +247,17 @@ def write_tokenizer(folder: Path, max_vocab_size: int) -> None:
 def machine() -> dict[str, object]:
     """The machine and versions that the figures belong to."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    cpu = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "commit": git.stdout.strip() or None,
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
-        "cpu": cpu[0] if cpu else platform.processor(),
+        "cpu": cpu[1] if cpu else platform.processor(),
         "cores": os.cpu_count(),
         "ranks": RANKS,
         "threads_per_rank": 1,
         "load_average_at_start": os.getloadavg(),
     }
-
-
-def _lines(path: str) -> list[str]:
-    with contextlib.suppress(OSError):
-        return Path(path).read_text().splitlines()
-    return []
 
 
 # Name on --only: what measures it.

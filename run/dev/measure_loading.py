@@ -38,9 +38,6 @@ class Watch(threading.Thread):
         while not self.over.wait(0.001):
             self.peak = tuple(map(max, self.peak, memory()))
 
-    def growth(self) -> tuple[int, int]:
-        return tuple(peak - before for peak, before in zip(self.peak, self.before))
-
 
 def memory() -> tuple[int, int]:
     """(anonymous, resident) bytes of this process."""
@@ -73,7 +70,8 @@ def main() -> None:
         settle()
         found = {
             "share": sum(p.ds_tensor.numel() * 4 for p in model.parameters()),
-            **dict(zip(("anonymous", "resident"), watch.growth())),
+            "anonymous": watch.peak[0] - watch.before[0],
+            "resident": watch.peak[1] - watch.before[1],
             "left": memory()[0] - watch.before[0],
         }
         Path(work["out"], f"{name}-{ranks.rank}.json").write_text(json.dumps(found))

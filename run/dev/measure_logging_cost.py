@@ -62,8 +62,7 @@ def seconds_per_step(folder: Path, rounds: int, steps: int) -> list[float]:
                     logging.after_step(result)
             times.append(time.process_time() - started)
         each.append((times[1] - times[0]) / steps)
-    logging.progress.bar.close()
-    logging.progress.trackers.close()
+    logging.close()
     return sorted(each[1:])  # the first was warm-up
 
 
@@ -72,8 +71,7 @@ def sizes_of(folder: Path, rows: int) -> dict[str, int]:
     logging = Logging(folder, rows)
     for step in range(1, rows + 1):
         logging.after_step(result_of(step))
-    logging.progress.bar.close()
-    logging.progress.trackers.close()
+    logging.close()
     files = [folder / "metrics.jsonl", folder / "metrics.csv", *(folder / "tensorboard").iterdir()]
     return {file.name: file.stat().st_size for file in files}
 
@@ -87,7 +85,7 @@ class Logging:
         plan = StepPlan(dataset, SampleOrder(665_000, 128, seed=0), Packing(1, 128, 1, None), num_steps)
         flops = ModelFlops(per_token=1.4e10, per_pair=1e3, per_tile=3.6e11, per_target=1e8)
         alone = Ranks(0, 0, 1, torch.device("cpu"))
-        trackers = tensorboard(folder, min(num_steps, 5_000))
+        trackers = Trackers({"tensorboard": TensorBoard(None, folder, 0)}, min(num_steps, 5_000))
         self.progress = Progress(RunFacts("a run", folder, 1, 0, flops, 8e15), plan, trackers, alone, Mesh.of(alone))
         self.watches = (
             SkippedSamples(folder / "skipped.jsonl", [], 1, 0, alone),
@@ -95,15 +93,14 @@ class Logging:
             LossSpikes(folder, plan, TrainingArguments(), 0, alone),
         )
 
-    def after_step(self, result: StepResult) -> dict:
-        read, (row,) = self.progress.after_step(result)
+    def after_step(self, result: StepResult) -> None:
+        read, _ = self.progress.after_step(result)
         for watch in self.watches:
             watch.add(read)
-        return row
 
-
-def tensorboard(folder: Path, num_steps: int) -> Trackers:
-    return Trackers({"tensorboard": TensorBoard(None, folder, 0)}, num_steps)
+    def close(self) -> None:
+        self.progress.bar.close()
+        self.progress.trackers.close()
 
 
 def result_of(step: int) -> StepResult:

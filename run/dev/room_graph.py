@@ -23,10 +23,9 @@ def imported_rooms(source: str) -> set[str]:
     """Rooms that a file imports from, also within functions."""
     names = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names += [module + alias.name for alias in node.names]
     parts = [name.split(".") for name in names]
     return {part[1] for part in parts if part[0] == "llava_ds" and len(part) > 1} - {"__version__"}
 

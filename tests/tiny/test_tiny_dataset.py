@@ -75,7 +75,7 @@ def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, "disk full")
 
-    monkeypatch.setattr(dataset, "_write_json", fail)
+    monkeypatch.setattr("pathlib.Path.write_text", fail)
     with pytest.raises(ConfigError, match="disk full: make room there"):
         dataset.write_dataset(tmp_path / "scenes", seed=0, num_pretrain=2, num_finetune=2, num_heldout=6)
     assert [p.name for p in tmp_path.iterdir()] == [".scenes.lock"]

@@ -20,8 +20,9 @@ def test_things_show_their_colour_at_their_place_and_stay_in_their_cell():
         assert len({t.place for t in scene.things}) == len(scene.things)
         pixels = np.asarray(draw_scene(scene)).astype(int)
         for t in scene.things:
-            assert t.column / 3 <= t.x - t.size / 2 and t.x + t.size / 2 <= (t.column + 1) / 3
-            assert t.row / 3 <= t.y - t.size / 2 and t.y + t.size / 2 <= (t.row + 1) / 3
+            row, column = divmod(t.place, 3)
+            assert column / 3 <= t.x - t.size / 2 and t.x + t.size / 2 <= (column + 1) / 3
+            assert row / 3 <= t.y - t.size / 2 and t.y + t.size / 2 <= (row + 1) / 3
             centre = pixels[int(t.y * scene.side_px), int(t.x * scene.side_px)]
             distance = {name: np.abs(centre - value).sum() for name, value in COLOURS.items()}
             assert min(distance, key=distance.get) == t.colour

@@ -37,9 +37,6 @@ class Kept:
             raise OSError(28, "No space left on device")
         self.steps.append(step)
 
-    def flush(self):
-        pass
-
     def close(self):
         self.closed = True
 
@@ -48,7 +45,6 @@ def test_a_tracker_that_fails_is_named_once_and_the_others_go_on(capsys):
     good, bad = Kept(), Kept(fails_at=2)
     both = Trackers({"tensorboard": bad, "wandb": good}, 5)
     both.write([row(step) for step in range(1, 6)])
-    both.flush()
     both.close()
     assert good.steps == [1, 2, 3, 4, 5] and bad.steps == [1] and good.closed
     said = capsys.readouterr().out
@@ -72,8 +68,7 @@ def test_tensorboard_has_every_step_once_after_a_kill_and_a_resume(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resume_step, steps in ((0, range(1, 9)), (5, range(6, 11))):
         opened = open_trackers(args(tmp_path), tmp_path, resume_step, 10, ALONE)
-        opened.write([row(step) for step in steps])
-        opened.flush()  # and no close: it was killed
+        opened.write([row(step) for step in steps])  # and no close: it was killed
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, pytest.approx(e.value)) for e in events.Scalars("train/loss")] == [

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
@@ -42,21 +42,15 @@ def turns(sides: tuple[str, ...], rounds: int) -> list[tuple[int, str]]:
     return [(r, sides[(r + i) % len(sides)]) for r in range(rounds) for i in range(len(sides))]
 
 
-def read_ours(side: str, number: int, output_dir: Path, peak_file: Path) -> Run:
-    """A run of run/train.py, from its metrics.jsonl."""
-    rows = read_metrics(output_dir / "metrics.jsonl")
-    columns = {name: [row[name] for row in rows] for name in ("step_time_s", "loss", "grad_norm")}
-    peak = max(row["peak_memory_bytes"] for row in rows)
-    return Run(side, number, **columns, gemm_flops_per_rank=_gemm(peak_file), peak_memory_bytes=peak)
-
-
-def read_theirs(side: str, number: int, steps_file: Path, peak_file: Path) -> Run:
-    """A run of hf_trainer.py, from what it wrote."""
-    return Run(side, number, **json.loads(steps_file.read_text()), gemm_flops_per_rank=_gemm(peak_file))
-
-
-def _gemm(peak_file: Path) -> float:
-    return json.loads(peak_file.read_text())["gemm_flops_per_rank"]
+def read_run(side: str, number: int, written: Path, peak_file: Path) -> Run:
+    """A run, from what it wrote: the output folder of run/train.py, or the file of hf_trainer.py."""
+    if side == OURS:
+        rows = read_metrics(written / "metrics.jsonl")
+        values = {name: [row[name] for row in rows] for name in ("step_time_s", "loss", "grad_norm")}
+        values["peak_memory_bytes"] = max(row["peak_memory_bytes"] for row in rows)
+    else:
+        values = json.loads(written.read_text())
+    return Run(side, number, **values, **json.loads(peak_file.read_text()))
 
 
 def largest_difference(runs: list[Run]) -> dict[str, float]:
@@ -72,7 +66,7 @@ def largest_difference(runs: list[Run]) -> dict[str, float]:
     return found
 
 
-def refuse_different(runs: list[Run], what: str, allowed: float = LARGEST_DIFFERENCE) -> dict[str, float]:
+def refuse_different(runs: list[Run], what: str) -> dict[str, float]:
     """The largest differences. Raises ConfigError where the runs did not train the same: their times say nothing then.
 
     what: the name of the comparison.
@@ -82,10 +76,11 @@ def refuse_different(runs: list[Run], what: str, allowed: float = LARGEST_DIFFER
         raise ConfigError(f"{what}: the runs have different numbers of steps ({sorted(lengths)}): look at their logs")
     found = largest_difference(runs)
     for name, difference in found.items():
-        if not difference <= allowed:  # NaN, too
+        if not difference <= LARGEST_DIFFERENCE:  # NaN, too
             raise ConfigError(
                 f"{what}: {name} differs by {difference:.1e} between {', '.join(sorted({run.side for run in runs}))}; "
-                f"at most {allowed:g} is rounding: they do not train the same, so that their times can't be compared"
+                f"at most {LARGEST_DIFFERENCE:g} is rounding: they do not train the same, so that their times can't be "
+                "compared"
             )
     return found
 
@@ -116,8 +111,3 @@ def fractions_of_peak(
     useful = sum(useful_flops[warm_up:])
     mine = [run for run in runs if run.side == side]
     return [useful / run.seconds(warm_up) / (num_ranks * run.gemm_flops_per_rank) for run in mine]
-
-
-def as_json(runs: list[Run]) -> list[dict]:
-    """Everything that was measured."""
-    return [asdict(run) for run in runs]

@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -79,27 +79,23 @@ def llava_pixels(path: str, processor: CLIPImageProcessorPil, aspect_ratio: str)
 
 def _measured(paths: list[str], ratio: str, seconds: float) -> dict[str, float]:
     exact = ImageOptions(SIDE, 14, MEAN, ratio)
-    ways: dict[str, Callable[[str], torch.Tensor]] = {
-        "ours": lambda path: _loaded(path, exact),
-        "fast": lambda path: _loaded(path, dataclasses.replace(exact, fast_decoding=True)),
-    }
+    fast = dataclasses.replace(exact, fast_decoding=True)
+    ways = {"ours": partial(_loaded, options=exact), "fast": partial(_loaded, options=fast)}
     if ratio != "anyres":
         square = {"height": SIDE, "width": SIDE}
         processor = CLIPImageProcessorPil(
             size={"shortest_edge": SIDE}, crop_size=square, image_mean=MEAN, image_std=STD
         )
-        ways["llava"] = lambda path: llava_pixels(path, processor, ratio)
+        ways["llava"] = partial(llava_pixels, processor=processor, aspect_ratio=ratio)
     errors = [(ways["ours"](path).int() - ways["fast"](path).int()).abs() for path in paths]
     times: dict[str, list[list[float]]] = {way: [[] for _ in paths] for way in ways}
     ends = time.perf_counter() + seconds
-    while True:
+    while not times["ours"][0] or time.perf_counter() < ends:
         for i, path in enumerate(paths):
             for way, load in ways.items():
                 started = time.process_time()
                 load(path)
                 times[way][i].append(time.process_time() - started)
-        if time.perf_counter() >= ends:
-            break
     taken = {way: statistics.median(map(statistics.median, each)) for way, each in times.items()}
     found = {f"{way}_per_s": 1 / took for way, took in taken.items()}
     found |= {f"fast_over_{way}": taken[way] / taken["fast"] for way in taken if way != "fast"}

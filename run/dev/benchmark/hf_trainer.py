@@ -7,6 +7,7 @@ Started by the deepspeed launcher with the same flags as run/train.py, and two o
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -20,7 +21,7 @@ from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample
-from llava_ds.data.dataset import EncodedDataset, open_data
+from llava_ds.data.dataset import open_data
 from llava_ds.data.step_plan import sample_order
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.model.open.folder import take_from_model
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> None:
     trainer = Trainer(
         model=model,
         args=options,
-        train_dataset=torch.utils.data.Subset(dataset, samples_in_order(args, dataset, ranks.world_size)),
+        train_dataset=torch.utils.data.Subset(dataset, sample_order(args, dataset, ranks.world_size).epoch(0)),
         data_collator=PaddingCollator(model.config.image_token_id, plan.images.mean, plan.images.std),
         callbacks=[clock],
     )
@@ -99,11 +100,6 @@ def freeze(model: LlavaForConditionalGeneration, args: Arguments) -> None:
     model.model.multi_modal_projector.requires_grad_("projector" in parts)
 
 
-def samples_in_order(args: Arguments, dataset: EncodedDataset, world_size: int) -> list[int]:
-    """The samples as run/train.py takes them, step after step."""
-    return sample_order(args, dataset, world_size).epoch(0)
-
-
 class PaddingCollator:
     """A padded batch as LLaVA's collator makes it: to its longest sample, on the right, images normalised."""
 
@@ -132,11 +128,10 @@ class Clock(TrainerCallback):
         self.ends: list[float] = []
         self.logs: list[dict] = []
 
-    def on_train_begin(self, args, state, control, **_) -> None:
-        self.ends.append(time.perf_counter())
-
     def on_step_end(self, args, state, control, **_) -> None:
         self.ends.append(time.perf_counter())
+
+    on_train_begin = on_step_end
 
     def on_log(self, args, state, control, logs=None, **_) -> None:
         if "loss" in logs:
@@ -145,9 +140,8 @@ class Clock(TrainerCallback):
     def measured(self) -> dict[str, list[float]]:
         """A value per step."""
         return {
-            "step_time_s": [end - start for start, end in zip(self.ends, self.ends[1:])],
-            "loss": [row["loss"] for row in self.logs],
-            "grad_norm": [row["grad_norm"] for row in self.logs],
+            "step_time_s": [end - start for start, end in itertools.pairwise(self.ends)],
+            **{name: [row[name] for row in self.logs] for name in ("loss", "grad_norm")},
         }
 
 

@@ -91,14 +91,10 @@ class Measured:
         return rows
 
 
-def not_measured(on_cuda: bool) -> list[str]:
-    """Lines on the measurements that this machine can't make."""
-    if on_cuda:
-        return []
-    return [
-        "there is no GPU: a toy took the same way on the CPU, and its figures say nothing about LLaVA-1.5-7B",
-        "not measured: tokens/s, memory and MFU at 7B, and the GPU's idle time",
-    ]
+NOT_MEASURED = (
+    "there is no GPU: a toy took the same way on the CPU, and its figures say nothing about LLaVA-1.5-7B",
+    "not measured: tokens/s, memory and MFU at 7B, and the GPU's idle time",
+)
 
 
 def run_stage(

@@ -24,7 +24,14 @@ from llava_ds.train import loop, plan, session
 def main() -> None:
     def change(report: dict[str, object]) -> None:
         report.update(idle_share=None, kernel_seconds=None)
-        session.build_model = drawn_after(session.build_model)
+        build_model = session.build_model
+
+        def drawn(*args: object, **more: object) -> nn.Module:
+            model = build_model(*args, **more)
+            draw(model)
+            return model
+
+        session.build_model = drawn
         loop.run_steps = profiled(loop.run_steps, report)
 
     run_changed(own_arguments(), change)
@@ -54,17 +61,6 @@ def run_changed(argv: list[str], change: Callable[[dict[str, object]], None]) ->
     if torch.distributed.get_rank() == 0:
         Path(report_file).write_text(json.dumps(report), encoding="utf-8")
     torch.distributed.destroy_process_group()
-
-
-def drawn_after(build_model: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """build_model, followed by draw."""
-
-    def build(*args: object, **more: object) -> nn.Module:
-        model = build_model(*args, **more)
-        draw(model)
-        return model
-
-    return build
 
 
 @torch.no_grad()

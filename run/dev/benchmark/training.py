@@ -1,6 +1,5 @@
 """Train the same with run/train.py and with transformers' Trainer, each run in processes of its own, in turns."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark import workload
-from benchmark.comparison import OURS, RECOMPUTED, SIDES, Run, read_ours, read_theirs, turns
+from benchmark.comparison import OURS, RECOMPUTED, SIDES, Run, read_run, turns
 from benchmark.length_mix import FINETUNE, PRETRAIN, length_mix
 from benchmark.workload import Shape
 
@@ -137,14 +136,11 @@ def run_case(case: Case, flags: list[str], folder: Path, train: Path, num_ranks:
         peak, steps = own / "peak.json", own / "steps.json"
         common = [*flags, "--output_dir", str(own / "output")]
         started = time.perf_counter()
+        script, more = HF_TRAINER, ["--steps_file", str(steps), *(["--recompute"] if side == RECOMPUTED else [])]
         if side == OURS:
-            more = ["--tokens_per_micro_batch", str(case.tokens_per_micro_batch)]
-            launch(num_ranks, [str(BESIDE_PEAK), str(peak), str(train), *common, *more], own / "log.txt")
-            run = read_ours(side, number, own / "output", peak)
-        else:
-            more = ["--steps_file", str(steps), *(["--recompute"] if side == RECOMPUTED else [])]
-            launch(num_ranks, [str(BESIDE_PEAK), str(peak), str(HF_TRAINER), *common, *more], own / "log.txt")
-            run = read_theirs(side, number, steps, peak)
+            script, more = train, ["--tokens_per_micro_batch", str(case.tokens_per_micro_batch)]
+        launch(num_ranks, [str(BESIDE_PEAK), str(peak), str(script), *common, *more], own / "log.txt")
+        run = read_run(side, number, own / "output" if side == OURS else steps, peak)
         runs.append(run)
         seconds = time.perf_counter() - started
         print(f"  round {number + 1}, {side}: {sum(run.step_time_s):.1f} s of {seconds:.0f}", flush=True)
@@ -158,11 +154,9 @@ def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -
     """
     launcher = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "warning"]
     launcher += ["--num_accelerators", str(num_ranks), "--master_port", str(free_port())]
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
-    if on_cpu:
-        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if on_cpu else {}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     # The scripts are started as scripts: their folder is not where they find llava_ds and each other.
     paths = [str(ROOT), str(HERE.parent), environment.get("PYTHONPATH")]
@@ -171,9 +165,3 @@ def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -
         done = subprocess.run([*launcher, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
         raise ConfigError(f"{command[0]} failed, its log is {log}:\n{log.read_text()[-3000:]}")
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write JSON, and make the parent folders."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
