@@ -63,9 +63,10 @@ def main(argv: list[str]) -> None:
         raise ConfigError("\n".join(found))
 
     quiet_libraries()
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
-        run = read_run(own, args)
     gpu_memory = None if own.gpu_memory is None else own.gpu_memory * GB
+    devices = Devices(own.num_gpus, own.gpus_per_node, memory=gpu_memory)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
+        run = read_run(own, args, devices)
     if own.json:
         print(json.dumps(as_json(run, gpu_memory), indent=1))
         return
@@ -118,7 +119,7 @@ def auto_lines(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]
     ]
 
 
-def read_run(own: argparse.Namespace, args: Arguments) -> Run:
+def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> Run:
     """The run that the flags describe. Without a DeepSpeed JSON it has this repository's, in bf16 by default."""
     if own.model is not None:
         shape = shape_named(own.model, args)
@@ -126,28 +127,23 @@ def read_run(own: argparse.Namespace, args: Arguments) -> Run:
         if args.model.model_name_or_path is None:
             args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
         shape = shape_of_folders(args)
-    resolved = resolve(own, args, shape)
+    resolved = resolve(own, args, shape, devices)
     longest = args.data.model_max_length
     return planned_run(
         shape,
         resolved,
         # Without data every sample may have the greatest length.
         Data(longest, own.supervised_fraction, share=resolved.args.training.per_device_train_batch_size * longest),
-        _devices(own),
+        devices,
     )
 
 
-def _devices(own: argparse.Namespace) -> Devices:
-    memory = None if own.gpu_memory is None else own.gpu_memory * GB
-    return Devices(own.num_gpus, own.gpus_per_node, memory=memory)
-
-
-def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape) -> ResolvedConfig:
+def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape, devices: Devices) -> ResolvedConfig:
     """The DeepSpeed JSON as training would resolve it on these GPUs."""
-    devices = {"world_size": own.num_gpus, "device_type": "cuda", "is_local": False}
-    resolve_on_gpus = partial(resolve_ds_config, hidden_size=shape.hidden_size, **devices)
+    machine = {"world_size": own.num_gpus, "device_type": "cuda", "is_local": False}
+    resolve_on_gpus = partial(resolve_ds_config, hidden_size=shape.hidden_size, **machine)
     if args.training.deepspeed_config == CHOOSE_DS_CONFIG:
-        raw, line = choose_ds_config(DS_CONFIGS, shape, args, _devices(own))
+        raw, line = choose_ds_config(DS_CONFIGS, shape, args, devices)
         print(line, file=sys.stderr)
         return resolve_on_gpus(raw, args)
     raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")

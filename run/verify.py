@@ -47,7 +47,6 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _described(path: Path) -> str:
-    """A line about a whole checkpoint."""
     files = commit.read_manifest(path)
     trainer = read_trainer(path)
     identity = trainer["identity"]

@@ -67,10 +67,11 @@ def check_first(path: str | Path, what: str, records: object, keys: tuple[str, .
         raise DataError(f"{path} is not {what}: its first record has {found}, expected {', '.join(keys)}")
 
 
-def held_under(path: str | Path, what: str, content: object, key: str) -> list:
-    """The list under a key of a JSON file's object. Raises DataError where the file is not `what`."""
+def held_under(path: str | Path, what: str, content: object, key: str, keys: tuple[str, ...]) -> list:
+    """The records with these keys under a key of a JSON file's object. Raises DataError where it is not `what`."""
     if not isinstance(content, dict) or not isinstance(content.get(key), list):
         raise DataError(f"{path} is not {what}: it holds {_described(content)}, expected an object with a list {key!r}")
+    check_first(path, what, content[key], keys)
     return content[key]
 
 

@@ -49,9 +49,5 @@ def caption_words(text: str) -> list[str]:
     """The words of a caption, lower case."""
     text = text.lower().replace("…", "...").replace("’", "'").replace("‘", "`").replace("“", "``").replace("”", "''")
     text = text.replace('"', "''")
-    words = []
-    for token in _TOKEN.findall(text):
-        for word in PARTED.get(token, BRACKETS.get(token, token)).split():
-            if word not in DROPPED:
-                words.append(word)
-    return words
+    words = (word for token in _TOKEN.findall(text) for word in PARTED.get(token, BRACKETS.get(token, token)).split())
+    return [word for word in words if word not in DROPPED]

@@ -12,7 +12,6 @@ from llava_ds.data.sources.source import Source
 from llava_ds.evaluation.benchmark_files import (
     Given,
     ImageFolder,
-    check_first,
     complete,
     field,
     held_under,
@@ -130,9 +129,8 @@ def captions(given: Given) -> list[Question]:
     """captions_val2014.json and others in COCO's layout: one question per image, all its captions as references."""
     path, what = complete(given), "captions in COCO's layout"
     content = read_json(path)
-    images, annotated = (held_under(path, what, content, key) for key in ("images", "annotations"))
-    check_first(path, what, images, ("id", "file_name"))
-    check_first(path, what, annotated, ("image_id", "caption"))
+    images = held_under(path, what, content, "images", ("id", "file_name"))
+    annotated = held_under(path, what, content, "annotations", ("image_id", "caption"))
     references: dict[object, list[str]] = {}
     for each in annotated:
         if isinstance(each, dict) and isinstance(each.get("caption"), str):

@@ -36,14 +36,12 @@ def vqav2(given: Given) -> list[Question]:
         records, image_set = read_records(path, f"{what} in LLaVA's layout", ASKED), None
     else:
         content = read_json(path)
-        records = held_under(path, what, content, "questions")
-        check_first(path, what, records, ("question_id", "image_id", "question"))
+        records = held_under(path, what, content, "questions", ("question_id", "image_id", "question"))
         image_set = content.get("data_subtype")
     file = annotations_of(given, "VQAv2", "v2_mscoco_val2014_annotations.json (there is none for test)")
     what = "VQAv2's annotations"
     content = read_json(file)
-    annotated = held_under(file, what, content, "annotations")
-    check_first(file, what, annotated, ("question_id", "answers"))
+    annotated = held_under(file, what, content, "annotations", ("question_id", "answers"))
     answers = {each.get("question_id"): each for each in annotated if isinstance(each, dict)}
     image_set = image_set or content.get("data_subtype")
     images = ImageFolder(given.image_folder)
@@ -70,9 +68,9 @@ def textvqa(given: Given) -> list[Question]:
     path, what = given.data_path, "TextVQA's annotations"
     from_llava = _is_jsonl(path)
     file = annotations_of(given, "TextVQA", "TextVQA_0.5.1_val.json") if from_llava else complete(given)
-    annotated = held_under(file, what, read_json(file), "data")
-    check_first(file, what, annotated, ("image_id", "question", "answers"))
-    answers = {_key(each): each for each in annotated if isinstance(each, dict)}
+    annotated = held_under(file, what, read_json(file), "data", ("image_id", "question", "answers"))
+    # By image and text, which is what LLaVA's files have of a question.
+    answers = {(a.get("image_id"), str(a.get("question")).lower()): a for a in annotated if isinstance(a, dict)}
     records = read_records(path, "TextVQA's questions in LLaVA's layout", ASKED) if from_llava else annotated
     images = ImageFolder(given.image_folder)
 
@@ -94,11 +92,6 @@ def textvqa(given: Given) -> list[Question]:
     return questions_from(path, records, make)
 
 
-def _key(annotation: dict) -> tuple[object, str]:
-    """The key of a question in LLaVA's files: its image and its text."""
-    return annotation.get("image_id"), str(annotation.get("question")).lower()
-
-
 def gqa(given: Given) -> list[Question]:
     """testdev_balanced_questions.json, by itself or with llava_gqa_testdev_balanced.jsonl."""
     path, what = given.data_path, "GQA's questions"
@@ -113,7 +106,11 @@ def gqa(given: Given) -> list[Question]:
         records: list = read_records(path, f"{what} in LLaVA's layout", ASKED)
     else:
         # The official accuracy is over the balanced questions only.
-        records = [(id, each) for id, each in content.items() if not _unbalanced(each)]
+        records = [
+            (id, each)
+            for id, each in content.items()
+            if not isinstance(each, dict) or each.get("isBalanced") is not False
+        ]
     images = ImageFolder(given.image_folder)
 
     def make(record: object) -> Question:
@@ -135,16 +132,13 @@ def gqa(given: Given) -> list[Question]:
     return questions_from(path, records, make)
 
 
-def _unbalanced(question: object) -> bool:
-    return isinstance(question, dict) and question.get("isBalanced") is False
-
-
 def pope(given: Given) -> list[Question]:
     """coco_pope_*.json, one file or a folder of them, by themselves or with llava_pope_test.jsonl."""
     path, what = given.data_path, "POPE's questions"
     from_llava = _is_jsonl(path)
     labels = annotations_of(given, "POPE", "the folder of coco_pope_*.json") if from_llava else complete(given)
-    labelled = {_category(file): _lines(file) for file in _label_files(labels)}
+    # By category: adversarial, popular or random.
+    labelled = {file.stem.split("_pope_")[-1]: _lines(file) for file in _label_files(labels)}
     images = ImageFolder(given.image_folder)
     if not from_llava:
         records = [(kind, each, each) for kind, lines in labelled.items() for each in lines]
@@ -182,11 +176,6 @@ def _label_files(path: str) -> list[Path]:
     if not files:
         raise ConfigError(f"{path} holds no file that is called like coco_pope_random.json")
     return files
-
-
-def _category(file: Path) -> str:
-    """adversarial, popular or random."""
-    return file.stem.split("_pope_")[-1]
 
 
 def _lines(file: Path) -> list[dict]:

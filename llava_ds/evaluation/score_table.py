@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from llava_ds.evaluation.bootstrap import OVERALL, Estimate, estimates, units_of
+from llava_ds.evaluation.bootstrap import OVERALL, estimates, units_of
 from llava_ds.evaluation.scores import Scored
 from llava_ds.runtime.ranks import printable
 from llava_ds.tracking.result import CONDITIONS
@@ -15,7 +15,10 @@ def as_json(columns: dict[str, Scored], resamples: int, seed: int) -> dict[str, 
     with its 95 % interval; resamples and seed: of the intervals."""
     return {
         "metric": next(iter(next(iter(columns.values())).metrics)),
-        "scores": {name: _sums(scored) for name, scored in columns.items()},
+        "scores": {
+            name: {kind: [float(scored.columns[i, 0].sum()), len(i)] for kind, i in units_of(scored).items()}
+            for name, scored in columns.items()
+        },
         "metrics": {
             name: {
                 kind: {metric: asdict(estimate) for metric, estimate in metrics.items()}
@@ -28,21 +31,16 @@ def as_json(columns: dict[str, Scored], resamples: int, seed: int) -> dict[str, 
     }
 
 
-def _sums(scored: Scored) -> dict[str, list[float]]:
-    return {kind: [float(scored.columns[units, 0].sum()), len(units)] for kind, units in units_of(scored).items()}
-
-
 def interval_lines(scores: dict) -> list[str]:
     """A line per column with every metric over all questions, and its interval."""
     lines = []
     for name, kinds in scores["metrics"].items():
-        figures = (f"{metric} {_with_interval(Estimate(**each))}" for metric, each in kinds[OVERALL].items())
+        figures = (
+            f"{metric} {each['value']:.3f} [{each['low']:.3f}, {each['high']:.3f}]"
+            for metric, each in kinds[OVERALL].items()
+        )
         lines.append(f"  {name}: {', '.join(figures)}")
     return lines
-
-
-def _with_interval(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def legend(columns: list[str], rows: list[dict], turns: str) -> list[str]:

@@ -105,9 +105,8 @@ def _is_transformers(folder: Path) -> bool:
 
 
 def _read_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
-    from llava_ds.export.from_checkpoint import (
-        restore,  # with DeepSpeed, which takes seconds, and a folder does without
-    )
+    # With DeepSpeed, which takes seconds, and a folder does without.
+    from llava_ds.export.from_checkpoint import restore
 
     restored = restore(path, moved, None)
     return restored.export, restored.entries, ()

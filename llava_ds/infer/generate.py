@@ -137,9 +137,8 @@ class _GreedyLogprobs(LogitsProcessor):
     def totals(self, new: torch.Tensor, stops: list[int]) -> list[tuple[float, int]]:
         """(log-probability, number of tokens) of each answer up to its end marker. new (B, T): the generated ids."""
         ended = torch.isin(new, torch.tensor(stops, device=new.device))
-        counted = (
-            ended.cumsum(dim=1) - ended.int() == 0
-        )  # (B, T); the marker itself counts, the padding behind does not
+        # (B, T); the marker itself counts, the padding behind does not
+        counted = ended.cumsum(dim=1) - ended.int() == 0
         sums = (torch.stack(self._steps, dim=1).double() * counted).sum(dim=1)
         lengths = counted.sum(dim=1)
         # Four digits: more would depend on rounding.

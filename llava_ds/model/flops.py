@@ -11,7 +11,6 @@ are not counted, as is usual.
 Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +85,7 @@ def _times(passes: bool, trains: bool) -> int:
 
 def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module) -> float:
     """Weights of all matrices but the output layer that are used for a token: of experts, those it is routed to."""
-    dense = sum(m.weight.numel() for m in llm.modules() if isinstance(m, MATRICES) and m is not output)
+    dense = _dense_weights(llm, but=output)
     experts = sum(p.numel() for p in llm.parameters() if p.ndim == 3)  # one matrix per expert
     if not experts:
         return dense
@@ -107,7 +106,7 @@ def _tower_flops(tower: nn.Module, plan: TowerPlan, trains: bool) -> float:
     patches = config.num_patches if is_siglip2 else (config.image_size // config.patch_size) ** 2
     positions = patches + plan.has_class_token
     embedding = tower.embeddings.patch_embedding
-    layers = _numel(m for m in tower.modules() if m is not embedding)
+    layers = _dense_weights(tower, but=embedding)
     once = (
         patches * embedding.weight.numel() * _times(False, trains)
         + positions * layers * _times(trains, trains)
@@ -125,5 +124,5 @@ def _projector_flops(projector: nn.Module, plan: TowerPlan, trains_tower: bool, 
     return per_feature * plan.images.num_tokens
 
 
-def _numel(modules: Iterable[nn.Module]) -> int:
-    return sum(m.weight.numel() for m in modules if isinstance(m, MATRICES))
+def _dense_weights(module: nn.Module, but: nn.Module) -> int:
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, MATRICES) and m is not but)

@@ -268,18 +268,15 @@ def read_adapter(path: str | Path) -> Adapter:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{where}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({said_by(error)})") from error
     if kind != "LORA":
-        raise ConfigError(f"--model_name_or_path {path}: {ADAPTER_CONFIG} describes a {kind} adapter, expected LORA")
+        raise ConfigError(f"{where}: {ADAPTER_CONFIG} describes a {kind} adapter, expected LORA")
     if other := [name for name in OTHER_KINDS if config.get(name)]:
         raise ConfigError(
-            f"--model_name_or_path {path}: {ADAPTER_CONFIG} says {', '.join(other)}, which can't be merged here: merge "
+            f"{where}: {ADAPTER_CONFIG} says {', '.join(other)}, which can't be merged here: merge "
             "the adapter with peft (merge_and_unload), and give the folder of the result"
         )
-    file = next((path / name for name in ADAPTER_FILES if (path / name).is_file()), None)
+    file = adapter_file(path)
     if file is None:
-        raise ConfigError(
-            f"--model_name_or_path {path} holds an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}"
-        )
-    own_file(file)
+        raise ConfigError(f"{where} holds an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}")
     return Adapter(path, file, base, alpha, alphas, bool(config.get("use_rslora")))
 
 
@@ -316,16 +313,14 @@ class Merged:
         for name, shape in on_disk.shapes.items():
             layer, half, rest = re.fullmatch(r"(.*?)(?:\.lora_(\w+?)(?:\.default)?(\.weight))?", name).groups()
             if half is None:
-                part = rename(formats.plain_name(name))
-                if part is not None:
+                if (part := rename(formats.plain_name(name))) is not None:
                     replaced[name] = part
             elif half == "A":
-                part = rename(formats.plain_name(layer) + rest)
-                if part is not None:
+                if (part := rename(formats.plain_name(layer) + rest)) is not None:
                     other = name.replace(".lora_A.", ".lora_B.")
                     self._check(part, shape, on_disk.shapes.get(other), name)
                     halves[part] = (name, other)
-                    ranks[part] = (layer.removeprefix("base_model.model."), shape[0])
+                    ranks[part] = (layer.removeprefix(PEFT_PREFIX), shape[0])
             elif half != "B":
                 raise DataError(f"{adapter.file} holds {name}, a kind of LoRA that can't be merged here: use peft")
         alphas = adapter.alphas_of([layer for layer, _ in ranks.values()])

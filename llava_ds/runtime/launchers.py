@@ -119,7 +119,6 @@ def _from_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process of mpirun."""
     found = _renamed(environ, OPEN_MPI, "mpirun")
     if "MASTER_ADDR" not in environ and found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]:
         raise ConfigError(

@@ -55,10 +55,8 @@ class Above:
 
     def siblings(self) -> list[psutil.Process]:
         """All processes that the machine's launcher has started, including this one."""
-        if self.launcher is None:
-            return []
         with contextlib.suppress(psutil.Error):
-            return psutil.Process(self.launcher).children()
+            return [] if self.launcher is None else psutil.Process(self.launcher).children()
         return []
 
 

@@ -313,7 +313,6 @@ class Watchdog:
         os._exit(EXIT_RANK_LOST)
 
     def _dump(self, said: str) -> None:
-        """Write the stacks of all threads to the run's folder."""
         path = Path(self._training.output_dir) / f"hang-rank{self._ranks.rank}.txt"
         name = self._name(self._ranks.rank)
         dump_stacks(path, f"{name}, {place(self._beat)}, {time.ctime()}\n{said}\n", name)
