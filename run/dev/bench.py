@@ -147,7 +147,7 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
         work = work_of_steps(flags, RANKS)
         padded = sum(w.padded_tokens for w in work)
         share = case.shape.output_share(padded / (case.num_batches(RANKS) * case.batch_size))
-        title = f"{stage}, output layer {share:.0%}"
+        title = f"{stage}, {shape.name}, output layer {share:.0%}"
         print(f"{title}: {sum(w.tokens for w in work) / padded:.2f} of the padded tokens are useful", flush=True)
         runs = run_case(case, flags, case_folder, TRAIN, RANKS, own.rounds)
         differences = comparison.refuse_different(runs, title)

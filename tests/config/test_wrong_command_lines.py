@@ -144,7 +144,7 @@ class Case:
     real: bool = False
 
     def __str__(self) -> str:
-        return f"run/{self.script} " + " ".join(shlex.quote(word[:200]) for word in self.words)
+        return f"{script_of(self).relative_to(ROOT)} " + " ".join(shlex.quote(word[:200]) for word in self.words)
 
 
 def limit() -> None:
@@ -152,6 +152,12 @@ def limit() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()  # data, which is limited
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, used + MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**9, 10**9))
+
+
+def script_of(case: Case) -> Path:
+    """A script of run/, or of run/dev/."""
+    path = ROOT / "run" / case.script
+    return path if path.exists() else path.parent / "dev" / case.script
 
 
 def run_forked(case: Case, cwd: Path, log: Path) -> int | None:
@@ -168,7 +174,7 @@ def run_forked(case: Case, cwd: Path, log: Path) -> int | None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(cwd)
         limit()
-        sys.argv = [str(ROOT / "run" / case.script), *case.words]
+        sys.argv = [str(script_of(case)), *case.words]
         code = 1
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -196,7 +202,7 @@ def run_forked(case: Case, cwd: Path, log: Path) -> int | None:
 
 def run_really(case: Case, cwd: Path, log: Path) -> int | None:
     with log.open("w") as file:
-        command = [sys.executable, str(ROOT / "run" / case.script), *case.words]
+        command = [sys.executable, str(script_of(case)), *case.words]
         with subprocess.Popen(
             command, cwd=cwd, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=limit
         ) as process:
@@ -215,7 +221,7 @@ def outcome(case: Case, code: int | None, said: str, left: list[str]) -> str:
     if left:
         return "wrote into the current folder"
     if code == 2:
-        lines = [line for line in said.splitlines() if line.startswith(f"run/{case.script}: error")]
+        lines = [line for line in said.splitlines() if line.startswith(f"{script_of(case).relative_to(ROOT)}: error")]
         return "refused" if len(lines) == 1 else f"refused with {len(lines)} messages"
     if code in FINE.get(case.script, {0}):
         return "taken"
