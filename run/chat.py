@@ -6,7 +6,7 @@ image. With --web it is a page on this machine. On several GPUs: deepspeed run/c
 
 import sys
 
-from llava_ds.runtime.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 if __name__ == "__main__":
     begin("run/chat.py", ends_without_reader=True)
@@ -116,4 +116,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    leave_with(main, "run/chat.py")
+    exit_with(main, "run/chat.py")

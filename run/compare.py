@@ -6,7 +6,7 @@ that have ended, were killed, or are still running can be compared.
 
 import sys
 
-from llava_ds.runtime.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 if __name__ == "__main__":
     begin("run/compare.py")
@@ -42,4 +42,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(partial(main, sys.argv[1:]), "run/compare.py")
+    exit_with(partial(main, sys.argv[1:]), "run/compare.py")

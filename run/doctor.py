@@ -10,7 +10,7 @@ Exit code: 0 training can start, 1 it can't, 2 the flags can't be used.
 
 import sys
 
-from llava_ds.runtime.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 if __name__ == "__main__":
     begin("run/doctor.py", ends_without_reader=True)
@@ -65,4 +65,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(partial(main, sys.argv[1:]), "run/doctor.py")
+    exit_with(partial(main, sys.argv[1:]), "run/doctor.py")

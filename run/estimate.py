@@ -6,7 +6,7 @@ weights are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config au
 
 import sys
 
-from llava_ds.runtime.command import Parser, begin, leave_with
+from llava_ds.runtime.command import Parser, begin, exit_with
 
 if __name__ == "__main__":
     begin("run/estimate.py", ends_without_reader=True)
@@ -140,7 +140,7 @@ def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> Run:
 
 def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape, devices: Devices) -> ResolvedConfig:
     """The DeepSpeed JSON as training would resolve it on these GPUs."""
-    machine = {"world_size": own.num_gpus, "device_type": "cuda", "is_local": False}
+    machine = {"dp": own.num_gpus, "device_type": "cuda", "is_local": False}
     resolve_on_gpus = partial(resolve_ds_config, hidden_size=shape.hidden_size, **machine)
     if args.training.deepspeed_config == CHOOSE_DS_CONFIG:
         raw, line = choose_ds_config(DS_CONFIGS, shape, args, devices)
@@ -156,4 +156,4 @@ def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape, devices
 
 
 if __name__ == "__main__":
-    leave_with(partial(main, sys.argv[1:]), "run/estimate.py")
+    exit_with(partial(main, sys.argv[1:]), "run/estimate.py")

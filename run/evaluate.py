@@ -5,7 +5,7 @@ are on this disk; docs/evaluation.md lists the files. On every local device: dee
 The same command resumes an interrupted one, if it has an --output.
 """
 
-from llava_ds.runtime.command import Parser, begin, given_path, leave_with, new_folder
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
 
 if __name__ == "__main__":
     begin("run/evaluate.py")
@@ -48,7 +48,7 @@ from llava_ds.runtime.launchers import rank_variables
 from llava_ds.runtime.ranks import Ranks, check_same, first_rank_first, gather, print_first, quiet_libraries
 from llava_ds.tiny.default import heldout_data
 from llava_ds.tracking.mistakes import mistake_lines
-from llava_ds.tracking.page import leave_report
+from llava_ds.tracking.page import report_at_end
 
 
 def main() -> None:
@@ -152,7 +152,7 @@ def show(
         *table(scores),
     )
     if store is not None and (run := store.output.parent / "run.json").is_file():
-        leave_report(run.parent)
+        report_at_end(run.parent)
 
 
 def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespace) -> None:
@@ -233,4 +233,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    leave_with(main, "run/evaluate.py")
+    exit_with(main, "run/evaluate.py")

@@ -6,7 +6,7 @@ the flags of the run; the base models have to be in the folders that it names, o
 into it.
 """
 
-from llava_ds.runtime.command import Parser, begin, given_path, leave_with, new_folder
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
 
 if __name__ == "__main__":
     begin("run/export.py")
@@ -119,4 +119,4 @@ def _check_form(export: ExportPlan, is_lora_run: bool) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(main, "run/export.py")
+    exit_with(main, "run/export.py")

@@ -6,7 +6,7 @@ and shows the first samples with the supervised part marked. Only the model's to
 
 import sys
 
-from llava_ds.runtime.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 if __name__ == "__main__":
     begin(
@@ -146,4 +146,4 @@ def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 if __name__ == "__main__":
-    leave_with(partial(main, sys.argv[1:]), "run/inspect_data.py")
+    exit_with(partial(main, sys.argv[1:]), "run/inspect_data.py")

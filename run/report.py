@@ -6,7 +6,7 @@ end; write it again to include the scores of run/evaluate.py.
 
 import sys
 
-from llava_ds.runtime.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 if __name__ == "__main__":
     begin("run/report.py")
@@ -40,4 +40,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(partial(main, sys.argv[1:]), "run/report.py")
+    exit_with(partial(main, sys.argv[1:]), "run/report.py")

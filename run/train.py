@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from llava_ds.runtime.cli import read_training_flags
-from llava_ds.runtime.command import begin, leave_with
+from llava_ds.runtime.command import begin, exit_with
 
 if __name__ == "__main__":
     begin("run/train.py", reads=read_training_flags)
@@ -54,4 +54,4 @@ def train_and_leave_group(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(partial(train_and_leave_group, sys.argv[1:]), "run/train.py")
+    exit_with(partial(train_and_leave_group, sys.argv[1:]), "run/train.py")

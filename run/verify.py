@@ -6,7 +6,7 @@ while it was written. Exit code 0: all are whole; 1: at least one is not; 2: the
 
 import sys
 
-from llava_ds.runtime.command import Parser, begin, given_path, leave_with
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 if __name__ == "__main__":
     begin("run/verify.py", ends_without_reader=True)
@@ -57,4 +57,4 @@ def _described(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    leave_with(partial(main, sys.argv[1:]), "run/verify.py")
+    exit_with(partial(main, sys.argv[1:]), "run/verify.py")

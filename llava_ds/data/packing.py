@@ -20,20 +20,18 @@ _EVEN_ENOUGH = 0.01  # of the mean: the heaviest and the lightest pack may diffe
 _EXCHANGES = 2  # at most, per pack
 
 
-def plan_by_count(
-    samples: list[int], world_size: int, num_micro_batches: int, micro_size: int
-) -> list[list[list[int]]]:
+def plan_by_count(samples: list[int], dp: int, num_micro_batches: int, micro_size: int) -> list[list[list[int]]]:
     """Deal micro-batches of micro_size samples to the ranks, in the samples' order.
 
     Returns [rank][micro-batch] -> samples. A last, smaller step leaves some micro-batches short or empty.
     """
-    plan = [[[] for _ in range(num_micro_batches)] for _ in range(world_size)]
+    plan = [[[] for _ in range(num_micro_batches)] for _ in range(dp)]
     # A short step is spread evenly, so that no rank idles while another has all of it.
-    slots = world_size * num_micro_batches
+    slots = dp * num_micro_batches
     base, extra = divmod(min(len(samples), slots * micro_size), slots)
     first = 0
     for slot in range(slots):
-        micro, rank = divmod(slot, world_size)
+        micro, rank = divmod(slot, dp)
         size = base + (slot < extra)
         plan[rank][micro] = samples[first : first + size]
         first += size
@@ -41,7 +39,7 @@ def plan_by_count(
 
 
 def plans_across_epochs(
-    epochs: Iterable[list[int]], world_size: int, num_micro_batches: int, micro_size: int, begun: int = 0
+    epochs: Iterable[list[int]], dp: int, num_micro_batches: int, micro_size: int, begun: int = 0
 ) -> Iterator[list[list[list[int]]]]:
     """Plans of steps that continue in the next epoch where an epoch ends within a step.
 
@@ -52,13 +50,13 @@ def plans_across_epochs(
     """
     taken, step = 0, []
     for samples in epochs:
-        size = world_size * micro_size
-        if world_size > 1:
+        size = dp * micro_size
+        if dp > 1:
             samples = samples + list(itertools.islice(itertools.cycle(samples), -len(samples) % size))
         last = -(-len(samples) // size) - 1
         for i in range(begun, last + 1):
             of_all = samples[i * size : (i + 1) * size]
-            step.append([of_all[rank * micro_size : (rank + 1) * micro_size] for rank in range(world_size)])
+            step.append([of_all[rank * micro_size : (rank + 1) * micro_size] for rank in range(dp)])
             taken += 1
             # An epoch shorter than a step ends one as well, and the count continues, as in transformers.
             if taken % num_micro_batches == 0 or i == last < num_micro_batches:
@@ -70,7 +68,7 @@ def plans_across_epochs(
 def plan_by_tokens(
     units: Sequence[tuple[int, ...]],
     lengths: Sequence[int],
-    world_size: int,
+    dp: int,
     max_tokens: int,
     costs: Sequence[int],
 ) -> list[list[list[int]]]:
@@ -81,24 +79,24 @@ def plan_by_tokens(
     heaviest first. ZeRO-3 needs as many packs on every rank; empty ones are added only where units are too few.
     """
     lengths, costs = np.asarray(lengths, np.int64), np.asarray(costs, np.int64)
-    fewest = _whole_rounds(_least_packs(lengths, max_tokens), world_size)
+    fewest = _whole_rounds(_least_packs(lengths, max_tokens), dp)
     packs = _even_packs(lengths, costs, fewest, max_tokens)
     if packs is None:
         full = _best_fit(lengths, max_tokens)
-        most = _whole_rounds(len(full), world_size)
+        most = _whole_rounds(len(full), dp)
         # One round more than is possible by arithmetic is often found where best fit needs two.
-        for num_packs in sorted({min(fewest + world_size, most), most} - {fewest}):
+        for num_packs in sorted({min(fewest + dp, most), most} - {fewest}):
             packs = packs or _even_packs(lengths, costs, num_packs, max_tokens)
         packs = packs or _filled_up(full, lengths, costs, most, max_tokens)
     # If anything runs out of memory, it is the heaviest pack: let it do so at once, not in an hour.
     cost_of = costs.tolist()
     packs = sorted(packs, key=lambda pack: -sum([cost_of[i] for i in pack]))
     packs = [[sample for i in pack for sample in units[i]] for pack in packs]
-    return [packs[rank::world_size] for rank in range(world_size)]
+    return [packs[rank::dp] for rank in range(dp)]
 
 
-def _whole_rounds(num_packs: int, world_size: int) -> int:
-    return max(1, -(-num_packs // world_size)) * world_size
+def _whole_rounds(num_packs: int, dp: int) -> int:
+    return max(1, -(-num_packs // dp)) * dp
 
 
 def _least_packs(lengths: np.ndarray, max_tokens: int) -> int:

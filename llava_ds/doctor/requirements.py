@@ -92,7 +92,7 @@ class Requirements:
             resolved = resolve_ds_config(
                 raw,
                 args,
-                world_size=_meant_ranks(raw),
+                dp=_meant_ranks(raw),
                 hidden_size=HIDDEN_SIZE,
                 device_type=self.device_type,
                 is_local=True,

@@ -101,7 +101,7 @@ def _keep_requested_dtypes() -> Iterator[None]:
     """Let zero.Init choose the device of tensors but not their dtype; to be entered before it.
 
     DeepSpeed 0.19.8 rounds every floating-point tensor that a module makes, with the factors of Phi-3's rotary angles
-    among them. transformers' own remedy (prevent_arange_dtype_change) knows torch.arange only.
+    among them. transformers' own remedy (prevent_arange_dtype_change) covers torch.arange only.
     """
 
     def constructor(function, target_fp_dtype, target_device):

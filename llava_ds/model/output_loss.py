@@ -14,7 +14,7 @@ from torch import nn
 # as few as keep its caches warm.
 CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
 MIN_ROWS = 64  # of a chunk, whatever the vocabulary: products of fewer are slow
-# What gradients of logits, at most 1, count in float16, which ends at 65504 and knows nothing below 6e-8.
+# What gradients of logits, at most 1, count in float16, which ends at 65504 and has nothing below 6e-8.
 FLOAT16_SCALE = 2.0**15
 
 

@@ -173,11 +173,11 @@ def choose_tokens_per_micro_batch(
     return tokens
 
 
-def largest_share(order: SampleOrder, lengths: list[int], world_size: int) -> int:
+def largest_share(order: SampleOrder, lengths: list[int], dp: int) -> int:
     """Tokens with which every step is one micro-batch on each rank: an even share of the largest step, and one sample
     more, by which balanced packs may differ."""
     steps = itertools.islice(order.steps(0), order.steps_per_epoch)
-    return math.ceil(max(sum(lengths[i] for i in samples) for samples in steps) / world_size) + max(lengths)
+    return math.ceil(max(sum(lengths[i] for i in samples) for samples in steps) / dp) + max(lengths)
 
 
 def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, str]:
@@ -200,7 +200,7 @@ def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, 
     else:
         found = {"zero2": "gradients travel during backward, and each rank updates its part of the weights"}
     # On one rank it shares nothing out either, but updates a part of the weights at a time.
-    found["zero3"] = "weights have to be shared out, too" if world_size > 1 else "the optimizer has to go in parts"
+    found["zero3"] = "weights have to be sharded, too" if world_size > 1 else "the optimizer has to go in parts"
     if device_type != "cpu":  # whose memory is the device's
         found["zero2_offload"] = "the optimizer's states have to lie in CPU memory"
         found["zero3_offload"] = "everything has to lie in CPU memory"
@@ -221,7 +221,7 @@ def choose_ds_config(
     runs: dict[str, Run] = {}
     resolve = partial(
         resolve_ds_config,
-        world_size=devices.num_ranks,
+        dp=devices.num_ranks,
         hidden_size=shape.hidden_size,
         device_type=devices.kind,
         is_local=devices.are_local,

@@ -35,22 +35,22 @@ def plan_lines(resolved: ResolvedConfig, steps: StepPlan) -> list[str]:
     ]
 
 
-def first_batch(plan: StepPlan, done: int, rank: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Describe the next step, this rank's first micro-batch in it, whose images are decoded, and its first sample."""
+def first_batch(plan: StepPlan, done: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Describe the next step, rank 0's first micro-batch in it, whose images are decoded, and its first sample."""
     if done >= plan.num_steps:
         return [f"the run is complete: {done:,} of {plan.num_steps:,} steps are done"]
     dataset, (samples, of_ranks) = plan.dataset, plan.step(done + 1)
-    window = next(windows(plan, rank, done=done, num_workers=0, device=torch.device("cpu")))
+    window = next(windows(plan, 0, done=done, num_workers=0, device=torch.device("cpu")))
     micro = window.micro_batches[0]
     lines = [
         f"step {done + 1:,}: {len(samples)} samples, {sum(dataset.lengths[i] for i in samples):,} tokens, "
         f"{sum(dataset.num_targets[i] for i in samples):,} supervised, on {len(of_ranks)} ranks in "
         f"{len(of_ranks[0])} micro-batches",
-        f"rank {rank}'s first: {micro.num_samples} samples, {micro.num_tokens:,} tokens, {micro.num_targets:,} "
+        f"rank 0's first: {micro.num_samples} samples, {micro.num_tokens:,} tokens, {micro.num_targets:,} "
         f"supervised, {len(micro.batch.pixel_values)} image tiles",
         *(f"left out: {broken.id} ({broken.reason})" for broken in micro.broken),
     ]
-    if mine := of_ranks[rank][0]:
+    if mine := of_ranks[0][0]:
         text = in_terminal(shown_sample(dataset, mine[0], tokenizer), coloured=False)
         lines.append(text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)")
     return lines

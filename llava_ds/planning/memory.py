@@ -262,7 +262,7 @@ def _most_held(groups: tuple[tuple[int, ...], ...], partitions: list[int]) -> in
 
 
 def _packed_bytes(shape: ModelShape, ranks: int = 1) -> int:
-    """Of packed weights shared out over the ranks, and their scales, which are not."""
+    """Of packed weights sharded over the ranks, and their scales, which are not."""
     return int(sum(shape.packed) * (shape.packed_bits / ranks + shape.scale_bits) / 8)
 
 

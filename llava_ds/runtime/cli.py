@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from llava_ds import __version__
 from llava_ds.config.shipped import RECIPES, RUN
 from llava_ds.constants import ConfigError, nearest_name
-from llava_ds.runtime.command import begin, leave_with
+from llava_ds.runtime.command import begin, exit_with
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
 
@@ -41,7 +41,7 @@ HOSTFILE = Path("/job/hostfile")  # that deepspeed looks for
 def main() -> NoReturn:
     """Run the command of the command line, as its script in run/."""
     begin("llava-ds", ends_without_reader=True)
-    leave_with(run_command, "llava-ds")
+    exit_with(run_command, "llava-ds")
 
 
 def run_command() -> None:

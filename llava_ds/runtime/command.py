@@ -1,6 +1,6 @@
 """The frame around every command's main(): errors in flags, Ctrl-C, a closed pipe, and exit codes.
 
-A script of run/ calls begin() above the imports that take seconds, and leave_with() at its end.
+A script of run/ calls begin() above the imports that take seconds, and exit_with() at its end.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
             exit_for_bad_input(error, program)
 
 
-def leave_with(main: Callable[[], int | None], program: str) -> NoReturn:
+def exit_with(main: Callable[[], int | None], program: str) -> NoReturn:
     """Run a command and exit with the code that main returns, 0 for None.
 
     2: the user's input can't be used, or stdout of a command that only prints can't be written, in one message; 130:
@@ -160,7 +160,7 @@ def _handle_interrupts(interrupt: Callable[[], NoReturn]) -> None:
         interrupt()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
-        if issubclass(kind, KeyboardInterrupt):  # while leave_with printed an error
+        if issubclass(kind, KeyboardInterrupt):  # while exit_with printed an error
             exit_for_interrupt()
         sys.__excepthook__(kind, error, trace)
 

@@ -199,7 +199,7 @@ class OutputLock:
     def _wait(self, own: Path) -> Holder | None:
         """The holder, once it is dead; None when another takes its place. Raises ConfigError if it remains alive."""
         first, first_time = _read(self._path), _renewed(self._path)
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         while first is not None and (holder := _read(self._path)) is not None and holder.token == first.token:
             renewed = _renewed(self._path)
             if holder.is_here:
@@ -216,8 +216,8 @@ class OutputLock:
                     f"--output_dir {self._path.parent} is in use by another run ({holder}): wait until it has ended, "
                     "stop it, or give another --output_dir"
                 )
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 doing = "has been asked to stop" if holder.ending else "gives no sign of life yet"
                 print_first(f"--output_dir is held by {holder}, which {doing}: waiting")
             time.sleep(TICK_S)
@@ -250,7 +250,7 @@ class OutputLock:
 
     def _wait_for_ranks(self, before: Holder | None) -> None:
         """Wait until the other ranks of a dead run, which may still be writing, have ended."""
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         while left := [each for each in (before.ranks if before else ()) if each.is_here and each.is_alive]:
             if time.monotonic() - began > LINGERING_S:
                 self._rewrite(first=left[0], ranks=tuple(left))  # so that no other start takes them for dead
@@ -260,8 +260,8 @@ class OutputLock:
                     f"--output_dir {self._path.parent} is in use: processes of an earlier run, whose rank 0 is gone, "
                     f"have not ended within {LINGERING_S:.0f} s: kill -9 {pids}, or give another --output_dir"
                 )
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 self._rewrite(ranks=tuple(left))
                 print_first(f"{len(left)} ranks of the run before, which was killed, are still ending: waiting")
             time.sleep(TICK_S)
@@ -310,12 +310,12 @@ class OutputLock:
 
     def _renew(self) -> None:
         """Renew the file, in the thread, and record a request to stop; exit if another run holds it."""
-        due, told = time.monotonic(), False
+        due, warned = time.monotonic(), False
         while not self._released.wait(TICK_S):
             with contextlib.suppress(OSError, ConfigError):  # of a disk whose saves fail, too, with a message
-                if self._is_ending() and not told:
+                if self._is_ending() and not warned:
                     self._rewrite(ending=True)
-                    told = True
+                    warned = True
                 if time.monotonic() < due:
                     continue
                 due = time.monotonic() + RENEWAL_S

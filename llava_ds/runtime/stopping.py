@@ -184,7 +184,7 @@ class Stopping:
         """Record the seconds of a checkpoint, for --max_run_time."""
         self._longest_save_s = max(seconds, self._longest_save_s or 0.0)
 
-    def ends(self, is_saved: bool) -> None:
+    def end(self, is_saved: bool) -> None:
         """End training. is_saved: whether a checkpoint holds all of it: then a request, also one that came after the
         last boundary, ends the process at once."""
         if is_saved:

@@ -37,7 +37,7 @@ PEER_IS_GONE = (  # words of gloo, NCCL and torch's store, which have no type of
 
 
 class Watchdog:
-    """Watches this rank and the others, from starts() to the end of its `with` block."""
+    """Watches this rank and the others, from start() to the end of its `with` block."""
 
     def __init__(self, tick_s: float = TICK_S, window_s: float = WINDOW_S) -> None:
         self._tick_s, self._window_s = tick_s, window_s
@@ -46,7 +46,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._samples: Callable[[int, int], str] | None = None
 
-    def starts(self, training: TrainingArguments, ranks: Ranks) -> None:
+    def start(self, training: TrainingArguments, ranks: Ranks) -> None:
         """Begin to watch. All ranks call it together, from the thread that trains."""
         self._training, self._ranks = training, ranks
         self._peers = Peers(ranks) if ranks.world_size > 1 else None
@@ -57,7 +57,7 @@ class Watchdog:
         self._activity = Activity()
         self._beats: dict[int, tuple[Beat, float]] = {}  # of every rank, and when it was heard
         self._before: dict[int, tuple[float, float]] = {}  # busy_s and step_s, when they were last compared
-        self._next_report: dict[int, float] = {}  # ranks that held the others up, and when that may be said again
+        self._next_report: dict[int, float] = {}  # ranks that held the others up, and when that may be reported again
         self._sent_position = self._beat.position
         self._reported_unheard = False
         self._sending = threading.Lock()
@@ -66,11 +66,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def knows(self, samples: Callable[[int, int], str]) -> None:
+    def set_samples(self, samples: Callable[[int, int], str]) -> None:
         """Set the function that names samples: from an optimizer step and a rank to a line about its samples."""
         self._samples = samples
 
-    def enters(self, phase: str, step: int) -> None:
+    def set_phase(self, phase: str, step: int) -> None:
         """Set this rank's place: one of heartbeat.PHASES, and the current or last optimizer step."""
         self._at = (phase, step)
 
@@ -91,7 +91,7 @@ class Watchdog:
             self._raised(error)
         else:  # the end, or SystemExit, which the other ranks reach by themselves
             with self._sending:  # no earlier beat follows this one, and no rank's process is gone before it
-                self.enters("done", self._at[1])
+                self.set_phase("done", self._at[1])
                 self._send(replace(self._beat, phase="done", step=self._at[1], seconds=0.0, limit=self._limit("done")))
             if error is None:
                 try:
@@ -217,19 +217,19 @@ class Watchdog:
         silent_after_s = max(SILENT_S, 3 * self._interval_s)
         late = behind(known, silent_after_s)[0][:MOST_NAMED]
         samples = {each.beat.rank: self._on_samples(each.beat) for each in late}
-        said = standstill(known, silent_after_s, samples)
+        message = standstill(known, silent_after_s, samples)
         limits = ", ".join(
             f"--watchdog_{name}_s {value:g}"
             for name in ("start", "step", "save")
             if (value := getattr(self._training, f"watchdog_{name}_s"))
         )
         stacks = Path(self._training.output_dir) / "hang-rank<rank>.txt"
-        said += (
+        message += (
             f"\n  the limit is {self._beat.limit:.0f} s ({limits}; 0 is none). The stacks of all ranks that could "
             f"write them are in {stacks}. The same command goes on from the newest checkpoint"
         )
         alive = [each.beat.rank for each in known if each.silent_s <= silent_after_s]
-        self._leave(said, speaks=self._ranks.rank == min(alive), hangs=True)
+        self._leave(message, speaks=self._ranks.rank == min(alive), hangs=True)
 
     def _report_unheard(self, known: list[Known]) -> None:
         """Report once, from the first rank that misses a beat, that a rank which hangs can't be found without it."""
@@ -262,11 +262,11 @@ class Watchdog:
                 self._lost(beat, "died: its process was killed or crashed", gone)
 
     def _lost(self, beat: Beat, how: str, gone: list[int]) -> None:
-        said = f"{self._name(beat.rank)} {how}, when last heard of {place(beat)}{self._on_samples(beat)}"
+        message = f"{self._name(beat.rank)} {how}, when last heard of {place(beat)}{self._on_samples(beat)}"
         here = self._peers.all[self._ranks.rank].host
         alive = [each for each in self._known() if each.beat.rank not in gone and each.silent_s < SILENT_S]
         speaks = self._ranks.rank == min(each.beat.rank for each in alive if each.host == here)
-        self._leave(said, speaks, hangs=False)
+        self._leave(message, speaks, hangs=False)
 
     def _compare(self, known: list[Known]) -> None:
         """Report at intervals, from rank 0, the ranks that work while the others wait for them."""
@@ -301,21 +301,21 @@ class Watchdog:
             say(f"{beat.ends} (so says {self._name(beat.rank)}): this machine's ranks end, too")
         os._exit(EXIT_RANK_LOST)
 
-    def _leave(self, said: str, speaks: bool, hangs: bool) -> None:
+    def _leave(self, message: str, speaks: bool, hangs: bool) -> None:
         """Print the message, then end this process and with it the other ranks."""
-        self._send(replace(self._beat, ends=said.partition("\n")[0], hangs=hangs))
+        self._send(replace(self._beat, ends=message.partition("\n")[0], hangs=hangs))
         if hangs:
-            self._dump(said)
+            self._dump(message)
         if speaks:
-            say(f"run/train.py: error: {said}")
+            say(f"run/train.py: error: {message}")
         # Time for the others' stacks, and for the launcher to notice the dead rank first, whose exit code it returns.
         time.sleep(LAUNCHER_S / (4 if speaks and hangs else 1) if self._peers else 0)
         os._exit(EXIT_RANK_LOST)
 
-    def _dump(self, said: str) -> None:
+    def _dump(self, message: str) -> None:
         path = Path(self._training.output_dir) / f"hang-rank{self._ranks.rank}.txt"
         name = self._name(self._ranks.rank)
-        dump_stacks(path, f"{name}, {place(self._beat)}, {time.ctime()}\n{said}\n", name)
+        dump_stacks(path, f"{name}, {place(self._beat)}, {time.ctime()}\n{message}\n", name)
 
     def _name(self, rank: int) -> str:
         if not self._peers:

@@ -24,7 +24,7 @@ MOST_REJECTED = 50  # rows of a table
 LEFT_OUT = "left out:"  # begins the reasons in EncodedDataset.summary
 
 
-def leave_report(output_dir: Path) -> None:
+def report_at_end(output_dir: Path) -> None:
     """Write the report of a run that ends, and say where it is. A run is not lost over its report."""
     try:
         print(f"report: {write_report(output_dir)}", flush=True)

@@ -150,8 +150,9 @@ class Progress:
             "peak_memory_bytes": peak_memory_bytes(self.ranks.device),
             "skipped_steps": int(result.skipped_steps),
             "broken_samples": result.num_planned - result.counts.samples,
-            **result.metrics,
         }
+        assert not row.keys() & result.metrics.keys(), "an objective's metric has the name of a column"
+        row.update(result.metrics)
         # Of long runs every n-th step has a loss for each source, so that logs of mixtures stay small.
         shown = result.step % self.trackers.every == 0 or result.step == self.plan.num_steps
         if result.by_source is not None and shown:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from llava_ds.constants import DataError
 from llava_ds.engine.non_finite import settle_skipped_steps
 from llava_ds.runtime.ranks import print_first
-from llava_ds.tracking.page import leave_report
+from llava_ds.tracking.page import report_at_end
 from llava_ds.tracking.peak import peak_flops
 from llava_ds.tracking.progress import Progress, RunFacts
 from llava_ds.tracking.trackers import called
@@ -114,7 +114,7 @@ class Log(Hook):
     def close(self) -> None:
         self.progress.close()
         if self.session.ranks.is_first:
-            leave_report(self.session.plan.output_dir)
+            report_at_end(self.session.plan.output_dir)
 
 
 class Health(Hook):
@@ -158,7 +158,7 @@ class Health(Hook):
         """Report a spike, and go back to the last checkpoint if asked to: the samples since then are passed over."""
         session, went_back = self.session, None
         if self.spikes.rewinds:
-            session.watchdog.enters("save", step)
+            session.watchdog.set_phase("save", step)
             settle_skipped_steps(session.engine)
             went_back = session.saver.rewind()
         message = self.spikes.describe()
@@ -185,7 +185,7 @@ class Evaluate(Hook):
             self._run(end.step, end.finished)
 
     def _run(self, step: int, finished: bool) -> None:
-        self.session.watchdog.enters("evaluation", step)
+        self.session.watchdog.set_phase("evaluation", step)
         self.session.evaluation.run(step, finished)
 
 
@@ -197,7 +197,7 @@ class Save(Hook):
         saves = session.saves_at(end.step, end.last) and not end.at_checkpoint
         if saves:
             end.paused = True
-            session.watchdog.enters("save", end.step)
+            session.watchdog.set_phase("save", end.step)
             settle_skipped_steps(session.engine)
         if problem := session.saver.after_step(end.step, saves, end.last, keeps_all=end.keeps_all):
             end.problems.append(problem)

@@ -28,7 +28,7 @@ def train(session: Session, hooks: Sequence[Hook]) -> None:
         for hook in hooks:
             hook.after_step(end)
         end.raise_problems()
-        watchdog.enters("step", result.step + 1)
+        watchdog.set_phase("step", result.step + 1)
         return end.paused_s()
 
     steps = windows(
@@ -41,10 +41,10 @@ def train(session: Session, hooks: Sequence[Hook]) -> None:
     with session.memory:
         for hook in hooks:
             hook.begin()
-        watchdog.enters("step", state.step + 1)
+        watchdog.set_phase("step", state.step + 1)
     with session.memory, session.stop.training(plan.args.training.max_run_time, session.ranks):
         run_steps(session.engine, steps, state, num_steps, session.objective, session.mesh, after_step)
-    watchdog.enters("export", state.step)
+    watchdog.set_phase("export", state.step)
     for hook in reversed(hooks):  # Log, which leaves the report, comes after those whose files it shows
         hook.close()
 

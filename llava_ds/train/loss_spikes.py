@@ -81,7 +81,7 @@ class LossSpikes:
         return (
             f"the run went back to {checkpoint} {MOST_REWINDS} times and met another spike of the loss each time. "
             f"{self.path} has the samples of those steps. {checkpoint} is as good as before: look at the data, lower "
-            "--learning_rate or set --max_grad_norm (both begin the run anew), or go on from there with a larger "
+            "--learning_rate or set --max_grad_norm (both start a new run), or go on from there with a larger "
             "--loss_spike_sigma and --allow_changed_flags loss_spike_sigma"
         )
 

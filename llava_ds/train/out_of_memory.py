@@ -13,6 +13,7 @@ from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.warm_up import LargestMicroBatch
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.state import TrainState
 
@@ -23,8 +24,11 @@ MOST_NAMED = 8  # samples
 class MemoryWatch:
     """Context in which running out of memory becomes a ConfigError that names the samples and the flags to change."""
 
-    def __init__(self, engine, resolved: ResolvedConfig, plan: StepPlan, state: TrainState, ranks: Ranks) -> None:
-        self._resolved, self._plan, self._ranks, self._state = resolved, plan, ranks, state
+    def __init__(
+        self, engine, resolved: ResolvedConfig, plan: StepPlan, state: TrainState, ranks: Ranks, mesh: Mesh
+    ) -> None:
+        self._resolved, self._plan, self._state = resolved, plan, state
+        self._ranks, self._mesh = ranks, mesh
         self._warming_up: list[int] | None = None
         self._step = self._index = -1  # the step, and which of its micro-batches
         self._batch: Batch | None = None
@@ -64,7 +68,7 @@ class MemoryWatch:
             place += f" in the warm-up of the largest micro-batch, before step {self._step + 1:,}"
             samples = self._warming_up
         else:
-            mine = self._plan.of_rank(self._step + 1, self._ranks.rank)
+            mine = self._plan.of_rank(self._step + 1, self._mesh.dp_rank)
             samples = mine[self._index]
             place += f" in step {self._step + 1:,}, micro-batch {self._index + 1} of {len(mine)}"
         return (

@@ -97,7 +97,7 @@ def make_plan(start: Start) -> Plan:
     resolve = partial(
         resolve_ds_config,
         raw_config,
-        world_size=start.mesh.dp,
+        dp=start.mesh.dp,
         hidden_size=model.hidden_size,
         device_type=ranks.device.type,
     )
@@ -146,6 +146,7 @@ def _plan_steps(
     packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
+    # Resolved again from the flags as given: some keys depend on the number of steps and on the tokens chosen.
     filled_in = args.replaced(tokens_per_micro_batch=tokens)
     resolved = on_every_rank(ranks, partial(resolve, filled_in, num_steps=num_steps))
     final = with_steps_of_epochs(known.args.replaced(tokens_per_micro_batch=tokens), per_epoch)
@@ -174,7 +175,7 @@ def show_dry_run(plan: Plan, ranks: Ranks) -> int:
     if plan.export.is_whole_model:
         print_first(broadcast_from_first(ranks, partial(try_export, plan.export, plan.output_dir, dry_run=True)))
     if ranks.is_first:
-        print_first(*dry_run.first_batch(steps, done, ranks.rank, plan.model.tokenizer))
+        print_first(*dry_run.first_batch(steps, done, plan.model.tokenizer))
         print_first(*dry_run.memory(planned, ranks))
         memory = dry_run.memory_of_gpu(ranks), dry_run.memory_of_host()
         step_s = dry_run.measured_step_s(plan.output_dir, done)

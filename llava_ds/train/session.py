@@ -81,8 +81,8 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     if point.path is not None:
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)
-    watchdog.knows(partial(name_samples_of, plan.steps))
-    memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
+    watchdog.set_samples(partial(name_samples_of, plan.steps))
+    memory = MemoryWatch(engine, resolved, plan.steps, state, ranks, mesh)
     _warm_up(plan, model, engine, checkpointed, memory, ranks)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
     objective = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
@@ -99,7 +99,7 @@ def finish(session: Session) -> int:
     if session.state.stops:
         session.trackers.close()
         return session.stop.leave(session.state.step, describe_saving(training), can_be_resumed(training), ranks)
-    session.stop.ends(can_be_resumed(training))
+    session.stop.end(can_be_resumed(training))
     if plan.resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
     export_model(session.engine, plan.export, plan.args, plan.steps.dataset, ranks)

@@ -55,7 +55,7 @@ class SkippedSteps:
             f"{self.in_a_row} steps in a row ({step - self.in_a_row + 1:,} to {step:,}) had a "
             f"loss or gradients that are not finite, and changed nothing: --max_skipped_steps is {self.most}. "
             f"{self.path} has their samples. The checkpoints are as good as before: mend the data, lower "
-            "--learning_rate or set --max_grad_norm (both begin the run anew), or raise --max_skipped_steps"
+            "--learning_rate or set --max_grad_norm (both start a new run), or raise --max_skipped_steps"
         )
 
     def _note(self, step: int, loss: float) -> None:

@@ -44,7 +44,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     ranks = init_ranks()
     if writes:
         lock.take_together(output_dir, ranks)
-    watchdog.starts(args.training, ranks)
+    watchdog.start(args.training, ranks)
     same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
     check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)

@@ -6,7 +6,7 @@ with all measurements, steps.png and table.md into --output_dir.
 
 import sys
 
-from llava_ds.runtime.command import Parser, begin, leave_with, new_folder
+from llava_ds.runtime.command import Parser, begin, exit_with, new_folder
 
 if __name__ == "__main__":
     begin("run/dev/bench.py")
@@ -272,4 +272,4 @@ PRESETS = {"gpu-7b": run_preset}
 
 
 if __name__ == "__main__":
-    leave_with(partial(main, sys.argv[1:]), "run/dev/bench.py")
+    exit_with(partial(main, sys.argv[1:]), "run/dev/bench.py")

@@ -3,7 +3,7 @@
 python run/dev/build_tiny.py --output llava_ds/tiny/weights
 """
 
-from llava_ds.runtime.command import Parser, begin, leave_with, new_folder
+from llava_ds.runtime.command import Parser, begin, exit_with, new_folder
 
 if __name__ == "__main__":
     begin("run/dev/build_tiny.py")
@@ -45,4 +45,4 @@ def main():
 
 
 if __name__ == "__main__":
-    leave_with(main, "run/dev/build_tiny.py")
+    exit_with(main, "run/dev/build_tiny.py")

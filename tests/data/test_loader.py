@@ -57,40 +57,40 @@ def equal(one: Window, other: Window) -> bool:
     return same and all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_steps_across_epochs_take_all_samples_in_turn_and_can_be_started_anywhere(dataset, world_size):
-    packing = Packing(world_size, 5, 2, None, across_epochs=True)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_steps_across_epochs_take_all_samples_in_turn_and_can_be_started_anywhere(dataset, dp):
+    packing = Packing(dp, 5, 2, None, across_epochs=True)
     plan = plan_of(dataset, packing)
     assert plan.steps_per_epoch == 1  # of 13 samples: 3 or 2 micro-batches on a rank
-    assert plan_of(dataset, dataclasses.replace(packing, across_epochs=False)).steps_per_epoch == 3 - world_size
-    ranks = [collect(plan, 3, rank) for rank in range(world_size)]
+    assert plan_of(dataset, dataclasses.replace(packing, across_epochs=False)).steps_per_epoch == 3 - dp
+    ranks = [collect(plan, 3, rank) for rank in range(dp)]
     seen = [
         sample for step in zip(*ranks) for batches in zip(*(w.batches for w in step)) for b in batches
         for sample in samples_in(b, dataset)
     ]  # fmt: skip
     epochs = [plan.order.epoch(e) for e in range(3)]
-    if world_size == 2:
+    if dp == 2:
         epochs = [epoch + epoch[:7] for epoch in epochs]
     drawn = list(itertools.chain(*epochs))
     assert len(seen) >= 26 and seen == drawn[: len(seen)]
-    assert [window.num_planned for window in ranks[0]] == ([10, 8, 8] if world_size == 1 else [20, 20, 20])
+    assert [window.num_planned for window in ranks[0]] == ([10, 8, 8] if dp == 1 else [20, 20, 20])
     assert equal(collect(plan, 3, done=2)[0], ranks[0][2])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_ranks_together_see_each_steps_samples_once(dataset, layout, world_size):
-    plan = plan_of(dataset, Packing(world_size, **LAYOUTS[layout]))
-    assert plan.batch_size == 4 * world_size
+def test_the_ranks_together_see_each_steps_samples_once(dataset, layout, dp):
+    plan = plan_of(dataset, Packing(dp, **LAYOUTS[layout]))
+    assert plan.batch_size == 4 * dp
     num_steps = 2 * plan.steps_per_epoch  # the last step of an epoch is a short one
-    ranks = [collect(plan, num_steps, rank) for rank in range(world_size)]
+    ranks = [collect(plan, num_steps, rank) for rank in range(dp)]
     expected = list(itertools.islice(plan.order.steps(), num_steps))
     assert [plan.samples(step) for step in range(1, num_steps + 1)] == expected
     assert all(len(made) == num_steps for made in ranks)
     for number, (samples, step) in enumerate(zip(expected, zip(*ranks)), 1):
         assert len({len(window.batches) for window in step}) == 1
         seen = [samples_in(batch, dataset) for window in step for batch in window.batches]
-        assert seen == [micro for rank in range(world_size) for micro in plan.of_rank(number, rank)]
+        assert seen == [micro for rank in range(dp) for micro in plan.of_rank(number, rank)]
         assert sorted(itertools.chain(*seen)) == sorted(samples)
         for window in step:
             assert window.num_planned == len(samples) and window.broken == []
@@ -111,11 +111,11 @@ def test_the_ranks_together_see_each_steps_samples_once(dataset, layout, world_s
 def test_a_step_holds_the_same_samples_on_any_number_of_ranks(dataset, layout):
     per_micro = {1: 2, 2: 1}
     steps = {}
-    for world_size in (1, 2):
-        settings = LAYOUTS[layout] | {"num_micro_batches": per_micro[world_size]}
-        plan = plan_of(dataset, Packing(world_size, **settings))
-        ranks = [collect(plan, 4, rank) for rank in range(world_size)]
-        steps[world_size] = [
+    for dp in (1, 2):
+        settings = LAYOUTS[layout] | {"num_micro_batches": per_micro[dp]}
+        plan = plan_of(dataset, Packing(dp, **settings))
+        ranks = [collect(plan, 4, rank) for rank in range(dp)]
+        steps[dp] = [
             sorted(i for window in step for batch in window.batches for i in samples_in(batch, dataset))
             for step in zip(*ranks)
         ]
@@ -135,11 +135,11 @@ def test_starting_at_a_step_gives_the_windows_from_there(dataset):
     assert len(part) == 2 and all(equal(a, b) for a, b in zip(whole[4:], part))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 9])
 @pytest.mark.parametrize("num_samples", [5, 12, 13])
-def test_steps_across_epochs_can_be_started_at_any(num_samples, num_micro_batches, world_size):
-    packing = Packing(world_size, 2, num_micro_batches, None, across_epochs=True)
+def test_steps_across_epochs_can_be_started_at_any(num_samples, num_micro_batches, dp):
+    packing = Packing(dp, 2, num_micro_batches, None, across_epochs=True)
     order = SampleOrder(num_samples, packing.batch_size, seed=3)
     steps = list(itertools.islice(packing.steps(order, [1] * num_samples, 0), 12))
     for start in range(12):

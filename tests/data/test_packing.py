@@ -10,14 +10,14 @@ from llava_ds.data import packing
 from llava_ds.data.packing import plan_by_count, plans_across_epochs
 
 
-def plan_by_tokens(samples, lengths, world_size, max_tokens, costs=None):
+def plan_by_tokens(samples, lengths, dp, max_tokens, costs=None):
     """The plan of samples that share nothing, evened out by tokens unless there are costs."""
     units = [(sample,) for sample in samples]
-    return packing.plan_by_tokens(units, lengths, world_size, max_tokens, lengths if costs is None else costs)
+    return packing.plan_by_tokens(units, lengths, dp, max_tokens, lengths if costs is None else costs)
 
 
-def check_places_all_once(plan: list[list[list[int]]], samples: list[int], world_size: int) -> None:
-    assert len(plan) == world_size
+def check_places_all_once(plan: list[list[list[int]]], samples: list[int], dp: int) -> None:
+    assert len(plan) == dp
     assert len({len(rank) for rank in plan}) == 1  # ZeRO-3 needs the same number of micro-steps everywhere
     placed = [sample for rank in plan for micro in rank for sample in micro]
     assert sorted(placed) == sorted(samples)
@@ -37,10 +37,10 @@ def cases() -> list[tuple[list[int], list[int], int]]:
 
 @pytest.mark.parametrize("micro_size", [1, 3])
 def test_the_plain_layout_places_every_sample_once_and_keeps_the_size(micro_size):
-    for samples, _, world_size in cases():
-        num_micro = -(-len(samples) // (micro_size * world_size))
-        plan = plan_by_count(samples, world_size, num_micro, micro_size)
-        check_places_all_once(plan, samples, world_size)
+    for samples, _, dp in cases():
+        num_micro = -(-len(samples) // (micro_size * dp))
+        plan = plan_by_count(samples, dp, num_micro, micro_size)
+        check_places_all_once(plan, samples, dp)
         filled = [len(micro) for rank in plan for micro in rank]
         assert len(plan[0]) == num_micro
         assert max(filled) <= micro_size and max(filled) - min(filled) <= 1
@@ -53,18 +53,18 @@ def test_the_plain_layout_deals_micro_batches_in_the_samples_order():
 
 def test_packs_keep_the_bound_and_place_every_sample_once():
     rng = random.Random(1)
-    for samples, lengths, world_size in cases():
+    for samples, lengths, dp in cases():
         bound = rng.choice([20, 60, 600, 10**6])
-        plan = plan_by_tokens(samples, lengths, world_size, bound)
-        check_places_all_once(plan, samples, world_size)
+        plan = plan_by_tokens(samples, lengths, dp, bound)
+        check_places_all_once(plan, samples, dp)
         tokens = dict(zip(samples, lengths))
         for micro in itertools.chain(*plan):
             assert sum(tokens[sample] for sample in micro) <= bound or len(micro) == 1
 
 
 def test_packs_are_balanced():
-    for samples, lengths, world_size in cases():
-        plan = plan_by_tokens(samples, lengths, world_size, max_tokens=600)
+    for samples, lengths, dp in cases():
+        plan = plan_by_tokens(samples, lengths, dp, max_tokens=600)
         tokens = dict(zip(samples, lengths))
         loads = [[sum(tokens[sample] for sample in micro) for micro in rank] for rank in plan]
         flat = list(itertools.chain(*loads))
@@ -81,18 +81,18 @@ def test_no_more_micro_batches_than_the_bound_asks_for_when_lengths_are_even():
     assert [len(rank) for rank in plan_by_tokens(list(range(16)), [10] * 16, 2, 10**6)] == [1, 1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dp", [1, 2, 3])
 @pytest.mark.parametrize("lengths", [[5000], [3000] * 16, [4000, 10, 10, 10], [900, 900, 900]])
-def test_samples_over_the_bound_make_no_empty_rounds(lengths, world_size):
+def test_samples_over_the_bound_make_no_empty_rounds(lengths, dp):
     """A sample over the bound is a pack of its own, and a rank's empty micro-batch costs as much as a small one."""
-    plan = plan_by_tokens(list(range(len(lengths))), lengths, world_size, max_tokens=1000)
-    assert len(plan[0]) <= -(-len(lengths) // world_size)
+    plan = plan_by_tokens(list(range(len(lengths))), lengths, dp, max_tokens=1000)
+    assert len(plan[0]) <= -(-len(lengths) // dp)
 
 
 def test_a_plan_follows_from_the_lengths_alone():
-    for samples, lengths, world_size in cases()[:20]:
-        plan = plan_by_tokens(samples, lengths, world_size, 300)
-        assert plan == plan_by_tokens(list(samples), list(lengths), world_size, 300)
+    for samples, lengths, dp in cases()[:20]:
+        plan = plan_by_tokens(samples, lengths, dp, 300)
+        assert plan == plan_by_tokens(list(samples), list(lengths), dp, 300)
 
 
 def loads(plan: list[list[list[int]]], weights: list[int]) -> list[list[int]]:
@@ -113,32 +113,32 @@ def best_fit_decreasing(lengths: list[int], bound: int) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("image_tokens", [144, 576])
-@pytest.mark.parametrize(("count", "world_size"), [(512, 1), (1024, 1), (512, 2), (2048, 8)])
-def test_packs_of_a_large_step_are_full_and_of_one_cost(count, world_size, image_tokens, seed):
+@pytest.mark.parametrize(("count", "dp"), [(512, 1), (1024, 1), (512, 2), (2048, 8)])
+def test_packs_of_a_large_step_are_full_and_of_one_cost(count, dp, image_tokens, seed):
     lengths = length_mix(FINETUNE, count, seed, image_tokens).tokens.tolist()
     costs = [int(length + 2e-5 * length**2) for length in lengths]
     bound = 8192
-    plan = plan_by_tokens(list(range(count)), lengths, world_size, bound, costs)
-    check_places_all_once(plan, list(range(count)), world_size)
+    plan = plan_by_tokens(list(range(count)), lengths, dp, bound, costs)
+    check_places_all_once(plan, list(range(count)), dp)
     tokens, work = loads(plan, lengths), loads(plan, costs)
     assert max(itertools.chain(*tokens)) <= bound
-    packs = world_size * len(plan[0])
+    packs = dp * len(plan[0])
     fewest = -(-sum(lengths) // bound)  # if samples could be cut up
-    assert packs <= world_size * -(-(fewest + 1) // world_size)
+    assert packs <= dp * -(-(fewest + 1) // dp)
     # Whole rounds may leave more room, by arithmetic: what counts is that nobody waits.
-    assert sum(lengths) / (packs * bound) > 0.97 or packs == world_size * -(-fewest // world_size)
-    assert sum(map(sum, work)) / (world_size * sum(map(max, zip(*work)))) > 0.99
+    assert sum(lengths) / (packs * bound) > 0.97 or packs == dp * -(-fewest // dp)
+    assert sum(map(sum, work)) / (dp * sum(map(max, zip(*work)))) > 0.99
 
 
 def test_never_more_rounds_than_best_fit_decreasing_needs():
     rng = random.Random(2)
     for _ in range(300):
-        bound, world_size = rng.choice([100, 1000]), rng.choice([1, 2, 3, 8])
+        bound, dp = rng.choice([100, 1000]), rng.choice([1, 2, 3, 8])
         lengths = [
             rng.randint(1, rng.choice([bound // 9, bound // 2, bound, 2 * bound])) for _ in range(rng.randint(1, 60))
         ]
-        plan = plan_by_tokens(list(range(len(lengths))), lengths, world_size, bound)
-        assert len(plan[0]) <= -(-best_fit_decreasing(lengths, bound) // world_size)
+        plan = plan_by_tokens(list(range(len(lengths))), lengths, dp, bound)
+        assert len(plan[0]) <= -(-best_fit_decreasing(lengths, bound) // dp)
         assert all(
             tokens <= bound or len(micro) == 1
             for rank, r in zip(plan, loads(plan, lengths))
@@ -146,58 +146,56 @@ def test_never_more_rounds_than_best_fit_decreasing_needs():
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("dp", [1, 2, 8])
 @pytest.mark.parametrize(
     "lengths",
     [[700] * 128, [1] * 128, [8192] * 9, [8192, *[1] * 40], [60_000, *[700] * 60], [1], [], [4097] * 16, [4096] * 32],
     ids=["equal", "tiny", "full", "one full", "one huge", "one", "none", "over half", "half"],
 )
-def test_hostile_lengths(lengths, world_size):
+def test_hostile_lengths(lengths, dp):
     samples = list(range(len(lengths)))
     costs = [length + length**2 // 1000 for length in lengths]
     for weights in (None, costs):
-        plan = plan_by_tokens(samples, lengths, world_size, 8192, weights)
-        check_places_all_once(plan, samples, world_size)
+        plan = plan_by_tokens(samples, lengths, dp, 8192, weights)
+        check_places_all_once(plan, samples, dp)
         tokens = loads(plan, lengths)
         for rank, sums in zip(plan, tokens):
             assert all(total <= 8192 or len(micro) == 1 for micro, total in zip(rank, sums))
-        if len(samples) >= world_size * len(plan[0]):
+        if len(samples) >= dp * len(plan[0]):
             assert min(itertools.chain(*tokens)) > 0  # an empty micro-batch costs a whole round of communication
-        assert len(plan[0]) == max(1, -(-best_fit_decreasing(lengths, 8192) // world_size))
+        assert len(plan[0]) == max(1, -(-best_fit_decreasing(lengths, 8192) // dp))
 
 
 @pytest.mark.parametrize("pair_cost", [0, 2e-5])
-@pytest.mark.parametrize(
-    ("count", "world_size", "balance"), [(128, 8, 0.96), (128, 16, 0.925), (64, 8, 0.925), (256, 8, 0.98)]
-)
-def test_packs_of_a_few_samples_leave_no_rank_without_any(count, world_size, balance, pair_cost):
+@pytest.mark.parametrize(("count", "dp", "balance"), [(128, 8, 0.96), (128, 16, 0.925), (64, 8, 0.925), (256, 8, 0.98)])
+def test_packs_of_a_few_samples_leave_no_rank_without_any(count, dp, balance, pair_cost):
     """LLaVA's samples under a bound of one context: about three a pack, so that packs of one cost are seldom found."""
     more_than_best_fit = 0
     for seed in range(30):
         lengths = length_mix(FINETUNE, count, seed).tokens.tolist()
         costs = [int(length + pair_cost * length**2) for length in lengths] if pair_cost else lengths
-        plan = plan_by_tokens(list(range(count)), lengths, world_size, 2048, costs if pair_cost else None)
-        check_places_all_once(plan, list(range(count)), world_size)
-        assert count >= world_size * len(plan[0])
+        plan = plan_by_tokens(list(range(count)), lengths, dp, 2048, costs if pair_cost else None)
+        check_places_all_once(plan, list(range(count)), dp)
+        assert count >= dp * len(plan[0])
         assert all(itertools.chain(*plan))
         assert max(itertools.chain(*loads(plan, lengths))) <= 2048
-        assert plan == plan_by_tokens(list(range(count)), lengths, world_size, 2048, costs if pair_cost else None)
+        assert plan == plan_by_tokens(list(range(count)), lengths, dp, 2048, costs if pair_cost else None)
         work = loads(plan, costs)
-        assert sum(map(sum, work)) / (world_size * sum(map(max, zip(*work)))) > balance
-        more_than_best_fit += world_size * len(plan[0]) > best_fit_decreasing(lengths, 2048)
+        assert sum(map(sum, work)) / (dp * sum(map(max, zip(*work)))) > balance
+        more_than_best_fit += dp * len(plan[0]) > best_fit_decreasing(lengths, 2048)
     assert more_than_best_fit > 10  # there, full packs would have left some empty
 
 
 def test_no_empty_micro_batch_where_there_are_samples_for_all():
     rng = random.Random(3)
     for _ in range(500):
-        bound, world_size = rng.choice([100, 1000]), rng.choice([2, 3, 8])
+        bound, dp = rng.choice([100, 1000]), rng.choice([2, 3, 8])
         longest = rng.choice([bound // 2, bound, 2 * bound])
         lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 60))]
         costs = [rng.randint(1, 1000) for _ in lengths]  # of no relation to the lengths
         for weights in (None, costs):
-            plan = plan_by_tokens(list(range(len(lengths))), lengths, world_size, bound, weights)
-            check_places_all_once(plan, list(range(len(lengths))), world_size)
+            plan = plan_by_tokens(list(range(len(lengths))), lengths, dp, bound, weights)
+            check_places_all_once(plan, list(range(len(lengths))), dp)
             packs = list(itertools.chain(*plan))
             assert sum(map(bool, packs)) == min(len(packs), len(lengths))
             assert all(len(pack) == 1 or sum(lengths[i] for i in pack) <= bound for pack in packs)
@@ -206,14 +204,14 @@ def test_no_empty_micro_batch_where_there_are_samples_for_all():
 def test_samples_of_a_unit_stay_together():
     rng = random.Random(4)
     for _ in range(200):
-        world_size, bound = rng.choice([1, 2, 3, 8]), rng.choice([50, 500])
+        dp, bound = rng.choice([1, 2, 3, 8]), rng.choice([50, 500])
         units, num_samples = [], 0
         for size in rng.choices([1, 1, 2, 5], k=rng.randint(1, 40)):
             units.append(tuple(range(num_samples, num_samples + size)))
             num_samples += size
         lengths = [sum(rng.randint(1, 30) for _ in unit) for unit in units]
-        plan = packing.plan_by_tokens(units, lengths, world_size, bound, lengths)
-        check_places_all_once(plan, list(range(num_samples)), world_size)
+        plan = packing.plan_by_tokens(units, lengths, dp, bound, lengths)
+        check_places_all_once(plan, list(range(num_samples)), dp)
         length_of = dict(zip(units, lengths))
         for pack in itertools.chain(*plan):
             inside = [unit for unit in units if set(unit) & set(pack)]
@@ -222,9 +220,9 @@ def test_samples_of_a_unit_stay_together():
 
 
 def test_heaviest_micro_batches_come_first_and_go_by_cost():
-    for samples, lengths, world_size in cases():
+    for samples, lengths, dp in cases():
         costs = [length + length**2 // 50 for length in lengths]
-        plan = plan_by_tokens(list(range(len(samples))), lengths, world_size, 100, costs)
+        plan = plan_by_tokens(list(range(len(samples))), lengths, dp, 100, costs)
         for rank in loads(plan, costs):
             assert rank == sorted(rank, reverse=True)
     # Two samples of 100 tokens cost as much as thirteen of 50 where pairs weigh heavily.

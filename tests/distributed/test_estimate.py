@@ -72,7 +72,7 @@ def planned(flags: list[str], ranks: int) -> Run:
     args, _ = parse_arguments(flags)
     shape = shape_of_folders(args)
     raw = read_ds_config(args.training.deepspeed_config)
-    resolved = resolve_ds_config(raw, args, world_size=ranks, hidden_size=shape.text.hidden)
+    resolved = resolve_ds_config(raw, args, dp=ranks, hidden_size=shape.text.hidden)
     return planned_run(shape, resolved, Data(512, 0.25, share=512), Devices(ranks, 8))
 
 

@@ -22,7 +22,7 @@ def arguments(**flags: object) -> Arguments:
 def resolve(
     raw: dict,
     *,
-    world_size: int = 1,
+    dp: int = 1,
     device_type: str = "cpu",
     num_steps: int | None = 10,
     is_local: bool = True,
@@ -31,7 +31,7 @@ def resolve(
     return resolve_ds_config(
         raw,
         arguments(**flags),
-        world_size=world_size,
+        dp=dp,
         hidden_size=H,
         device_type=device_type,
         num_steps=num_steps,

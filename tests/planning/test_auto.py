@@ -26,7 +26,7 @@ ZERO = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
 def plan(memory: float | None = None, share: int = 40_000, **flags: object) -> Run:
     args = arguments(**flags)
     shape = shape_of(TEXT, plan_tower(VISION, {}, "toy", args.model), args)
-    resolved = resolve_ds_config(ZERO, args, world_size=2, hidden_size=64, device_type="cuda", is_local=False)
+    resolved = resolve_ds_config(ZERO, args, dp=2, hidden_size=64, device_type="cuda", is_local=False)
     return planned_run(shape, resolved, Data(LONGEST, 0.2, share), Devices(2, 2, memory=memory))
 
 

@@ -17,7 +17,7 @@ from llava_ds.runtime.command import Parser, given_path, new_folder
 
 BEGIN = """
     import os, sys, time
-    from llava_ds.runtime.command import begin, leave_with
+    from llava_ds.runtime.command import begin, exit_with
     from llava_ds.constants import ConfigError
     begin("run/x.py", ends_without_reader={ends})
 """
@@ -58,7 +58,7 @@ def test_ctrl_c_ends_a_command_and_its_workers_without_a_word():
                 time.sleep(0.2)
                 print("ready", flush=True)
                 work.get()
-        leave_with(main, "run/x.py")
+        exit_with(main, "run/x.py")
     """
     assert interrupted(script(body)) == (EXIT_INTERRUPTED, "", "")
 
@@ -68,7 +68,7 @@ def test_an_empty_home_is_none():
     body = """
         def main():
             print(os.path.expanduser("~"))
-        leave_with(main, "run/x.py")
+        exit_with(main, "run/x.py")
     """
     home = pwd.getpwuid(os.getuid()).pw_dir
     with start(script(body), env={**os.environ, "HOME": ""}) as process:
@@ -100,7 +100,7 @@ def test_no_command_imports_a_large_library_before_it_hears_ctrl_c():
         def begin(*_, **__): raise Begun
         llava_ds.runtime.command.begin = begin
         for script in sorted(Path("run").glob("*.py")):
-            if "leave_with(" in script.read_text():
+            if "exit_with(" in script.read_text():
                 try: runpy.run_path(str(script), run_name="__main__")
                 except Begun: print(script)
         print(sorted({"numpy", "torch", "transformers", "yaml", "PIL", "deepspeed"} & set(sys.modules)))
@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_no_half_written_file(tmp_path):
             path.write_text("half")
             print("ready", flush=True)
             time.sleep(60)
-        leave_with(lambda: write_output(Path({str(tmp_path)!r}) / "x.html", slowly, "--html"), "run/x.py")
+        exit_with(lambda: write_output(Path({str(tmp_path)!r}) / "x.html", slowly, "--html"), "run/x.py")
     """
     assert interrupted(script(body))[0] == EXIT_INTERRUPTED
     assert list(tmp_path.iterdir()) == []
@@ -130,7 +130,7 @@ MANY_LINES = """
         for number in range(100_000):
             print(number, file=sys.stderr if number % 2 else sys.stdout)
         open({path!r}, "w").write("done")
-    leave_with(main, "run/x.py")
+    exit_with(main, "run/x.py")
 """
 
 
@@ -159,7 +159,7 @@ def test_a_command_of_which_only_its_output_is_of_use_says_that_it_is_lost(print
     body = f"""
         def main():
             {prints}
-        leave_with(main, "run/x.py")
+        exit_with(main, "run/x.py")
     """
     command = ["bash", "-c", '"$@" >/dev/full', "bash", *script(body, ends=True)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -177,11 +177,11 @@ def test_bad_input_is_one_line_and_a_failure_has_its_traceback():
 
     assert run("""
         def main(): raise ConfigError("--x is wrong")
-        leave_with(main, "run/x.py")
+        exit_with(main, "run/x.py")
     """) == (EXIT_BAD_INPUT, "run/x.py: error: --x is wrong\n")
     code, said = run("""
         def main(): 1 / 0
-        leave_with(main, "run/x.py")
+        exit_with(main, "run/x.py")
     """)
     assert code == 1 and "ZeroDivisionError" in said
 

@@ -108,7 +108,7 @@ def test_a_signal_after_the_last_step_waits_only_for_what_is_saved_nowhere():
         with Stopping() as stop:
             with stop.training(None, ALONE):
                 pass
-            stop.ends(is_saved)
+            stop.end(is_saved)
             kill_self(signal.SIGTERM)
 
     assert in_child(lambda: run(True)) == EXIT_STOPPED

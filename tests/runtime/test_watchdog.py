@@ -83,7 +83,7 @@ def start(monkeypatch, tmp_path):
         limits = {"watchdog_start_s": 0.0, "watchdog_step_s": 0.0, "watchdog_save_s": 0.0, **limits}
         args = arguments(**limits).replaced(output_dir=str(tmp_path))
         dog = Watchdog(tick_s=0.01, window_s=window_s)
-        dog.starts(args.training, Ranks(0, 0, world_size, CPU))
+        dog.start(args.training, Ranks(0, 0, world_size, CPU))
         started.append(dog)
         return SimpleNamespace(dog=dog, codes=codes, said=said, others=dog._peers, thread=dog._thread, folder=tmp_path)
 
@@ -100,9 +100,9 @@ def blocks(seconds: float) -> None:
 def test_a_step_over_its_limit_ends_the_run_with_its_samples_and_stacks(start):
     run = start(watchdog_step_s=0.3)
     run.dog._samples = lambda step, rank: f"2 samples of step {step}, rank {rank}"
-    run.dog.enters("step", 1)
+    run.dog.set_phase("step", 1)
     blocks(0.2)
-    run.dog.enters("step", 2)  # the first may take as long as starting; now it is known how long steps take
+    run.dog.set_phase("step", 2)  # the first may take as long as starting; now it is known how long steps take
     run.thread.join(20)
     assert run.codes == [EXIT_RANK_LOST]
     (message,) = run.said
@@ -116,11 +116,11 @@ def test_steps_that_end_in_time_and_phases_without_a_limit_go_on(start):
     run = start(watchdog_step_s=0.4)
     blocks(0.6)  # in start, without a limit
     for step in range(1, 6):
-        run.dog.enters("step", step)
+        run.dog.set_phase("step", step)
         blocks(0.15)
-    run.dog.enters("save", 5)
+    run.dog.set_phase("save", 5)
     blocks(0.6)
-    run.dog.enters("step", 6)
+    run.dog.set_phase("step", 6)
     assert run.codes == [] and run.thread.is_alive()
 
 
@@ -178,9 +178,9 @@ def test_a_crash_in_native_code_leaves_the_stacks(tmp_path):
 
 def test_a_steps_limit_grows_with_the_steps(start):
     run = start(watchdog_step_s=0.1)
-    run.dog.enters("step", 1)
+    run.dog.set_phase("step", 1)
     blocks(0.4)
-    run.dog.enters("step", 2)
+    run.dog.set_phase("step", 2)
     blocks(0.8)  # over the limit, below four times the longest
     assert run.codes == []
 
@@ -191,7 +191,7 @@ def peer(phase: str = "step", step: int = 1, **more) -> Beat:
 
 def test_a_rank_waits_as_long_as_another_is_in_time(start):
     run = start(2, watchdog_step_s=0.2)
-    run.dog.enters("step", 2)
+    run.dog.set_phase("step", 2)
     run.dog._longest = 0.01
     for _ in range(20):  # rank 1 saves, and has a long limit for it
         run.others.says = [peer("save", limit=100.0)]
@@ -256,7 +256,7 @@ def test_the_end_that_another_rank_tells_ends_this_one(start):
 def test_an_error_is_told_to_the_others_with_the_ranks_name(start):
     run = start(2)
     with pytest.raises(RuntimeError, match="boom"), run.dog:
-        run.dog.enters("save", 4)
+        run.dog.set_phase("save", 4)
         raise RuntimeError("boom")
     assert "saving after step 4: RuntimeError('boom')" in run.said[0]
     (told,) = [beat.ends for beat in run.others.sent if beat.ends]
@@ -271,7 +271,7 @@ def test_an_error_is_told_to_the_others_with_the_ranks_name(start):
 def test_at_the_end_all_are_told_before_anyone_leaves(start):
     run = start(2)
     with run.dog:
-        run.dog.enters("export", 4)
+        run.dog.set_phase("export", 4)
     assert run.others.sent[-1].phase == "done" and not run.thread.is_alive() and run.codes == []
     with Watchdog():
         pass  # which never started: the flags were wrong
@@ -279,7 +279,7 @@ def test_at_the_end_all_are_told_before_anyone_leaves(start):
 
 def test_who_holds_the_others_up_is_said(start):
     run = start(2, window_s=0.5)
-    run.dog.enters("step", 1)
+    run.dog.set_phase("step", 1)
     for k in range(200):  # this rank is always at work, rank 1 a third of its time
         run.others.says = [peer(step=k, limit=None, busy_s=0.1 * k, step_s=0.3 * k)]
         blocks(0.05)
@@ -297,7 +297,7 @@ def test_a_limit_is_no_less_than_none(name):
 
 def test_a_rank_that_was_asked_to_leave_is_not_said_to_have_crashed(start):
     run = start(world_size=2)
-    run.dog.enters("step", 3)
+    run.dog.set_phase("step", 3)
     run.dog.leaving("the process that started this run is gone")
     assert [(beat.ends, beat.leaves) for beat in run.others.sent if beat.ends] == [
         ("rank 0 on here (pid 100) left in step 3: the process that started this run is gone", True)

@@ -14,7 +14,7 @@ from llava_ds.tracking.chart import Series, line_chart
 from llava_ds.tracking.compare_runs import comparison_page, differences, in_terminal, names_of
 from llava_ds.tracking.data_page import ShownSample, runs_of
 from llava_ds.tracking.data_page import page as data_page
-from llava_ds.tracking.page import leave_report, write_report
+from llava_ds.tracking.page import report_at_end, write_report
 from llava_ds.tracking.run_files import read_run
 from llava_ds.tracking.run_record import length_histogram
 from llava_ds.tracking.wording import duration, num_bytes
@@ -234,7 +234,7 @@ def test_fields_of_another_type_than_expected_cost_nothing_else(tmp_path):
 
 
 def test_a_run_is_not_lost_over_its_report(tmp_path, capsys):
-    leave_report(tmp_path / "there_is_no_folder")
+    report_at_end(tmp_path / "there_is_no_folder")
     said = capsys.readouterr().out
     assert "WARNING" in said and "run/report.py" in said
 

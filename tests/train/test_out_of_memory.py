@@ -8,6 +8,7 @@ from ds_json import arguments
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.out_of_memory import MemoryWatch
 from llava_ds.train.state import TrainState
@@ -36,7 +37,7 @@ def watched(whole: int, error: Exception, stage: int = 1, **flags: object) -> tu
     plans = {4: [[[0]], [[1, 2], [*range(3, 14)]]], 5: [[[14]], [[15]]]}  # by step, rank and micro-batch
     plan = SimpleNamespace(dataset=dataset, of_rank=lambda step, rank: plans[step - 1][rank])
     engine, state = Engine(whole, error), TrainState(4)
-    return MemoryWatch(engine, resolved, plan, state, Ranks(1, 1, 2, CPU)), engine, state
+    return MemoryWatch(engine, resolved, plan, state, Ranks(1, 1, 2, CPU), Mesh(dp=2, dp_rank=1)), engine, state
 
 
 def said(watch: MemoryWatch, engine: Engine, batches: int = 1) -> str:

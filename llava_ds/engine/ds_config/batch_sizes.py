@@ -20,7 +20,7 @@ def resolve_batch(draft: Draft) -> None:
     fixed = _fixed(draft)
     if fixed is None:
         return
-    args, world_size = draft.args, draft.world_size
+    args, dp = draft.args, draft.dp
     flags = args.as_dict()
     total = fixed.get("train_batch_size", flags["train_batch_size"])
     if "train_batch_size" not in fixed and {"per_device_train_batch_size", "gradient_accumulation_steps"} <= set(fixed):
@@ -30,16 +30,16 @@ def resolve_batch(draft: Draft) -> None:
     why = "--per_device_train_batch_size", "--gradient_accumulation_steps"
     if total is None:
         accumulation = accumulation or flags["gradient_accumulation_steps"]
-        total = micro * accumulation * world_size
-        total_why = f"micro x accumulation x {world_size} ranks"
+        total = micro * accumulation * dp
+        total_why = f"micro x accumulation x {dp} ranks"
     else:
         total_why = "--train_batch_size"
-        share, rest = divmod(total, world_size)
+        share, rest = divmod(total, dp)
         if rest or share == 0:
-            below, above = total - rest, total - rest + world_size
+            below, above = total - rest, total - rest + dp
             nearest = f"{below} or {above}" if below else f"{above}"
             draft.refuse(
-                f"train_batch_size is {total}, which {world_size} ranks can't share evenly: give {nearest}, or start "
+                f"train_batch_size is {total}, which {dp} ranks can't share evenly: give {nearest}, or start "
                 "another number of ranks"
             )
             return
@@ -53,15 +53,15 @@ def resolve_batch(draft: Draft) -> None:
             why = (f"largest within --per_device_train_batch_size that divides {share}", "what is left to reach it")
         elif "per_device_train_batch_size" not in fixed and share % accumulation == 0:
             micro = share // accumulation
-        if micro * accumulation * world_size != total and "gradient_accumulation_steps" not in fixed:
+        if micro * accumulation * dp != total and "gradient_accumulation_steps" not in fixed:
             draft.refuse(
-                f"train_batch_size is {total}, to which micro-batches of {micro} on {world_size} ranks do not add up: "
-                f'give a multiple of {micro * world_size}, or write "auto" for train_micro_batch_size_per_gpu'
+                f"train_batch_size is {total}, to which micro-batches of {micro} on {dp} ranks do not add up: "
+                f'give a multiple of {micro * dp}, or write "auto" for train_micro_batch_size_per_gpu'
             )
-        elif micro * accumulation * world_size != total:
+        elif micro * accumulation * dp != total:
             draft.refuse(
                 f"train_batch_size is {total}, but {micro} samples per micro-batch x {accumulation} micro-batches x "
-                f"{world_size} ranks are {micro * accumulation * world_size}: leave one of the three out"
+                f"{dp} ranks are {micro * accumulation * dp}: leave one of the three out"
             )
     for key, value, reason in zip(KEYS, (total, micro, accumulation), (total_why, *why)):
         if draft.is_open(key) or draft.config[key] != value:

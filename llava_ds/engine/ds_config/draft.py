@@ -24,7 +24,7 @@ class Draft:
 
     config: dict
     args: Arguments
-    world_size: int
+    dp: int
     hidden_size: int
     device_type: str
     is_local: bool  # this machine will train, and has to have what that needs

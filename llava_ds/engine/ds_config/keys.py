@@ -138,7 +138,7 @@ def _is_off(value: object) -> bool:
 
 
 def _use_full_names(draft: Draft) -> None:
-    """Write keys of stage 3 with the prefix stage3_, without which DeepSpeed knows them too."""
+    """Write keys of stage 3 with the prefix stage3_, without which DeepSpeed takes them too."""
     zero = draft.config.get("zero_optimization")
     if not isinstance(zero, dict):
         return

@@ -125,7 +125,7 @@ def resolve_ds_config(
     raw: dict,
     args: Arguments,
     *,
-    world_size: int,
+    dp: int,
     hidden_size: int,
     device_type: str = "cpu",
     num_steps: int | None = None,
@@ -143,7 +143,7 @@ def resolve_ds_config(
 
     if _depth(raw) > DEEPEST:
         raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, which none of its keys are")
-    draft = Draft(copy.deepcopy(raw), args, world_size, hidden_size, device_type, is_local)
+    draft = Draft(copy.deepcopy(raw), args, dp, hidden_size, device_type, is_local)
     check_keys(draft)
     resolve_precision(draft)
     draft.agree("gradient_clipping", "max_grad_norm")

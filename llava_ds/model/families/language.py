@@ -112,7 +112,7 @@ def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
     longest, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
     if longest is not None and max_length > longest and not rope:  # a learned table has no row for more
         return (
-            f"--model_max_length is {max_length}, but the language model knows {longest} positions: "
+            f"--model_max_length is {max_length}, but the language model has {longest} positions: "
             f"give {longest} or less"
         )
     # Angles of these kinds follow the longest sample of a forward, and with it the angles of all others in a pack.

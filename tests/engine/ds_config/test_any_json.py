@@ -102,7 +102,7 @@ def test_any_json_of_known_keys_resolves_or_is_refused_once(wildness):
         device = rng.choice(["cpu", "cuda"])
         try:
             config = resolve_ds_config(
-                raw, rng.choice(flags), world_size=1, hidden_size=H, device_type=device, num_steps=10, is_local=False
+                raw, rng.choice(flags), dp=1, hidden_size=H, device_type=device, num_steps=10, is_local=False
             ).config
         except ConfigError as error:
             refused += 1

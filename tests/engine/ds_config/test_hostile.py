@@ -142,7 +142,7 @@ def test_any_optimizer_and_schedule_resolves_or_is_refused():
 def _tried(raw: dict) -> bool:
     """Whether it resolves; what does is whole."""
     try:
-        config = resolve_ds_config(raw, ARGUMENTS, world_size=1, hidden_size=48, num_steps=10).config
+        config = resolve_ds_config(raw, ARGUMENTS, dp=1, hidden_size=48, num_steps=10).config
     except ConfigError as error:
         assert (str(error).strip() and str(error).isprintable()) or "\n" in str(error)
         return False

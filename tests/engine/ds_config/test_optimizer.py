@@ -31,7 +31,7 @@ def tools(monkeypatch):
 def offloaded(raw: dict, **flags: object):
     """The optimizer's part by itself, with states in CPU memory."""
     raw = raw | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    draft = Draft(raw, arguments(**flags), world_size=1, hidden_size=48, device_type="cuda", is_local=True)
+    draft = Draft(raw, arguments(**flags), dp=1, hidden_size=48, device_type="cuda", is_local=True)
     resolve_optimizer(draft)
     return draft
 

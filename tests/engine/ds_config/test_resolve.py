@@ -25,7 +25,7 @@ def has_auto(value: object) -> bool:
 def test_every_auto_of_our_files_is_filled(stage):
     raw = read_ds_config(CONFIGS / f"zero{stage}.json")
     assert has_auto(raw)
-    config = resolve(raw, bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=3, world_size=2).config
+    config = resolve(raw, bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=3, dp=2).config
     assert not has_auto(config)
     assert config["zero_optimization"]["stage"] == stage
     assert config["bf16"]["enabled"] is True and config["fp16"]["enabled"] is False
@@ -92,7 +92,7 @@ def test_values_of_the_json_are_taken_over_into_flags_that_were_not_given():
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 5,
     }
-    training = resolve(raw, world_size=3).args.training
+    training = resolve(raw, dp=3).args.training
     assert (training.bf16, training.max_grad_norm) == (True, 0.3)
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (2, 5)
     assert training.train_batch_size == 30
@@ -136,18 +136,18 @@ def test_equal_values_in_json_and_flags_are_no_conflict():
 def test_a_flag_spelled_with_hyphens_conflicts_too():
     argv = ["--max-grad-norm", "0.75", "--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero2.json")]
     with pytest.raises(ConfigError, match=r"gradient_clipping is 0\.25"):
-        resolve_ds_config({"gradient_clipping": 0.25}, parse_arguments(argv)[0], world_size=1, hidden_size=H)
+        resolve_ds_config({"gradient_clipping": 0.25}, parse_arguments(argv)[0], dp=1, hidden_size=H)
 
 
 def test_a_conflict_elsewhere_says_nothing_false_about_the_batch():
     raw = read_ds_config(CONFIGS / "zero2.json") | {"bf16": {"enabled": False}}
     assert [line.split()[0] for line in refused(raw, bf16=True)] == ["bf16.enabled"]
     raw = read_ds_config(CONFIGS / "zero2.json") | {"train_batch_size": 7}
-    assert [line.split()[0] for line in refused(raw, world_size=2)] == ["train_batch_size"]
+    assert [line.split()[0] for line in refused(raw, dp=2)] == ["train_batch_size"]
 
 
 def test_a_conflict_elsewhere_does_not_hide_one_of_the_batch():
-    lines = refused({"bf16": {"enabled": False}, "train_batch_size": 7}, bf16=True, world_size=2)
+    lines = refused({"bf16": {"enabled": False}, "train_batch_size": 7}, bf16=True, dp=2)
     assert [line.split()[0] for line in lines] == ["bf16.enabled", "train_batch_size"]
 
 
@@ -174,14 +174,14 @@ def test_batch_arithmetic(given, ranks, expected, written_in):
     names = flags if written_in == "flags" else keys
     values = {name: value for name, value in zip(names, given) if value is not None}
     raw, given_flags = ({}, values) if written_in == "flags" else (values, {})
-    resolved = resolve(raw, world_size=ranks, **given_flags)
+    resolved = resolve(raw, dp=ranks, **given_flags)
     assert tuple(resolved.config[key] for key in keys) == expected
     assert tuple(resolved.args.as_dict()[flag] for flag in flags) == expected
 
 
 def test_the_micro_batch_flag_is_an_upper_bound_under_a_given_total():
     for ranks, expected in ((1, (5, 4)), (2, (5, 2)), (4, (5, 1))):
-        training = resolve({}, world_size=ranks, train_batch_size=20, per_device_train_batch_size=6).args.training
+        training = resolve({}, dp=ranks, train_batch_size=20, per_device_train_batch_size=6).args.training
         assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == expected
 
 
@@ -190,14 +190,14 @@ def test_two_given_numbers_win_over_a_default_total():
     args = parse_arguments(
         [*argv, "--deepspeed_config", str(CONFIGS / "zero2.json")], defaults={"train_batch_size": 48}
     )[0]
-    assert resolve_ds_config({}, args, world_size=1, hidden_size=H).config["train_batch_size"] == 8
+    assert resolve_ds_config({}, args, dp=1, hidden_size=H).config["train_batch_size"] == 8
 
 
 def test_a_batch_that_does_not_come_out_is_refused():
-    assert refused({}, train_batch_size=7, world_size=2)[0].startswith(
+    assert refused({}, train_batch_size=7, dp=2)[0].startswith(
         "train_batch_size is 7, which 2 ranks can't share evenly: give 6 or 8"
     )
-    assert "give 4, or" in refused({}, train_batch_size=3, world_size=4)[0]
+    assert "give 4, or" in refused({}, train_batch_size=3, dp=4)[0]
     lines = refused({}, train_batch_size=20, per_device_train_batch_size=3, gradient_accumulation_steps=2)
     assert lines[0].startswith(
         "train_batch_size is 20, but 3 samples per micro-batch x 2 micro-batches x 1 ranks are 6"
@@ -314,7 +314,7 @@ def test_any_combination_resolves_without_auto_or_is_refused():
         args = type(args)(args.model, args.data, args.training, base.given | set(flags))
         ranks = rng.choice([1, 2, 3, 4])
         try:
-            resolved = resolve_ds_config(raw, args, world_size=ranks, hidden_size=H)
+            resolved = resolve_ds_config(raw, args, dp=ranks, hidden_size=H)
         except ConfigError as error:
             outcomes["refused"] += 1
             assert str(error).strip() and "for which there is no rule" not in str(error)

@@ -108,7 +108,7 @@ WRONG = [
     ({"train_batch_size": 0}, {}, f'train_batch_size is 0 {J}: write a whole number above 0, or "auto"'),
     ({"train_micro_batch_size_per_gpu": 2.5}, {}, f'train_micro_batch_size_per_gpu is 2.5 {J}: write a whole number above 0, or "auto"'),
     ({"gradient_accumulation_steps": True}, {}, f'gradient_accumulation_steps is true {J}: write a whole number above 0, or "auto"'),
-    ({"train_batch_size": 7}, {"world_size": 2}, "train_batch_size is 7, which 2 ranks can't share evenly: give 6 or 8, or start another number of ranks"),
+    ({"train_batch_size": 7}, {"dp": 2}, "train_batch_size is 7, which 2 ranks can't share evenly: give 6 or 8, or start another number of ranks"),
     (
         {"train_batch_size": 20, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2},
         {},
@@ -160,13 +160,13 @@ WRONG = [
     (offload("param", device="nvme"), {"is_local": False}, "zero_optimization.offload_param.nvme_path is missing: name a folder on a local NVMe disk"),
     (
         zero(2, zero_hpz_partition_size=2),
-        {"world_size": 2},
+        {"dp": 2},
         "zero_optimization.zero_hpz_partition_size is 2 at stage 2: parameters are sharded at stage 3 only, write stage "
         "3 or remove it",
     ),
     (
         zero(3, zero_hpz_partition_size=16),
-        {"world_size": 8},
+        {"dp": 8},
         "zero_optimization.zero_hpz_partition_size is 16, which does not divide 8 ranks: write the number of GPUs of a node",
     ),
     (
@@ -295,7 +295,7 @@ def test_everything_that_is_wrong_comes_in_one_error():
         "train_batch_size": 7,
         "zero_optimization": {"stage": 2, "overlap_com": 1, "allgather_bucket_size": "auto"},
     }
-    keys = [line.split()[0] for line in refused(raw, world_size=2, max_grad_norm=0.5)]
+    keys = [line.split()[0] for line in refused(raw, dp=2, max_grad_norm=0.5)]
     assert sorted(keys) == sorted(
         [
             "amp",
