@@ -35,8 +35,8 @@ class Started:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # A shell has commands in its background ignore SIGINT, and so would all that tests started from there.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                # A shell has commands in its background ignore SIGINT, nohup SIGHUP, and so would all that tests start from there.
+                preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
             )
 
     def __enter__(self) -> "Started":

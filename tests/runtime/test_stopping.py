@@ -34,6 +34,8 @@ def fork(run: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            for number in stopping.REQUESTS:  # nohup and a shell's background ignore some of them
+                signal.signal(number, signal.SIG_DFL)
             run()
             os._exit(SURVIVED)
         finally:

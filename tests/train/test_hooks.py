@@ -43,7 +43,7 @@ class FakeSession:
         self.plan = SimpleNamespace(args=args, steps=SimpleNamespace(num_steps=10))
         self.ranks, self.state, self.engine, self.model = Ranks(0, 0, 1, torch.device("cpu")), TrainState(), None, None
         self.stop = SimpleNamespace(agreed=lambda step_s, ahead_s: stops, saved=lambda seconds: None)
-        self.watchdog = SimpleNamespace(enters=lambda phase, step: None)
+        self.watchdog = SimpleNamespace(set_phase=lambda phase, step: None)
         self.evaluation = SimpleNamespace(
             is_due=lambda step, last: last or step % 2 == 0,
             ahead_s=lambda step: 0.0,
