@@ -35,7 +35,7 @@ class Started:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # A shell has commands in its background ignore SIGINT, nohup SIGHUP, and so would all that tests start from there.
+                # A shell has commands in its background ignore SIGINT, and nohup SIGHUP: start from their defaults.
                 preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
             )
 
