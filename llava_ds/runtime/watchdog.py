@@ -213,9 +213,9 @@ class Watchdog:
         if self._peers and len(known) < len(self._peers.heard_ranks):
             self._report_unheard(known)
             return
-        if self._peers and not self._peers.watches:
-            if any(each.beat.rank in self._peers.watchers and each.silent_s <= silent_after_s for each in known):
-                return  # a watcher knows of all ranks
+        watching = {each.beat.rank for each in known if each.silent_s <= silent_after_s}
+        if self._peers and not self._peers.watches and watching & self._peers.watchers:
+            return  # these know of all ranks
         self._compare(known)
         if not all(each.is_late for each in known):
             return

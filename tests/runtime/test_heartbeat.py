@@ -1,5 +1,6 @@
 """Beats reach the other ranks, and nothing else that comes to the port counts."""
 
+import itertools
 import json
 import os
 import signal
@@ -163,7 +164,7 @@ def test_beats_are_read_while_they_come_where_the_buffer_is_small(rank_0_of_512,
     sender = threading.Thread(target=_send_all, args=(peers, sockets, 0.001))
     sender.start()
     heard, due = set(), time.monotonic() + 0.2
-    while sender.is_alive() or len(heard) < 511 and time.monotonic() < due:
+    while sender.is_alive() or (len(heard) < 511 and time.monotonic() < due):
         peers.wait(due - time.monotonic())
         heard |= {beat.rank for beat in peers.heard()}
         due = max(due, time.monotonic() + 0.2)
@@ -193,7 +194,7 @@ def test_a_rank_of_many_sends_to_the_watchers_and_its_machine_and_its_end_to_all
     time.sleep(0.1)
     assert [each.rank for each in peers if each.heard()] == [0, *range(2, 12)]
     first_sends = sorted(each.first_send_s for each in peers)
-    steps = [later - earlier for earlier, later in zip(first_sends, first_sends[1:])]
+    steps = [later - earlier for earlier, later in itertools.pairwise(first_sends)]
     assert max(steps) - min(steps) < 1e-9 and first_sends[-1] == peers[0].interval_s
 
 
