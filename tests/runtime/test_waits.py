@@ -138,7 +138,7 @@ def engine_of(flags: dict, ranks: Ranks, config: dict, **given: object):
         0
     ]
     plan = plan_model(args.model, 512)
-    options = {"world_size": 1, "hidden_size": plan.hidden_size, "device_type": ranks.device.type, "num_steps": 10}
+    options = {"dp": 1, "hidden_size": plan.hidden_size, "device_type": ranks.device.type, "num_steps": 10}
     resolved = resolve_ds_config(config, args, **options)
     model = build_model(plan, resolved.args.model, resolved.config, resolved.dtype, 0, ranks)
     choose_trainable(model, args)
