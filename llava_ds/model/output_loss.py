@@ -109,8 +109,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(d_weight: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add d_logits.T @ hidden to d_weight (V, D) in float32; in half precision by parts of the vocabulary, for a product
-    is a tensor of its own there: with 152,000 ids and a width of 3,584, of 1.1 GB."""
+    """Add d_logits.T @ hidden to d_weight (V, D), which is float32.
+
+    In half precision by parts of the vocabulary, for a product is a tensor of its own there: with 152,000 ids and a
+    width of 3,584, of 1.1 GB.
+    """
     if d_weight.dtype == hidden.dtype:
         d_weight.addmm_(d_logits.T, hidden)
         return

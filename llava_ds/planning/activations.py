@@ -11,10 +11,11 @@ A layer of a trained language model saves
 and a frozen one, through which gradients only pass, 2 T D 4 + T w (2Q + 2K) + 3 T w I: matrices that do not train save
 no inputs. With LoRA they do, but norms do not train: 2 T D (4 + w), and beside the rest LoRA's own
 T w R, R its ranks together, and with dropout for every matrix what is left of its input, and which part that is.
-The tower runs without gradients and saves nothing; the projector saves N P w (C + 2D). Logits are
-not saved; while the loss and its gradients are computed, a chunk of them exists in fp32 and, in bf16, once more, and beside it
-the gradient of the output layer: V D w from one chunk, from several V D 4 and, at the end, V D w. What the last layer saves at positions that are not
-supervised is not subtracted. With checkpointing a layer saves its input, T w D, and is recomputed in backward.
+The tower runs without gradients and saves nothing; the projector saves N P w (C + 2D). Logits are not saved; while the
+loss and its gradients are computed, a chunk of them exists in fp32 and, in bf16, once more, and beside it the gradient
+of the output layer: V D w from one chunk, from several V D 4 and, at the end, V D w too. What the last layer saves at
+positions that are not supervised is not subtracted. With checkpointing a layer saves its input, T w D, and is
+recomputed in backward.
 
 Beside the saved tensors, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower alone one
 layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts.

@@ -105,9 +105,8 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
 def exit_with(main: Callable[[], int | None], program: str) -> NoReturn:
     """Run a command and exit with the code that main returns, 0 for None.
 
-    2: the user's input can't be used, there is no memory left, or stdout of a command that only prints can't be written,
-    in one message; 130:
-    Ctrl-C, without a message; 1: a failure, with a traceback.
+    2: the user's input can't be used, there is no memory left, or stdout of a command that only prints can't be
+    written, in one message; 130: Ctrl-C, without a message; 1: a failure, with a traceback.
     """
     try:
         _handle_interrupts(_raise_interrupt)
