@@ -115,8 +115,12 @@ def _spread(query: torch.Tensor, query_positions: torch.Tensor, length: int) -> 
 
 
 @torch.compiler.assume_constant_result  # installed packages and devices don't change
-@functools.cache
 def _choose(device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool) -> str:
+    return _best_kernel(device, dtype, width, window, softcap, dropout)
+
+
+@functools.cache  # in a function of its own: torch.compile ignores a cache around the one above, with a warning
+def _best_kernel(device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool) -> str:
     return _kernels(device, dtype, width, window, softcap, dropout)[0]
 
 

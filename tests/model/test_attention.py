@@ -1,6 +1,8 @@
 """The attention's bodies agree with the formula, sample by sample: plain, in a window, under a soft cap."""
 
+import functools
 import types
+import warnings
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import toys
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention
 from llava_ds.model.attention import Rule
+from llava_ds.model.probe import random_copy
 
 LENGTHS = [5, 1, 9, 3]
 CU_SEQLENS = torch.tensor([0, 5, 6, 15, 18], dtype=torch.int32)
@@ -344,6 +347,30 @@ def test_the_best_body_that_fits_is_chosen_and_reported(
     assert len(found) == len(reasons)
     for reason, line, better in zip(reasons, found, (attention.FLASH_3, attention.FLASH_2, attention.TORCH)):
         assert line.startswith(better) and reason.rstrip(")") in line
+
+
+def test_compiled_layers_with_a_kernel_are_one_graph_for_all_lengths(monkeypatch):
+    """As on a GPU: a formula stands in for the kernel. The sample by sample body is never compiled."""
+
+    def kernel(query, key, value, cu_seqlens, max_seqlen, rule):
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+    monkeypatch.setattr(attention, "_best_kernel", functools.cache(lambda *_: attention.TORCH))
+    monkeypatch.setitem(attention.KERNELS, attention.TORCH, kernel)
+    torch._dynamo.reset()
+    model, graphs = random_copy(toys.language_model_config("qwen3")), []
+    layer = model.model.layers[0]
+    own, backend = layer.forward, lambda graph, _: graphs.append(graph) or graph
+    layer.forward = torch.compile(lambda *a, **k: own(*a, **k), backend=backend, dynamic=True, fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for length in (21, 30, 17):
+            inputs = {"position_ids": torch.arange(length)[None], "max_seqlen": length, "use_cache": False}
+            inputs["cu_seqlens"] = torch.tensor([0, length], dtype=torch.int32)
+            embeds = torch.randn(1, length, model.config.hidden_size, requires_grad=True)
+            model(inputs_embeds=embeds, **inputs).logits.sum().backward()
+    assert len(graphs) == 1
 
 
 def test_without_a_gpu_the_report_says_so():
