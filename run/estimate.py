@@ -1,8 +1,8 @@
-"""Estimate the memory that training needs: python run/estimate.py --model llava-v1.5-7b --num_gpus 8 --gpu_memory 80
-and how fast it would be: python run/estimate.py --model llava-v1.5-7b --num_gpus 8 --speed --gpu h100
+"""Estimate memory and speed of training: python run/estimate.py --model llava-v1.5-7b --num_gpus 8 --gpu h100 --speed
 
 Takes the flags of run/train.py (also recipes), and in place of folders a named size or a number of parameters. No
-weights are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose.
+weights are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose,
+--speed the time of a step, tokens/s, MFU and what bounds them.
 """
 
 import sys

@@ -195,7 +195,7 @@ def assumptions(speed: SpeedRun) -> list[str]:
         f"attention at {ATTENTION_SHARE:.0%}, memory at {MEMORY_SHARE:.0%} of {gpu.bandwidth:g} GB/s, {link}; "
         f"traffic hides behind {machine.overlap:.0%} of the compute that DeepSpeed overlaps it with",
         f"a step of a rank: {load.micro_steps} x {load.tokens:,.0f} tokens on average{packed}, in samples of "
-        f"{load.sample_tokens:,.0f}, with {load.tiles:.3g} image tiles each time; without waiting for data, evals and saves",
+        f"{load.sample_tokens:,.0f}, with {load.tiles:.3g} image tiles each time; no waiting for data, evals and saves",
     ]
 
 

@@ -52,7 +52,7 @@ def padded_share(steps: list[list[int]], lengths: list[int], dp: int, micro_batc
 
 
 def measure_padding(num_samples: int) -> None:
-    """Print what LLaVA-1.5's recipes compute for nothing on 8 ranks: stage 2 in its sampler's order, stage 1 at random."""
+    """Print the useful share of LLaVA-1.5's batches on 8 ranks: stage 2 in its sampler's order, stage 1 at random."""
     print("stage  batch   mean length   useful in padded batches   where ranks wait for the slowest")
     for stage, parts, micro_batch_size in ((2, FINETUNE, 16), (1, PRETRAIN, 32)):
         mix = length_mix(parts, num_samples, seed=0)
