@@ -5,6 +5,7 @@ import time
 import torch
 
 from llava_ds.runtime.gpus import gpu_of_device
+from llava_ds.runtime.tf32 import tf32_allowed
 
 TERA = 1e12
 GEMM_SIDE, GEMM_SIDES_CPU = 8192, (128, 1024)
@@ -18,7 +19,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     matrices reaches here.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-    known = vendor_peak(name, dtype, torch.backends.cuda.matmul.allow_tf32)
+    known = vendor_peak(name, dtype, tf32_allowed())
     short = str(dtype).removeprefix("torch.")
     if known is not None:
         return known, f"MFU is of {known / TERA:g} TFLOP/s, the vendor's dense figure for {name} in {short}"
