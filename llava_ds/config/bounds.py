@@ -63,6 +63,7 @@ Rate = Annotated[float, Bounds(0)]
 Positive = Annotated[float, Bounds(0, above=True)]
 Seconds = Annotated[float, Bounds(0, 10**9)]  # the system's clocks and waits take no more than some 292 years
 Part = Annotated[float, Bounds(0, 1)]
+PartAboveZero = Annotated[float, Bounds(0, 1, above=True)]
 PartBelowOne = Annotated[float, Bounds(0, 1, below=True)]
 
 
