@@ -43,7 +43,7 @@ class MemoryWatch:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError) and _is_out_of_memory(error):
-            longest = max(self._plan.dataset.lengths)
+            longest = self._plan.dataset.index.longest
             lines = [
                 f"out of memory on {self._where()}",
                 f"  {in_use(self._ranks.device)}, ZeRO stage {self._resolved.zero_stage}: {str(error).splitlines()[0]}",
