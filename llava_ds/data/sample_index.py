@@ -43,11 +43,6 @@ class SampleIndex:
     num_images: np.ndarray
     facts: dict[str, object]
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sample."""
-        return self.facts["percentiles"][-1]
-
     def part(self, name: str, draw: Callable[[], np.ndarray], table: datasets.Dataset) -> "SampleIndex":
         """The index of some of the samples.
 

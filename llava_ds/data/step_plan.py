@@ -191,7 +191,7 @@ class StepPlan:
         no exchange makes the heaviest pack heavier. Packs that this leaves too long are cut to the bound, which is
         lower. Samples cost at least their tokens.
         """
-        packing, lengths, longest = self.packing, self.dataset.lengths, self.dataset.index.longest
+        packing, lengths, longest = self.packing, self.dataset.lengths, int(self.dataset.lengths.max())
         cost_of_longest = int(packing.costs(np.array([longest]))[0])
         if (self.num_steps - done) * self.batch_size > SCANNED_SAMPLES:
             step_cost = self.batch_size * cost_of_longest

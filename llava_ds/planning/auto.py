@@ -146,7 +146,7 @@ def run_on_ranks(
     share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, ranks.world_size))
     facts = dataset.index.facts
     data = Data(
-        longest_sample=dataset.index.longest,
+        longest_sample=int(dataset.lengths.max()),
         supervised_fraction=facts["targets"] / facts["tokens"],
         share=min(share, MOST_TOKENS_ON_CPU) if ranks.device.type == "cpu" else share,
     )
