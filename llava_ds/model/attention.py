@@ -3,6 +3,7 @@
 """Attention over samples laid end to end: no sample sees another, and no T x T mask exists."""
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -157,7 +158,7 @@ def _problem(
             return "not installed"
         if capability[0] != 9:
             return "made for Hopper GPUs"
-        return "has no dropout" if dropout else None
+        return "has no dropout" if dropout else _indeterminism(kernel)
     if kernel == FLASH_2 and importlib.util.find_spec("flash_attn") is None:
         return "not installed (the extra llava_ds[flash])"
     if capability < (8, 0):
@@ -166,12 +167,21 @@ def _problem(
     if least < width and (width <= most or dropout) and capability not in ROOMY_CAPABILITIES:
         return f"has a backward for heads of {width} on A100 and H100 only"
     if kernel == FLASH_2:
-        return "has no dropout under a soft cap" if softcap and dropout else None
+        return "has no dropout under a soft cap" if softcap and dropout else _indeterminism(kernel)
     if softcap:
         return "has no soft cap"
     if dropout:
         return "has no dropout"
     return "has no windows before torch 2.11" if window and not _varlen_takes("window_size") else None
+
+
+def _indeterminism(kernel: str) -> str | None:
+    """The reason against flash-attn under --deterministic: versions before 2.4.1 can't be asked for it."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return None
+    module = importlib.import_module("flash_attn_interface" if kernel == FLASH_3 else "flash_attn")
+    takes = inspect.signature(module.flash_attn_varlen_func).parameters
+    return None if "deterministic" in takes else "has no deterministic backward in this version"
 
 
 def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
@@ -298,6 +308,7 @@ def _flash_attn_arguments(query, key, value, cu_seqlens, max_seqlen, rule: Rule)
         "causal": True,
         "window_size": _window_size(rule),
         "softcap": rule.softcap or 0.0,
+        **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}),
     }
 
 
