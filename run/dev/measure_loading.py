@@ -1,9 +1,9 @@
 """Measure the memory of loading a model on each rank: its own, and with the pages of mapped files.
 
-Last argument: a JSON file with {"cases": {name: flags of the model}, "out": folder, "stages": {name: ZeRO stage}}. Every
-case is built at its stage, by default 3, in float32, and every rank writes <out>/<name>-<rank>.json with bytes: "share" (its partition), "anonymous" and "resident"
-(the largest growth while loading), and "left" (the growth afterwards). The first case should be a small one, for what
-libraries do once is counted to it.
+Last argument: a JSON file with {"cases": {name: flags of the model}, "out": folder, "stages": {name: ZeRO stage}}.
+Every case is built at its stage, by default 3, in float32, and every rank writes <out>/<name>-<rank>.json with bytes:
+"share" (its partition), "anonymous" and "resident" (the largest growth while loading), and "left" (the growth
+afterwards). The first case should be a small one, for what libraries do once is counted to it.
 """
 
 import ctypes
