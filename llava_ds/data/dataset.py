@@ -208,7 +208,7 @@ class EncodedDataset(torch.utils.data.Dataset):
     def summary(self) -> list[str]:
         """Lines for a person: sources, numbers of answers, images and tokens, and rejected records."""
         accepted = self.num_records - self.num_rejected
-        apart = f"; {accepted - len(self):,} of the accepted are held out" if accepted > len(self) else ""
+        apart = f"; {accepted - len(self):,} of the accepted are eval samples" if accepted > len(self) else ""
         lines = [
             *self.descriptions,
             f"{self.num_records:,} records: {accepted:,} accepted, {self.num_rejected:,} rejected{apart}",

@@ -27,6 +27,9 @@ def train(session: Session, hooks: Sequence[Hook]) -> None:
         end = StepEnd(result, finished=result.step == num_steps)
         for hook in hooks:
             hook.after_step(end)
+        if end.problems:
+            for hook in hooks:
+                hook.flush()
         end.raise_problems()
         watchdog.set_phase("step", result.step + 1)
         return end.paused_s()
