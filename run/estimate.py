@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 
 from llava_ds.config.arguments import Arguments, trains_projector_only
-from llava_ds.config.bounds import Count, Part, PartAboveZero, Positive, Rate, number
+from llava_ds.config.bounds import AtLeastOne, Count, Part, PartAboveZero, Positive, Rate, number
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
@@ -36,7 +36,7 @@ from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
 MOST_GPUS = 100_000
 SPEED_FLAGS = {
-    "mean_sample_tokens": (Positive, "mean length of a sample, image positions included (default: the greatest)"),
+    "mean_sample_tokens": (AtLeastOne, "mean length of a sample, image positions included (default: the greatest)"),
     "tiles_per_sample": (Rate, "mean number of image tiles of a sample (default: 1)"),
     "useful_fraction": (PartAboveZero, "tokens of samples over tokens computed, where it pads (default: 1, as here)"),
     "matmul_share": (PartAboveZero, "share of the GPU's peak that products of matrices reach (default: by the GPU)"),
@@ -179,12 +179,19 @@ def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> tupl
 
 def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu: Gpu, gpu_memory: float) -> SpeedRun:
     """The work of a step and the machine, of which the flags change what they name."""
-    training = resolved.args.training
+    training, longest = resolved.args.training, resolved.args.data.model_max_length
+    if own.mean_sample_tokens is not None and own.mean_sample_tokens > longest:
+        raise ConfigError(
+            f"--mean_sample_tokens is {own.mean_sample_tokens:g}, and no sample is longer than --model_max_length "
+            f"{longest}: raise that"
+        )
+    if gpu.tf32 is None and training.bf16:
+        raise ConfigError(f"--gpu {gpu.name} has no bf16: give --fp16 True")
     load = load_of(
         run,
         training,
         supervised=own.supervised_fraction,
-        sample_tokens=own.mean_sample_tokens or resolved.args.data.model_max_length,
+        sample_tokens=own.mean_sample_tokens or longest,
         tiles=1.0 if own.tiles_per_sample is None else own.tiles_per_sample,
         useful=own.useful_fraction or 1.0,
     )

@@ -22,12 +22,16 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str) -> None:
+def load_weights(
+    module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str, copies: bool = True
+) -> None:
     """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
 
-    module: or some of its parameters by name. Weights of quantized layers are packed when they are read, and summed
-    packed. Raises DataError when a tensor is missing, has another shape or is not the module's, and RuntimeError when
-    the ranks' values differ from those in the files (writes to partitioned parameters can get lost silently).
+    module: or some of its parameters by name; copies: False to let parameters be the mapped file, whose pages all
+    processes of a machine share, for a module in CPU memory that is moved or sharded next. Weights of quantized layers
+    are packed when they are read, and summed packed. Raises DataError when a tensor is missing, has another shape or is
+    not the module's, and RuntimeError when the ranks' values differ from those in the files (writes to partitioned
+    parameters can get lost silently).
     """
     check_fit(module, source, what)
     parameters, _ = _named(module)
@@ -50,7 +54,10 @@ def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, r
             if ranks.is_first or not partitioned:
                 tensor = read().to(parameter.dtype)
                 sums[order[name]] = bit_sum(tensor)
-                parameter.data.copy_(tensor)
+                if copies:
+                    parameter.data.copy_(tensor)
+                else:
+                    parameter.data = tensor
                 del tensor  # of a mapped file, which it would keep in memory
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 

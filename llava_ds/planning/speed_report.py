@@ -31,7 +31,7 @@ ROWS = {
     "optimizer": "optimizer_s",
     "traffic, not hidden": "traffic_s",
     "PCIe, not hidden": "pcie_s",
-    "= s a step": "total_s",
+    "= a step": "total_s",
 }
 
 
@@ -84,9 +84,10 @@ def speed_table(speed: SpeedRun) -> list[str]:
     placements = table_placements(speed.run)
     times = {name: speed.time(placement) for name, placement in placements.items()}
     names = [f"[{name}]" if placements[name] == speed.run.placement else name for name in times]
-    rows = [("seconds of a step", names)]
     cells = list(times.values())
-    rows += [(label, [_cell(time, name, ".3f") for time in cells]) for label, name in ROWS.items()]
+    unit, times_per_s = ("s", 1) if max(time.total_s for time in cells if time is not None) >= 1 else ("ms", 1000)
+    rows = [(f"{unit} of a step", names)]
+    rows += [(label, [_cell(time, name, ".3f", times_per_s) for time in cells]) for label, name in ROWS.items()]
     rows += [("traffic, GB a rank", ["-" if time is None else f"{time.traffic_bytes / GB:.1f}" for time in cells])]
     rows += [("tokens/s, all GPUs", [_cell(time, "tokens_per_s", ",.0f") for time in cells])]
     rows += [("MFU", ["-" if time is None else f"{time.mfu:.1%}" for time in cells])]
@@ -100,7 +101,7 @@ def speed_lines(speed: SpeedRun) -> list[str]:
         return [*assumptions(speed), "offload to NVMe: no estimate, for disks differ too much; measure one"]
     share, bound = max((seconds / time.total_s, name) for name, seconds in bounds(speed, time).items())
     lines = [
-        f"{placement_name(speed.run.placement)}: {time.total_s:.2f} s a step, {time.tokens_per_s:,.0f} tokens/s, "
+        f"{placement_name(speed.run.placement)}: {time.total_s:.3g} s a step, {time.tokens_per_s:,.0f} tokens/s, "
         f"MFU {time.mfu:.1%}; bound by {bound}, {share:.0%} of the step"
     ]
     found = [f"faster: {words}: {gain:+.0%} tokens/s" for gain, words in improvements(speed)]
@@ -140,10 +141,15 @@ def _changes(speed: SpeedRun) -> Iterator[tuple[str, SpeedRun]]:
     if run.batch.num_recomputed:
         kept = dataclasses.replace(run, batch=dataclasses.replace(run.batch, num_recomputed=0))
         yield "recompute no layer (--gradient_checkpointing False)", dataclasses.replace(speed, run=kept)
-    others = {name: placement for name, placement in table_placements(run).items() if placement != run.placement}
-    for name, placement in others.items():
-        moved = dataclasses.replace(run, placement=placement)
-        yield f"{name} in the DeepSpeed JSON", dataclasses.replace(speed, run=moved)
+    others = [
+        (other.time(), name, other)
+        for name, placement in table_placements(run).items()
+        if (other := dataclasses.replace(speed, run=dataclasses.replace(run, placement=placement))).fits
+    ]
+    timed = [(time.total_s, name, other) for time, name, other in others if time is not None]
+    if timed:
+        _, name, other = min(timed, key=lambda each: each[0])
+        yield f"{name} in the DeepSpeed JSON", other
     if load.micro_steps > 1:
         yield "micro-batches of twice the tokens", _larger_micro_batches(speed)
     more = dataclasses.replace(load, micro_steps=2 * load.micro_steps)
@@ -221,5 +227,5 @@ def speed_json(speed: SpeedRun) -> dict[str, object]:
     }
 
 
-def _cell(time: StepTime | None, name: str, form: str) -> str:
-    return "-" if time is None else format(getattr(time, name), form)
+def _cell(time: StepTime | None, name: str, form: str, times: float = 1) -> str:
+    return "-" if time is None else format(times * getattr(time, name), form)

@@ -5,11 +5,11 @@ Nothing here draws random numbers or leaves anything in the engine: the steps af
 """
 
 import dataclasses
+import itertools
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -85,7 +85,7 @@ def prompts_of(
     Those with images come first: they tell more about a model that sees.
     """
     found: list[SampleQuestion] = []
-    for index in map(int, np.argsort(~dataset.has_images, kind="stable")):
+    for index in itertools.chain(dataset.positions(images=True), dataset.positions(images=False)):
         if len(found) == number:
             break
         sample = dataset[index]

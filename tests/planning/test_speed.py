@@ -7,14 +7,17 @@ import re
 import shlex
 
 import pytest
+import toys
 from launching import ROOT
+from transformers import CLIPVisionConfig
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
+from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import MicroBatch
 from llava_ds.planning.fit import Run
 from llava_ds.planning.memory import Placement, Setup, ZeroSettings
-from llava_ds.planning.shapes import shape_named
+from llava_ds.planning.shapes import shape_named, shape_of
 from llava_ds.planning.speed import Load, Machine, step_time
 from llava_ds.planning.traffic import step_traffic
 from llava_ds.runtime.gpus import GPUS, gpu_named, gpu_of_device
@@ -158,8 +161,9 @@ def test_the_words_name_the_bound_and_changes_that_fit(main, capsys):
     assert re.search(r"^ZeRO-3: [\d.]+ s a step, [\d,]+ tokens/s, MFU [\d.]+%; bound by the network", out, re.M)
     assert "faster: ZeRO-1 in the DeepSpeed JSON: +" in out
     assert "faster: ZeRO-0" not in out  # which does not fit
+    assert out.count("in the DeepSpeed JSON") == 1  # the fastest alone
     assert "faster: a network of four times the bandwidth: +" in out
-    table = out[out.index("seconds of a step") :].splitlines()
+    table = out[out.index("s of a step") :].splitlines()
     widths = {len(line) for line in table[: next(i for i, line in enumerate(table) if line.startswith("MFU")) + 1]}
     assert len(widths) == 1
 
@@ -172,6 +176,11 @@ def test_the_words_name_the_bound_and_changes_that_fit(main, capsys):
         (["--overlap", "0.5"], "--overlap is for the estimate of time: give --speed"),
         (["--speed", "--gpu", "h100", "--model", "13e9"], "--speed needs the model's layers"),
         (["--speed", "--gpu", "h100", "--useful_fraction", "0"], "useful_fraction is 0"),
+        (
+            ["--speed", "--gpu", "h100", "--mean_sample_tokens", "9999"],
+            "no sample is longer than --model_max_length 2048",
+        ),
+        (["--speed", "--gpu", "t4"], "--gpu t4 has no bf16: give --fp16 True"),
     ],
 )
 def test_wrong_flags_are_named(main, flags, message):
@@ -204,3 +213,15 @@ def test_every_gpu_has_one_name_and_is_found_under_torchs():
     for gpu in GPUS:
         assert gpu.fp32 < gpu.half and (gpu.tf32 is None or gpu.tf32 <= gpu.half)
         assert 8 < gpu.memory < 200 and 200 < gpu.bandwidth < 9000
+
+
+@pytest.mark.parametrize("family", toys.FAMILIES)
+def test_every_family_has_an_estimate(family):
+    args, _ = parse_arguments([], to_train=False, own_flags=[])
+    tower = plan_tower(CLIPVisionConfig(**toys.TOWER, image_size=24, patch_size=8), {}, "here", args.model)
+    model = shape_of(toys.language_model_config(family), tower, args)
+    run = Run(model, Placement(3), Setup(2), MicroBatch(4096, 1024, 16, 1))
+    time = step_time(
+        run, run.placement, Load(2, 4096, 512, 1024, 16), Machine.of(gpu_named("h100"), None, None, 0.8, True)
+    )
+    assert 0 < time.mfu < 1 and time.recomputed_s > 0
