@@ -43,11 +43,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lmms-eval lint clean help
+.PHONY: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults test-gpu lmms-eval lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults lmms-eval lint clean'
+	@echo 'targets: install pretrain finetune evaluate ablation doctor bench docs test test-full test-faults test-gpu lmms-eval lint clean'
 
 install: $(VENV)/.installed
 
@@ -119,6 +119,11 @@ $(VENV)/.demo: $(VENV)/.installed
 KILLS ?= 200
 test-faults: install
 	KILLS=$(KILLS) $(BIN)/python -m pytest -m faults --durations=15
+
+# On one CUDA GPU, in under 20 minutes: kernels, the tiny model, faults, LLaVA-1.5-7B's speed. Leaves output/gpu/gpu.json
+# and gpu.html to send. REHEARSE_GPU=1 goes through the lane on the CPU; its figures say nothing.
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu tests/gpu --durations=10
 
 # lmms-eval in its own environment; compare its answers with run/evaluate.py's.
 LMMS ?= .lmms

@@ -46,6 +46,7 @@ READ = "read.json"  # in a work folder: written when all records are there
 
 _ROWS_FILE = re.compile(r"rows-(\d+)-[0-9a-f]{64}\.arrow")
 _RECORDS_FILE = re.compile(r"records-(\d+)\.arrow")
+_SCRATCH = re.compile(r"\..*\.tmp")
 _PROCESS = TypeAdapter(Process)
 
 
@@ -152,10 +153,11 @@ class _Work:
             write_whole(self.path / DONE, json.dumps(listed), shared=True)
             flush(self.path / DONE)
             put_in_place(self.path, self.final)
-        kept = {*names, DONE}
         for path in self.final.iterdir() if self.final.exists() else ():
-            ours = _RECORDS_FILE.fullmatch(path.name) or _ROWS_FILE.fullmatch(path.name)
-            if path.name not in kept and (ours or path.name == READ or path.suffix in (".claim", ".tmp")):
+            ours = (
+                _RECORDS_FILE.fullmatch(path.name) or _ROWS_FILE.fullmatch(path.name) or _SCRATCH.fullmatch(path.name)
+            )
+            if path.name not in names and (ours or path.name == READ or path.suffix == ".claim"):
                 path.unlink(missing_ok=True)
         remove_older(self.final)
 

@@ -13,6 +13,7 @@ from llava_ds.model import quantize
 from llava_ds.model.open.weights import Weights
 from llava_ds.runtime.mesh import sum_over
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import waiting
 
 MAX_SHOWN = 4  # problems named in one message
 MAX_NAME = 200  # characters of a tensor's name in a message
@@ -21,12 +22,16 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str) -> None:
+def load_weights(
+    module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str, copies: bool = True
+) -> None:
     """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
 
-    module: or some of its parameters by name. Weights of quantized layers are packed when they are read, and summed
-    packed. Raises DataError when a tensor is missing, has another shape or is not the module's, and RuntimeError when
-    the ranks' values differ from those in the files (writes to partitioned parameters can get lost silently).
+    module: or some of its parameters by name; copies: False to let parameters be the mapped file, whose pages all
+    processes of a machine share, for a module in CPU memory that is moved or sharded next. Weights of quantized layers
+    are packed when they are read, and summed packed. Raises DataError when a tensor is missing, has another shape or is
+    not the module's, and RuntimeError when the ranks' values differ from those in the files (writes to partitioned
+    parameters can get lost silently).
     """
     check_fit(module, source, what)
     parameters, _ = _named(module)
@@ -39,7 +44,7 @@ def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, r
         parameter = parameters[name]
         if quantize.is_packed(parameter):
             packed = quantize.pack(module, name, read(), ranks.device)
-            sums[order[name]] = _bit_sum(packed.data)
+            sums[order[name]] = bit_sum(packed.data)
             if partitioned_one is not None:
                 partitioned_one.convert_to_zero_parameters(param_list=[packed])
             parameters[name] = packed
@@ -48,8 +53,11 @@ def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, r
         with _gathered(parameter) if partitioned else contextlib.nullcontext():
             if ranks.is_first or not partitioned:
                 tensor = read().to(parameter.dtype)
-                sums[order[name]] = _bit_sum(tensor)
-                parameter.data.copy_(tensor)
+                sums[order[name]] = bit_sum(tensor)
+                if copies:
+                    parameter.data.copy_(tensor)
+                else:
+                    parameter.data = tensor
                 del tensor  # of a mapped file, which it would keep in memory
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 
@@ -118,24 +126,25 @@ def return_freed_memory() -> Iterator[None]:
         mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
 
 
-def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bit patterns: exact, in any order, and additive over partitions."""
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bit patterns, on its device: exact, in any order, and additive over partitions."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.contiguous().view(width).flatten()
     # In pieces, because the sum first converts its input to 64 bits.
-    return sum((piece.sum(dtype=torch.int64) for piece in bits.split(SUM_NUMBERS)), torch.tensor(0)).cpu()
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.split(SUM_NUMBERS)]).sum()
 
 
 def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, ranks: Ranks, what: str) -> None:
     held = torch.zeros_like(sums)
     partitioned = [hasattr(p, "ds_id") for p in parameters.values()]
     for i, parameter in enumerate(parameters.values()):
-        held[i] = _bit_sum(_own_partition(parameter, ranks) if partitioned[i] else parameter.data)
+        held[i] = bit_sum(_own_partition(parameter, ranks) if partitioned[i] else parameter.data)
     if any(partitioned):
         device = ranks.device
-        held = sum_over(None, held.to(device)).cpu()
+        held = sum_over(None, held.to(device))
         torch.distributed.broadcast(expected := sums.to(device), 0)
-        sums = expected.cpu()
+        with waiting("sums of the weights"):
+            held, sums = held.cpu(), expected.cpu()
     wrong = [name for name, a, b in zip(parameters, held.tolist(), sums.tolist()) if a != b]
     if wrong:
         raise RuntimeError(f"{what}: {len(wrong)} tensors did not arrive as read, the first is {wrong[0]}")

@@ -12,6 +12,7 @@ from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.model.families.language import mlp_width
+from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
 from llava_ds.model.open.folder import take_from_model
@@ -59,6 +60,10 @@ NAMED = {
         "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
         "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
     },
+    "qwen2.5-14b": {
+        "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
+    },
     "qwen2-72b": {
         "model_type": "qwen2", "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064,
@@ -98,23 +103,29 @@ class TextShape:
 
 @dataclass(frozen=True)
 class TowerShape:
-    """Widths of the vision tower, features per tile, side of a tile in pixels, and layers of the projector."""
+    """Widths and layers of the vision tower, features per tile, side of a tile in pixels, and layers of the projector.
+
+    num_parameters: of the tower alone; trained: whether the stage trains it.
+    """
 
     hidden: int
     intermediate: int
+    num_layers: int
     num_patches: int
     image_size: int
     projector_layers: int
+    num_parameters: int
+    trained: bool
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All that memory depends on. Sizes are in elements.
+    """All that memory and speed depend on. Sizes are in elements.
 
     groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others but the packed;
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
     the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
-    that no stage shares out.
+    that no stage shares out. flops: None when only the number of parameters is known.
     """
 
     parts: tuple[Part, ...]
@@ -126,6 +137,7 @@ class ModelShape:
     packed: tuple[int, ...] = ()
     packed_bits: int = 16
     scale_bits: float = 0
+    flops: ModelFlops | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -191,6 +203,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
         is_llamas = _has_llamas_layers(model.language_model)
+        flops = flops_of_model(model, text, tower, args.model)
         if args.model.lora_enable:
             check_lora(args.model)
             names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
@@ -227,13 +240,17 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         tower=TowerShape(
             hidden=tower.config.hidden_size,
             intermediate=tower.config.intermediate_size,
+            num_layers=tower.num_layers,
             num_patches=tower.images.num_tokens,
             image_size=tower.images.size,
             projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
+            num_parameters=_numel(model.vision_tower.parameters()),
+            trained="vision_tower" in trained_parts(args.model),
         ),
         packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
         packed_bits=args.model.bits,
         scale_bits=scale_bits(args.model),
+        flops=flops,
     )
 
 

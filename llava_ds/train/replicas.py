@@ -5,10 +5,11 @@ from collections import Counter
 import torch
 
 from llava_ds.constants import DataError
+from llava_ds.model.loading import bit_sum
 from llava_ds.runtime.ranks import Ranks, gather
+from llava_ds.runtime.waiting import waiting
 
 MOST_NAMED = 4  # parameters
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) -> None:
@@ -45,8 +46,9 @@ def replica_sums(model: torch.nn.Module) -> dict[str, int]:
     held = {name: p for name, p in model.named_parameters() if p.numel() and not _is_partitioned(p)}
     if not held:
         return {}
-    sums = [p.detach().contiguous().view(BITS[p.element_size()]).sum(dtype=torch.int64) for p in held.values()]
-    return dict(zip(held, torch.stack(sums).tolist()))
+    sums = torch.stack([bit_sum(p.detach()) for p in held.values()])
+    with waiting("sums of the weights"):
+        return dict(zip(held, sums.tolist()))
 
 
 def _is_partitioned(parameter: torch.nn.Parameter) -> bool:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import deepspeed
-import torch
 
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
@@ -76,7 +75,6 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
-    torch.backends.cuda.matmul.allow_tf32 = training.tf32
     model, engine, checkpointed = _build_engine(plan, ranks)
     if point.path is not None:
         print_first(restore(engine, point, ranks, training.seed))
@@ -155,7 +153,7 @@ def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: 
     done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
     moments, largest = num_moments(config), None
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
-        largest = largest_micro_batch(plan.steps, done, ranks.device)
+        largest = largest_micro_batch(plan.steps, done, ranks)
     if largest and chooses_layers:
         with memory.warm_up(largest):
             print_first(

@@ -90,7 +90,7 @@ def run(case: dict, folder: Path, ranks) -> dict:
     argv = [token for name, value in case["flags"].items() for token in (f"--{name}", str(value))]
     args = parse_arguments([*argv, "--output_dir", str(folder), "--deepspeed_config", __file__])[0]
     pretend = case.get("device_type", ranks.device.type)
-    options = dict(world_size=ranks.world_size, hidden_size=WIDTH, device_type=pretend, num_steps=STEPS)
+    options = dict(dp=ranks.world_size, hidden_size=WIDTH, device_type=pretend, num_steps=STEPS)
     resolved = resolve_ds_config(case["config"], args, **options)
     torch.manual_seed(0)
     model = Small()

@@ -86,7 +86,7 @@ def run(case: dict, ranks: Ranks) -> dict:
     args = parse_arguments([*argv, "--output_dir", str(folder), "--deepspeed_config", __file__])[0]
     config = case.get("before") or case["after"]
     device_type = "cuda" if "fp16" in config else "cpu"  # which is refused on a CPU, for DeepSpeed would
-    options = dict(world_size=ranks.world_size, hidden_size=WIDTH, device_type=device_type, num_steps=STEPS)
+    options = dict(dp=ranks.world_size, hidden_size=WIDTH, device_type=device_type, num_steps=STEPS)
     resolved = resolve_ds_config(config, args, **options)
     torch.manual_seed(0)
     model = Partly()

@@ -11,14 +11,15 @@ from benchmark import workload
 from benchmark.comparison import Spread
 from benchmark.length_mix import FINETUNE, PRETRAIN, length_mix
 from benchmark.table import Row
-from benchmark.training import HERE, ROOT, SEED, data_flags, launch, work_of_steps
+from benchmark.training import HERE, ROOT, SEED, data_flags, estimated_bytes, launch, work_of_steps
 from benchmark.workload import Shape
 
 from llava_ds.files.jsonl import read_metrics
+from llava_ds.runtime.gpus import gpu_named
 
 PROFILED = HERE / "profiled.py"
 WARM_UP = 2  # steps; the last one is profiled and not timed either
-H200_FLOPS = 989e12  # dense bfloat16, of H100 and H200 alike, as NVIDIA states it
+H200_FLOPS = gpu_named("h200").half * 1e12  # dense bfloat16, of H100 and H200 alike
 
 LLAVA_7B = Shape(
     "llava-v1.5-7b", hidden=4096, intermediate=11008, layers=32, heads=32, vocab=32_000,
@@ -55,8 +56,8 @@ STAGES = (
 class Measured:
     """A stage's run, without warm-up and the profiled step.
 
-    mfu: of H200_FLOPS, absent without a GPU; of_gemm: of the products measured in the same process; idle_share: of the
-    profiled step, absent without a GPU.
+    estimated_bytes: of run/estimate.py's formula for a GPU, with the same data; mfu: of H200_FLOPS, absent without a
+    GPU; of_gemm: of the products measured in the same process; idle_share: of the profiled step, absent without a GPU.
     """
 
     stage: str
@@ -67,6 +68,7 @@ class Measured:
     tokens_per_s: list[float]
     useful_flops: list[float]
     peak_memory_bytes: int
+    estimated_bytes: int
     gemm_flops: float
     mfu: list[float] | None
     of_gemm: list[float]
@@ -83,6 +85,7 @@ class Measured:
                 "{:.1%}",
             ),
             Row(f"{label}: peak memory", Spread.of([self.peak_memory_bytes / 1e9]), "{:.1f} GB"),
+            Row(f"{label}: peak memory as estimated", Spread.of([self.estimated_bytes / 1e9]), "{:.1f} GB"),
         ]
         if self.mfu is not None:
             rows.append(Row(f"{label}: MFU, of {H200_FLOPS / 1e12:.0f} TFLOP/s", Spread.of(self.mfu), "{:.1%}", asked))
@@ -133,10 +136,12 @@ def run_stage(
     command = [str(PROFILED), str(report_file), str(train), *written]
     launch(1, command, own / "log.txt", on_cpu=not on_cuda)
     useful = [work.useful_flops for work in work_of_steps(written, num_ranks=1)]
-    return read_measured(stage, own / "output", report_file, useful)
+    return read_measured(stage, own / "output", report_file, useful, estimated_bytes(written, num_ranks=1))
 
 
-def read_measured(stage: Stage, output_dir: Path, report_file: Path, useful_flops: list[float]) -> Measured:
+def read_measured(
+    stage: Stage, output_dir: Path, report_file: Path, useful_flops: list[float], estimated: int
+) -> Measured:
     """Read the files of a run, its timed steps only."""
     report = json.loads(report_file.read_text())
     rows = read_metrics(output_dir / "metrics.jsonl")
@@ -153,6 +158,7 @@ def read_measured(stage: Stage, output_dir: Path, report_file: Path, useful_flop
         tokens_per_s=[row["tokens"] / s for row, s in zip(rows[timed], seconds)],
         useful_flops=useful,
         peak_memory_bytes=max(row["peak_memory_bytes"] for row in rows),
+        estimated_bytes=estimated,
         gemm_flops=report["gemm_flops_per_rank"],
         mfu=[s / H200_FLOPS for s in speed] if on_cuda else None,
         of_gemm=[s / report["gemm_flops_per_rank"] for s in speed],

@@ -18,9 +18,12 @@ from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import open_data
 from llava_ds.data.packing import plan_by_count
 from llava_ds.data.step_plan import sample_order
+from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.model.flops import model_flops
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
+from llava_ds.planning.auto import Data, Devices, largest_share, planned_run
+from llava_ds.planning.shapes import shape_of
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
 
@@ -125,6 +128,20 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
         useful = flops.of(sum(lengths), pairs, sum(tiles[i] for i in samples), targets)
         work.append(StepWork(useful, sum(lengths), padded))
     return work
+
+
+def estimated_bytes(flags: list[str], num_ranks: int) -> int:
+    """The most memory of a GPU by run/estimate.py's formula, for these flags and their encoded data."""
+    args, _ = take_from_model(parse_arguments(flags, to_train=False)[0])
+    plan = plan_model(args.model, args.data.model_max_length)
+    dataset = open_data(args, plan.tokenizer, plan.tower.image_options(args))
+    shape = shape_of(plan.text_config, plan.tower, args)
+    raw = read_ds_config(args.training.deepspeed_config)
+    machine = {"dp": num_ranks, "device_type": "cuda", "is_local": False}
+    resolved = resolve_ds_config(raw, args, hidden_size=shape.hidden_size, **machine)
+    share = largest_share(sample_order(args, dataset, num_ranks), dataset.lengths, num_ranks)
+    data = Data(max(dataset.lengths), sum(dataset.num_targets) / sum(dataset.lengths), share)
+    return planned_run(shape, resolved, data, Devices(num_ranks, num_ranks)).estimate().total
 
 
 def run_case(case: Case, flags: list[str], folder: Path, train: Path, num_ranks: int, rounds: int) -> list[Run]:
