@@ -1,7 +1,7 @@
 """The encoded data set: every record checked and tokenized once, in Arrow files read through the page cache."""
 
 import copy
-import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -11,8 +11,6 @@ from typing import Literal
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -43,8 +41,9 @@ from llava_ds.data.preflight import (
     rejections,
     write_rows,
 )
-from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
-from llava_ds.data.seen_files import changed_files, contents_digest
+from llava_ds.data.sample import UNMARKED_TEXTS
+from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
+from llava_ds.data.seen_files import changed_files
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
 from llava_ds.data.sources.open import shown
 from llava_ds.data.sources.source import short_names
@@ -53,11 +52,9 @@ from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, print_first,
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
 
-LLAVA_TOKENS_PER_IMAGE = 128  # added by LLaVA's data set to the words of a sample with images
-
 EXAMPLES_TRIED = 100
 
-PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
+SCANNED_TOGETHER = 1 << 16  # samples
 
 
 @dataclass(frozen=True)
@@ -88,30 +85,40 @@ class BrokenSample:
 class EncodedDataset(torch.utils.data.Dataset):
     """The accepted samples by index, with images decoded on access.
 
-    sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; lengths
-    and num_targets: per sample, tokens and supervised tokens (lists of int); rows: each sample's index in the table of
-    all records; folder: the cache's, with the table; descriptions: of the sources, for a person.
+    sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; index:
+    their lengths and other numbers; folder: the cache's, with the table; descriptions: of the sources, for a person.
     """
 
     def __init__(
         self,
-        table: datasets.Dataset,
-        folder: Path,
+        rows: CachedRows,
+        index: TableIndex,
         sources: list[str],
         descriptions: list[str],
         image_options: geometry.ImageOptions,
         fingerprint: str,
     ) -> None:
-        self.folder = folder
+        self.table, self.folder = rows.table, rows.folder
+        self.index, self._rejected = index.accepted, index.rejected
         self.sources = sources
         self.descriptions = descriptions
         self.image_options = image_options
         self.fingerprint = fingerprint
-        self.table = table
-        accepted = table.data.column("reason").is_null().to_numpy()
-        self.rows, self._rejected = np.flatnonzero(accepted), np.flatnonzero(~accepted)
-        self.lengths: list[int] = self._column("length").tolist()
-        self.num_targets: list[int] = self._column("num_targets").tolist()
+
+    @property
+    def rows(self) -> np.ndarray:
+        """(samples,) int32: each sample's row in the table of all records."""
+        return self.index.rows
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(samples,) int32: tokens."""
+        return self.index.lengths
+
+    @property
+    def num_targets(self) -> np.ndarray:
+        """(samples,) int32: supervised tokens."""
+        return self.index.num_targets
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -133,23 +140,17 @@ class EncodedDataset(torch.utils.data.Dataset):
             return BrokenSample(*place, str(error))
         return LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
 
-    def lengths_for(self, how: str) -> list[int]:
+    def lengths_for(self, how: str) -> np.ndarray:
         """The lengths that an order of samples needs: LLaVA's own measure for all orders but "bucket"."""
-        words = self._column("words")
         if how in ("modality", "modality_auto"):
-            return words.tolist()  # negative for samples without images
-        if how in ("length", "varlen"):
-            # Another field holds a video, for which LLaVA-NeXT adds nothing.
-            media = self.table.data.column("media")
-            shown = pa.compute.match_substring(media, '["image", [').to_numpy()[self.rows]
-            shown |= self._unmarked() == IMAGE_LEFT_OUT
-            return (np.abs(words) + LLAVA_TOKENS_PER_IMAGE * shown).tolist()
-        return self.lengths
+            return self.index.words  # negative for samples without images
+        return self.index.words_next if how in ("length", "varlen") else self.lengths
 
-    @property
-    def has_images(self) -> np.ndarray:
-        """(samples,) bool: True for samples with an image or a video."""
-        return self._column("num_pictures") > 0
+    def positions(self, images: bool) -> Iterator[int]:
+        """The samples with an image or a video, or those without, in order."""
+        for first in range(0, len(self), SCANNED_TOGETHER):
+            shown = self.index.num_images[first : first + SCANNED_TOGETHER] > 0
+            yield from (first + np.flatnonzero(shown == images)).tolist()
 
     @property
     def num_records(self) -> int:
@@ -183,22 +184,24 @@ class EncodedDataset(torch.utils.data.Dataset):
         number = len(self)
         if number < 2:
             raise DataError(f"--eval_fraction {fraction} holds samples back, but there is only {number}: bring more")
-        drawn = np.random.default_rng(seed).permutation(number)
-        held_out = min(max(1, round(number * fraction)), number - 1)
-        return self._part(np.sort(drawn[held_out:])), self._part(np.sort(drawn[:held_out]))
+        num_held_out = min(max(1, round(number * fraction)), number - 1)
 
-    def _part(self, samples: np.ndarray) -> "EncodedDataset":
-        part = copy.copy(self)
-        part.rows = self.rows[samples]
-        part.lengths, part.num_targets = part._column("length").tolist(), part._column("num_targets").tolist()
-        part.fingerprint = digest_of([self.fingerprint, hashlib.sha256(samples.tobytes()).hexdigest()])
-        return part
+        def part(name: str, those: slice) -> EncodedDataset:
+            def draw() -> np.ndarray:
+                return np.sort(np.random.default_rng(seed).permutation(number)[those])
+
+            part = copy.copy(self)
+            part.index = self.index.part(f"{name} {num_held_out} {seed}", draw, self.table)
+            part.fingerprint = digest_of([self.fingerprint, part.index.facts["drawn"]])
+            return part
+
+        return part("rest", slice(num_held_out, None)), part("held out", slice(num_held_out))
 
     def example(self) -> LoadedSample:
         """A sample to try a model on, with an image if one of the first ones can be read."""
-        shown = self.has_images
-        for index in (*np.flatnonzero(shown)[:EXAMPLES_TRIED], *np.flatnonzero(~shown)[:1]):
-            sample = self[int(index)]
+        first = itertools.islice(self.positions(images=True), EXAMPLES_TRIED)
+        for index in itertools.chain(first, itertools.islice(self.positions(images=False), 1)):
+            sample = self[index]
             if isinstance(sample, LoadedSample):
                 return sample
         ids, labels = _ids_and_labels(self.table.data.fast_slice(int(self.rows[0]), 1))
@@ -214,18 +217,15 @@ class EncodedDataset(torch.utils.data.Dataset):
             f"{self.num_records:,} records: {accepted:,} accepted, {self.num_rejected:,} rejected{apart}",
         ]
         if len(self):
-            lengths, targets = np.array(self.lengths), sum(self.num_targets)
-            cut, turns, images = (int(self._column(n).sum()) for n in ("truncated", "num_turns", "num_pictures"))
-            shown = ", ".join(f"{p} % {int(n):,}" for p, n in zip(PERCENTILES, np.percentile(lengths, PERCENTILES)))
+            facts = self.index.facts
+            tokens, targets, cut = facts["tokens"], facts["targets"], facts["truncated"]
+            shown = ", ".join(f"{p} % {n:,}" for p, n in zip(PERCENTILES, facts["percentiles"]))
             lines += [
-                f"{turns:,} answers, {images:,} images, {lengths.sum():,} tokens, of which {targets:,} "
-                f"({targets / lengths.sum():.1%}) are supervised" + (f"; {cut:,} samples cut short" if cut else ""),
+                f"{facts['answers']:,} answers, {facts['images']:,} images, {tokens:,} tokens, of which {targets:,} "
+                f"({targets / tokens:.1%}) are supervised" + (f"; {cut:,} samples cut short" if cut else ""),
                 f"lengths in tokens, shortest to longest: {shown}",
             ]
-            unmarked = self._unmarked()
-            for kind, text in UNMARKED_TEXTS.items():
-                if number := int(np.count_nonzero(unmarked == kind)):
-                    lines.append(f"{number:,} records {text}")
+            lines += [f"{number:,} records {UNMARKED_TEXTS[kind]}" for kind, number in facts["unmarked"].items()]
         if self.num_rejected:
             rows = list(self.rejections())
             lines += [
@@ -234,12 +234,6 @@ class EncodedDataset(torch.utils.data.Dataset):
                 f"  the first: {_rejection_line(rows[0])}",
             ]
         return lines
-
-    def _unmarked(self) -> np.ndarray:
-        return self.table.data.column("unmarked").to_numpy()[self.rows]
-
-    def _column(self, name: str) -> np.ndarray:
-        return _numbers(self.table, name)[self.rows]
 
 
 def open_data(
@@ -320,19 +314,17 @@ def open_encoded(
     with write_errors(cache_dir, "the encoded data"):
         if rows is None or (options.retry and _is_outdated(rows, checker)):
             rows = add_generation(folder, lambda scratch: write_rows(scratch, checker, options.num_workers))
-        table = rows.table
-        _refuse_if_bad(table, options, rows.folder)
-    accepted = table.data.column("reason").is_null().to_numpy()
-    outcome = [hashlib.sha256(part.tobytes()).hexdigest() for part in (accepted, _numbers(table, "length"))]
+        index = index_of(rows.table, rows.folder)
+        _refuse_if_bad(rows.table, index.rejected, options, rows.folder)
     contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
-    used = options_that_matter(image_options, table.data.column("media"))
+    used = options_that_matter(image_options, index.has_videos)
     return EncodedDataset(
-        table,
-        folder=rows.folder,
+        rows,
+        index,
         sources=short_names([source.path for source in sources]),
         descriptions=[printable(source.describe()) for source in sources],
         image_options=image_options,
-        fingerprint=digest_of([*common, options_part(used), *contents, *outcome, contents_digest(table)]),
+        fingerprint=digest_of([*common, options_part(used), *contents, *index.outcome, index.contents]),
     )
 
 
@@ -367,15 +359,17 @@ def _rejection_line(row: dict[str, object]) -> str:
     return f"{printable(place_of(row))}: record {row['index']} ({row['id']}): {row['reason']}"
 
 
-def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:
-    """Raise DataError, with the reasons and the path of a full list, if more was rejected than the options allow."""
-    bad = table.data.table.filter(pa.compute.is_valid(table.data.column("reason")))
+def _refuse_if_bad(table: datasets.Dataset, bad: np.ndarray, options: PreflightOptions, folder: Path) -> None:
+    """Raise DataError, with the reasons and the path of a full list, if more was rejected than the options allow.
+
+    bad: rows of the rejected records.
+    """
     if options.on_bad_sample == "list":
         return
     allowed = 0 if options.on_bad_sample == "stop" else options.max_bad_fraction * len(table)
     if len(bad) <= allowed and len(bad) < len(table):
         return
-    rows = list(rejections(bad, np.arange(len(bad))))
+    rows = list(rejections(table.data.table, bad))
     listing = folder / "rejected.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     limit = f"--max_bad_fraction allows {options.max_bad_fraction:.2%}"
@@ -389,10 +383,6 @@ def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: P
         *reasons_in_short([row["reason"] for row in rows]),
     ]
     raise DataError("\n".join(lines))
-
-
-def _numbers(table: datasets.Dataset, name: str) -> np.ndarray:
-    return table.data.column(name).to_numpy()
 
 
 def _ids_and_labels(row: datasets.table.Table) -> tuple[torch.Tensor, torch.Tensor]:

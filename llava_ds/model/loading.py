@@ -13,6 +13,7 @@ from llava_ds.model import quantize
 from llava_ds.model.open.weights import Weights
 from llava_ds.runtime.mesh import sum_over
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import waiting
 
 MAX_SHOWN = 4  # problems named in one message
 MAX_NAME = 200  # characters of a tensor's name in a message
@@ -140,9 +141,10 @@ def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, rank
         held[i] = bit_sum(_own_partition(parameter, ranks) if partitioned[i] else parameter.data)
     if any(partitioned):
         device = ranks.device
-        held = sum_over(None, held.to(device)).cpu()
+        held = sum_over(None, held.to(device))
         torch.distributed.broadcast(expected := sums.to(device), 0)
-        sums = expected.cpu()
+        with waiting("sums of the weights"):
+            held, sums = held.cpu(), expected.cpu()
     wrong = [name for name, a, b in zip(parameters, held.tolist(), sums.tolist()) if a != b]
     if wrong:
         raise RuntimeError(f"{what}: {len(wrong)} tensors did not arrive as read, the first is {wrong[0]}")

@@ -111,7 +111,7 @@ def test_moved_data_are_the_same_data(opened, tmp_path):
     moved = opened(
         data_path=str(tmp_path / "elsewhere" / "data.json"), image_folder=str(tmp_path / "elsewhere" / "images")
     )
-    assert moved.fingerprint == first.fingerprint and moved.lengths == first.lengths
+    assert moved.fingerprint == first.fingerprint and moved.lengths.tolist() == first.lengths.tolist()
     assert moved.example().media  # found where it is now
 
 
@@ -240,11 +240,11 @@ def test_llavas_lengths_count_words(opened, tmp_path):
     data = opened()
     records = json.loads((tmp_path / "data" / "data.json").read_text())
     words = [sum(len(turn["value"].split()) for turn in record["conversations"]) for record in records]
-    assert data.lengths_for("modality") == [n if "image" in r else -n for n, r in zip(words, records)]
-    assert data.lengths_for("modality_auto") == data.lengths_for("modality")
-    assert data.lengths_for("varlen") == data.lengths_for("length")
-    assert data.lengths_for("length") == [n + 128 if "image" in r else n for n, r in zip(words, records)]
-    assert data.lengths_for("bucket") == data.lengths
+    assert data.lengths_for("modality").tolist() == [n if "image" in r else -n for n, r in zip(words, records)]
+    assert data.lengths_for("modality_auto").tolist() == data.lengths_for("modality").tolist()
+    assert data.lengths_for("varlen").tolist() == data.lengths_for("length").tolist()
+    assert data.lengths_for("length").tolist() == [n + 128 if "image" in r else n for n, r in zip(words, records)]
+    assert data.lengths_for("bucket").tolist() == data.lengths.tolist()
 
 
 def test_rows_that_are_read_stay_where_they_are(opened, tmp_path):
@@ -436,8 +436,8 @@ def test_a_part_is_held_back_the_same_one_for_a_seed(opened, tmp_path):
     assert (len(rest), len(part)) == (3, 2)
     assert sorted([*rest.rows, *part.rows]) == list(whole.rows)
     for one in (rest, part):
-        assert one.lengths == [whole.lengths[list(whole.rows).index(row)] for row in one.rows]
-        assert [len(one[i].input_ids) for i in range(len(one))] == one.lengths
+        assert one.lengths.tolist() == [whole.lengths[list(whole.rows).index(row)] for row in one.rows]
+        assert [len(one[i].input_ids) for i in range(len(one))] == one.lengths.tolist()
         assert one.num_rejected == whole.num_rejected == 0
     again, _ = opened().without_part(0.4, seed=3)
     assert again.fingerprint == rest.fingerprint and list(again.rows) == list(rest.rows)
