@@ -1,6 +1,6 @@
 """Measure the parts of a run that don't compute, at hundreds of ranks, on one machine and without a model.
 
-    python run/dev/simulate_ranks.py --ranks 64 128 256 512 --samples 1000000 10000000 --processes 8 16 32
+    python run/dev/measure_ranks.py --ranks 64 128 256 512 --samples 1000000 10000000 --processes 8 16 32
 
 For each number of --processes: real processes meet over gloo, with torch's store and three groups, and count their
 open files. For each number of --ranks, in one process: heartbeats, through one real socket a rank; and a checkpoint, of
@@ -33,6 +33,7 @@ from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.checkpoint.trainer_file import TRAINER
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
+from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.process_group import prepare_connections
@@ -228,33 +229,91 @@ def measure_checkpoint(world_size: int) -> Row:
     }
 
 
-def measure_planning(num_samples: int, world_size: int) -> Row:
-    """The order of an epoch by modality, and the layout of its first steps."""
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(32, 2048, num_samples, dtype=np.int32)
-    signed = np.where(generator.random(num_samples, dtype=np.float32) < 0.9, lengths, -lengths)
+def in_a_process(act: Callable[..., Row], *args: object) -> Row:
+    """The function's row, from a process of its own: what another one has read or made counts not to its memory."""
+    context = get_context("fork")
+    answers = context.Queue()
+    process = context.Process(target=lambda: answers.put(act(*args)))
+    process.start()
+    found = answers.get(timeout=3600)
+    process.join()
+    return found
+
+
+def synthetic(folder: Path, num_samples: int) -> Mapped:
+    """The lengths of synthetic samples, and LLaVA's measure of them, negative without images, in mapped files."""
+
+    def make() -> Mapped:
+        generator = np.random.default_rng(0)
+        lengths = generator.integers(32, 2048, num_samples, dtype=np.int32)
+        words = lengths.copy()
+        words[::10] *= -1
+        return Mapped({"lengths": lengths, "words": words}, {})
+
+    found = mapped(folder, make)
+    return Mapped({name: np.asarray(array) for name, array in found.arrays.items()}, {})
+
+
+def plan(folder: Path, num_samples: int, world_size: int) -> Row:
+    """Make or map the order of an epoch by modality, and lay out its first steps, as a rank does."""
+    found = synthetic(folder, num_samples).arrays
     packing = Packing(world_size, SAMPLES_PER_RANK, 1, TOKENS, pair_cost=1e-5)
-    order = SampleOrder(num_samples, packing.batch_size, 0, "modality", signed, SAMPLES_PER_RANK, 1)
-    before, began = peak_bytes(), time.perf_counter()
-    steps = packing.steps(order, lengths, 0)
-    next(steps)
-    first = time.perf_counter() - began
-    began = time.perf_counter()
-    for _ in range(min(STEPS, order.steps_per_epoch - 1)):
+    order = SampleOrder(
+        num_samples, packing.batch_size, 0, "modality", found["words"], SAMPLES_PER_RANK, 1, folder=folder
+    )
+    before, began = anonymous_bytes(), time.perf_counter()
+    with largest_anonymous() as largest:
+        steps = packing.steps(order, found["lengths"], 0)
         next(steps)
-    each = (time.perf_counter() - began) / min(STEPS, order.steps_per_epoch - 1)
+    first = time.perf_counter() - began
+    each = []
+    for _ in range(min(STEPS, order.steps_per_epoch - 1)):
+        began = time.process_time()
+        next(steps)
+        each.append(time.process_time() - began)
+    return {"first": first, "step": float(np.median(each)), "private": largest[0] - before}
+
+
+def measure_planning(num_samples: int, world_size: int) -> Row:
+    """Plan on the first rank of a machine, which makes the order, and on another one, which maps it."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, "index")
+        in_a_process(lambda: len(synthetic(folder, num_samples).arrays))
+        maker, other = (in_a_process(plan, folder, num_samples, world_size) for _ in range(2))
+        mapped_bytes = sum(file.stat().st_size for file in Path(parent).rglob("*.npy"))
     return {
         "samples": num_samples,
-        "s to the first step": first,
-        "ms per step": 1e3 * each,
-        "bytes per sample, while it sorts": (peak_bytes() - before) / num_samples,
+        "s to the first step, first rank": maker["first"],
+        "s to it, other ranks": other["first"],
+        "CPU ms per step": 1e3 * other["step"],
+        "private MB, first rank while it sorts": maker["private"] / 1e6,
+        "private MB, other ranks": other["private"] / 1e6,
+        "mapped bytes per sample, once per machine": mapped_bytes / num_samples,
     }
 
 
-def peak_bytes() -> int:
-    """The largest memory of this process so far."""
+@contextlib.contextmanager
+def largest_anonymous() -> Iterator[list[int]]:
+    """The largest memory of this process that no other shares, looked at every few milliseconds."""
+    largest, over = [anonymous_bytes()], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.005):
+            largest[0] = max(largest[0], anonymous_bytes())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield largest
+    finally:
+        over.set()
+        thread.join()
+
+
+def anonymous_bytes() -> int:
+    """The memory of this process that no other shares."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def show(title: str, rows: list[Row]) -> None:
@@ -276,7 +335,7 @@ def show(title: str, rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 128, 256, 512])
-    parser.add_argument("--samples", type=int, nargs="+", default=[1_000_000, 10_000_000])
+    parser.add_argument("--samples", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
     parser.add_argument("--processes", type=int, nargs="+", default=[8, 16, 32])
     args = parser.parse_args()
     for lazy, how in ((False, "each to each"), (True, "as above 64 ranks")):
