@@ -84,9 +84,9 @@ def test_traffic_is_deepspeeds_by_stage():
     assert by_stage[0].total == pytest.approx(2 * once)
     assert by_stage[1].total == pytest.approx(3 * once)  # all-reduce and gather, once a step
     assert by_stage[2].total == pytest.approx((2 * m + 1) * once)
-    # Gathered twice, the frozen tower once, small tensors never; reduce-scattered: all of it m times.
-    tower = 2 * 290_909_184 * 7 / 8
-    assert by_stage[3].total == pytest.approx(m * (3 * once + tower), rel=0.001)
+    # Gathered twice, the frozen tower and the embedding once, small tensors never; reduce-scattered: all of it m times.
+    tower, embedding = 2 * 290_909_184 * 7 / 8, 2 * 32_000 * 4096 * 7 / 8
+    assert by_stage[3].total == pytest.approx(m * (3 * once + tower - embedding), rel=0.001)
     assert step_traffic(model, Placement(1), setup(8, overlaps=False), m).after == pytest.approx(3 * once)
     assert all(step_traffic(model, Placement(stage), setup(1), m).total == 0 for stage in range(4))
 
