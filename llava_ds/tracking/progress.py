@@ -19,6 +19,7 @@ from llava_ds.files.jsonl import MetricsLog, read_metrics
 from llava_ds.model.flops import ModelFlops
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, progress_bar
+from llava_ds.runtime.waiting import waiting
 from llava_ds.tracking.metrics_csv import MetricsTable
 from llava_ds.tracking.plots import LossPlot
 from llava_ds.tracking.series import Smoothed
@@ -101,7 +102,8 @@ class Progress:
             ready, self.readings = ready + self.readings, []
         if not ready:
             return [], []
-        read = [result for reading in ready for result in self._end(reading)]
+        with waiting("the numbers of a step"):
+            read = [result for reading in ready for result in self._end(reading)]
         waited_s = time.perf_counter() - started
         # Steps are queued faster than the device takes them: only those read together have a time of their own.
         seconds = self.elapsed_s - self.waited_s + waited_s

@@ -5,11 +5,11 @@ Nothing here draws random numbers or leaves anything in the engine: the steps af
 """
 
 import dataclasses
+import itertools
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +24,7 @@ from llava_ds.data.templates import TEMPLATES
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather
+from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.tracking.eval_log import Evals
 from llava_ds.tracking.trackers import Trackers
 from llava_ds.train.plan import Plan
@@ -63,12 +64,14 @@ def eval_loss(engine, dataset: EncodedDataset, packing: Packing, num_workers: in
     num_sources, num_samples = len(dataset.sources), 0
     total = torch.zeros(1 + 2 * num_sources, dtype=torch.float64, device=engine.device)
     for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device):
-        _, by_source = engine(micro.batch, num_sources=num_sources)
+        with queuing():
+            _, by_source = engine(micro.batch, num_sources=num_sources)
         total[1:] += by_source.flatten()
         num_samples += micro.num_samples
     total[0] = num_samples
     engine.train()
-    samples, *by_source = sum_over(mesh.data_group, total).tolist()
+    with waiting("the eval loss"):
+        samples, *by_source = sum_over(mesh.data_group, total).tolist()
     losses, targets = by_source[:num_sources], by_source[num_sources:]
     means = means_by_source(dataset.sources, losses, targets) if num_sources > 1 else {}
     return EvalLoss(sum(losses) / max(1.0, sum(targets)), int(sum(targets)), int(samples), means)
@@ -82,7 +85,7 @@ def prompts_of(
     Those with images come first: they tell more about a model that sees.
     """
     found: list[SampleQuestion] = []
-    for index in map(int, np.argsort(~dataset.has_images, kind="stable")):
+    for index in itertools.chain(dataset.positions(images=True), dataset.positions(images=False)):
         if len(found) == number:
             break
         sample = dataset[index]
@@ -147,11 +150,14 @@ def answers(engine, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ra
     going = list(range(len(prompts)))
     while going:
         batch = collate([_continued(prompts[i].sample, decoded[i]) for i in going], decoding.images).to(ranks.device)
-        logits = engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)  # (B, V)
+        with queuing():
+            logits = engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)  # (B, V)
         chosen = logits.argmax(-1)
         if ranks.world_size > 1:  # the same on every rank, on whatever hardware
             torch.distributed.broadcast(chosen, src=0)
-        for i, token in zip(list(going), chosen.tolist()):
+        with waiting("the next token"):
+            tokens = chosen.tolist()
+        for i, token in zip(list(going), tokens):
             if token in ends:
                 going.remove(i)
                 continue
