@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
-from llava_ds.data.cache import CachedRows, add_generation, note_stale, open_newest
+from llava_ds.data.cache import CachedRows, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.file_slices import write_errors
@@ -39,18 +39,21 @@ from llava_ds.data.preflight import (
     place_of,
     reasons_in_short,
     rejections,
-    write_rows,
 )
 from llava_ds.data.sample import UNMARKED_TEXTS
 from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files
+from llava_ds.data.shards import encode_together
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
 from llava_ds.data.sources.open import shown
 from llava_ds.data.sources.source import short_names
 from llava_ds.data.templates import resolve_template
-from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, print_first, printable
+from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, on_every_rank, print_first, printable
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
+ROWS_FORMAT = "shards 1"  # of the files; another one is another cache, and no other data
+
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 EXAMPLES_TRIED = 100
 
@@ -59,16 +62,12 @@ SCANNED_TOGETHER = 1 << 16  # samples
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """Options of checking and encoding that don't change accepted samples.
-
-    retry: try records again that were rejected because of another file, and look for changed images.
-    """
+    """Options of checking and encoding that don't change accepted samples."""
 
     cache_dir: str
     num_workers: int | None = None
     on_bad_sample: Literal["skip", "stop", "list"] = "skip"  # "list": never refuse, even if no record is left
     max_bad_fraction: float = 0.01
-    retry: bool = True
 
 
 @dataclass(frozen=True)
@@ -241,11 +240,11 @@ def open_data(
     tokenizer: PreTrainedTokenizerBase,
     image_options: geometry.ImageOptions,
     refuse_bad: bool = True,
-    retry: bool = True,
+    ranks: Ranks = ALONE,
 ) -> EncodedDataset:
-    """Open the data that the flags name.
+    """Open the data that the flags name. All ranks call it together.
 
-    refuse_bad: apply --on_bad_sample, which may refuse bad records; retry: see PreflightOptions.
+    refuse_bad: apply --on_bad_sample, which may refuse bad records.
     """
     model, data = args.model, args.data
     options = SourceOptions(
@@ -272,17 +271,16 @@ def open_data(
             num_workers=data.preprocessing_num_workers,
             on_bad_sample=data.on_bad_sample if refuse_bad else "list",
             max_bad_fraction=data.max_bad_fraction,
-            retry=retry,
         ),
+        ranks,
     )
 
 
 def open_together(
     args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: geometry.ImageOptions, ranks: Ranks
 ) -> EncodedDataset:
-    """Open the data on every rank, rank 0 first, as it may have to write. All ranks call it together."""
-    with first_rank_first(ranks):  # only rank 0 looks for files that were missing or have changed
-        dataset = open_data(args, tokenizer, image_options, retry=ranks.is_first)
+    """Open the data on every rank, and compare them. All ranks call it together."""
+    dataset = open_data(args, tokenizer, image_options, ranks=ranks)
     check_same_data(dataset.fingerprint, ranks)
     return dataset
 
@@ -293,8 +291,9 @@ def open_encoded(
     encoding: EncodingOptions,
     image_options: geometry.ImageOptions,
     options: PreflightOptions,
+    ranks: Ranks = ALONE,
 ) -> EncodedDataset:
-    """Open the checked and encoded records of all sources, from the cache or made now.
+    """Open the checked and encoded records of all sources, from the cache or made now. All ranks call it together.
 
     The cache's name is a hash of everything the result depends on. Any number of processes may do this at once.
     Raises DataError when more records are bad than options allow, or none is left.
@@ -308,15 +307,14 @@ def open_encoded(
     ]
     # The folders of images decide what is found, so they count for the cache; moved data have the same fingerprint.
     roots = [f"{os.path.realpath(r)}" for s in sources for r in (s.image_root, s.video_root, s.path) if r is not None]
-    stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
-    folder = cache_dir / "encoded" / digest_of([*common, options_part(image_options), *stamps, *roots])
-    rows = open_newest(folder)
-    with write_errors(cache_dir, "the encoded data"):
-        if rows is None or (options.retry and _is_outdated(rows, checker)):
-            rows = add_generation(folder, lambda scratch: write_rows(scratch, checker, options.num_workers))
+    with first_rank_first(ranks):  # rank 0 hashes the files, and the others find the hashes in the cache
+        stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
+        contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
+    folder = cache_dir / "encoded" / digest_of([ROWS_FORMAT, *common, options_part(image_options), *stamps, *roots])
+    rows = _open_rows(folder, checker, options, ranks)
+    with first_rank_first(ranks), write_errors(cache_dir, "the encoded data"):
         index = index_of(rows.table, rows.folder)
         _refuse_if_bad(rows.table, index.rejected, options, rows.folder)
-    contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
     used = options_that_matter(image_options, index.has_videos)
     return EncodedDataset(
         rows,
@@ -326,6 +324,27 @@ def open_encoded(
         image_options=image_options,
         fingerprint=digest_of([*common, options_part(used), *contents, *index.outcome, index.contents]),
     )
+
+
+def _open_rows(folder: Path, checker: Checker, options: PreflightOptions, ranks: Ranks) -> CachedRows:
+    """Open the rows of a data set, encoded first if need be, by the first rank of every machine with all its cores."""
+    number, rows = next_number(folder), open_newest(folder)
+
+    def is_outdated() -> bool:
+        with write_errors(options.cache_dir, "the encoded data"):
+            return ranks.is_first and rows is not None and _is_outdated(rows, checker)
+
+    def encode(anew: bool) -> None:
+        with write_errors(options.cache_dir, "the encoded data"):
+            if ranks.local_rank == 0 and (rows is None or anew):
+                encode_together(folder, number, checker, options.num_workers)
+
+    outdated = any(gather(on_every_rank(ranks, is_outdated), ranks))  # only rank 0 looks for files that have changed
+    on_every_rank(ranks, lambda: encode(outdated))
+    rows = open_newest(folder) if rows is None or outdated else rows
+    if rows is None:
+        raise DataError(f"{folder}: the rows that were just written can't be read: is the disk of --cache_dir sound?")
+    return rows
 
 
 def _is_outdated(rows: CachedRows, checker: Checker) -> bool:

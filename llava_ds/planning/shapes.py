@@ -85,7 +85,7 @@ class TextShape:
     """Widths of the language model: query and key of all heads together. trained: whether the stage trains its weights.
 
     is_llamas: whether its layers have Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together,
-    lora_dropped: the widths of the inputs that it drops parts of.
+    lora_dropped: the widths of the inputs that it drops parts of; tied: whether the output layer is the embedding.
     """
 
     hidden: int
@@ -97,6 +97,7 @@ class TextShape:
     vocab: int
     trained: bool
     is_llamas: bool
+    tied: bool
     lora_rank: int = 0
     lora_dropped: int = 0
 
@@ -234,6 +235,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             vocab=model.language_model.get_output_embeddings().weight.shape[0],
             trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
             is_llamas=is_llamas,
+            tied=_is_tied(model.language_model),
             lora_rank=args.model.lora_r * len(layers) // text.num_hidden_layers,
             lora_dropped=inputs // text.num_hidden_layers if args.model.lora_dropout else 0,
         ),
@@ -258,6 +260,10 @@ def _has_llamas_layers(language_model: nn.Module) -> bool:
     layers = (module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer))
     names = {name.rpartition(".")[0] for layer in layers for name, _ in layer.named_parameters()}
     return names == LLAMAS_LAYER
+
+
+def _is_tied(language_model: nn.Module) -> bool:
+    return language_model.get_output_embeddings().weight is language_model.get_input_embeddings().weight
 
 
 def _units(model: LlavaModel) -> tuple[tuple[int, ...], ...]:

@@ -14,8 +14,9 @@ Stages 1 and 2 do not reduce-scatter: each bucket is all-reduced, and each rank 
 gradients at the last micro-batch of a step alone, 2 and 3 at every one.
 
 Stage 3 gathers all weights above stage3_param_persistence_threshold in forward, and once more in backward those through
-which gradients flow, except the last ones of forward, which stage3_max_reuse_distance keeps. Checkpointed layers are
-recomputed with the weights that backward needs anyway.
+which gradients flow, except the last ones of forward, which stage3_max_reuse_distance keeps; not the embedding, and not
+a frozen output layer, whose gradients come with the loss. Checkpointed layers are recomputed with the weights that
+backward needs anyway. tests/distributed/test_traffic.py counts all of this on real ranks.
 
 To the CPU, over PCIe: with offload_optimizer a rank's wT/N of gradients at every micro-batch (and back, to add the
 next), 4T/N at the last one, and wT/N of updated weights back; with offload_param a rank's part of the weights comes
@@ -72,10 +73,19 @@ def gathered_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     large = sum(size for size in shape.tensors if size > zero.param_persistence_threshold)
     packed = sum(shape.packed) * shape.packed_bits / 8
     elements = large + packed / w
-    frozen_tower = shape.tower.num_parameters if shape.tower is not None and not shape.tower.trained else 0
-    again = max(0.0, elements - frozen_tower)
+    again = max(0.0, elements - _gathered_once(shape))
     kept = min(again, zero.max_reuse_distance / 2)  # forward's last weights are the first that backward needs
     return w * elements, w * (again - kept)
+
+
+def _gathered_once(shape: ModelShape) -> int:
+    """Elements that backward has no use for: a frozen tower, the embedding, a frozen output layer."""
+    if shape.text is None or shape.tower is None:
+        return 0
+    text, tower = shape.text, shape.tower
+    ends = 1 if text.tied else 2
+    unused = ends - text.trained  # with the output layer trained, its weight comes once more
+    return unused * text.vocab * text.hidden + (0 if tower.trained else tower.num_parameters)
 
 
 def _pcie_bytes(shape: ModelShape, placement: Placement, setup: Setup, micro_steps: int) -> tuple[float, float]:
