@@ -14,13 +14,11 @@ from llava_ds.train import start
 
 @pytest.fixture(autouse=True)
 def off_afterwards():
-    attention._choose.cache_clear()
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
-    attention._choose.cache_clear()
 
 
 def test_every_library_is_asked():
