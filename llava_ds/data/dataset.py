@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, add_generation, note_stale, open_newest
-from llava_ds.data.collate import LoadedSample
+from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import (
@@ -90,7 +91,9 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; lengths
     and num_targets: per sample, tokens and supervised tokens (lists of int); rows: each sample's index in the table of
-    all records; folder: the cache's, with the table; descriptions: of the sources, for a person.
+    all records; folder: the cache's, with the table; descriptions: of the sources, for a person; are_pairs: True for
+    preferences; reference (records, 2) float64: log-probabilities of their answers under the reference model, NaN
+    where there is none, which the run sets.
     """
 
     def __init__(
@@ -112,11 +115,13 @@ class EncodedDataset(torch.utils.data.Dataset):
         self.rows, self._rejected = np.flatnonzero(accepted), np.flatnonzero(~accepted)
         self.lengths: list[int] = self._column("length").tolist()
         self.num_targets: list[int] = self._column("num_targets").tolist()
+        self.are_pairs = "chosen_length" in table.column_names
+        self.reference: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> LoadedSample | BrokenSample:
+    def __getitem__(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
         """The sample, or the reason why its images can't be loaded."""
         # From the Arrow table: a row of `datasets`, in any format, takes longer than decoding an image.
         row = self.table.data.fast_slice(int(self.rows[index]), 1)
@@ -129,9 +134,14 @@ class EncodedDataset(torch.utils.data.Dataset):
         except DataError as error:
             if isinstance(error, FileChanged):
                 note_stale(self.folder)
-            place = (row.column(name)[0].as_py() for name in ("file", "line", "index", "id"))
-            return BrokenSample(*place, str(error))
-        return LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
+            return _broken(row, str(error))
+        sample = LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
+        if not self.are_pairs:
+            return sample
+        reference = None if self.reference is None else self.reference[self.rows[index]].tolist()
+        if reference is not None and math.isnan(sum(reference)):
+            return _broken(row, "its images could not be read when the reference model answered")
+        return _pair(sample, row.column("chosen_length")[0].as_py(), reference)
 
     def lengths_for(self, how: str) -> list[int]:
         """The lengths that an order of samples needs: LLaVA's own measure for all orders but "bucket"."""
@@ -199,8 +209,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         shown = self.has_images
         for index in (*np.flatnonzero(shown)[:EXAMPLES_TRIED], *np.flatnonzero(~shown)[:1]):
             sample = self[int(index)]
-            if isinstance(sample, LoadedSample):
-                return sample
+            if not isinstance(sample, BrokenSample):
+                return sample.samples[0]
         ids, labels = _ids_and_labels(self.table.data.fast_slice(int(self.rows[0]), 1))
         text = ids != IMAGE_TOKEN_INDEX
         return LoadedSample(ids[text], labels[text], [])
@@ -261,6 +271,7 @@ def open_data(
         video_folder=data.video_folder,
         cache_dir=data.cache_dir,
         on_unmarked_image=data.on_unmarked_image,
+        are_preferences=args.training.objective == "dpo",
     )
     return open_encoded(
         open_sources(data.data_path, options),
@@ -269,7 +280,7 @@ def open_data(
             template=resolve_template(model.version),
             max_length=data.model_max_length,
             mm_use_im_start_end=model.mm_use_im_start_end,
-            supervise_last_turn_only=data.supervise_last_turn_only,
+            supervise_last_turn_only=data.supervise_last_turn_only or options.are_preferences,
             split_special_tokens=model.split_special_tokens,
         ),
         image_options,
@@ -389,6 +400,22 @@ def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: P
         *reasons_in_short([row["reason"] for row in rows]),
     ]
     raise DataError("\n".join(lines))
+
+
+def _broken(row: datasets.table.Table, reason: str) -> BrokenSample:
+    """A record that can't be shown, from a table of it alone."""
+    return BrokenSample(*(row.column(name)[0].as_py() for name in ("file", "line", "index", "id")), reason)
+
+
+def _pair(both: LoadedSample, chosen_length: int, reference: list[float] | None) -> LoadedPair:
+    """Split the ids and labels of two answers, which lie one after the other."""
+    chosen, rejected = slice(chosen_length), slice(chosen_length, None)
+    return LoadedPair(
+        *(
+            LoadedSample(both.input_ids[part], both.labels[part], both.media, both.source, value)
+            for part, value in zip((chosen, rejected), reference or (None, None))
+        )
+    )
 
 
 def _numbers(table: datasets.Dataset, name: str) -> np.ndarray:

@@ -15,7 +15,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 from llava_ds.batch import Batch
-from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.collate import collate
+from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.step_plan import StepPlan
 
 STEPS_LOOKED_AT = 20  # to find out if steps have several micro-batches
@@ -37,7 +38,8 @@ class LargestMicroBatch:
 def largest_micro_batch(plan: StepPlan, done: int, device: torch.device) -> LargestMicroBatch:
     """The largest micro-batch that is left on any rank when `done` steps are done, with its images, on the device."""
     samples = plan.heaviest(done)
-    loaded = [sample for sample in map(plan.dataset.__getitem__, samples) if isinstance(sample, LoadedSample)]
+    items = [item for item in map(plan.dataset.__getitem__, samples) if not isinstance(item, BrokenSample)]
+    loaded = [sample for item in items for sample in item.samples]
     layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
     accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)
     return LargestMicroBatch(collate(loaded, plan.dataset.image_options).to(device), samples, accumulates)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from llava_ds.tracking.trackers import Trackers
 @dataclass(frozen=True)
 class RunFacts:
     """Facts about a run for its log. title: of loss.png; resumed_step: steps that were done before this start;
-    peak_flops: of one rank's device, per second."""
+    peak_flops: of one rank's device, per second; num_units: what the objective's metrics are means over."""
 
     title: str
     output_dir: Path
@@ -34,6 +35,7 @@ class RunFacts:
     resumed_step: int
     flops: ModelFlops
     peak_flops: float
+    num_units: Callable[[Counts], float]
 
 
 class Progress:
@@ -114,7 +116,7 @@ class Progress:
                 **{name: found[name] for name in ("loss", "grad_norm", "skipped_steps", "own_loss")},
                 counts=counts,
                 by_source=found.get("by_source"),
-                metrics={name: found[name] / max(1, counts.targets) for name in result.metrics},
+                metrics={name: found[name] / max(1, self.run.num_units(counts)) for name in result.metrics},
                 means=None if result.means is None else self._means_of_all(result.means),
             )
             read.append(changed)

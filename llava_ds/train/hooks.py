@@ -98,7 +98,15 @@ class Log(Hook):
         print_first(line)
         steps, zero = f"{plan.steps.num_steps} steps", f"ZeRO-{plan.resolved.zero_stage}"
         title = f"{called(plan.args)}: {steps}, {zero}, {ranks.world_size} ranks"
-        run = RunFacts(title, plan.output_dir, self.training.logging_steps, plan.resumed_step, plan.flops, peak)
+        run = RunFacts(
+            title,
+            plan.output_dir,
+            self.training.logging_steps,
+            plan.resumed_step,
+            plan.flops,
+            peak,
+            session.objective.num_units,
+        )
         self.progress = Progress(run, plan.steps, session.trackers, ranks, session.mesh)
 
     def after_step(self, end: StepEnd) -> None:
