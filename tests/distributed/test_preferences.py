@@ -1,4 +1,4 @@
-"""Preference optimisation on real ranks is the textbook's: a padded batch of transformers' own model beside a frozen one."""
+"""Preference optimisation on real ranks is the textbook's: padded batches of transformers' model and a frozen one."""
 
 import copy
 import json
