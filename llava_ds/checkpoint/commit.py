@@ -7,6 +7,7 @@ before or the new one. Nothing is deleted before a newer one is whole.
 
 import contextlib
 import hashlib
+import heapq
 import json
 import os
 import re
@@ -23,10 +24,11 @@ from typing_extensions import TypedDict
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
 from llava_ds.files.writing import Entry, damage, described, flush, flush_and_hash, write_file
-from llava_ds.runtime.ranks import Ranks, gather
+from llava_ds.runtime.ranks import Ranks, gather, local_ranks
 
 MANIFEST = "manifest.json"
 HASHING_THREADS = 8
+_WRITER = re.compile(r"(?:rank_|random-|layout-)([0-9]{1,6})")  # in the name of a rank's file
 _NAME = re.compile(r"checkpoint-([0-9]{1,18})")
 _UNFINISHED, _REPLACED, _DELETED = ".tmp", ".replaced", ".deleted"  # suffixes of folders that are no checkpoints
 
@@ -91,15 +93,44 @@ def keep_newest(output_dir: Path, limit: int | None) -> None:
         _delete(path)
 
 
-def problem_with(checkpoint: Path) -> str | None:
-    """Return the reason why a folder is not a whole checkpoint; None for one. Reads and hashes every file."""
+def problem_with(checkpoint: Path, hashed: bool = True) -> str | None:
+    """Return the reason why a folder is not a whole checkpoint; None for one. hashed: read and hash every file."""
     try:
         files = read_manifest(checkpoint)
     except FileNotFoundError:
         return f"it has no {MANIFEST}, so its saving was not finished"
     except DataError as error:
         return f"its {MANIFEST} can't be read ({error})"
-    return _first_damage(checkpoint, files)
+    found = _first_damage(checkpoint, files, hashed)
+    return found and found[1]
+
+
+def shared_damage(checkpoint: Path, files: dict[str, Entry], ranks: Ranks) -> str | None:
+    """Return what problem_with returns of these files; every rank reads and hashes a share. All call it together."""
+    mine = {name: files[name] for name in shares(files, ranks.world_size)[ranks.rank]}
+    found = [each for each in gather(_first_damage(checkpoint, mine), ranks) if each is not None]
+    order = list(files)
+    return min(found, key=lambda each: order.index(each[0]))[1] if found else None
+
+
+def shares(files: dict[str, Entry], num_ranks: int) -> list[list[str]]:
+    """Share files out: to each rank its own, which it reads again when it restores, the others by their sizes."""
+    shared: list[list[str]] = [[] for _ in range(num_ranks)]
+    loads, rest = [0] * num_ranks, []
+    for name, entry in files.items():
+        writer = _WRITER.search(PurePosixPath(name).name)
+        if writer is None or int(writer[1]) >= num_ranks:
+            rest.append(name)
+        else:
+            shared[int(writer[1])].append(name)
+            loads[int(writer[1])] += entry["bytes"]
+    least = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(least)
+    for name in sorted(rest, key=lambda name: -files[name]["bytes"]):
+        load, rank = least[0]
+        shared[rank].append(name)
+        heapq.heapreplace(least, (load + files[name]["bytes"], rank))
+    return shared
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Entry]:
@@ -192,10 +223,16 @@ def _digest(step: int, files: dict[str, Entry]) -> str:
     return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
 
 
-def _first_damage(checkpoint: Path, files: dict[str, Entry]) -> str | None:
-    with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda item: damage(checkpoint, *item), files.items())
-        first = next((problem for problem in found if problem is not None), None)
+def _first_damage(checkpoint: Path, files: dict[str, Entry], hashed: bool = True) -> tuple[str, str] | None:
+    """The name of the first damaged file, and its damage."""
+
+    def look(item: tuple[str, Entry]) -> tuple[str, str] | None:
+        problem = damage(checkpoint, *item, hashed)
+        return problem and (item[0], problem)
+
+    with ThreadPoolExecutor(max(1, min(HASHING_THREADS, (os.cpu_count() or 1) // local_ranks()))) as pool:
+        found = pool.map(look, files.items())
+        first = next((each for each in found if each is not None), None)
         pool.shutdown(wait=False, cancel_futures=True)
     return first
 

@@ -2,9 +2,12 @@
 
 import dataclasses
 import difflib
+import functools
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+
+import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import Hashes
@@ -14,7 +17,10 @@ from llava_ds.config.arguments import Arguments, flags_free_on_resume
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import SHARDED, optimizer_name
 from llava_ds.engine.pieces import has_layout
-from llava_ds.runtime.ranks import Ranks, barrier
+from llava_ds.files.writing import Entry
+from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first
+
+ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))
 
 # Files of one run, which another run in the same folder would take for its own.
 RUN_FILES = (
@@ -68,9 +74,11 @@ def find_resume_point(
     identity: RunIdentity,
     allowed: str | None = None,
     about_data: Callable[[Path], str] = lambda run_dir: "",
+    ranks: Ranks = ONE_RANK,
 ) -> tuple[ResumePoint, list[str]]:
     """Find the checkpoint that --resume asks for. Returns it with lines to print; raises ConfigError for an unfit one.
 
+    Rank 0 compares settings before any file is hashed; then every rank hashes its share. All ranks call it together.
     allowed: --allow_changed_flags; about_data: returns a clause on how the data differ from a run folder's.
     """
     known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
@@ -83,14 +91,85 @@ def find_resume_point(
         )
     if resume == "never":
         return ResumePoint(), []
-    path, lines = _newest(output_dir) if resume == "auto" else (_named(resume), [])
-    if path is None:
-        return ResumePoint(), lines
-    if identity.optimizer_on_nvme:
+    compare = functools.cache(functools.partial(_compare, identity, may_change, about_data))
+    damaged: dict[Path, str] = {}
+    while True:
+        found = broadcast_from_first(ranks, lambda: _candidate(resume, output_dir, compare, damaged))
+        if found.path is None:
+            return ResumePoint(), found.lines
+        problem = commit.shared_damage(found.path, found.files, ranks)
+        if problem is not None:
+            damaged[found.path] = problem
+        elif found.compared.refusal is not None:
+            raise ConfigError(found.compared.refusal)
+        else:
+            return found.compared.point, [*found.lines, *found.compared.lines]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compared:
+    """A checkpoint, compared with the run. refusal: the reason why its run is another one."""
+
+    point: ResumePoint
+    lines: list[str]
+    refusal: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """The newest checkpoint that is not known to be damaged. lines: about newer ones; files: of its manifest."""
+
+    path: Path | None
+    lines: list[str]
+    files: dict[str, Entry] = dataclasses.field(default_factory=dict)
+    compared: _Compared | None = None
+
+
+def _candidate(
+    resume: str, output_dir: Path, compare: Callable[[Path], _Compared], damaged: dict[Path, str]
+) -> _Candidate:
+    """Find the newest checkpoint whose files have their sizes, and that is not among the damaged ones.
+
+    Raises ConfigError where it is of a run with other settings, unless an older one has the same: then it depends on
+    whether the newer one is whole. So it does where all of them hold the model alone: a fresh start would move them
+    aside.
+    """
+    if resume == "auto":
+        commit.recover(output_dir)
+    newest, lines = None, []
+    for path in commit.checkpoints(output_dir) if resume == "auto" else [Path(resume)]:
+        gone = None if path.is_dir() else "there is no such folder"
+        problem = gone or damaged.get(path) or resume_problem(path, hashed=False)
+        if problem is not None and resume != "auto":
+            raise ConfigError(f"--resume {resume} can't be used: {problem}")
+        if problem is not None:
+            lines += [f"{path.name} is not used: {problem}"] * (newest is None)
+            continue
+        compared = compare(path)
+        newest = newest or _Candidate(path, lines, commit.read_manifest(path), compared)
+        if compared.refusal is None:
+            return newest
+    if newest is not None:
+        raise ConfigError(newest.compared.refusal)
+    if any(line.endswith(MODEL_ONLY) for line in lines):
         raise ConfigError(
+            "\n".join([f"{output_dir} has no checkpoint that a run can be resumed from:", *lines])
+            + "\ntrain on from such a model as a new run, in another --output_dir (--model_name_or_path, or "
+            "--pretrain_mm_mlp_adapter of a projector), or give --resume never to start again"
+        )
+    return _Candidate(None, lines)
+
+
+def _compare(
+    identity: RunIdentity, may_change: Collection[str], about_data: Callable[[Path], str], path: Path
+) -> _Compared:
+    """Compare a checkpoint's settings with the run's."""
+    if identity.optimizer_on_nvme:
+        why = (
             f"{path} can't be resumed: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
             '--resume never to start again, or offload_optimizer to "cpu", which a run has to begin with'
         )
+        return _Compared(ResumePoint(), [], why)
     trainer = read_trainer(path)
     saved = trainer["identity"]
     differences = identity.differences(saved)
@@ -101,43 +180,22 @@ def find_resume_point(
         about, before = "", saved["flags"].get("train_batch_size")
         if "train_batch_size" in refused and before is not None:
             about = "\n" + _batch_size_hint(before, identity.world_size)
-        raise ConfigError(
+        why = (
             f"{path} is a checkpoint of a run with other settings, which would not end in the same model:\n"
             + "\n".join(f"  {line}" for line in refused.values())
             + "\ngive the same settings, another --output_dir, --resume never to start again, or resume with "
             f"the new ones: --allow_changed_flags {','.join(refused)}{about}"
         )
+        return _Compared(ResumePoint(), [], why)
     reshaped = identity.reshaped(saved)
     if (saved["world_size"], saved["zero_stage"]) != (identity.world_size, identity.zero_stage):
-        _refuse_unfit_states(path, saved, reshaped, identity.deepspeed.get("optimizer"))
-    lines += [f"allowed to change: {line}" for line in differences.values()]
+        why = _unfit_states(path, saved, reshaped, identity.deepspeed.get("optimizer"))
+        if why is not None:
+            return _Compared(ResumePoint(), [], why)
+    lines = [f"allowed to change: {line}" for line in differences.values()]
     lines += [f"the same but for rounding: {line}" for line in reshaped]
     point = ResumePoint(path, trainer["step"], saved["world_size"], bool(differences))
-    return point, [*lines, f"resuming from {path}"]
-
-
-def _newest(output_dir: Path) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint that can be resumed from, with a line for every newer one.
-
-    Raises ConfigError where all of them hold the model alone: a fresh start would move them aside.
-    """
-    path, lines = commit.newest_whole(output_dir, resume_problem)
-    if path is None and any(line.endswith(MODEL_ONLY) for line in lines):
-        raise ConfigError(
-            "\n".join([f"{output_dir} has no checkpoint that a run can be resumed from:", *lines])
-            + "\ntrain on from such a model as a new run, in another --output_dir (--model_name_or_path, or "
-            "--pretrain_mm_mlp_adapter of a projector), or give --resume never to start again"
-        )
-    return path, lines
-
-
-def _named(resume: str) -> Path:
-    """Check the checkpoint that --resume names. Raises ConfigError where no run can be resumed from it."""
-    path = Path(resume)
-    problem = resume_problem(path) if path.is_dir() else "there is no such folder"
-    if problem is not None:
-        raise ConfigError(f"--resume {resume} can't be used: {problem}")
-    return path
+    return _Compared(point, [*lines, f"resuming from {path}"])
 
 
 def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
@@ -200,8 +258,8 @@ def _batch_size_hint(total: int, world_size: int) -> str:
     )
 
 
-def _refuse_unfit_states(path: Path, saved: dict, reshaped: list[str], optimizer: dict | None) -> None:
-    """Raise ConfigError, before a model is built, where the checkpoint can't be re-sharded.
+def _unfit_states(path: Path, saved: dict, reshaped: list[str], optimizer: dict | None) -> str | None:
+    """Return the reason why the checkpoint can't be re-sharded; None where it can.
 
     saved: the checkpoint's identity; reshaped: lines about the differences; optimizer: the JSON's block.
     """
@@ -209,11 +267,10 @@ def _refuse_unfit_states(path: Path, saved: dict, reshaped: list[str], optimizer
     name = optimizer and optimizer_name(optimizer)
     if name in SHARDED or name == "Muon":
         why = f"{name} sees shards instead of {SHARDED[name]}" if name in SHARDED else "Muon keeps whole matrices"
-        raise ConfigError(
-            f"{path} can't be resumed: {'; '.join(reshaped)}, but {why}, so its states can't be re-sharded: {where}"
-        )
+        return f"{path} can't be resumed: {'; '.join(reshaped)}, but {why}, so its states can't be re-sharded: {where}"
     if not has_layout(path):
-        raise ConfigError(
+        return (
             f"{path} can't be resumed: {'; '.join(reshaped)}, but it was saved by an earlier version, which did "
             f"not write down where its numbers lie: {where}"
         )
+    return None

@@ -79,15 +79,15 @@ def is_training_checkpoint(folder: Path) -> bool:
         return True  # a damaged one, which is refused where it is read
 
 
-def resume_problem(checkpoint: Path) -> str | None:
-    """Return the reason why no run can be resumed from a folder; None where one can."""
-    problem = checkpoint_problem(checkpoint)
+def resume_problem(checkpoint: Path, hashed: bool = True) -> str | None:
+    """Return the reason why no run can be resumed from a folder; None where one can. hashed: as in problem_with."""
+    problem = checkpoint_problem(checkpoint, hashed)
     return MODEL_ONLY if problem is None and not is_training_checkpoint(checkpoint) else problem
 
 
-def checkpoint_problem(checkpoint: Path) -> str | None:
-    """Return the reason why a folder is not a whole checkpoint of a run; None for one. Reads and hashes every file."""
-    problem = commit.problem_with(checkpoint)
+def checkpoint_problem(checkpoint: Path, hashed: bool = True) -> str | None:
+    """Return the reason why a folder is not a whole checkpoint of a run; None for one. hashed: as in problem_with."""
+    problem = commit.problem_with(checkpoint, hashed)
     if problem is not None:
         return problem
     try:

@@ -127,7 +127,11 @@ class TrainingArguments:
     )
     bf16: bool = _speed(False, "Train in bfloat16 with fp32 master weights.")
     fp16: bool = _speed(False, "Train in float16 with loss scaling (needs a GPU).")
-    tf32: bool = _speed(False, "Allow TF32 matrix products for fp32 on CUDA.")
+    tf32: bool = _speed(
+        False,
+        "Allow TF32 for fp32 matrix products and convolutions on CUDA: faster, with 10 bits of mantissa. Export's "
+        "comparison is always made without.",
+    )
     # Recomputation changes no result: a run that ran out of memory is resumed with other values.
     gradient_checkpointing: str = _speed_free(
         "off",
@@ -265,6 +269,13 @@ class TrainingArguments:
         "hf",
         "Format of the finished model: hf, for transformers; llava, for LLaVA's own code. Absent: hf, or llava where "
         "transformers has no class for such a model.",
+    )
+    check_export: Literal["full", "sample", "off"] = _checkpoints_free(
+        "full",
+        "Check of the finished model: the library that it is for opens its folder and computes one of the run's "
+        "samples, whose logits have to be training's. full: at all positions; sample: at the first 64 (all weights "
+        "count for each, so it finds the same mistakes in less time where a large model is computed on a CPU); off: "
+        "not at all.",
     )
     max_shard_size: str = _checkpoints_free("5GB", "Largest file of the finished model's weights, like 5GB or 200MB.")
     dry_run: bool = _run_free(

@@ -5,7 +5,8 @@ with clipping once more per parameter group. At stage 0 in fp32, and in bf16 at 
 false, it doesn't look, and all weights are lost. torch's fused Adam takes a tensor on the device (found_inf, which
 GradScaler uses) by which it leaves weights, moments and its count as they are. Where that is the optimizer, the norm is
 computed here, in one collective, and DeepSpeed's own checks are replaced. To the host such a step is like any other:
-the schedule goes on, and skipped steps are counted on the device. Every step asserts that the replacement was called.
+the schedule goes on, and skipped steps are counted on the device. Every step asserts that the norm was computed here,
+once, and that Adam stepped after it.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: a tensor on the device, of steps not yet settled
+NORM_NUMBERS = 2**24  # of a gradient, in float64 at a time
 CLIP_EPSILON = 1e-6  # what DeepSpeed and torch add to the norm before they divide by it
 
 
@@ -37,7 +39,17 @@ def guard_steps(engine) -> None:
     setattr(engine, SKIPPED, torch.zeros((), dtype=torch.int64, device=engine.device))
 
     assert adam._step_supports_amp_scaling, "torch's fused Adam doesn't read found_inf any more"
-    judged = 0
+    judged = stepped = 0
+    adams_own = adam.step
+
+    @functools.wraps(adams_own)  # torch's schedules look for a mark on it
+    def counted(*args, **kwargs):
+        nonlocal stepped
+        assert getattr(adam, "found_inf", None) is not None, "DeepSpeed lets Adam step before the guard's norm"
+        stepped += 1
+        return adams_own(*args, **kwargs)
+
+    adam.step = counted
 
     def judge(norm: torch.Tensor) -> torch.Tensor:
         """Tell Adam to skip the step if the norm is not finite; returns the norm."""
@@ -58,12 +70,15 @@ def guard_steps(engine) -> None:
         _guard_plain(engine, judge)
     step = optimizer.step
 
-    @functools.wraps(step)  # torch's schedules look for a mark on it
+    @functools.wraps(step)
     def asserted(*args, **kwargs):
-        before = judged
+        before = judged, stepped
         result = step(*args, **kwargs)
         # With bf16.check_grad_overflow true, DeepSpeed may skip the step before it asks for the norm.
-        assert judged == before + 1 or optimizer.overflow, "DeepSpeed took a step without the guard's norm"
+        if not getattr(optimizer, "overflow", False):
+            assert judged == before[0] + 1, "DeepSpeed took a step without the guard's norm"
+            assert stepped > before[1], "DeepSpeed took a step without the guarded Adam"
+        adam.found_inf = None  # it goes for this step alone
         return result
 
     optimizer.step = asserted
@@ -185,8 +200,13 @@ def _norm(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tens
     """The L2 norm of all together, a float64 scalar, as DeepSpeed adds it up."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor.detach())]
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in pieces]))
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Parts of a tensor so small that torch's copies of them in float64 take no memory to speak of."""
+    return (tensor,) if tensor.numel() <= NORM_NUMBERS else tensor.flatten().split(NORM_NUMBERS)
 
 
 def _clip(tensors: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import os
+import resource
 import socket
 import sys
 from datetime import timedelta
@@ -16,6 +17,11 @@ from llava_ds.constants import ConfigError
 from llava_ds.runtime.launchers import is_loopback_name, rank_variables
 from llava_ds.runtime.output import print_first
 from llava_ds.runtime.ranks import Ranks, address_towards, check_same, local_ranks
+
+MOST_IN_A_MESH = 64  # ranks whose gloo groups connect each to each at once
+NUM_GLOO_GROUPS = 4  # on the CPU: torch's own, patient_group, Stopping's and DeepSpeed's clone of the first
+OTHER_DESCRIPTORS = 512  # files, worker processes, libraries
+DESCRIPTORS = 65536  # of a process, where it may have as many
 
 
 def init_ranks() -> Ranks:
@@ -47,6 +53,7 @@ def init_ranks() -> Ranks:
         os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed takes it for the device's number
         accelerator.set_device(index)
         device = torch.device(accelerator.device_name(index))
+    prepare_connections(int(os.environ["WORLD_SIZE"]))
     if int(os.environ["WORLD_SIZE"]) > local_size:
         _choose_gloo_interface(os.environ["MASTER_ADDR"])
     try:
@@ -71,6 +78,32 @@ def use_gloo_without_compiling(accelerator) -> None:
     from deepspeed.ops import __compatible_ops__  # probes the ops when it is first read
 
     __compatible_ops__[accelerator.create_op_builder("ShareMemCommBuilder").NAME] = False
+
+
+def prepare_connections(world_size: int) -> None:
+    """Keep this process's connections to other ranks below its limit of descriptors, which is raised as far as it may.
+
+    With many ranks gloo connects two of them when they first exchange something: a ring or a tree, which takes as many
+    connections as the logarithm of the ranks, instead of all. Raises ConfigError where the limit is still too low.
+    """
+    per_group = world_size
+    if world_size > MOST_IN_A_MESH:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
+        per_group = min(world_size, 8 + 4 * world_size.bit_length())
+    # Rank 0 serves torch's store, to which every rank is connected; any rank may be rank 0's neighbour on its machine.
+    needed = OTHER_DESCRIPTORS + 2 * world_size + NUM_GLOO_GROUPS * per_group
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, max(DESCRIPTORS, needed))
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise ConfigError(
+            f"{socket.gethostname()} allows a process {soft:,} open files (ulimit -Hn), and {world_size:,} ranks need "
+            f"up to {needed:,}, for their connections: raise the limit (LimitNOFILE= of the service that starts the "
+            "ranks, nofile in /etc/security/limits.conf, --ulimit nofile= of a container)"
+        )
 
 
 def device_index(local_rank: int, num_devices: int, started_by_srun: bool) -> int:

@@ -15,8 +15,11 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments, trained_parts
 from llava_ds.engine.gather import gathered
 from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.layer_by_layer import Deadline, layer_by_layer
 from llava_ds.export.llava_folder import llava_config
-from llava_ds.export.reload_check import compare_logits
+from llava_ds.export.output_folder import planned_entries
+from llava_ds.export.reload_check import check_room, compare_logits
+from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.export.tensors import Entry
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model import lora, quantize
@@ -102,19 +105,22 @@ def write_adapter(
 def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, embeds: torch.Tensor, logits: torch.Tensor) -> float:
     """Open the adapter with peft over a fresh language model, and compare its logits with the trained model's.
 
-    embeds (1, T, D): a single sample with its images' features in their places; logits (T, V) of the trained model,
-    within quantize.exact_products. With --bits the fresh model is quantized in the same way. Returns and raises as
-    compare_logits does.
+    embeds (1, T, D): a single sample with its images' features in their places; logits (T, V) of the trained model at
+    its positions or the first ones, within quantize.exact_products. With --bits the fresh model is quantized in the
+    same way. Returns and raises as compare_logits does. Raises NotCompared where time or memory end first.
     """
     from peft import PeftModel
 
+    deadline = Deadline()
+    check_room(num_bytes(planned_entries(export), logits.dtype) * export.args.bits // 16)
     reloaded = _fresh_language_model(export, logits.dtype)
     with warnings.catch_warnings():
         # peft 0.21 asks a model for is_gradient_checkpointing, which transformers 5.23 calls by another name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         reloaded = PeftModel.from_pretrained(reloaded, output_dir).eval()
-    with quantize.exact_products(reloaded):
-        again = reloaded(inputs_embeds=embeds.cpu()).logits[0]  # (T, V)
+    where = logits if export.args.bits == 16 else logits.cpu()  # quantized weights don't move layer by layer
+    with quantize.exact_products(reloaded), layer_by_layer(reloaded, where, deadline) as device:
+        again = reloaded(inputs_embeds=embeds[:, : len(logits)].to(device)).logits[0]  # (T, V)
     return compare_logits(output_dir, "peft", again, logits)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,12 +21,12 @@ from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.export.card import write_card
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.llava_folder import PROJECTOR_FILES
-from llava_ds.export.output_folder import planned_entries, write_live_folder
-from llava_ds.export.reload_check import compare_reloaded, room_to_compare
-from llava_ds.export.safetensors_shards import num_bytes
+from llava_ds.export.output_folder import write_live_folder
+from llava_ds.export.reload_check import compare_reloaded, compared_positions, describe_comparison
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.quantize import exact_products
 from llava_ds.runtime.ranks import Ranks, print_first
+from llava_ds.runtime.tf32 import exact_fp32
 from llava_ds.tracking.run_record import read_run_record
 from llava_ds.tracking.trainer_state import write_trainer_state
 
@@ -38,14 +39,14 @@ def export_model(engine, export: ExportPlan, args: Arguments, dataset: EncodedDa
     """
     output_dir = Path(args.training.output_dir)
     engine.empty_partition_cache()  # after the eval loss was measured, as below
-    with _disk_errors(output_dir, args.training):
+    with _disk_errors(output_dir, args.training), exact_fp32():
         if ranks.is_first:
             write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
         if export.form == "projector":
             write_live_folder(export, engine.module, output_dir, ranks)
             print_first(f"projector: {', '.join(str(output_dir / name) for name in PROJECTOR_FILES)}")
         elif export.form == "adapter":
-            _export_adapter(engine, export, dataset, output_dir, ranks)
+            _export_adapter(engine, export, args, dataset, ranks)
         else:
             _export_folder(engine, export, args, dataset, ranks)
 
@@ -92,43 +93,44 @@ def _refusal(error: Exception) -> OSError | None:
 
 def _export_folder(engine, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
     """Write the model's folder. transformers has to compute the same logits from it, for one sample."""
-    output_dir, sample = Path(args.training.output_dir), dataset.example()
+    output_dir, sample, check = Path(args.training.output_dir), dataset.example(), args.training.check_export
     batch = collate([sample], dataset.image_options).to(ranks.device)
-    engine.eval()
-    with torch.no_grad():
-        logits = _logits_everywhere(engine, batch)
+    compares = check != "off" and export.form == "hf"
+    logits = _logits_everywhere(engine, batch, check) if compares else None
     write_live_folder(export, engine.module, output_dir, ranks)
     if not ranks.is_first:
         return
     write_card(output_dir, export.form, args, output_dir, read_run_record(output_dir)[1])
     if export.form == "llava":
         print(f"model: {output_dir} (in LLaVA's format)")
-    elif problem := room_to_compare(num_bytes(planned_entries(export), export.dtype)):
-        print(f"model: {output_dir} ({problem})")
-    else:
-        tower = engine.module.vision_tower
-        layouts = [layout for _, layout in sample.media]
-        difference = compare_reloaded(output_dir, batch, layouts, tower.mean, tower.std, logits)
-        print(f"model: {output_dir} (reloaded with transformers, logits differ by {difference:.1e} of the largest)")
+        return
+    tower, layouts = engine.module.vision_tower, [layout for _, layout in sample.media]
+    compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits)
+    print(f"model: {output_dir} ({describe_comparison(check, batch.input_ids.shape[1], 'transformers', compare)})")
 
 
-def _export_adapter(engine, export: ExportPlan, dataset: EncodedDataset, output_dir: Path, ranks: Ranks) -> None:
+def _export_adapter(engine, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
     """Write the folder of LLaVA and peft. peft has to compute the same logits from it, for one sample."""
+    output_dir, check = Path(args.training.output_dir), args.training.check_export
     batch = collate([dataset.example()], dataset.image_options).to(ranks.device)
-    engine.eval()
-    with torch.no_grad(), exact_products(engine.module):
-        embeds = engine.module.embed(batch)
-        logits = _logits_everywhere(engine, batch)
+    embeds = logits = None
+    if check != "off":
+        with torch.no_grad(), exact_products(engine.module):
+            embeds = engine.module.eval().embed(batch)
+            logits = _logits_everywhere(engine, batch, check)
     export_adapter(export, engine.module, output_dir, ranks)
     if ranks.is_first:
-        difference = compare_reloaded_adapter(output_dir, export, embeds, logits)
-        print(f"adapter: {output_dir} (reloaded with peft, logits differ by {difference:.1e} of the largest)")
+        compare = partial(compare_reloaded_adapter, output_dir, export, embeds, logits)
+        print(f"adapter: {output_dir} ({describe_comparison(check, batch.input_ids.shape[1], 'peft', compare)})")
 
 
-def _logits_everywhere(engine, batch: Batch) -> torch.Tensor:
+@torch.no_grad()
+def _logits_everywhere(engine, batch: Batch, check: str) -> torch.Tensor:
     """(T, V), by the module itself: the engine would compute in autocast's precision, and the weights are compared."""
+    engine.eval()
     with full_precision_gathers(engine.module):
-        logits = engine.module(batch, logits_at=torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device))
+        positions = compared_positions(check, batch.input_ids.shape[1], batch.input_ids.device)
+        logits = engine.module(batch, logits_at=positions)
     # ZeRO-3 has begun to gather parameters for a backward pass; until it lets go of them, nobody else can gather them.
     engine.empty_partition_cache()
     return logits

@@ -1,6 +1,7 @@
 # T tokens, V vocabulary, N image tiles, S side of the tower's square
 """Compare the logits of a reloaded folder in transformers with those of the trained model."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -8,23 +9,41 @@ import torch
 from transformers import AutoConfig
 
 from llava_ds.batch import Batch
+from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow, layer_by_layer
 from llava_ds.geometry import MediaLayout
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.hf import HF_CLASSES, TOLERANCE, HFModel, attention_options, embed_batch
 
 # Of the host's free memory that a second copy of the weights may take beside what is running.
 MEMORY_PART = 0.8
+SAMPLE_POSITIONS = 64  # of --check_export sample
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def room_to_compare(num_bytes: int) -> str | None:
-    """Return the reason why a folder with so many bytes of weights is not opened beside a run; None if it fits."""
+def check_room(num_bytes: int) -> None:
+    """Raise NotCompared where so many bytes of weights can't be read into the host's memory beside a run."""
     free = psutil.virtual_memory().available
-    if num_bytes <= MEMORY_PART * free:
-        return None
-    return (
-        f"its {num_bytes / 1e9:.1f} GB don't fit into the {free / 1e9:.1f} GB of free memory beside training: its "
-        "names and shapes have been checked, its logits have not"
-    )
+    if num_bytes > MEMORY_PART * free:
+        raise NotCompared(f"{num_bytes / 1e9:.1f} GB don't fit into the {free / 1e9:.1f} GB of free memory")
+
+
+def compared_positions(check: str, length: int, device: torch.device) -> torch.Tensor:
+    """Positions of a sample whose logits --check_export full or sample compares: all, or the first ones."""
+    return torch.arange(length if check == "full" else min(length, SAMPLE_POSITIONS), device=device)
+
+
+def describe_comparison(check: str, length: int, library: str, compare: Callable[[], float]) -> str:
+    """Compare, and say what was compared and what was not. length: of the sample, in positions."""
+    if check == "off":
+        return "not reloaded: --check_export off"
+    num_positions = len(compared_positions(check, length, torch.device("cpu")))
+    which = "logits" if num_positions == length else f"logits at the first {num_positions} of {length} positions"
+    try:
+        return f"reloaded with {library}, {which} differ by {compare():.1e} of the largest"
+    except NotCompared as reason:
+        fewer = isinstance(reason, TooSlow) and num_positions > SAMPLE_POSITIONS
+        hint = f"; --check_export sample computes {SAMPLE_POSITIONS} positions, not {num_positions}" if fewer else ""
+        return f"its names and shapes have been checked, its logits have not: {reason}{hint}"
 
 
 @torch.no_grad()
@@ -39,29 +58,45 @@ def compare_reloaded(
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
     batch: a single sample, and the layouts of its images; mean, std (1, 3, 1, 1): how the tower scales pixels;
-    logits (T, V) of the trained model at every position. Returns and raises as compare_logits does.
+    logits (T, V) of the trained model at every position, or at the first ones. The device of the logits is used where
+    it has room. Returns and raises as compare_logits does. Raises NotCompared where time or memory end first.
     """
+    deadline = Deadline()
     config = AutoConfig.from_pretrained(output_dir, local_files_only=True, trust_remote_code=False)
-    model_type = config.model_type
-    reloaded = HF_CLASSES[model_type].from_pretrained(
+    if any(hasattr(config.get_text_config(), name) for name in EXPERTS):
+        # transformers stacks experts' matrices when it opens a folder. Other weights stay in the files, mapped.
+        check_room(sum(file.stat().st_size for file in output_dir.glob("*.safetensors")))
+    reloaded = HF_CLASSES[config.model_type].from_pretrained(
         output_dir, dtype=logits.dtype, local_files_only=True, **attention_options(config)
     )
-    reloaded.eval()
-    batch = batch.to(torch.device("cpu"))
-    pixels = ((batch.pixel_values.float() / 255 - mean.cpu()) / std.cpu()).to(logits.dtype)  # (N, 3, S, S)
+    with layer_by_layer(reloaded.eval(), logits, deadline) as device:
+        batch = batch.to(device)
+        pixels = ((batch.pixel_values.float() / 255 - mean.to(device)) / std.to(device)).to(
+            logits.dtype
+        )  # (N, 3, S, S)
+        inputs = _inputs(reloaded, batch, layouts, pixels, len(logits))
+        # The rows of <image> and <video> are the export's own.
+        again = reloaded(**inputs).logits[0, :, : logits.shape[1]]
+    again = final_logits(again, reloaded.config.text_config)  # (T, V)
+    return compare_logits(output_dir, "transformers", again, logits)
+
+
+def _inputs(
+    reloaded: HFModel, batch: Batch, layouts: list[MediaLayout], pixels: torch.Tensor, num_positions: int
+) -> dict[str, torch.Tensor]:
+    """Arguments of transformers' class for the first positions of a sample; images by its own merge where it can."""
+    model_type = reloaded.config.model_type
     ids = batch.input_ids.clone()
     ids[0, batch.image_positions] = reloaded.config.image_token_id
     if not layouts:
-        inputs = {"input_ids": ids}
-    elif model_type == "llava" and not any(layout.pooled for layout in layouts):
-        inputs = {"input_ids": ids, "pixel_values": pixels}
-    elif model_type != "llava" and (images := _tiled_images(reloaded, pixels, layouts)) is not None:
-        inputs = {"input_ids": ids, **images}
-    else:
-        inputs = {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
-    # The rows of <image> and <video> are the export's own.
-    again = final_logits(reloaded(**inputs).logits[0, :, : logits.shape[1]], reloaded.config.text_config)  # (T, V)
-    return compare_logits(output_dir, "transformers", again, logits)
+        return {"input_ids": ids[:, :num_positions]}
+    if num_positions < ids.shape[1]:  # the last image may be cut
+        return {"inputs_embeds": embed_batch(reloaded, batch, pixels)[:, :num_positions]}
+    if model_type == "llava" and not any(layout.pooled for layout in layouts):
+        return {"input_ids": ids, "pixel_values": pixels}
+    if model_type != "llava" and (images := _tiled_images(reloaded, pixels, layouts)) is not None:
+        return {"input_ids": ids, **images}
+    return {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
 
 
 def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: torch.Tensor) -> float:
@@ -69,7 +104,7 @@ def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: 
 
     Raises RuntimeError when it is above TOLERANCE.
     """
-    logits = logits.cpu().float()
+    again, logits = again.cpu(), logits.cpu().float()
     difference = ((again.float() - logits).abs().max() / logits.abs().max()).item()
     limit = TOLERANCE[again.dtype]
     if not difference <= limit:

@@ -22,6 +22,7 @@ from llava_ds.model.families.language import TENSOR_PARALLEL
 from llava_ds.model.hf import HFModel
 from llava_ds.runtime.command import given_path
 from llava_ds.runtime.ranks import Ranks, on_every_rank
+from llava_ds.runtime.tf32 import allow_tf32
 
 if TYPE_CHECKING:
     import argparse
@@ -100,11 +101,12 @@ def parse_engine_options(args: "argparse.Namespace") -> EngineOptions:
 
 
 def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | None = None) -> LoadedModel:
-    """The model at a path, ready to answer.
+    """The model at a path, ready to answer, without TF32: in fp32 a GPU gives a CPU's answers.
 
     ranks: of init_ranks, which --engine deepspeed needs; with it, all ranks call this together, share the model, and
     generate together. Raises ConfigError or DataError for models that can't be opened, or sharded over the ranks.
     """
+    allow_tf32(False)
     how = {"dtype": DTYPES.get(options.dtype), "version": options.version, "moved": options.moved}
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which is for answers
         if options.engine == "hf":

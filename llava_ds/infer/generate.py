@@ -24,6 +24,7 @@ from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
 from llava_ds.infer.load import LoadedModel
 from llava_ds.model.hf import embed_batch
+from llava_ds.runtime.device_memory import is_out_of_memory
 from llava_ds.runtime.ranks import Ranks, on_every_rank, progress_bar
 
 T = TypeVar("T")
@@ -211,7 +212,9 @@ def stream(
             streamer=pieces,
             stopping_criteria=StoppingCriteriaList([_Stopped(loaded.ranks, stopped)]),
         )
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error, loaded.device):
+            raise
         if loaded.ranks is not None and loaded.ranks.world_size > 1:
             raise  # the other ranks are still generating
         raise DataError(

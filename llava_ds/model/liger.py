@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention
 from llava_ds.model.probe import VOCABULARY, random_copy, random_inputs
+from llava_ds.runtime.tf32 import exact_fp32
 
 FLAG = "--use_liger_kernel"
 ROTARY = "apply_rotary_pos_emb"  # in all families of transformers that Liger supports
@@ -41,7 +42,8 @@ def use_liger(
     First, a small random copy has to give the same logits and gradients with and without them, on that device and in
     that precision. Raises ConfigError if it does not, or if Liger has no kernels for the family.
     """
-    worst, where = _largest_difference(config, device, dtype)
+    with exact_fp32():
+        worst, where = _largest_difference(config, device, dtype)
     if not worst <= TOLERANCE[dtype]:
         raise ConfigError(
             f"{FLAG}: on a small copy of {config.model_type} in {str(dtype).removeprefix('torch.')}, {where} with "

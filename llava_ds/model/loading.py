@@ -39,7 +39,7 @@ def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, r
         parameter = parameters[name]
         if quantize.is_packed(parameter):
             packed = quantize.pack(module, name, read(), ranks.device)
-            sums[order[name]] = _bit_sum(packed.data)
+            sums[order[name]] = bit_sum(packed.data)
             if partitioned_one is not None:
                 partitioned_one.convert_to_zero_parameters(param_list=[packed])
             parameters[name] = packed
@@ -48,7 +48,7 @@ def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, r
         with _gathered(parameter) if partitioned else contextlib.nullcontext():
             if ranks.is_first or not partitioned:
                 tensor = read().to(parameter.dtype)
-                sums[order[name]] = _bit_sum(tensor)
+                sums[order[name]] = bit_sum(tensor)
                 parameter.data.copy_(tensor)
                 del tensor  # of a mapped file, which it would keep in memory
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
@@ -118,19 +118,19 @@ def return_freed_memory() -> Iterator[None]:
         mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
 
 
-def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bit patterns: exact, in any order, and additive over partitions."""
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bit patterns, on its device: exact, in any order, and additive over partitions."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.contiguous().view(width).flatten()
     # In pieces, because the sum first converts its input to 64 bits.
-    return sum((piece.sum(dtype=torch.int64) for piece in bits.split(SUM_NUMBERS)), torch.tensor(0)).cpu()
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.split(SUM_NUMBERS)]).sum()
 
 
 def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, ranks: Ranks, what: str) -> None:
     held = torch.zeros_like(sums)
     partitioned = [hasattr(p, "ds_id") for p in parameters.values()]
     for i, parameter in enumerate(parameters.values()):
-        held[i] = _bit_sum(_own_partition(parameter, ranks) if partitioned[i] else parameter.data)
+        held[i] = bit_sum(_own_partition(parameter, ranks) if partitioned[i] else parameter.data)
     if any(partitioned):
         device = ranks.device
         held = sum_over(None, held.to(device)).cpu()

@@ -11,10 +11,11 @@ A layer of a trained language model saves
 and a frozen one, through which gradients only pass, 2 T D 4 + T w (2Q + 2K) + 3 T w I: matrices that do not train save
 no inputs. With LoRA they do, but norms do not train: 2 T D (4 + w), and beside the rest LoRA's own
 T w R, R its ranks together, and with dropout for every matrix what is left of its input, and which part that is.
-The tower runs without gradients and saves nothing; the projector saves N P w (C + 2D). Logits are
-not saved; while the loss and its gradients are computed, a chunk of them exists in fp32 and once more, and where
-there are several chunks an fp32 gradient of the output layer. What the last layer saves at positions that are not
-supervised is not subtracted. With checkpointing a layer saves its input, T w D, and is recomputed in backward.
+The tower runs without gradients and saves nothing; the projector saves N P w (C + 2D). Logits are not saved; while the
+loss and its gradients are computed, a chunk of them exists in fp32 and, in bf16, once more, and beside it the gradient
+of the output layer: V D w from one chunk, from several V D 4 and, at the end, V D w too. What the last layer saves at
+positions that are not supervised is not subtracted. With checkpointing a layer saves its input, T w D, and is
+recomputed in backward.
 
 Beside the saved tensors, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower alone one
 layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts.
@@ -44,11 +45,9 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     text, w = shape.text, weight_bytes
     tokens = batch.num_tokens
     again = layer_bytes(text, tokens, w) if batch.num_recomputed else 0  # the layer that is computed once more
-    head = head_bytes(text, batch, w)
-    below = saved_bytes(shape, batch, w) - head
-    rows = min(batch.num_supervised, chunk_rows(text.vocab, "cuda"))
-    summed = 4 * text.vocab * text.hidden if text.trained and rows < batch.num_supervised else 0
-    at_the_loss = below + head + (4 + w) * rows * text.vocab + summed
+    saved = saved_bytes(shape, batch, w)
+    below = saved - head_bytes(text, batch, w)
+    at_the_loss = saved + loss_bytes(text, batch.num_supervised, w)
     in_a_layer = below + again + tokens * (w * (3 * text.intermediate + 2 * text.hidden) + 8 * text.hidden)
     return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w))
 
@@ -80,6 +79,19 @@ def head_bytes(text: TextShape, batch: MicroBatch, weight_bytes: int) -> int:
     w = weight_bytes
     norm = batch.num_tokens * text.hidden * (4 + (w if text.trained else 0))
     return norm + batch.num_supervised * w * text.hidden  # the gradient that comes with the loss
+
+
+def loss_bytes(text: TextShape, num_supervised: int, weight_bytes: int) -> int:
+    """The most that exists beside saved tensors while the loss and its gradients are computed."""
+    w, rows = weight_bytes, min(num_supervised, chunk_rows(text.vocab, "cuda"))
+    logits, gradients = rows * text.vocab, text.vocab * text.hidden
+    softmax = (4 + w) * logits if w < 4 else 4 * logits
+    if not text.trained:
+        return softmax
+    if rows == num_supervised:
+        return max(softmax, w * (logits + gradients))
+    # At the end the sum over chunks is copied to the precision of the weights.
+    return 4 * gradients + max(softmax, w * gradients if w < 4 else 0)
 
 
 def _tower_bytes(tower: TowerShape, num_tiles: int, weight_bytes: int) -> int:

@@ -8,7 +8,7 @@ from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.images.decode import load_images
 from llava_ds.data.preflight import media_from_text, place_of
-from llava_ds.tracking.data_page import ShownSample, runs_of
+from llava_ds.tracking.data_page import Run, ShownSample, runs_of
 
 
 def shown_sample(

@@ -105,8 +105,8 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
 def exit_with(main: Callable[[], int | None], program: str) -> NoReturn:
     """Run a command and exit with the code that main returns, 0 for None.
 
-    2: the user's input can't be used, or stdout of a command that only prints can't be written, in one message; 130:
-    Ctrl-C, without a message; 1: a failure, with a traceback.
+    2: the user's input can't be used, there is no memory left, or stdout of a command that only prints can't be
+    written, in one message; 130: Ctrl-C, without a message; 1: a failure, with a traceback.
     """
     try:
         _handle_interrupts(_raise_interrupt)
@@ -121,7 +121,12 @@ def exit_with(main: Callable[[], int | None], program: str) -> NoReturn:
         exit_for_bad_input(error, program)
     except KeyboardInterrupt:
         exit_for_interrupt()
-    except Exception:
+    except Exception as error:
+        if "torch" in sys.modules:  # else it can't be, and importing it takes seconds
+            from llava_ds.runtime.device_memory import is_out_of_memory, without_memory
+
+            if is_out_of_memory(error):
+                exit_for_bad_input(ConfigError(without_memory(error)), program)
         exit_for_failure()
     sys.exit(code)
 

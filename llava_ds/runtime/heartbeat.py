@@ -1,7 +1,12 @@
-"""Heartbeats: every rank sends its place and its time there to all others, also while its main thread hangs.
+"""Heartbeats: every rank sends its place and its time there to others, also while its main thread hangs.
 
 By UDP, a packet a second: it needs no collective and no server, so that no rank's end silences the others. A packet
 carries a secret of this run, and is read as JSON: no other packets count.
+
+Up to MOST_IN_A_MESH ranks, all hear all. With more, that would be a quarter of a million packets a second at 512: there
+a rank sends to its machine's ranks and to WATCHERS watchers, which hear everybody and send to everybody. Each of them
+can judge the run alone, and where none is left, every other rank does. There is no relay whose end would lose beats.
+How a rank ends the run goes to all, always.
 """
 
 import contextlib
@@ -20,7 +25,10 @@ from llava_ds.runtime.ranks import Ranks, address_towards, gather, local_ranks
 
 MOST_BYTES = 1400  # of a packet, below what Ethernet carries in one piece
 MOST_PACKETS = 4096  # read at once: flooding the port does not keep the thread busy
-RANKS_PER_SECOND = 64  # that a rank sends to: with more ranks, beats are less frequent
+RECEIVE_BYTES = 4 * 2**20  # asked for; the kernel's default holds 256 packets, and net.core.rmem_max may be no more
+MOST_IN_A_MESH = 64  # ranks that all hear all
+WATCHERS = 4  # ranks that hear all where there are more
+INTERVAL_S = 1.0  # between two beats of a rank
 
 PHASES = ("start", "step", "evaluation", "save", "export", "done")
 
@@ -93,8 +101,19 @@ class Peer:
         return self.namespace != "" and self.namespace == process_namespace()
 
 
+def watchers(world_size: int) -> frozenset[int]:
+    """The ranks that hear all: evenly spaced, so that they are on different machines. Rank 0 is one of them."""
+    count = world_size if world_size <= MOST_IN_A_MESH else WATCHERS
+    return frozenset(i * world_size // count for i in range(count))
+
+
 class Peers:
-    """The other ranks: sends to them, receives from them, and notices when their processes are gone."""
+    """The other ranks: sends to them, receives from them, and notices when their processes are gone.
+
+    watchers: the ranks that hear all; heard_ranks: the ranks whose beats reach this one, and itself.
+    """
+
+    interval_s = INTERVAL_S
 
     def __init__(self, ranks: Ranks) -> None:
         """All ranks construct it together."""
@@ -103,10 +122,17 @@ class Peers:
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((own, 0))
         self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)  # cut to net.core.rmem_max
         mine = Peer(socket.gethostname(), os.getpid(), self._socket.getsockname(), int(family), process_namespace())
         everyone = gather((mine, secrets.token_hex(16)), ranks)
         self.secret = everyone[0][1]
         self.all = [peer for peer, _ in everyone]
+        self.watchers = watchers(self.world_size)
+        # Each begins with the rank behind it: ranks that send at once don't all send to rank 0 first.
+        others = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        self._others, listeners = others, self.listeners_of(self.rank)
+        self._listeners = [rank for rank in others if rank in listeners]
+        self.heard_ranks = frozenset((*self._listeners, self.rank))
         self._processes: dict[int, int] = {}  # by their descriptors, which become readable when the process is gone
         for rank, peer in enumerate(self.all):
             if rank != ranks.rank and peer.is_here and hasattr(os, "pidfd_open"):
@@ -116,17 +142,22 @@ class Peers:
         self._refusals: dict[int, tuple[int, int]] = {}
 
     @property
-    def interval_s(self) -> float:
-        """Seconds between two beats."""
-        return max(1.0, self.world_size / RANKS_PER_SECOND)
+    def watches(self) -> bool:
+        """True if this rank hears all."""
+        return self.rank in self.watchers
+
+    @property
+    def first_send_s(self) -> float:
+        """Seconds until the first regular beat, another part of the interval on each rank: a burst would be lost."""
+        return self.interval_s * (self.rank + 1) / self.world_size
 
     def send(self, beat: Beat) -> None:
-        """Send to all. A packet that can't be sent is lost: the next one follows."""
+        """Send to the ranks that hear this one, and to all how it ends the run. A packet that can't be sent is lost:
+        the next one follows."""
         packet = beat.encoded(self.secret)
-        for rank, peer in enumerate(self.all):
-            if rank != self.rank:
-                with contextlib.suppress(OSError):
-                    self._socket.sendto(packet, peer.address)
+        for rank in self._listeners if beat.ends is None else self._others:
+            with contextlib.suppress(OSError):
+                self._socket.sendto(packet, self.all[rank].address)
 
     def heard(self) -> list[Beat]:
         """All beats since the last call, in their order."""
@@ -140,13 +171,22 @@ class Peers:
                 continue  # a refusal of an earlier packet
         return [beat for beat in beats if beat is not None and 0 <= beat.rank < self.world_size]
 
+    def listeners_of(self, rank: int) -> frozenset[int]:
+        """The ranks that hear a rank, and so notice that it is silent or gone."""
+        if rank in self.watchers:
+            return frozenset(range(self.world_size))
+        here = (other for other, peer in enumerate(self.all) if peer.host == self.all[rank].host)
+        return self.watchers.union(here)
+
     def wait(self, seconds: float) -> list[int]:
-        """Wait until the time is over or a process of this machine is gone. Returns the ranks that are gone, once."""
+        """Wait until the time is over, beats have come, or a process of this machine is gone. Returns the ranks that
+        are gone, once. Call heard() after it, or beats are lost when the socket is full."""
         poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
         for descriptor in self._processes:
             poll.register(descriptor, select.POLLIN)
-        gone = [descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]
-        return sorted(self._forget(descriptor) for descriptor in gone)
+        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
+        return sorted(self._forget(descriptor) for descriptor in ready - {self._socket.fileno()})
 
     def _forget(self, descriptor: int) -> int:
         os.close(descriptor)

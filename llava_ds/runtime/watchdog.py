@@ -16,7 +16,7 @@ from pathlib import Path
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import EXIT_RANK_LOST, ConfigError, DataError
 from llava_ds.runtime.hangs import Known, behind, place, standstill, stragglers
-from llava_ds.runtime.heartbeat import RANKS_PER_SECOND, Beat, Peers
+from llava_ds.runtime.heartbeat import MOST_IN_A_MESH, Beat, Peers
 from llava_ds.runtime.main_thread import WRITING_S, Activity, dump_stacks, look_at, no_collection, say, within
 from llava_ds.runtime.ranks import Ranks, barrier, format_ranks
 
@@ -62,6 +62,8 @@ class Watchdog:
         self._reported_unheard = False
         self._sending = threading.Lock()
         self._interval_s = self._peers.interval_s if self._peers else 1.0
+        if self._peers:
+            self._sent_at = self._peers.first_send_s - self._interval_s
         self._send(self._beat)  # at once: a rank that was never heard looks like a blocked network
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -138,7 +140,7 @@ class Watchdog:
             with self._sending:
                 self._look(passed)
                 at = self._beat.position
-                if speaks or (at != self._sent_position and elapsed_s >= self._ranks.world_size / RANKS_PER_SECOND):
+                if speaks or (at != self._sent_position and elapsed_s >= self._ranks.world_size / MOST_IN_A_MESH):
                     self._sent_at, self._sent_position = self._now, at
                     self._send(self._beat)
             if speaks:
@@ -207,14 +209,16 @@ class Watchdog:
 
     def _judge(self) -> None:
         """End the run if no rank makes progress any more; report a rank that slows the others down."""
-        known = self._known()
-        if len(known) < self._ranks.world_size:
+        known, silent_after_s = self._known(), max(SILENT_S, 3 * self._interval_s)
+        if self._peers and len(known) < len(self._peers.heard_ranks):
             self._report_unheard(known)
             return
+        watching = {each.beat.rank for each in known if each.silent_s <= silent_after_s}
+        if self._peers and not self._peers.watches and watching & self._peers.watchers:
+            return  # these know of all ranks
         self._compare(known)
         if not all(each.is_late for each in known):
             return
-        silent_after_s = max(SILENT_S, 3 * self._interval_s)
         late = behind(known, silent_after_s)[0][:MOST_NAMED]
         samples = {each.beat.rank: self._on_samples(each.beat) for each in late}
         message = standstill(known, silent_after_s, samples)
@@ -236,8 +240,9 @@ class Watchdog:
         if self._now < SILENT_S * 3 or self._reported_unheard:
             return
         self._reported_unheard = True
-        missing = sorted(set(range(self._ranks.world_size)) - {each.beat.rank for each in known})
-        if self._ranks.rank == min(set(range(self._ranks.world_size)) - set(missing)):
+        heard = {each.beat.rank for each in known}
+        if self._ranks.rank == min(heard):
+            missing = sorted(self._peers.heard_ranks - heard)
             say(
                 f"watchdog: no heartbeat of {format_ranks(missing)} reached {self._name(self._ranks.rank)}: UDP "
                 "between the machines is blocked. Until it comes, no limit ends the run"
@@ -263,8 +268,8 @@ class Watchdog:
 
     def _lost(self, beat: Beat, how: str, gone: list[int]) -> None:
         message = f"{self._name(beat.rank)} {how}, when last heard of {place(beat)}{self._on_samples(beat)}"
-        here = self._peers.all[self._ranks.rank].host
-        alive = [each for each in self._known() if each.beat.rank not in gone and each.silent_s < SILENT_S]
+        here, noticing = self._peers.all[self._ranks.rank].host, self._peers.listeners_of(beat.rank) - set(gone)
+        alive = [each for each in self._known() if each.beat.rank in noticing and each.silent_s < SILENT_S]
         speaks = self._ranks.rank == min(each.beat.rank for each in alive if each.host == here)
         self._leave(message, speaks, hangs=False)
 

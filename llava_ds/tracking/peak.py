@@ -5,6 +5,8 @@ import time
 
 import torch
 
+from llava_ds.runtime.tf32 import tf32_allowed
+
 TERA = 1e12
 # Dense (no sparsity) tensor-core figures of the vendors' data sheets, in TFLOP/s: half precision (bf16, or fp16 where a
 # GPU has no bf16, added up in fp32), and tf32, None where a GPU has none. By a pattern of the name that torch reports,
@@ -41,7 +43,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     matrices reaches here.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-    known = vendor_peak(name, dtype, torch.backends.cuda.matmul.allow_tf32)
+    known = vendor_peak(name, dtype, tf32_allowed())
     short = str(dtype).removeprefix("torch.")
     if known is not None:
         return known, f"MFU is of {known / TERA:g} TFLOP/s, the vendor's dense figure for {name} in {short}"

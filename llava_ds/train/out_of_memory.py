@@ -13,11 +13,11 @@ from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.warm_up import LargestMicroBatch
+from llava_ds.runtime.device_memory import first_line, in_use, is_out_of_memory
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.state import TrainState
 
-GB = 10**9
 MOST_NAMED = 8  # samples
 
 
@@ -32,9 +32,11 @@ class MemoryWatch:
         self._warming_up: list[int] | None = None
         self._step = self._index = -1  # the step, and which of its micro-batches
         self._batch: Batch | None = None
+        self._trains = True
         engine.register_forward_pre_hook(self._note)
 
-    def _note(self, _: torch.nn.Module, inputs: tuple) -> None:
+    def _note(self, engine: torch.nn.Module, inputs: tuple) -> None:
+        self._trains = engine.training
         self._index = self._index + 1 if self._step == self._state.step else 0
         self._step, self._batch = self._state.step, inputs[0]
 
@@ -42,11 +44,11 @@ class MemoryWatch:
         self._step, self._batch = -1, None
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and _is_out_of_memory(error):
+        if is_out_of_memory(error, self._ranks.device):
             longest = max(self._plan.dataset.lengths)
             lines = [
                 f"out of memory on {self._where()}",
-                f"  {in_use(self._ranks.device)}, ZeRO stage {self._resolved.zero_stage}: {str(error).splitlines()[0]}",
+                f"  {in_use(self._ranks.device)}, ZeRO stage {self._resolved.zero_stage}: {first_line(error)}",
                 *(f"  {line}" for line in advice(self._resolved, self._batch, longest)),
             ]
             raise ConfigError("\n".join(lines)) from error
@@ -67,14 +69,19 @@ class MemoryWatch:
         if self._warming_up is not None:
             place += f" in the warm-up of the largest micro-batch, before step {self._step + 1:,}"
             samples = self._warming_up
+        elif not self._trains:
+            return f"{place} evaluating after step {self._step:,}: {_size(self._batch)}"
+        elif self._state.step > self._step:  # in a hook
+            return f"{place} after step {self._state.step:,}"
         else:
             mine = self._plan.of_rank(self._step + 1, self._mesh.dp_rank)
             samples = mine[self._index]
             place += f" in step {self._step + 1:,}, micro-batch {self._index + 1} of {len(mine)}"
-        return (
-            f"{place}: {self._batch.input_ids.shape[1]:,} tokens, {len(self._batch.pixel_values):,} image tiles, "
-            f"{name_samples(self._plan.dataset, samples)}"
-        )
+        return f"{place}: {_size(self._batch)}, {name_samples(self._plan.dataset, samples)}"
+
+
+def _size(batch: Batch) -> str:
+    return f"{batch.input_ids.shape[1]:,} tokens, {len(batch.pixel_values):,} image tiles"
 
 
 def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
@@ -87,26 +94,6 @@ def name_samples(dataset: EncodedDataset, samples: list[int]) -> str:
 def name_samples_of(plan: StepPlan, step: int, rank: int) -> str:
     """Name the samples of one rank in an optimizer step."""
     return name_samples(plan.dataset, [sample for micro_batch in plan.of_rank(step, rank) for sample in micro_batch])
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """True for running out of memory; on a CPU torch has no type of its own for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def in_use(device: torch.device) -> str:
-    """Describe the use of the device's memory."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return (
-            f"{torch.cuda.memory_allocated(device) / GB:.1f} GB in use, "
-            f"{torch.cuda.memory_reserved(device) / GB:.1f} reserved, {free / GB:.1f} of {total / GB:.1f} free"
-        )
-    import psutil
-
-    memory = psutil.virtual_memory()
-    used = psutil.Process().memory_info().rss
-    return f"{used / GB:.1f} GB in use, {memory.available / GB:.1f} of {memory.total / GB:.1f} free on this machine"
 
 
 def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:

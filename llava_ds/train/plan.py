@@ -160,15 +160,18 @@ def _plan_steps(
 
 
 def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks) -> tuple[ResumePlan, list[str]]:
-    """Find the checkpoint to resume from, and lines about it. Rank 0 alone reads and hashes it."""
+    """Find the checkpoint to resume from, and lines about it. Rank 0 alone reads the weights that the run starts from;
+    the ranks verify the checkpoint together."""
     args = resolved.args
     training, output_dir = args.training, Path(args.training.output_dir)
-    identity = RunIdentity.of(args, dataset.fingerprint, ranks.world_size, resolved.config)
+    identity = broadcast_from_first(
+        ranks, partial(RunIdentity.of, args, dataset.fingerprint, ranks.world_size, resolved.config)
+    )
     if training.save_strategy != "no" and not training.dry_run:
         check_shared_folder(output_dir, "--output_dir", ranks)
-    find = partial(find_resume_point, training.resume, output_dir, identity)
     about_data = partial(changes_since, dataset.table)
-    point, lines = broadcast_from_first(ranks, partial(find, training.allow_changed_flags, about_data))
+    allowed = training.allow_changed_flags
+    point, lines = find_resume_point(training.resume, output_dir, identity, allowed, about_data, ranks)
     weights = broadcast_from_first(ranks, lambda: weight_hashes(args, output_dir, point.path))
     return ResumePlan(point, identity, weights), lines
 

@@ -5,10 +5,10 @@ from collections import Counter
 import torch
 
 from llava_ds.constants import DataError
+from llava_ds.model.loading import bit_sum
 from llava_ds.runtime.ranks import Ranks, gather
 
 MOST_NAMED = 4  # parameters
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) -> None:
@@ -45,8 +45,7 @@ def replica_sums(model: torch.nn.Module) -> dict[str, int]:
     held = {name: p for name, p in model.named_parameters() if p.numel() and not _is_partitioned(p)}
     if not held:
         return {}
-    sums = [p.detach().contiguous().view(BITS[p.element_size()]).sum(dtype=torch.int64) for p in held.values()]
-    return dict(zip(held, torch.stack(sums).tolist()))
+    return dict(zip(held, torch.stack([bit_sum(p.detach()) for p in held.values()]).tolist()))
 
 
 def _is_partitioned(parameter: torch.nn.Parameter) -> bool:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 import deepspeed
-import torch
 
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
@@ -78,7 +77,6 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
-    torch.backends.cuda.matmul.allow_tf32 = training.tf32
     model, engine, checkpointed = _build_engine(plan, ranks)
     objective = _objective(plan, mesh)
     if plan.steps.dataset.are_pairs and objective.loss.has_reference:

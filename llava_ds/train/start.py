@@ -15,6 +15,7 @@ from llava_ds.runtime.cli import read_training_flags
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, check_same, print_first, quiet_libraries
+from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.runtime.watchdog import Watchdog
 
 
@@ -41,6 +42,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     output_dir, writes = Path(args.training.output_dir), not args.training.dry_run
     if writes:
         lock.take_early(output_dir)
+    allow_tf32(args.training.tf32)
     ranks = init_ranks()
     if writes:
         lock.take_together(output_dir, ranks)

@@ -131,11 +131,13 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count, self.largest = 0, 0
+        self.count, self.largest, self.shapes = 0, 0, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
-        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.count += 1
+            self.shapes.append(tuple(result.shape))
         if isinstance(result, torch.Tensor):
             self.largest = max(self.largest, result.numel())
         return result
@@ -170,6 +172,20 @@ def test_a_second_backward_says_so():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="propagated backward a second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_products_are_added_to_the_weights_gradient_by_parts(monkeypatch, dtype):
+    """With 152,000 ids a whole product takes 1.1 GB beside the sum."""
+    monkeypatch.setitem(output_loss.CHUNK_LOGITS, "cpu", 1)
+    monkeypatch.setattr(output_loss, "PRODUCT_NUMBERS", 130 * WIDTH)
+    layer, hidden, targets = case(dtype)
+    with Products() as seen:
+        loss, _ = layer(hidden, targets=targets)
+    loss.backward()
+    of_weights = [shape for shape in seen.shapes if shape[1] == WIDTH and shape[0] != output_loss.MIN_ROWS]
+    assert max(shape[0] for shape in of_weights) == 130 and VOCABULARY % 130
+    assert differs(layer.weight.grad, expected(layer, hidden, targets)[2]) < 2e-2
 
 
 @pytest.mark.parametrize("chunk", [2**30, 128 * VOCABULARY, 1])

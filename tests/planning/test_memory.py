@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPVisionConfig, LlamaConfig, Qwen2Config
 
 from llava_ds.batch import Batch
@@ -15,8 +18,9 @@ from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.model.llava import assemble
 from llava_ds.model.lora import add_lora
+from llava_ds.model.output_loss import CHUNK_LOGITS, linear_cross_entropy
 from llava_ds.model.vision import plan_tower
-from llava_ds.planning.activations import MicroBatch, activation_bytes, saved_bytes
+from llava_ds.planning.activations import MicroBatch, activation_bytes, loss_bytes, saved_bytes
 from llava_ds.planning.auto import placement_of
 from llava_ds.planning.fit import MB, Run, advice, as_json, describe_change, fits, smallest_change, table
 from llava_ds.planning.memory import PLACEMENTS, Placement, Setup, ZeroSettings, estimate
@@ -282,6 +286,43 @@ def test_activations_are_what_autograd_keeps(args, dtype, every):
         whole_layers = {0: 4, 1: 0, 2: 2}[every]
         expected += whole_layers * 320 * w * 64
     assert kept(args, dtype, every, 64, 8) == pytest.approx(expected, rel=0.05)
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes of tensors made within it that are alive together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        made = [result] if isinstance(result, torch.Tensor) else []
+        for storage in (tensor.untyped_storage() for tensor in made if not function.is_view):
+            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("num_supervised", [300, 4000])  # in one chunk, and in several
+@pytest.mark.parametrize(("vocab", "hidden"), [(152_064, 3584), (152_064, 8192), (32_000, 4096)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_loss_takes_what_is_counted_for_it(monkeypatch, vocab, hidden, num_supervised, dtype, trained):
+    # Without a GPU, autograd takes no tensors of one: fake ones have the same sizes on the CPU, in a GPU's chunks.
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", CHUNK_LOGITS["cuda"])
+    text = replace(shape_of(TEXT, VISION, BOTH).text, vocab=vocab, hidden=hidden, trained=trained)
+    with FakeTensorMode():
+        weight = torch.empty(vocab, hidden, dtype=dtype).requires_grad_(trained)
+        inputs = torch.empty(num_supervised, hidden, dtype=dtype).requires_grad_()
+        targets = torch.empty(num_supervised, dtype=torch.int64)
+        with PeakBytes() as seen:
+            linear_cross_entropy(inputs, weight, targets)
+    expected = loss_bytes(text, num_supervised, dtype.itemsize)
+    expected += num_supervised * hidden * dtype.itemsize  # the gradient for the layers, which head_bytes counts
+    assert seen.peak == pytest.approx(expected, rel=0.01)
 
 
 def test_lora_costs_its_own_states_and_the_frozen_weights():

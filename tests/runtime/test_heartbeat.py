@@ -1,5 +1,6 @@
 """Beats reach the other ranks, and nothing else that comes to the port counts."""
 
+import itertools
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from llava_ds.runtime import heartbeat
-from llava_ds.runtime.heartbeat import Beat, Peers, decoded
+from llava_ds.runtime.heartbeat import Beat, Peer, Peers, decoded, watchers
 from llava_ds.runtime.ranks import Ranks
 
 BEAT = Beat(1, "step", 7, 12.5, 480.0, "loader.py:205 (windows)", True, 3.0, 4.0, "rank 0 died", True)
@@ -117,6 +118,84 @@ def test_packets_of_strangers_do_not_keep_beats_away(meet):
         second._socket.sendto(packet, first.all[0].address)
     second.send(BEAT)
     assert within_2_s(first.heard) == [BEAT]
+
+
+@pytest.fixture
+def rank_0_of_512(monkeypatch):
+    """Peers of rank 0 among 512 on 64 machines, and the sockets of the other 511."""
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(511)]
+
+    def gather(value: tuple, ranks: Ranks) -> list:
+        mine, secret = value
+        others = [Peer(f"node-{rank // 8}", 0, mine.address, int(mine.family), "") for rank in range(1, 512)]
+        return [(replace(mine, host="node-0"), secret), *((other, "") for other in others)]
+
+    monkeypatch.setattr(heartbeat, "gather", gather)
+    monkeypatch.setattr(heartbeat, "local_ranks", lambda: 512)
+
+    def begin() -> tuple[Peers, list[socket.socket]]:
+        return Peers(Ranks(0, 0, 512, torch.device("cpu"))), sockets
+
+    yield begin
+    for each in sockets:
+        each.close()
+
+
+def _send_all(peers: Peers, sockets: list[socket.socket], pause_s: float) -> None:
+    for rank, each in enumerate(sockets, start=1):
+        each.sendto(replace(BEAT, rank=rank).encoded(peers.secret), peers.all[0].address)
+        time.sleep(pause_s)
+
+
+def test_a_burst_of_511_beats_is_heard(rank_0_of_512):
+    """The kernel's default buffer holds 256 of them."""
+    peers, sockets = rank_0_of_512()
+    with open("/proc/sys/net/core/rmem_max") as file:
+        if int(file.read()) < 512 * 1280:
+            pytest.skip("this machine's net.core.rmem_max holds fewer packets")
+    _send_all(peers, sockets, 0.0)
+    assert {beat.rank for beat in peers.heard()} == set(range(1, 512))
+    peers.close()
+
+
+def test_beats_are_read_while_they_come_where_the_buffer_is_small(rank_0_of_512, monkeypatch):
+    monkeypatch.setattr(heartbeat, "RECEIVE_BYTES", 32 * 1024)
+    peers, sockets = rank_0_of_512()
+    sender = threading.Thread(target=_send_all, args=(peers, sockets, 0.001))
+    sender.start()
+    heard, due = set(), time.monotonic() + 0.2
+    while sender.is_alive() or (len(heard) < 511 and time.monotonic() < due):
+        peers.wait(due - time.monotonic())
+        heard |= {beat.rank for beat in peers.heard()}
+        due = max(due, time.monotonic() + 0.2)
+    assert heard == set(range(1, 512))
+    peers.close()
+
+
+def test_the_watchers_of_512_ranks_are_on_different_machines():
+    watching = watchers(512)
+    assert len(watching) == 4 and 0 in watching and len({rank // 8 for rank in watching}) == 4
+    assert watchers(64) == frozenset(range(64))  # as ever
+
+
+def test_a_rank_of_many_sends_to_the_watchers_and_its_machine_and_its_end_to_all(meet, monkeypatch):
+    monkeypatch.setattr(heartbeat, "MOST_IN_A_MESH", 6)
+    names = iter(range(100))
+    monkeypatch.setattr(socket, "gethostname", lambda: f"node-{next(names)}")
+    peers = meet(12)
+    hosts = [peer.host for peer in peers[0].all]
+    assert len(set(hosts)) == 12 and peers[0].watchers == {0, 3, 6, 9}
+    assert peers[1].heard_ranks == {0, 1, 3, 6, 9} and peers[3].heard_ranks == set(range(12))
+    beat = replace(BEAT, ends=None, hangs=False)
+    peers[1].send(beat)
+    time.sleep(0.1)
+    assert [each.rank for each in peers if each.heard()] == [0, 3, 6, 9]
+    peers[1].send(replace(beat, ends="it crashed"))
+    time.sleep(0.1)
+    assert [each.rank for each in peers if each.heard()] == [0, *range(2, 12)]
+    first_sends = sorted(each.first_send_s for each in peers)
+    steps = [later - earlier for earlier, later in itertools.pairwise(first_sends)]
+    assert max(steps) - min(steps) < 1e-9 and first_sends[-1] == peers[0].interval_s
 
 
 def test_who_closed_its_port_is_known_to_be_gone_and_who_is_slow_is_not(meet):

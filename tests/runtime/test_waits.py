@@ -19,6 +19,7 @@ from llava_ds.config.arguments import Arguments
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.data.collate import collate
 from llava_ds.data.loader import MicroBatch, Window
+from llava_ds.engine import non_finite
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.non_finite import settle_skipped_steps, skipped_steps
@@ -232,6 +233,29 @@ def test_a_step_with_gradients_that_are_not_finite_changes_nothing_and_is_counte
     assert not all(torch.equal(one, other) for one, other in zip(before, held()))
     settle_skipped_steps(engine)
     assert engine.skipped_steps == 1 and int(skipped_steps(engine)) == 1
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "bf16", "clip"), CASES)
+def test_a_version_of_deepspeed_that_passes_the_guard_by_ends_the_run(
+    flags, window, ranks, monkeypatch, stage, bf16, clip
+):
+    for name in ("_guard_zero", "_guard_bf16", "_guard_unfused", "_guard_plain"):
+        monkeypatch.setattr(non_finite, name, lambda *_: None)  # nothing sees what it replaces
+    engine = engine_of(flags, ranks, {"zero_optimization": {"stage": stage}}, bf16=bf16, max_grad_norm=clip)
+    with pytest.raises(AssertionError, match="the guard's norm"):
+        run(engine, window, ranks, 1)
+    engine.destroy()
+
+
+def test_adam_steps_by_the_norm_of_its_own_step_alone(flags, window, ranks, monkeypatch):
+    engine = engine_of(flags, ranks, {"zero_optimization": {"stage": 2}})
+    run(engine, window, ranks, 1)
+    with pytest.raises(AssertionError, match="before the guard's norm"):
+        engine.basic_optimizer.step()
+    monkeypatch.setattr(engine.basic_optimizer, "step", lambda closure=None: None)
+    with pytest.raises(AssertionError, match="without the guarded Adam"):
+        run(engine, window, ranks, 1)
     engine.destroy()
 
 

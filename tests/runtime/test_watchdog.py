@@ -26,9 +26,11 @@ CPU = torch.device("cpu")
 class Others:
     """Stands for Peers: rank 1 says what it is told to say."""
 
-    interval_s = 0.02
+    interval_s = first_send_s = 0.02
+    watches = True
 
     def __init__(self, ranks: Ranks) -> None:
+        self.watchers = self.heard_ranks = frozenset(range(ranks.world_size))
         self.all = [Peer("here", 100 + rank, (), 0, "") for rank in range(ranks.world_size)]
         self.says: list[Beat] = []
         self.sent: list[Beat] = []
@@ -46,6 +48,9 @@ class Others:
         time.sleep(max(0.0, seconds))
         found, self.gone = self.gone, []
         return found
+
+    def listeners_of(self, rank: int) -> frozenset[int]:
+        return self.heard_ranks
 
     def refusals(self, rank: int) -> tuple[int, int]:
         return self.refused
@@ -211,6 +216,19 @@ def test_without_every_ranks_beat_no_limit_ends_the_run_and_that_is_said_once(st
             break
     blocks(0.2)
     assert run.codes == [] and len(run.said) == 1 and "no heartbeat of rank 1 reached rank 0" in run.said[0]
+
+
+def test_a_rank_that_hears_few_judges_only_when_no_watcher_is_left(start, monkeypatch):
+    """At hundreds of ranks: rank 0 is no watcher here, rank 1 is, and rank 2's beats go to rank 1 alone."""
+    monkeypatch.setattr(Others, "watches", False)
+    monkeypatch.setattr(module, "SILENT_S", 1.0)
+    run = start(3, watchdog_start_s=0.1)
+    run.others.watchers, run.others.heard_ranks = frozenset({1}), frozenset({0, 1})
+    run.others.says = [peer(limit=0.1, seconds=9.0)]
+    blocks(0.6)
+    assert run.codes == [] and run.said == []
+    run.thread.join(20)
+    assert run.codes == [EXIT_RANK_LOST] and "rank 1 on here (pid 101) is behind (no sign of life" in run.said[0]
 
 
 def test_a_process_that_died_is_named_at_once(start):

@@ -78,6 +78,24 @@ def test_the_warm_up_is_named():
     assert where in str(caught.value)
 
 
+def test_in_eval_and_in_a_hook_no_sample_of_a_step_is_named():
+    watch, engine, state = watched(3, OOM)
+    with pytest.raises(ConfigError) as caught, watch:
+        engine(BATCH)
+        state.step = 5
+        engine.eval()
+        for _ in range(3):  # more than the next step has micro-batches
+            engine(BATCH)
+    where = "out of memory on rank 1 (cpu) evaluating after step 5: 300 tokens, 4 image tiles"
+    assert str(caught.value).splitlines()[0] == where
+    watch, engine, state = watched(2, OOM)
+    with pytest.raises(ConfigError) as caught, watch:
+        engine(BATCH)
+        state.step = 5
+        raise OOM
+    assert str(caught.value).splitlines()[0] == "out of memory on rank 1 (cpu) after step 5"
+
+
 @pytest.mark.parametrize(
     ("flags", "expected", "absent"),
     [

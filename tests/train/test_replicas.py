@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_ds.constants import DataError
+from llava_ds.engine import non_finite
+from llava_ds.engine.non_finite import _norm
+from llava_ds.model import loading
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train import replicas
 from llava_ds.train.replicas import check_replicas, replica_sums
@@ -44,3 +48,32 @@ def test_copies_pass_and_parts_of_zero_3_are_not_compared(monkeypatch):
     for parameter in parts.parameters():
         parameter.ds_id, parameter.ds_persist = 0, parameter.ndim == 1
     assert set(replica_sums(parts)) == {"0.bias", "1.bias"}
+
+
+class Converted(TorchDispatchMode):
+    """The most numbers that a sum or a norm in another precision takes, which torch copies to it first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if kwargs.get("dtype", args[0].dtype if args and isinstance(args[0], torch.Tensor) else None) in WIDE:
+            self.most = max(self.most, args[0].numel() if args[0].dtype not in WIDE else 0)
+        return function(*args, **kwargs)
+
+
+WIDE = (torch.int64, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_is_copied_whole_to_be_summed(monkeypatch, dtype):
+    model = torch.nn.Sequential(torch.nn.Linear(70, 50), torch.nn.Linear(50, 3)).to(dtype)
+    whole, norm = replica_sums(model), _norm(list(model.parameters()), "cpu")
+    monkeypatch.setattr(loading, "SUM_NUMBERS", 64)
+    monkeypatch.setattr(non_finite, "NORM_NUMBERS", 64)
+    with Converted() as seen:
+        assert replica_sums(model) == whole
+        assert torch.isclose(_norm(list(model.parameters()), "cpu"), norm, rtol=1e-12)
+    assert seen.most == 64

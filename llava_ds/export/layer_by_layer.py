@@ -1,0 +1,108 @@
+# T tokens, V vocabulary
+"""A forward of a reloaded model beside a run: on the GPU or on all cores, with few weights in memory, within a time."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+LIMIT_S = 600.0  # of a comparison: the other ranks' GPUs are idle meanwhile
+MARGIN_BYTES = 10**9  # of a GPU's free memory, for a layer's activations
+COPIES_OF_LOGITS = 4  # in float32, beside the model's own
+SMALL_BYTES = 10**9  # below, training's own number of threads is fast enough, and rounds as training did
+
+
+class NotCompared(Exception):
+    """A comparison was given up. The message says why."""
+
+
+class TooSlow(NotCompared):
+    """It was given up at its deadline."""
+
+
+class Deadline:
+    """The end of a comparison's time, which starts now."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + LIMIT_S
+
+    def check(self, done: int, of: int, device: torch.device) -> None:
+        """Raise TooSlow if the time is over. done, of: layers."""
+        if time.monotonic() > self._end:
+            where = "the GPU" if device.type == "cuda" else f"{torch.get_num_threads()} threads of the CPU"
+            raise TooSlow(f"after {LIMIT_S:g} s only {done} of {of} layers were computed, on {where}")
+
+
+@contextlib.contextmanager
+def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -> Iterator[torch.device]:
+    """Make a model on the CPU ready for forwards, on the device of the logits (T, V) that it has to give.
+
+    On a GPU each layer's weights are there only while it computes, so a model that transformers has mapped from its
+    files takes room for one layer and its ends. Yields the device of the inputs: the CPU where there is less room.
+    Raises TooSlow in a forward at the deadline.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {id(tensor) for layer in layers for tensor in _tensors(layer)}
+    ends = [tensor for tensor in _tensors(model) if id(tensor) not in inner]
+    largest = max((_num_bytes(_tensors(layer)) for layer in layers), default=0)
+    device = _device(logits, _num_bytes(ends) + 2 * largest)
+    for tensor in ends:
+        tensor.data = _moved(tensor.data, device)
+    done: list[nn.Module] = []
+    before: dict[nn.Module, list[torch.Tensor]] = {}  # of a layer that computes: its tensors in the files
+
+    def enter(layer: nn.Module, _: object) -> None:
+        deadline.check(len(done), len(layers), device)
+        before[layer] = [tensor.data for tensor in _tensors(layer)]
+        for tensor in _tensors(layer):
+            tensor.data = _moved(tensor.data, device)
+
+    def leave(layer: nn.Module, *_: object) -> None:
+        done.append(layer)
+        for tensor, data in zip(_tensors(layer), before.pop(layer)):
+            tensor.data = data
+
+    for layer in layers:
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave)
+    with _threads(device, _num_bytes(_tensors(model))):
+        yield device
+
+
+def _device(logits: torch.Tensor, num_bytes: int) -> torch.device:
+    """The logits' device, or the CPU where so many bytes of weights have no room beside what is there."""
+    if logits.device.type != "cuda":
+        return torch.device("cpu")
+    torch.cuda.empty_cache()  # training's activations are gone, but torch keeps their memory
+    free, _ = torch.cuda.mem_get_info(logits.device)
+    needed = num_bytes + COPIES_OF_LOGITS * 4 * logits.numel() + MARGIN_BYTES
+    return logits.device if needed <= free else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _threads(device: torch.device, num_bytes: int) -> Iterator[None]:
+    """Compute on every core that this process may use, where the model is on the CPU and not small."""
+    before = torch.get_num_threads()
+    if device.type == "cpu" and num_bytes > SMALL_BYTES:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # launchers give a rank one, or its part
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _moved(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return data.to(device)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
