@@ -19,10 +19,10 @@ from llava_ds.data.fingerprint import digest_of
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import Packing
 from llava_ds.files.writing import write_whole
+from llava_ds.model.loading import bit_sum
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.train.objectives.dpo import sum_by_sample
-from llava_ds.train.replicas import BITS
 
 VERSION = 1  # raise it when the same data and weights would give other numbers
 
@@ -70,20 +70,16 @@ def log_probs(engine, dataset: EncodedDataset, packing: Packing, num_workers: in
 def weights_digest(model: torch.nn.Module, ranks: Ranks, mesh: Mesh) -> str:
     """A text that changes with any bit of the weights, and is the same on any number of ranks and ZeRO stage.
 
-    Sums of the bits of every parameter, read as whole numbers; ZeRO-3's shards end with zeros.
+    From the sums of the bits of every parameter; ZeRO-3's shards end with zeros.
     """
-    names, sums = [], []
-    for name, parameter in model.named_parameters():
+    sums = []
+    for parameter in model.parameters():
         shard = getattr(parameter, "ds_tensor", None)
-        own = parameter.detach() if shard is None else shard
-        bits = own.contiguous().view(BITS[own.element_size()])
         counts = shard is not None or ranks.is_first  # of whole copies one
-        pieces = [piece.to(torch.int64) for piece in bits.flatten().split(1 << 24)] if counts else []
-        values = [torch.stack([piece.sum(), (piece * piece).sum()]) for piece in pieces]
-        sums.append(torch.stack(values).sum(0) if values else torch.zeros(2, dtype=torch.int64, device=own.device))
-        names.append(f"{name} {parameter.dtype}")
-    total = sum_over(mesh.data_group, torch.stack(sums))
-    return digest_of([*names, *map(str, total.flatten().tolist())])
+        own = bit_sum(parameter.detach() if shard is None else shard)
+        sums.append(own if counts else torch.zeros_like(own))
+    total = sum_over(mesh.data_group, torch.stack(sums)).tolist()
+    return digest_of(f"{name} {p.dtype} {value}" for (name, p), value in zip(model.named_parameters(), total))
 
 
 def _write(values: np.ndarray, path: Path) -> None:
