@@ -63,8 +63,8 @@ def flags_of(given: dict, output_dir: Path, stage: int, **more: object) -> dict[
         "max_steps": STEPS,
         "warmup_ratio": 0.1,
         "beta": BETA,
-        "learning_rate": 1e-3,
-        "mm_projector_lr": 5e-4,
+        "learning_rate": 3e-4,
+        "mm_projector_lr": 1.5e-4,
         **more,
     }
     return toy_run(given, output_dir, ds_config(stage), train_batch_size=BATCH, objective="dpo", **more)
