@@ -63,8 +63,9 @@ def flags_of(given: dict, output_dir: Path, stage: int, **more: object) -> dict[
         "max_steps": STEPS,
         "warmup_ratio": 0.1,
         "beta": BETA,
-        "learning_rate": 3e-4,
-        "mm_projector_lr": 1.5e-4,
+        "learning_rate": 3e-3,
+        "adam_epsilon": 1e-3,
+        "mm_projector_lr": 1.5e-3,
         **more,
     }
     return toy_run(given, output_dir, ds_config(stage), train_batch_size=BATCH, objective="dpo", **more)
@@ -136,8 +137,8 @@ def loop(folder: Path, given: dict, pairs: list, **flags: object) -> list[dict[s
         {id(p) for p in model.model.multi_modal_projector.parameters()},
     )
     language = [p for p in model.parameters() if id(p) not in names and p.requires_grad]
-    groups = [{"params": language, "lr": 3e-4}, {"params": list(projector.parameters()), "lr": 1.5e-4}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    groups = [{"params": language, "lr": 3e-3}, {"params": list(projector.parameters()), "lr": 1.5e-3}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0)
     peak = [group["lr"] for group in optimizer.param_groups]
     per_epoch = math.ceil(len(pairs) / BATCH)
     steps = []
@@ -156,6 +157,8 @@ def loop(folder: Path, given: dict, pairs: list, **flags: object) -> list[dict[s
         loss, row = by_hand(sums, reference, lengths, len(indices), **flags)
         optimizer.zero_grad()
         loss.backward()
+        for parameter in (p for group in groups for p in group["params"] if p.grad is None):
+            parameter.grad = torch.zeros_like(parameter)  # of the projector, in a batch without images
         optimizer.step()
         curve.append({"loss": loss.item(), **row})
     return curve
@@ -210,7 +213,8 @@ def test_training_is_the_textbooks(runs, textbook, at):
     assert len(found) == STEPS
     for name in wanted[0]:
         most = max(abs(row[name] - other[name]) for row, other in zip(found, wanted))
-        assert most < 2e-6 * max(1.0, max(abs(other[name]) for other in wanted)), (name, most)
+        limit = 1e-6 if name == "loss" else 4e-6
+        assert most < limit * max(1.0, max(abs(other[name]) for other in wanted)), (name, most)
 
 
 @pytest.mark.full
