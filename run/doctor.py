@@ -23,6 +23,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from llava_ds.config.shipped import DS_CONFIGS, found
 from llava_ds.constants import ConfigError
 from llava_ds.doctor.checks import CHECKS, as_lines, examine
 from llava_ds.doctor.requirements import PROBLEM, WARNING, Requirements
@@ -39,7 +40,9 @@ def main(argv: list[str]) -> int:
     add("--no_collective", action="store_true", help="start no ranks, as on a login node")
     add("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args(argv)
-    config = None if args.deepspeed_config is None else Path(args.deepspeed_config)
+    config = None
+    if args.deepspeed_config is not None:
+        config = Path(found(args.deepspeed_config, DS_CONFIGS, ".json"))
     if config is not None and not config.is_file():
         raise ConfigError(f"--deepspeed_config {config}: there is no such file")
     output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))

@@ -1,7 +1,8 @@
-"""Estimate the memory that training needs: python run/estimate.py --model llava-v1.5-7b --num_gpus 8 --gpu_memory 80
+"""Estimate memory and speed of training: python run/estimate.py --model llava-v1.5-7b --num_gpus 8 --gpu h100 --speed
 
 Takes the flags of run/train.py (also recipes), and in place of folders a named size or a number of parameters. No
-weights are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose.
+weights are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose,
+--speed the time of a step, tokens/s, MFU and what bounds them.
 """
 
 import sys
@@ -15,10 +16,11 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import json
+from collections.abc import Callable
 from functools import partial
 
 from llava_ds.config.arguments import Arguments, trains_projector_only
-from llava_ds.config.bounds import Count, Part, Positive, number
+from llava_ds.config.bounds import AtLeastOne, Count, Part, PartAboveZero, Positive, Rate, number
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
@@ -26,15 +28,53 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, re
 from llava_ds.planning.auto import SUPERVISED, Data, Devices, choose_ds_config, planned_run
 from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
 from llava_ds.planning.shapes import NAMED, ModelShape, shape_named, shape_of_folders
+from llava_ds.planning.speed import OVERLAP, Machine
+from llava_ds.planning.speed_report import SpeedRun, load_of, speed_json, speed_lines, speed_table
+from llava_ds.runtime.gpus import GPUS, Gpu, gpu_named
 from llava_ds.runtime.ranks import quiet_libraries
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
 MOST_GPUS = 100_000
+SPEED_FLAGS = {
+    "mean_sample_tokens": (AtLeastOne, "mean length of a sample, image positions included (default: the greatest)"),
+    "tiles_per_sample": (Rate, "mean number of image tiles of a sample (default: 1)"),
+    "useful_fraction": (PartAboveZero, "tokens of samples over tokens computed, where it pads (default: 1, as here)"),
+    "matmul_share": (PartAboveZero, "share of the GPU's peak that products of matrices reach (default: by the GPU)"),
+    "network_gbit": (Positive, "Gbit/s of all network cards of a node (default: the vendor's node's, else 100)"),
+    "overlap": (Part, "share of compute behind which traffic hides, where DeepSpeed overlaps them (default: 0.8)"),
+}
 
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    add = parser.add_argument
+    add_flags(parser.add_argument)
+    own, rest = parser.parse_known_args(argv)
+    args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
+    if found := problems(own, args):
+        raise ConfigError("\n".join(found))
+
+    quiet_libraries()
+    gpu = None if own.gpu is None else gpu_named(own.gpu)
+    if own.gpu_memory is None and gpu is not None:
+        own.gpu_memory = gpu.memory
+    gpu_memory = None if own.gpu_memory is None else own.gpu_memory * GB
+    devices = Devices(own.num_gpus, own.gpus_per_node, memory=gpu_memory)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
+        run, resolved = read_run(own, args, devices)
+    speed = read_speed(own, run, resolved, gpu, gpu_memory) if own.speed else None
+    if own.json:
+        figures = as_json(run, gpu_memory) | ({} if speed is None else {"speed": speed_json(speed)})
+        print(json.dumps(figures, indent=1))
+        return
+    print(*description(run), *auto_lines(args, run, gpu_memory), *table(run, gpu_memory), sep="\n")
+    if gpu_memory is not None:
+        print(advice(run, gpu_memory))
+    if speed is not None:
+        print("", *speed_table(speed), *speed_lines(speed), sep="\n")
+
+
+def add_flags(add: Callable[..., object]) -> None:
+    """Declare the flags that training does not have."""
     add(
         "--model",
         metavar="SIZE",
@@ -42,8 +82,13 @@ def main(argv: list[str]) -> None:
         "--vision_tower name folders, or neither the tiny model",
     )
     add("--num_gpus", type=number(Count), default=8, help="ranks that train together (default: %(default)s)")
-    add("--gpus_per_node", type=number(Count), default=8, help="for the node's memory (default: %(default)s)")
+    add("--gpus_per_node", type=number(Count), default=8, help="for the node's memory and links (default: %(default)s)")
     add("--gpu_memory", type=number(Positive), metavar="GB", help="memory of a GPU, for a verdict and advice")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help=f"{', '.join(gpu.name for gpu in GPUS)}: for --speed, and in place of --gpu_memory",
+    )
     add(
         "--zero_stage",
         type=int,
@@ -57,22 +102,9 @@ def main(argv: list[str]) -> None:
         help="fraction of the tokens that is supervised, and needs logits (default: %(default)s)",
     )
     add("--json", action="store_true", help="print one JSON object, in bytes, instead of the table")
-    own, rest = parser.parse_known_args(argv)
-    args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
-    if found := problems(own, args):
-        raise ConfigError("\n".join(found))
-
-    quiet_libraries()
-    gpu_memory = None if own.gpu_memory is None else own.gpu_memory * GB
-    devices = Devices(own.num_gpus, own.gpus_per_node, memory=gpu_memory)
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
-        run = read_run(own, args, devices)
-    if own.json:
-        print(json.dumps(as_json(run, gpu_memory), indent=1))
-        return
-    print(*description(run), *auto_lines(args, run, gpu_memory), *table(run, gpu_memory), sep="\n")
-    if gpu_memory is not None:
-        print(advice(run, gpu_memory))
+    add("--speed", action="store_true", help="estimate the time of a step, too, by a roofline; needs --gpu")
+    for name, (kind, text) in SPEED_FLAGS.items():
+        add(f"--{name}", type=number(kind), help=f"for --speed: {text}")
 
 
 def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
@@ -83,6 +115,14 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
         message
         for is_wrong, message in (
             (own.num_gpus > MOST_GPUS, f"--num_gpus is {own.num_gpus}: give {MOST_GPUS:,} or fewer"),
+            (own.speed and own.gpu is None, "--speed estimates a GPU's time: give --gpu"),
+            *(
+                (
+                    not own.speed and getattr(own, name) is not None,
+                    f"--{name} is for the estimate of time: give --speed",
+                )
+                for name in SPEED_FLAGS
+            ),
             (
                 own.model is not None and has_folders,
                 "--model names a size, --model_name_or_path and --vision_tower folders: give one of them",
@@ -119,8 +159,11 @@ def auto_lines(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]
     ]
 
 
-def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> Run:
-    """The run that the flags describe. Without a DeepSpeed JSON it has this repository's, in bf16 by default."""
+def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> tuple[Run, ResolvedConfig]:
+    """The run that the flags describe, and its flags and JSON.
+
+    Without a DeepSpeed JSON it has this repository's, in bf16 by default.
+    """
     if own.model is not None:
         shape = shape_named(own.model, args)
     else:
@@ -129,13 +172,32 @@ def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> Run:
         shape = shape_of_folders(args)
     resolved = resolve(own, args, shape, devices)
     longest = args.data.model_max_length
-    return planned_run(
-        shape,
-        resolved,
-        # Without data every sample may have the greatest length.
-        Data(longest, own.supervised_fraction, share=resolved.args.training.per_device_train_batch_size * longest),
-        devices,
+    # Without data every sample may have the greatest length.
+    share = resolved.args.training.per_device_train_batch_size * longest
+    return planned_run(shape, resolved, Data(longest, own.supervised_fraction, share), devices), resolved
+
+
+def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu: Gpu, gpu_memory: float) -> SpeedRun:
+    """The work of a step and the machine, of which the flags change what they name."""
+    training, longest = resolved.args.training, resolved.args.data.model_max_length
+    if own.mean_sample_tokens is not None and own.mean_sample_tokens > longest:
+        raise ConfigError(
+            f"--mean_sample_tokens is {own.mean_sample_tokens:g}, and no sample is longer than --model_max_length "
+            f"{longest}: raise that"
+        )
+    if gpu.tf32 is None and training.bf16:
+        raise ConfigError(f"--gpu {gpu.name} has no bf16: give --fp16 True")
+    load = load_of(
+        run,
+        training,
+        supervised=own.supervised_fraction,
+        sample_tokens=own.mean_sample_tokens or longest,
+        tiles=1.0 if own.tiles_per_sample is None else own.tiles_per_sample,
+        useful=own.useful_fraction or 1.0,
     )
+    overlap = OVERLAP if own.overlap is None else own.overlap
+    machine = Machine.of(gpu, own.matmul_share, own.network_gbit, overlap, bool(training.tf32))
+    return SpeedRun(run, load, machine, gpu_memory)
 
 
 def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape, devices: Devices) -> ResolvedConfig:

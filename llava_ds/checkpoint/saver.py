@@ -18,6 +18,7 @@ from llava_ds.engine.checkpoint_writer import CheckpointWriter, save_engine
 from llava_ds.engine.pieces import layout_file, layout_text
 from llava_ds.files.writing import described
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
+from llava_ds.runtime.waiting import waiting
 
 MAX_FAILED_SAVES = 3  # in a row, until the run ends
 
@@ -183,7 +184,8 @@ class Saver:
             return False
         work, flag = self._reduction
         self._reduction = None
-        work.wait()
+        with waiting("the other ranks' answer on a save"):
+            work.wait()
         return bool(flag)
 
     def _commit_written(self) -> None:

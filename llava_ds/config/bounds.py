@@ -59,10 +59,12 @@ Count = Annotated[int, Bounds(1, MOST)]
 Workers = Annotated[int, Bounds(0, 4096)]  # processes; a machine ends before its kernel's limit
 Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # numpy takes no other
 Number = Annotated[float, Bounds()]
+AtLeastOne = Annotated[float, Bounds(1)]
 Rate = Annotated[float, Bounds(0)]
 Positive = Annotated[float, Bounds(0, above=True)]
 Seconds = Annotated[float, Bounds(0, 10**9)]  # the system's clocks and waits take no more than some 292 years
 Part = Annotated[float, Bounds(0, 1)]
+PartAboveZero = Annotated[float, Bounds(0, 1, above=True)]
 PartBelowOne = Annotated[float, Bounds(0, 1, below=True)]
 
 

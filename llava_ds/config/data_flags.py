@@ -144,6 +144,8 @@ class DataArguments:
         "scenes. Nodes should share it.",
         path="output",
     )
-    dataloader_num_workers: Workers = _data_free(
-        0, "Processes per rank that decode images ahead; 0 decodes between steps.", per_machine=True
+    dataloader_num_workers: Workers | None = _data_free(
+        None,
+        "Processes per rank that decode images ahead; 0 decodes between steps. Absent: 4 with a GPU, 0 without.",
+        per_machine=True,
     )

@@ -17,7 +17,7 @@ def found(path: str, shipped: Path, suffix: str) -> str:
     "zero3", "zero3.json" and "ds_configs/zero3.json" all find ds_configs/zero3.json, also outside the checkout.
     """
     given = Path(path)
-    file = shipped / (given.name if given.suffix else f"{given.name}{suffix}")
+    file = shipped / (given.name if given.suffix == suffix else f"{given.name}{suffix}")  # names have dots
     parent = given.parent.as_posix()
     named = parent == "." or shipped.as_posix().endswith(f"/{parent}")
     return str(file) if named and not os.path.exists(os.path.expanduser(path)) and os.path.isfile(file) else path

@@ -132,6 +132,11 @@ class TrainingArguments:
         "Allow TF32 for fp32 matrix products and convolutions on CUDA: faster, with 10 bits of mantissa. Export's "
         "comparison is always made without.",
     )
+    deterministic: bool = _speed_free(
+        False,
+        "Compute on GPUs by kernels that give the same bits each time, so that a resumed run equals the whole one bit "
+        "for bit. Slower; operations without such a kernel are refused. CPUs do without the flag.",
+    )
     # Recomputation changes no result: a run that ran out of memory is resumed with other values.
     gradient_checkpointing: str = _speed_free(
         "off",

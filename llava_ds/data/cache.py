@@ -1,16 +1,15 @@
 """Cache of encoded rows on disk, which never change or move while a run may read them.
 
 A folder holds generations 1, 2, …, each a folder of Arrow files that appears in one rename. The newest complete one
-counts. If several processes write the next one at once, the first to finish wins and the others use its files.
+counts. Any number of processes make the next one together (llava_ds.data.shards), in the folder NUMBER.work.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ import datasets
 import pyarrow as pa
 from typing_extensions import TypedDict
 
-from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
 
 DONE = "files.json"  # the list of a generation's files in order, written last
@@ -27,7 +25,7 @@ NUM_KEPT = 2  # generations: earlier runs may still read the one before the newe
 SCRATCH_AGE_S = 24 * 3600  # a scratch folder without writes for so long was left by a killed process
 
 
-class _Listed(TypedDict):
+class Listed(TypedDict):
     """Sizes in bytes of a generation's files, and of the files elsewhere that its rows point into."""
 
     files: dict[str, int]
@@ -62,29 +60,18 @@ def open_newest(folder: Path) -> CachedRows | None:
     return None
 
 
-def add_generation(folder: Path, write: Callable[[Path], tuple[list[str], list[str]]]) -> CachedRows:
-    """Write a new generation, unless another process is first, and open the newest.
+def next_number(folder: Path) -> int:
+    """The number of the generation that would be the next one."""
+    return max(_numbers(folder), default=0) + 1
 
-    write gets a folder and returns the names of the Arrow files that it wrote there, in order, and the paths of files
-    elsewhere that the rows point into. Generations before the last two are deleted.
-    """
-    number = max(_numbers(folder), default=0) + 1
-    with scratch_beside(folder) as scratch:
-        names, elsewhere = write(scratch)
-        listed = {
-            "files": {name: _synced(scratch / name) for name in names},
-            "elsewhere": {path: os.stat(path).st_size for path in elsewhere},
-        }
-        (scratch / DONE).write_text(json.dumps(listed), encoding="utf-8")
-        _synced(scratch / DONE)
-        folder.mkdir(exist_ok=True)
-        put_in_place(scratch, folder / str(number))
-    for old in sorted(_numbers(folder))[:-NUM_KEPT]:
-        shutil.rmtree(folder / str(old), ignore_errors=True)
-    rows = open_newest(folder)
-    if rows is None:
-        raise DataError(f"{folder}: the rows that were just written can't be read: is the disk of --cache_dir sound?")
-    return rows
+
+def remove_older(generation: Path) -> None:
+    """Delete what came before a new generation, but for the one before it."""
+    newest = int(generation.name)
+    for path in generation.parent.iterdir():
+        number, _, kind = path.name.partition(".")
+        if number.isdecimal() and int(number) <= newest - (0 if kind == "work" else NUM_KEPT):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def put_in_place(scratch: Path, final: Path) -> bool:
@@ -128,7 +115,7 @@ def _numbers(folder: Path) -> list[int]:
 def _open_rows(generation: Path) -> datasets.Dataset | None:
     """The rows of a generation; None if its files, or files that they point into, are missing or of another size."""
     try:
-        listed = read_json(generation / DONE, _Listed)
+        listed = read_json(generation / DONE, Listed)
         files = {str(generation / name): num_bytes for name, num_bytes in listed["files"].items()}
         # An Arrow stream cut between two batches reads without error: only its size shows the damage.
         if any(os.stat(path).st_size != num_bytes for path, num_bytes in {**files, **listed["elsewhere"]}.items()):
@@ -136,10 +123,3 @@ def _open_rows(generation: Path) -> datasets.Dataset | None:
         return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in files])
     except (OSError, ValueError, pa.ArrowException):  # DataError among them
         return None
-
-
-def _synced(path: Path) -> int:
-    """Flush a file to the disk, and return its size in bytes."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size

@@ -1,7 +1,7 @@
 """The encoded data set: every record checked and tokenized once, in Arrow files read through the page cache."""
 
 import copy
-import hashlib
+import itertools
 import json
 import math
 import os
@@ -12,15 +12,13 @@ from typing import Literal
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
-from llava_ds.data.cache import CachedRows, add_generation, note_stale, open_newest
+from llava_ds.data.cache import CachedRows, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.file_slices import write_errors
@@ -42,37 +40,35 @@ from llava_ds.data.preflight import (
     place_of,
     reasons_in_short,
     rejections,
-    write_rows,
 )
-from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
-from llava_ds.data.seen_files import changed_files, contents_digest
+from llava_ds.data.sample import UNMARKED_TEXTS
+from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
+from llava_ds.data.seen_files import changed_files
+from llava_ds.data.shards import encode_together
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
 from llava_ds.data.sources.open import shown
 from llava_ds.data.sources.source import short_names
 from llava_ds.data.templates import resolve_template
-from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, print_first, printable
+from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, on_every_rank, print_first, printable
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
+ROWS_FORMAT = "shards 1"  # of the files; another one is another cache, and no other data
 
-LLAVA_TOKENS_PER_IMAGE = 128  # added by LLaVA's data set to the words of a sample with images
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 EXAMPLES_TRIED = 100
 
-PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
+SCANNED_TOGETHER = 1 << 16  # samples
 
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """Options of checking and encoding that don't change accepted samples.
-
-    retry: try records again that were rejected because of another file, and look for changed images.
-    """
+    """Options of checking and encoding that don't change accepted samples."""
 
     cache_dir: str
     num_workers: int | None = None
     on_bad_sample: Literal["skip", "stop", "list"] = "skip"  # "list": never refuse, even if no record is left
     max_bad_fraction: float = 0.01
-    retry: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,34 +85,44 @@ class BrokenSample:
 class EncodedDataset(torch.utils.data.Dataset):
     """The accepted samples by index, with images decoded on access.
 
-    sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; lengths
-    and num_targets: per sample, tokens and supervised tokens (lists of int); rows: each sample's index in the table of
-    all records; folder: the cache's, with the table; descriptions: of the sources, for a person; are_pairs: True for
-    preferences; reference (records, 2) float64: log-probabilities of their answers under the reference model, NaN
-    where there is none, which the run sets.
+    sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; index:
+    their lengths and other numbers; folder: the cache's, with the table; descriptions: of the sources, for a person;
+    are_pairs: True for preferences; reference (records, 2) float64: log-probabilities of their answers under the
+    reference model, NaN where there is none, which the run sets.
     """
 
     def __init__(
         self,
-        table: datasets.Dataset,
-        folder: Path,
+        rows: CachedRows,
+        index: TableIndex,
         sources: list[str],
         descriptions: list[str],
         image_options: geometry.ImageOptions,
         fingerprint: str,
     ) -> None:
-        self.folder = folder
+        self.table, self.folder = rows.table, rows.folder
+        self.index, self._rejected = index.accepted, index.rejected
         self.sources = sources
         self.descriptions = descriptions
         self.image_options = image_options
         self.fingerprint = fingerprint
-        self.table = table
-        accepted = table.data.column("reason").is_null().to_numpy()
-        self.rows, self._rejected = np.flatnonzero(accepted), np.flatnonzero(~accepted)
-        self.lengths: list[int] = self._column("length").tolist()
-        self.num_targets: list[int] = self._column("num_targets").tolist()
-        self.are_pairs = "chosen_length" in table.column_names
+        self.are_pairs = "chosen_length" in self.table.column_names
         self.reference: np.ndarray | None = None
+
+    @property
+    def rows(self) -> np.ndarray:
+        """(samples,) int32: each sample's row in the table of all records."""
+        return self.index.rows
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(samples,) int32: tokens."""
+        return self.index.lengths
+
+    @property
+    def num_targets(self) -> np.ndarray:
+        """(samples,) int32: supervised tokens."""
+        return self.index.num_targets
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -143,23 +149,17 @@ class EncodedDataset(torch.utils.data.Dataset):
             return _broken(row, "its images could not be read when the reference model answered")
         return _pair(sample, row.column("chosen_length")[0].as_py(), reference)
 
-    def lengths_for(self, how: str) -> list[int]:
+    def lengths_for(self, how: str) -> np.ndarray:
         """The lengths that an order of samples needs: LLaVA's own measure for all orders but "bucket"."""
-        words = self._column("words")
         if how in ("modality", "modality_auto"):
-            return words.tolist()  # negative for samples without images
-        if how in ("length", "varlen"):
-            # Another field holds a video, for which LLaVA-NeXT adds nothing.
-            media = self.table.data.column("media")
-            shown = pa.compute.match_substring(media, '["image", [').to_numpy()[self.rows]
-            shown |= self._unmarked() == IMAGE_LEFT_OUT
-            return (np.abs(words) + LLAVA_TOKENS_PER_IMAGE * shown).tolist()
-        return self.lengths
+            return self.index.words  # negative for samples without images
+        return self.index.words_next if how in ("length", "varlen") else self.lengths
 
-    @property
-    def has_images(self) -> np.ndarray:
-        """(samples,) bool: True for samples with an image or a video."""
-        return self._column("num_pictures") > 0
+    def positions(self, images: bool) -> Iterator[int]:
+        """The samples with an image or a video, or those without, in order."""
+        for first in range(0, len(self), SCANNED_TOGETHER):
+            shown = self.index.num_images[first : first + SCANNED_TOGETHER] > 0
+            yield from (first + np.flatnonzero(shown == images)).tolist()
 
     @property
     def num_records(self) -> int:
@@ -193,22 +193,24 @@ class EncodedDataset(torch.utils.data.Dataset):
         number = len(self)
         if number < 2:
             raise DataError(f"--eval_fraction {fraction} holds samples back, but there is only {number}: bring more")
-        drawn = np.random.default_rng(seed).permutation(number)
-        held_out = min(max(1, round(number * fraction)), number - 1)
-        return self._part(np.sort(drawn[held_out:])), self._part(np.sort(drawn[:held_out]))
+        num_held_out = min(max(1, round(number * fraction)), number - 1)
 
-    def _part(self, samples: np.ndarray) -> "EncodedDataset":
-        part = copy.copy(self)
-        part.rows = self.rows[samples]
-        part.lengths, part.num_targets = part._column("length").tolist(), part._column("num_targets").tolist()
-        part.fingerprint = digest_of([self.fingerprint, hashlib.sha256(samples.tobytes()).hexdigest()])
-        return part
+        def part(name: str, those: slice) -> EncodedDataset:
+            def draw() -> np.ndarray:
+                return np.sort(np.random.default_rng(seed).permutation(number)[those])
+
+            part = copy.copy(self)
+            part.index = self.index.part(f"{name} {num_held_out} {seed}", draw, self.table)
+            part.fingerprint = digest_of([self.fingerprint, part.index.facts["drawn"]])
+            return part
+
+        return part("rest", slice(num_held_out, None)), part("held out", slice(num_held_out))
 
     def example(self) -> LoadedSample:
         """A sample to try a model on, with an image if one of the first ones can be read."""
-        shown = self.has_images
-        for index in (*np.flatnonzero(shown)[:EXAMPLES_TRIED], *np.flatnonzero(~shown)[:1]):
-            sample = self[int(index)]
+        first = itertools.islice(self.positions(images=True), EXAMPLES_TRIED)
+        for index in itertools.chain(first, itertools.islice(self.positions(images=False), 1)):
+            sample = self[index]
             if not isinstance(sample, BrokenSample):
                 return sample.samples[0]
         ids, labels = _ids_and_labels(self.table.data.fast_slice(int(self.rows[0]), 1))
@@ -218,24 +220,21 @@ class EncodedDataset(torch.utils.data.Dataset):
     def summary(self) -> list[str]:
         """Lines for a person: sources, numbers of answers, images and tokens, and rejected records."""
         accepted = self.num_records - self.num_rejected
-        apart = f"; {accepted - len(self):,} of the accepted are held out" if accepted > len(self) else ""
+        apart = f"; {accepted - len(self):,} of the accepted are eval samples" if accepted > len(self) else ""
         lines = [
             *self.descriptions,
             f"{self.num_records:,} records: {accepted:,} accepted, {self.num_rejected:,} rejected{apart}",
         ]
         if len(self):
-            lengths, targets = np.array(self.lengths), sum(self.num_targets)
-            cut, turns, images = (int(self._column(n).sum()) for n in ("truncated", "num_turns", "num_pictures"))
-            shown = ", ".join(f"{p} % {int(n):,}" for p, n in zip(PERCENTILES, np.percentile(lengths, PERCENTILES)))
+            facts = self.index.facts
+            tokens, targets, cut = facts["tokens"], facts["targets"], facts["truncated"]
+            shown = ", ".join(f"{p} % {n:,}" for p, n in zip(PERCENTILES, facts["percentiles"]))
             lines += [
-                f"{turns:,} answers, {images:,} images, {lengths.sum():,} tokens, of which {targets:,} "
-                f"({targets / lengths.sum():.1%}) are supervised" + (f"; {cut:,} samples cut short" if cut else ""),
+                f"{facts['answers']:,} answers, {facts['images']:,} images, {tokens:,} tokens, of which {targets:,} "
+                f"({targets / tokens:.1%}) are supervised" + (f"; {cut:,} samples cut short" if cut else ""),
                 f"lengths in tokens, shortest to longest: {shown}",
             ]
-            unmarked = self._unmarked()
-            for kind, text in UNMARKED_TEXTS.items():
-                if number := int(np.count_nonzero(unmarked == kind)):
-                    lines.append(f"{number:,} records {text}")
+            lines += [f"{number:,} records {UNMARKED_TEXTS[kind]}" for kind, number in facts["unmarked"].items()]
         if self.num_rejected:
             rows = list(self.rejections())
             lines += [
@@ -245,23 +244,17 @@ class EncodedDataset(torch.utils.data.Dataset):
             ]
         return lines
 
-    def _unmarked(self) -> np.ndarray:
-        return self.table.data.column("unmarked").to_numpy()[self.rows]
-
-    def _column(self, name: str) -> np.ndarray:
-        return _numbers(self.table, name)[self.rows]
-
 
 def open_data(
     args: Arguments,
     tokenizer: PreTrainedTokenizerBase,
     image_options: geometry.ImageOptions,
     refuse_bad: bool = True,
-    retry: bool = True,
+    ranks: Ranks = ALONE,
 ) -> EncodedDataset:
-    """Open the data that the flags name.
+    """Open the data that the flags name. All ranks call it together.
 
-    refuse_bad: apply --on_bad_sample, which may refuse bad records; retry: see PreflightOptions.
+    refuse_bad: apply --on_bad_sample, which may refuse bad records.
     """
     model, data = args.model, args.data
     options = SourceOptions(
@@ -289,17 +282,16 @@ def open_data(
             num_workers=data.preprocessing_num_workers,
             on_bad_sample=data.on_bad_sample if refuse_bad else "list",
             max_bad_fraction=data.max_bad_fraction,
-            retry=retry,
         ),
+        ranks,
     )
 
 
 def open_together(
     args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: geometry.ImageOptions, ranks: Ranks
 ) -> EncodedDataset:
-    """Open the data on every rank, rank 0 first, as it may have to write. All ranks call it together."""
-    with first_rank_first(ranks):  # only rank 0 looks for files that were missing or have changed
-        dataset = open_data(args, tokenizer, image_options, retry=ranks.is_first)
+    """Open the data on every rank, and compare them. All ranks call it together."""
+    dataset = open_data(args, tokenizer, image_options, ranks=ranks)
     check_same_data(dataset.fingerprint, ranks)
     return dataset
 
@@ -310,8 +302,9 @@ def open_encoded(
     encoding: EncodingOptions,
     image_options: geometry.ImageOptions,
     options: PreflightOptions,
+    ranks: Ranks = ALONE,
 ) -> EncodedDataset:
-    """Open the checked and encoded records of all sources, from the cache or made now.
+    """Open the checked and encoded records of all sources, from the cache or made now. All ranks call it together.
 
     The cache's name is a hash of everything the result depends on. Any number of processes may do this at once.
     Raises DataError when more records are bad than options allow, or none is left.
@@ -325,26 +318,44 @@ def open_encoded(
     ]
     # The folders of images decide what is found, so they count for the cache; moved data have the same fingerprint.
     roots = [f"{os.path.realpath(r)}" for s in sources for r in (s.image_root, s.video_root, s.path) if r is not None]
-    stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
-    folder = cache_dir / "encoded" / digest_of([*common, options_part(image_options), *stamps, *roots])
-    rows = open_newest(folder)
-    with write_errors(cache_dir, "the encoded data"):
-        if rows is None or (options.retry and _is_outdated(rows, checker)):
-            rows = add_generation(folder, lambda scratch: write_rows(scratch, checker, options.num_workers))
-        table = rows.table
-        _refuse_if_bad(table, options, rows.folder)
-    accepted = table.data.column("reason").is_null().to_numpy()
-    outcome = [hashlib.sha256(part.tobytes()).hexdigest() for part in (accepted, _numbers(table, "length"))]
-    contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
-    used = options_that_matter(image_options, table.data.column("media"))
+    with first_rank_first(ranks):  # rank 0 hashes the files, and the others find the hashes in the cache
+        stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
+        contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
+    folder = cache_dir / "encoded" / digest_of([ROWS_FORMAT, *common, options_part(image_options), *stamps, *roots])
+    rows = _open_rows(folder, checker, options, ranks)
+    with first_rank_first(ranks), write_errors(cache_dir, "the encoded data"):
+        index = index_of(rows.table, rows.folder)
+        _refuse_if_bad(rows.table, index.rejected, options, rows.folder)
+    used = options_that_matter(image_options, index.has_videos)
     return EncodedDataset(
-        table,
-        folder=rows.folder,
+        rows,
+        index,
         sources=short_names([source.path for source in sources]),
         descriptions=[printable(source.describe()) for source in sources],
         image_options=image_options,
-        fingerprint=digest_of([*common, options_part(used), *contents, *outcome, contents_digest(table)]),
+        fingerprint=digest_of([*common, options_part(used), *contents, *index.outcome, index.contents]),
     )
+
+
+def _open_rows(folder: Path, checker: Checker, options: PreflightOptions, ranks: Ranks) -> CachedRows:
+    """Open the rows of a data set, encoded first if need be, by the first rank of every machine with all its cores."""
+    number, rows = next_number(folder), open_newest(folder)
+
+    def is_outdated() -> bool:
+        with write_errors(options.cache_dir, "the encoded data"):
+            return ranks.is_first and rows is not None and _is_outdated(rows, checker)
+
+    def encode(anew: bool) -> None:
+        with write_errors(options.cache_dir, "the encoded data"):
+            if ranks.local_rank == 0 and (rows is None or anew):
+                encode_together(folder, number, checker, options.num_workers)
+
+    outdated = any(gather(on_every_rank(ranks, is_outdated), ranks))  # only rank 0 looks for files that have changed
+    on_every_rank(ranks, lambda: encode(outdated))
+    rows = open_newest(folder) if rows is None or outdated else rows
+    if rows is None:
+        raise DataError(f"{folder}: the rows that were just written can't be read: is the disk of --cache_dir sound?")
+    return rows
 
 
 def _is_outdated(rows: CachedRows, checker: Checker) -> bool:
@@ -378,15 +389,17 @@ def _rejection_line(row: dict[str, object]) -> str:
     return f"{printable(place_of(row))}: record {row['index']} ({row['id']}): {row['reason']}"
 
 
-def _refuse_if_bad(table: datasets.Dataset, options: PreflightOptions, folder: Path) -> None:
-    """Raise DataError, with the reasons and the path of a full list, if more was rejected than the options allow."""
-    bad = table.data.table.filter(pa.compute.is_valid(table.data.column("reason")))
+def _refuse_if_bad(table: datasets.Dataset, bad: np.ndarray, options: PreflightOptions, folder: Path) -> None:
+    """Raise DataError, with the reasons and the path of a full list, if more was rejected than the options allow.
+
+    bad: rows of the rejected records.
+    """
     if options.on_bad_sample == "list":
         return
     allowed = 0 if options.on_bad_sample == "stop" else options.max_bad_fraction * len(table)
     if len(bad) <= allowed and len(bad) < len(table):
         return
-    rows = list(rejections(bad, np.arange(len(bad))))
+    rows = list(rejections(table.data.table, bad))
     listing = folder / "rejected.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     limit = f"--max_bad_fraction allows {options.max_bad_fraction:.2%}"
@@ -416,10 +429,6 @@ def _pair(both: LoadedSample, chosen_length: int, reference: list[float] | None)
             for part, value in zip((chosen, rejected), reference or (None, None))
         )
     )
-
-
-def _numbers(table: datasets.Dataset, name: str) -> np.ndarray:
-    return table.data.column(name).to_numpy()
 
 
 def _ids_and_labels(row: datasets.table.Table) -> tuple[torch.Tensor, torch.Tensor]:

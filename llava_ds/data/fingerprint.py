@@ -44,14 +44,19 @@ def options_part(options: ImageOptions) -> str:
     return repr(options).replace(ImageOptions.__name__, "PictureOptions", 1)
 
 
-def options_that_matter(image_options: ImageOptions, media: pa.ChunkedArray) -> ImageOptions:
-    """The options, with defaults for those that change no sample of a table, given its column of media.
+def has_videos(media: pa.ChunkedArray) -> bool:
+    """True if a table's column of media has a video."""
+    # A path may hold these words too, but not these quotes: JSON escapes them.
+    found = [pa.compute.any(pa.compute.match_substring(media, f'["{kind}", [')) for kind in ("frames", "video")]
+    return any(each.as_py() for each in found)
+
+
+def options_that_matter(image_options: ImageOptions, videos: bool) -> ImageOptions:
+    """The options, with defaults for those that change no sample of a table. videos: it has some.
 
     max_pixels is such an option, as the rows already show which images were too large.
     """
-    # A path may hold these words too, but not these quotes: JSON escapes them.
-    found = [pa.compute.any(pa.compute.match_substring(media, f'["{kind}", [')) for kind in ("frames", "video")]
-    unused = {"max_pixels"} if any(each.as_py() for each in found) else {"max_pixels", *VIDEO_OPTIONS}
+    unused = {"max_pixels"} if videos else {"max_pixels", *VIDEO_OPTIONS}
     defaults = {field.name: field.default for field in dataclasses.fields(image_options) if field.name in unused}
     return dataclasses.replace(image_options, **defaults)
 

@@ -11,7 +11,6 @@ where most packs are one sample, to 6.5 % with one pack of 8,192 tokens a rank (
 import bisect
 import functools
 import heapq
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -39,7 +38,7 @@ def plan_by_count(samples: list[int], dp: int, num_micro_batches: int, micro_siz
 
 
 def plans_across_epochs(
-    epochs: Iterable[list[int]], dp: int, num_micro_batches: int, micro_size: int, begun: int = 0
+    epochs: Iterable[Sequence[int]], dp: int, num_micro_batches: int, micro_size: int, begun: int = 0
 ) -> Iterator[list[list[list[int]]]]:
     """Plans of steps that continue in the next epoch where an epoch ends within a step.
 
@@ -50,12 +49,12 @@ def plans_across_epochs(
     """
     taken, step = 0, []
     for samples in epochs:
-        size = dp * micro_size
-        if dp > 1:
-            samples = samples + list(itertools.islice(itertools.cycle(samples), -len(samples) % size))
+        size, samples = dp * micro_size, np.asarray(samples)
         last = -(-len(samples) // size) - 1
         for i in range(begun, last + 1):
-            of_all = samples[i * size : (i + 1) * size]
+            of_all = samples[i * size : (i + 1) * size].tolist()
+            if dp > 1 and len(of_all) < size:
+                of_all = np.take(samples, range(i * size, (i + 1) * size), mode="wrap").tolist()
             step.append([of_all[rank * micro_size : (rank + 1) * micro_size] for rank in range(dp)])
             taken += 1
             # An epoch shorter than a step ends one as well, and the count continues, as in transformers.

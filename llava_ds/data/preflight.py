@@ -1,14 +1,10 @@
 """Checking and encoding of every record before anything is built, with a reason for each that is rejected."""
 
-import contextlib
 import json
-import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -22,8 +18,7 @@ from llava_ds.data.images.decode import probe
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
-from llava_ds.data.sources.embedded import IMAGES
-from llava_ds.runtime.ranks import printable, progress_bar
+from llava_ds.runtime.ranks import printable
 
 Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS
 
@@ -31,9 +26,7 @@ _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
 PART_BYTES = 4 << 20  # of records checked together: their tokens take many times the memory of their text
 
-RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # read before they are written, whichever is less
 RECORDS_PER_CALL = 256  # checked by a worker process at a time
-RECORDS_PER_WORKER = 2_000  # below this, starting another process takes longer than it saves
 
 MAX_ID = 200  # characters of the id of a rejected record
 
@@ -284,71 +277,3 @@ def can_now_be_used(table: datasets.Dataset, checker: Checker) -> bool:
         if len(tried) and checker(tried.rename_columns(RECORDS.names)).column("reason").null_count:
             return True
     return False
-
-
-def write_rows(folder: Path, checker: Checker, num_workers: int | None) -> tuple[list[str], list[str]]:
-    """Read all records, check and encode them in parallel, and write Arrow files to a folder.
-
-    Returns their names in order, and the files with images that were embedded in the records.
-    """
-    spool = folder / "records.arrow"
-    with pa.OSFile(str(spool), "wb") as file, pa.ipc.new_stream(file, RECORDS) as writer:
-        for batch in _record_batches(checker.sources):
-            writer.write_batch(batch)
-    records = datasets.Dataset.from_file(str(spool)).with_format("arrow")
-    if not len(records):
-        raise DataError(f"{', '.join(source.path for source in checker.sources)}: there is no record in it")
-    most = num_workers or len(os.sched_getaffinity(0))
-    num_proc = min(most, len(records) // RECORDS_PER_WORKER)
-    with _bars():
-        rows = records.map(
-            checker,
-            batched=True,
-            batch_size=RECORDS_PER_CALL,
-            remove_columns=records.column_names,
-            features=datasets.Features.from_arrow_schema(checker.schema),
-            num_proc=num_proc if num_proc > 1 else None,  # 1 would start a process too
-            cache_file_name=str(folder / "rows.arrow"),
-            new_fingerprint=folder.name,
-            desc="checking and encoding",
-        )
-    assert len(rows) == len(records), "a record was lost"
-    names = [Path(file["filename"]).name for file in rows.cache_files]
-    spool.unlink()
-    spooled = (f"{source.spool}/{IMAGES}" for source in checker.sources)
-    return names, sorted({path for path in spooled if os.path.exists(path)})
-
-
-def _record_batches(sources: tuple[Source, ...]) -> Iterator[pa.RecordBatch]:
-    for number, source in enumerate(sources):
-        rows: list[tuple] = []
-        num_chars = 0
-        for record in progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2):
-            # Broken text passes through, for the checker to reject that record alone.
-            text = record.text.encode("utf-8", "surrogatepass")
-            rows.append((number, record.file.encode("utf-8", "replace").decode(), record.line, record.index, text))
-            num_chars += len(record.text)
-            if len(rows) == RECORDS_PER_BATCH or num_chars > CHARS_PER_BATCH:
-                yield _batch(rows)
-                rows, num_chars = [], 0
-        if rows:
-            yield _batch(rows)
-
-
-def _batch(rows: list[tuple]) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays(
-        [pa.array(column, field.type) for column, field in zip(zip(*rows), RECORDS)], schema=RECORDS
-    )
-
-
-@contextlib.contextmanager
-def _bars() -> Iterator[None]:
-    """Show the bars of `datasets` on a terminal only; in a log file each would be hundreds of lines."""
-    if sys.stderr.isatty():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()

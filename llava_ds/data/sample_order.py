@@ -1,13 +1,23 @@
 """Which samples an optimizer step takes: the same ones on any number of ranks."""
 
+import dataclasses
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
+from llava_ds.data.fingerprint import digest_of
+from llava_ds.data.mapped_arrays import Mapped, mapped, remove_unused
+
 BUCKET_STEPS = 64  # optimizer steps whose samples are sorted by length together, in the order by buckets
+VERSION = 1  # of epochs' orders in files; raise it when the same settings would give another
+SHARED_SAMPLES = 200_000  # from so many on, an epoch's order is made once per machine and mapped by its ranks
+SORTED_TOGETHER = 1 << 20  # samples, which bounds the memory that sorting takes
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,8 @@ class SampleOrder:
     how: "random"; "file", as the files have it; "modality" (LLaVA), "length", "modality_auto" and "varlen"
     (LLaVA-NeXT); "bucket", every step from samples of like length. lengths: above 0; for "modality" and
     "modality_auto" those of samples without pictures are negative. micro_batch_size: LLaVA spreads a step's lengths
-    over micro-batches. accumulation: micro-batches of a rank in a step, which "varlen" groups by.
+    over micro-batches. accumulation: micro-batches of a rank in a step, which "varlen" groups by. folder: the index
+    that lengths are from, beside which large orders are kept for all processes; None: in memory only.
     """
 
     num_samples: int
@@ -30,6 +41,7 @@ class SampleOrder:
     lengths: Sequence[int] = ()
     micro_batch_size: int = 1
     accumulation: int = 1
+    folder: Path | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -42,97 +54,127 @@ class SampleOrder:
         while True:
             order = self.epoch(epoch)
             for first in range(step * self.batch_size, self.num_samples, self.batch_size):
-                yield order[first : first + self.batch_size]
+                yield order[first : first + self.batch_size].tolist()
             epoch, step = epoch + 1, 0
 
-    def epoch(self, epoch: int) -> list[int]:
-        """The samples' order in one epoch."""
+    def scan(self, unit: int, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The samples of many units of one size at a time, from unit `first` to the one before `last` of all epochs.
+
+        Yields the number of the first unit, and (units, samples) int32; an epoch's last unit is alone if it is shorter.
+        """
+        per_epoch = math.ceil(self.num_samples / unit)
+        while first < last:
+            epoch, begin = divmod(first, per_epoch)
+            end = min(per_epoch, begin + last - first)
+            for rows in _rows(self.epoch(epoch)[begin * unit : end * unit], unit):
+                yield first, rows
+                first += len(rows)
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """The samples' order in one epoch, (samples,) int32; that of large data is in a file."""
+        if self.folder is None or self.num_samples < SHARED_SAMPLES:
+            return self._made(epoch)
+        # Beside the index, not in it: the index appears as a whole.
+        orders = self.folder.with_name(f"{self.folder.name}-orders")
+        settings = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _NOT_SETTINGS]
+        folder = orders / digest_of(map(str, [VERSION, *settings, epoch]))
+        if not folder.exists():
+            remove_unused(orders)
+        found = mapped(folder, lambda: Mapped({"order": self._made(epoch)}, {}))
+        return np.asarray(found.arrays["order"])
+
+    def _made(self, epoch: int) -> np.ndarray:
         if self.how == "file":
-            return list(range(self.num_samples))
+            return np.arange(self.num_samples, dtype=np.int32)
+        lengths = np.asarray(self.lengths, np.int32)
         if self.how == "bucket":
-            return by_length_bucket(self.lengths, self.batch_size, torch.Generator().manual_seed(self.seed + epoch))
+            return by_length_bucket(lengths, self.batch_size, torch.Generator().manual_seed(self.seed + epoch))
         # One generator goes on from epoch to epoch, and gives the data loader a number before each.
         # Source: transformers' Trainer (4.37) and torch's DataLoader and RandomSampler.
         generator = torch.Generator().manual_seed(self.seed)
         num_chunks = math.ceil(self.batch_size / self.micro_batch_size)
         for _ in range(epoch):
             _number(generator)
-            self._draw(generator, self.micro_batch_size * num_chunks)
+            self._draw(lengths, generator, self.micro_batch_size * num_chunks)
         _number(generator)
         if self.how == "random":
-            own = torch.Generator().manual_seed(_number(generator))
-            return torch.randperm(self.num_samples, generator=own).tolist()
+            return _permutation(self.num_samples, torch.Generator().manual_seed(_number(generator)))
         if self.how == "varlen":
-            return by_varying_length(self.lengths, self.batch_size, self.accumulation, generator)
+            return by_varying_length(lengths, self.batch_size, self.accumulation, generator)
         if self.how == "length":
-            return by_length_next(self.lengths, self.micro_batch_size, num_chunks, generator)
+            return by_length_next(lengths, self.micro_batch_size, num_chunks, generator)
         group = by_length if self.how == "modality" else by_length_next
-        return by_modality_length(self.lengths, self.micro_batch_size, num_chunks, generator, group)
+        return by_modality_length(lengths, self.micro_batch_size, num_chunks, generator, group)
 
-    def _draw(self, generator: torch.Generator, step_size: int) -> None:
+    def _draw(self, lengths: np.ndarray, generator: torch.Generator, step_size: int) -> None:
         """Leave the generator as an epoch's order would, without the sorting, which takes seconds of large data."""
         if self.how == "random":
             _number(generator)
             return
-        with_images = sum(length > 0 for length in self.lengths)
+        with_images = int(np.count_nonzero(lengths > 0))
         kinds = [with_images, self.num_samples - with_images]
         if self.how in ("length", "varlen") or 0 in kinds:
             kinds = [self.num_samples]
         group_size = step_size * (self.accumulation if self.how == "varlen" else 1)
         for count in kinds:
-            torch.randperm(count, generator=generator)
+            _permutation(count, generator)
             if self.how != "modality":
-                torch.randperm(math.ceil(count / group_size), generator=generator)
+                _permutation(math.ceil(count / group_size), generator)
         if len(kinds) > 1:
-            torch.randperm(sum(math.ceil(count / step_size) - 1 for count in kinds), generator=generator)
+            _permutation(sum(math.ceil(count / step_size) - 1 for count in kinds), generator)
+
+
+_NOT_SETTINGS = ("lengths", "folder")  # the folder's name says which samples these are, and how which of their lengths
 
 
 def _number(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
+def _permutation(number: int, generator: torch.Generator) -> np.ndarray:
+    """torch.randperm in half its memory: it draws the same for every type of integer."""
+    return torch.randperm(number, generator=generator, dtype=torch.int32).numpy()
+
+
 def by_length(
     lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int, generator: torch.Generator
-) -> list[int]:
+) -> np.ndarray:
     """Random steps, whose samples are spread over the micro-batches so that these are of like total length.
 
     Source: LLaVA's get_length_grouped_indices.
     """
-    order = torch.randperm(len(lengths), generator=generator).tolist()
-    return _joined(_evened_steps(order, lengths, micro_batch_size, num_micro_batches))
+    lengths = np.asarray(lengths, np.int32)
+    return _evened_steps(_permutation(len(lengths), generator), lengths, micro_batch_size, num_micro_batches)
 
 
 def by_length_next(
     lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int, generator: torch.Generator
-) -> list[int]:
+) -> np.ndarray:
     """Steps of like length, in random order, spread over the micro-batches as by_length has it.
 
     Source: LLaVA-NeXT's get_length_grouped_indices_auto_single, over transformers' get_length_grouped_indices, which
     sorts up to 50 steps together and exchanges the longest sample with the first.
     """
+    lengths = np.asarray(lengths, np.int32)
     step_size = micro_batch_size * num_micro_batches
-    order = torch.randperm(len(lengths), generator=generator).tolist()
     sorted_together = step_size * max(1, min(len(lengths) // (4 * step_size), 50))
-    parts = [sorted(part, key=lambda i: -lengths[i]) for part in _cut(order, sorted_together)]
-    longest = max(parts, key=lambda part: lengths[part[0]])
-    parts[0][0], longest[0] = longest[0], parts[0][0]
-    steps = _evened_steps(_joined(parts), lengths, micro_batch_size, num_micro_batches)
-    return _joined([steps[i] for i in torch.randperm(len(steps), generator=generator)])
+    order = _sorted_parts(_permutation(len(lengths), generator), -lengths, sorted_together)
+    longest = sorted_together * int(np.argmax(lengths[order[::sorted_together]]))
+    order[0], order[longest] = order[longest], order[0]
+    return _shuffled_parts(_evened_steps(order, lengths, micro_batch_size, num_micro_batches), step_size, generator)
 
 
 def by_varying_length(
     lengths: Sequence[int], step_size: int, accumulation: int, generator: torch.Generator
-) -> list[int]:
+) -> np.ndarray:
     """Groups of like length in random order, random within.
 
     Source: LLaVA-NeXT's get_variable_length_grouped_indices and its sampler, which counts accumulation twice.
     """
-    places = torch.randperm(len(lengths), generator=generator).tolist()
-    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    places = _permutation(len(lengths), generator)
+    longest_first = np.argsort(-np.asarray(lengths, np.int32), kind="stable").astype(np.int32)
     size = step_size * accumulation
-    mixed = [sorted(part, key=lambda i: -places[i]) for part in _cut(longest_first, 8 * size)]
-    groups = _cut(_joined(mixed), size)
-    return _joined([groups[i] for i in torch.randperm(len(groups), generator=generator)])
+    return _shuffled_parts(_sorted_parts(longest_first, -places, 8 * size), size, generator)
 
 
 def by_modality_length(
@@ -140,8 +182,8 @@ def by_modality_length(
     micro_batch_size: int,
     num_micro_batches: int,
     generator: torch.Generator,
-    group: Callable[[Sequence[int], int, int, torch.Generator], list[int]] = by_length,
-) -> list[int]:
+    group: Callable[[Sequence[int], int, int, torch.Generator], np.ndarray] = by_length,
+) -> np.ndarray:
     """Steps of one kind (images: positive lengths; text only: negative), of like length within a step.
 
     num_micro_batches: of a step over all ranks; group: makes the order of each kind. What remains of both kinds is the
@@ -150,60 +192,102 @@ def by_modality_length(
     get_modality_length_grouped_indices_auto. They draw from torch's global generator: seeded like the one given here,
     it gives the same order.
     """
-    with_images = [i for i, length in enumerate(lengths) if length > 0]
-    text_only = [i for i, length in enumerate(lengths) if length <= 0]
-    if not with_images or not text_only:
+    lengths = np.asarray(lengths, np.int32)
+    kinds = [np.flatnonzero(lengths > 0), np.flatnonzero(lengths <= 0)]
+    if not all(map(len, kinds)):
         return group(lengths, micro_batch_size, num_micro_batches, generator)  # text only: shortest first, as LLaVA
     batch_size = micro_batch_size * num_micro_batches
     steps, rest = [], []
-    for indices in (with_images, text_only):
-        own = group([abs(lengths[i]) for i in indices], micro_batch_size, num_micro_batches, generator)
-        mine = _cut([indices[i] for i in own], batch_size)
-        rest += mine.pop()  # LLaVA takes the last one out even when it is whole
-        steps += mine
-    shuffled = [steps[i] for i in torch.randperm(len(steps), generator=generator)]
-    return _joined([*shuffled, sorted(rest)])
+    for indices in (kind.astype(np.int32) for kind in kinds):
+        own = indices[group(np.abs(lengths[indices]), micro_batch_size, num_micro_batches, generator)]
+        last = (len(own) - 1) // batch_size * batch_size  # LLaVA takes the last one out even when it is whole
+        steps.append(own[:last])
+        rest.append(own[last:])
+    return np.concatenate(
+        [_shuffled_parts(np.concatenate(steps), batch_size, generator), np.sort(np.concatenate(rest))]
+    )
 
 
-def by_length_bucket(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> list[int]:
+def by_length_bucket(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> np.ndarray:
     """Steps of samples of nearly one length, in random order; a step that is not whole comes last.
 
     The samples are shuffled, sorted by length within BUCKET_STEPS steps' worth, and cut into steps.
     """
-    order = torch.randperm(len(lengths), generator=generator).tolist()
+    order = _permutation(len(lengths), generator)
     whole = len(order) - len(order) % batch_size
-    buckets = _cut(order[:whole], BUCKET_STEPS * batch_size)
-    steps = [step for bucket in buckets for step in _cut(sorted(bucket, key=lambda i: lengths[i]), batch_size)]
-    shuffled = [steps[i] for i in torch.randperm(len(steps), generator=generator)]
-    return _joined([*shuffled, order[whole:]])
+    buckets = _sorted_parts(order[:whole], np.asarray(lengths, np.int32), BUCKET_STEPS * batch_size)
+    return np.concatenate([_shuffled_parts(buckets, batch_size, generator), order[whole:]])
 
 
-def _evened_steps(
-    order: list[int], lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int
-) -> list[list[int]]:
-    """The order cut into steps, each spread over its micro-batches."""
-    steps = _cut(order, micro_batch_size * num_micro_batches)
-    longest_first = [sorted(step, key=lambda i: -lengths[i]) for step in steps]
-    return [_joined(_even_chunks(step, lengths, num_micro_batches)) for step in longest_first]
+def _sorted_parts(order: np.ndarray, keys: np.ndarray, size: int) -> np.ndarray:
+    """The order with every part of a size sorted by keys[sample], in place; equal keys stay as they are."""
+    for rows in _rows(order, size):
+        ranked = np.argsort(keys[rows], axis=1, kind="stable")
+        rows[:] = np.take_along_axis(rows, ranked, axis=1)
+    return order
 
 
-def _even_chunks(indices: list[int], lengths: Sequence[int], num_chunks: int) -> list[list[int]]:
-    """The indices in chunks of one size, each going to the shortest chunk that has room (LLaVA's split)."""
-    if len(indices) % num_chunks:
-        return [indices[i::num_chunks] for i in range(num_chunks)]
-    size = len(indices) // num_chunks
-    chunks: list[list[int]] = [[] for _ in range(num_chunks)]
-    totals = [0.0] * num_chunks
-    for index in indices:
-        shortest = totals.index(min(totals))
-        chunks[shortest].append(index)
-        totals[shortest] = math.inf if len(chunks[shortest]) == size else totals[shortest] + lengths[index]
-    return chunks
+def _shuffled_parts(order: np.ndarray, size: int, generator: torch.Generator) -> np.ndarray:
+    """The order with its parts of a size, of which the last may be shorter, in random order."""
+    num_whole, left = divmod(len(order), size)
+    drawn = _permutation(num_whole + (left > 0), generator)
+    whole = order[: num_whole * size].reshape(num_whole, size)
+    if not left:
+        return whole[drawn].reshape(-1)
+    [at] = np.flatnonzero(drawn == num_whole)
+    parts = (whole[drawn[:at]].reshape(-1), order[num_whole * size :], whole[drawn[at + 1 :]].reshape(-1))
+    return np.concatenate(parts)
 
 
-def _cut(indices: list[int], size: int) -> list[list[int]]:
-    return [indices[i : i + size] for i in range(0, len(indices), size)]
+def _evened_steps(order: np.ndarray, lengths: np.ndarray, micro_batch_size: int, num_micro_batches: int) -> np.ndarray:
+    """The order cut into steps, each spread over its micro-batches, in place.
+
+    The samples of a step go to its micro-batches longest first, each to the shortest that has room (LLaVA's split). A
+    last, shorter step that can't be divided evenly is dealt out in turn.
+    """
+    size = micro_batch_size * num_micro_batches
+    _sorted_parts(order, -lengths, size)
+    if 1 in (micro_batch_size, num_micro_batches):
+        return order
+    for rows in _rows(order, size):
+        count = rows.shape[1]
+        if count % num_micro_batches:
+            chunks = np.arange(count)[None] % num_micro_batches
+        else:
+            room = count // num_micro_batches
+            chunks = np.array([_even_chunks(row, num_micro_batches, room) for row in lengths[rows].tolist()])
+        rows[:] = np.take_along_axis(rows, np.argsort(chunks, axis=1, kind="stable"), axis=1)
+    return order
 
 
-def _joined(parts: list[list[int]]) -> list[int]:
-    return [index for part in parts for index in part]
+def _even_chunks(lengths: list[int], num_chunks: int, room: int) -> np.ndarray:
+    """The chunk of each sample: the shortest so far that has room, the first of several.
+
+    room: samples that go into a chunk.
+    """
+    # A chunk as one number, which is quick to compare: total length, number, and samples in it.
+    bits = room.bit_length()
+    mask, unit = (1 << bits) - 1, num_chunks << bits
+    chunks = [chunk << bits for chunk in range(num_chunks)]
+    taken = []
+    for length in lengths:
+        chunk = chunks[0]
+        taken.append(chunk)
+        chunk += length * unit + 1
+        if chunk & mask == room:
+            heapq.heappop(chunks)
+        else:
+            heapq.heapreplace(chunks, chunk)
+    return (np.array(taken) >> bits) % num_chunks
+
+
+def _rows(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Views of (parts, size) that together are the order, each of about SORTED_TOGETHER samples; a last, shorter part
+    is one of its own."""
+    whole = len(order) // size
+    together = max(1, SORTED_TOGETHER // size)
+    for first in range(0, whole, together):
+        last = min(whole, first + together)
+        yield order[first * size : last * size].reshape(last - first, size)
+    if len(order) > whole * size:
+        yield order[whole * size :][None]

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +13,10 @@ from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 from llava_ds.data.sample_order import SampleOrder
+
+# Samples of the steps that are left, up to which the heaviest micro-batch is found exactly: packing takes about 3 us a
+# sample, an order 0.2 to 0.7 us.
+PLANNED_SAMPLES, SCANNED_SAMPLES = 2_000_000, 100_000_000
 
 
 class StepLayout(NamedTuple):
@@ -49,6 +53,10 @@ class Packing:
         """Samples of an optimizer step over all ranks."""
         return self.dp * self.micro_batch_size * self.num_micro_batches
 
+    def ends_epochs_within_steps(self, num_samples: int) -> bool:
+        """True if an epoch is shorter than a step, and ends it (see plans_across_epochs)."""
+        return self.across_epochs and self.micro_batches_per_epoch(num_samples) <= self.num_micro_batches
+
     def micro_batches_per_epoch(self, num_samples: int) -> int:
         """Micro-batches of each rank in one pass over the data."""
         return math.ceil(num_samples / (self.dp * self.micro_batch_size))
@@ -63,7 +71,7 @@ class Packing:
         # epochs that are shorter than a step.
         per_epoch = self.micro_batches_per_epoch(order.num_samples)
         first, begun, passed = 0, 0, done
-        if per_epoch > self.num_micro_batches:
+        if not self.ends_epochs_within_steps(order.num_samples):
             first, begun = divmod(done * self.num_micro_batches, per_epoch)
             passed = 0
         epochs = map(order.epoch, itertools.count(first))
@@ -76,10 +84,13 @@ class Packing:
         """Lay out the samples of one step: [rank][micro-batch] -> samples."""
         if self.tokens_per_micro_batch is None:
             return plan_by_count(samples, self.dp, self.num_micro_batches, self.micro_batch_size)
-        tokens = np.array([lengths[i] for i in samples])
-        costs = tokens + (self.pair_cost * tokens**2).astype(np.int64)
+        tokens = np.asarray(lengths)[samples].astype(np.int64)
         units = [(sample,) for sample in samples]  # samples that share images would be one
-        return plan_by_tokens(units, tokens, self.dp, self.tokens_per_micro_batch, costs)
+        return plan_by_tokens(units, tokens, self.dp, self.tokens_per_micro_batch, self.costs(tokens))
+
+    def costs(self, tokens: np.ndarray) -> np.ndarray:
+        """The costs of samples of so many tokens, int64."""
+        return tokens + (self.pair_cost * tokens**2).astype(np.int64)
 
     def lay_out_all(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         """Lay out a whole data set as one step, with as many micro-batches on every rank. lengths: its own."""
@@ -129,13 +140,80 @@ class StepPlan:
         return self.step(step).of_ranks[rank]
 
     def heaviest(self, done: int) -> list[int]:
-        """The samples of the micro-batch with most tokens that is left on any rank; the first one of several.
+        """Samples of a micro-batch with as many tokens as any that is left on any rank has.
 
-        Empty if no step is left.
+        It is the first of these itself, and empty if no step is left; but where finding it would take long, samples
+        that no micro-batch can surpass: the longest ones by count, and a pack of _most_tokens() or slightly more.
         """
-        lengths = self.dataset.lengths
-        micro_batches = (micro for layout in self.after(done) for rank in layout.of_ranks for micro in rank)
-        return max(micro_batches, key=lambda micro: sum([lengths[i] for i in micro]), default=[])
+        packing, lengths = self.packing, self.dataset.lengths
+        left = (self.num_steps - done) * self.batch_size
+        if packing.tokens_per_micro_batch is not None:
+            if left > PLANNED_SAMPLES:
+                return pack_of(lengths, self._most_tokens(done))
+        elif left > SCANNED_SAMPLES:
+            number = min(packing.micro_batch_size, len(lengths))
+            longest = np.argpartition(lengths, -number)[-number:]
+            return np.resize(longest, packing.micro_batch_size).tolist()
+        elif not packing.ends_epochs_within_steps(len(lengths)):
+            return self._heaviest_of(itertools.islice(self.after(self._heaviest_step(done)), min(1, left)))
+        return self._heaviest_of(self.after(done))
+
+    def _heaviest_of(self, layouts: Iterable[StepLayout]) -> list[int]:
+        micro_batches = (micro for layout in layouts for rank in layout.of_ranks for micro in rank)
+        return max(micro_batches, key=self._tokens, default=[])
+
+    def _tokens(self, samples: list[int]) -> int:
+        return int(self.dataset.lengths[samples].sum()) if samples else 0
+
+    def _heaviest_step(self, done: int) -> int:
+        """The steps before the first one with the heaviest micro-batch by count."""
+        packing, lengths = self.packing, self.dataset.lengths
+        unit, per_step = self.batch_size, 1
+        if packing.across_epochs:
+            unit, per_step = packing.dp * packing.micro_batch_size, packing.num_micro_batches
+        found, most = done, -1
+        for first, rows in self.order.scan(unit, done * per_step, self.num_steps * per_step):
+            if rows.shape[1] == unit:
+                by_unit = lengths[rows].reshape(len(rows), -1, packing.micro_batch_size).sum(2).max(1)
+                step = (first + int(by_unit.argmax())) // per_step
+                tokens = int(by_unit.max())
+            else:  # the last samples of an epoch
+                step = first // per_step
+                tokens = self._tokens(self._heaviest_of([self.step(step + 1)]))
+            if tokens > most:
+                found, most = step, tokens
+        return found
+
+    def _most_tokens(self, done: int) -> int:
+        """Tokens that no pack of the steps that are left surpasses.
+
+        plan_by_tokens puts the heaviest sample first into the lightest pack, whose cost is at most the mean then, and
+        no exchange makes the heaviest pack heavier. Packs that this leaves too long are cut to the bound, which is
+        lower. Samples cost at least their tokens.
+        """
+        packing, lengths, longest = self.packing, self.dataset.lengths, int(self.dataset.lengths.max())
+        cost_of_longest = int(packing.costs(np.array([longest]))[0])
+        if (self.num_steps - done) * self.batch_size > SCANNED_SAMPLES:
+            step_cost = self.batch_size * cost_of_longest
+        else:
+            scan = self.order.scan(self.batch_size, done, self.num_steps)
+            step_cost = max(int(packing.costs(lengths[rows].astype(np.int64)).sum(1).max()) for _, rows in scan)
+        evened = math.ceil(step_cost / packing.dp) + cost_of_longest
+        return max(longest, min(packing.tokens_per_micro_batch, evened))
+
+
+def pack_of(lengths: np.ndarray, num_tokens: int) -> list[int]:
+    """The longest samples that make up a number of tokens, or slightly more; all samples if they have fewer."""
+    left = np.bincount(lengths)  # samples of each length
+    taken = np.zeros_like(left)
+    for length in np.flatnonzero(left)[::-1].tolist():
+        taken[length] = min(left[length], num_tokens // length)
+        num_tokens -= length * int(taken[length])
+    left -= taken
+    if num_tokens > 0 and left[num_tokens:].any():  # a gap shorter than what is left: close it with the shortest
+        taken[num_tokens + int(np.argmax(left[num_tokens:] > 0))] += 1
+    wanted = np.flatnonzero(taken)
+    return [int(i) for length in wanted for i in np.flatnonzero(lengths == length)[: taken[length]]]
 
 
 def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrder:
@@ -150,7 +228,16 @@ def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrd
         lengths=dataset.lengths_for(how),
         micro_batch_size=training.per_device_train_batch_size,
         accumulation=training.gradient_accumulation_steps,
+        folder=dataset.index.folder,
     )
+
+
+def largest_share(order: SampleOrder, lengths: np.ndarray, dp: int) -> int:
+    """Tokens with which every step is one micro-batch on each rank: an even share of the largest step, and one sample
+    more, by which balanced packs may differ."""
+    lengths = np.asarray(lengths)
+    steps = order.scan(order.batch_size, 0, order.steps_per_epoch)
+    return math.ceil(max(int(lengths[rows].sum(1).max()) for _, rows in steps) / dp) + int(lengths.max())
 
 
 def steps_per_epoch(order: SampleOrder, packing: Packing) -> int:

@@ -19,6 +19,7 @@ from llava_ds.engine.activation_checkpointing import checkpoint_spread, repeated
 from llava_ds.engine.param_groups import num_elements
 from llava_ds.engine.warm_up import LargestMicroBatch, backward_with_weight_zero, discard_gradients, missing_state_bytes
 from llava_ds.runtime.ranks import Ranks, gather, local_ranks
+from llava_ds.runtime.waiting import waiting
 
 MARGIN = 0.05  # of the memory, left for the allocator's fragmentation and for other processes
 GB, MB = 10**9, 10**6
@@ -114,7 +115,8 @@ def measure(
     """Measure the memory of the largest micro-batch's activations, and the most that it may be on this rank."""
     on_gpu = engine.device.type == "cuda"
     if on_gpu:
-        torch.cuda.synchronize()
+        with waiting("the device"):
+            torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(engine.device)
     probes = {}
     for name, part in parts.items():

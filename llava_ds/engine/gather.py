@@ -9,6 +9,7 @@ from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_com
 from torch import nn
 
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import waiting
 
 
 def gathered(parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
@@ -18,9 +19,15 @@ def gathered(parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> It
     """
     for name, parameter in parameters:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            tensor = parameter.detach().to("cpu", copy=True) if ranks.is_first else None
+            tensor = on_host(parameter) if ranks.is_first else None
         if ranks.is_first:
             yield name, tensor
+
+
+def on_host(parameter: nn.Parameter) -> torch.Tensor:
+    """A copy on the CPU of a parameter that was gathered, which waits for the ranks that it comes from."""
+    with waiting("a gathered weight"):
+        return parameter.detach().to("cpu", copy=True)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from llava_ds.runtime.waiting import waiting
+
 SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: a tensor on the device, of steps not yet settled
 NORM_NUMBERS = 2**24  # of a gradient, in float64 at a time
 CLIP_EPSILON = 1e-6  # what DeepSpeed and torch add to the norm before they divide by it
@@ -93,7 +95,8 @@ def skipped_steps(engine) -> int | torch.Tensor:
 def settle_skipped_steps(engine) -> None:
     """Add the device's count to the engine's, which checkpoints hold. Waits for the device."""
     if hasattr(engine, SKIPPED):
-        engine.skipped_steps += int(getattr(engine, SKIPPED))
+        with waiting("the count of skipped steps"):
+            engine.skipped_steps += int(getattr(engine, SKIPPED))
         getattr(engine, SKIPPED).zero_()
 
 

@@ -18,13 +18,14 @@ from llava_ds.batch import Batch
 from llava_ds.data.collate import collate
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.step_plan import StepPlan
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
 STEPS_LOOKED_AT = 20  # to find out if steps have several micro-batches
 
 
 @dataclass(frozen=True)
 class LargestMicroBatch:
-    """The micro-batch with the most tokens that is still to come, the same on every rank.
+    """A micro-batch with as many tokens as any that is still to come, the same on every rank (StepPlan.heaviest).
 
     samples: numbers in the data set; accumulates: True if steps have several micro-batches, so that its gradients are
     added to others.
@@ -35,14 +36,17 @@ class LargestMicroBatch:
     accumulates: bool
 
 
-def largest_micro_batch(plan: StepPlan, done: int, device: torch.device) -> LargestMicroBatch:
-    """The largest micro-batch that is left on any rank when `done` steps are done, with its images, on the device."""
-    samples = plan.heaviest(done)
+def largest_micro_batch(plan: StepPlan, done: int, ranks: Ranks) -> LargestMicroBatch:
+    """The largest micro-batch that is left on any rank when `done` steps are done, with its images, on the device.
+
+    Rank 0 alone looks for it; all ranks call it together.
+    """
+    samples = broadcast_from_first(ranks, lambda: plan.heaviest(done))
     items = [item for item in map(plan.dataset.__getitem__, samples) if not isinstance(item, BrokenSample)]
     loaded = [sample for item in items for sample in item.samples]
     layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
     accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)
-    return LargestMicroBatch(collate(loaded, plan.dataset.image_options).to(device), samples, accumulates)
+    return LargestMicroBatch(collate(loaded, plan.dataset.image_options).to(ranks.device), samples, accumulates)
 
 
 def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:

@@ -145,7 +145,7 @@ def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
         ("tokens", "- tokens: {:,.0f}"),
         ("supervised_tokens", "- supervised tokens: {:,.0f}"),
         ("loss", "- loss at the end (running mean): {:.4f}"),
-        ("held_out_loss", "- loss on held-out samples: {:.4f}"),
+        ("held_out_loss", "- loss on eval samples: {:.4f}"),
     )
     epochs = f", {numbers['epoch']:.2f} epochs" if "epoch" in numbers else ""
     return [

@@ -39,7 +39,9 @@ def export_model(engine, export: ExportPlan, args: Arguments, dataset: EncodedDa
     """
     output_dir = Path(args.training.output_dir)
     engine.empty_partition_cache()  # after the eval loss was measured, as below
-    with _disk_errors(output_dir, args.training), exact_fp32():
+    # Layers of --torch_compile would be compiled anew for a single forward without gradients.
+    stance = "force_eager" if args.training.torch_compile else "default"
+    with _disk_errors(output_dir, args.training), exact_fp32(), torch.compiler.set_stance(stance):
         if ranks.is_first:
             write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
         if export.form == "projector":

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from llava_ds.engine.gather import on_host
 from llava_ds.model.families.language import embedding_name, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open import names as formats
@@ -69,7 +70,7 @@ def take_part(entries: Iterable[Entry]) -> None:
 
 def _gathered(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-        return parameter.detach().to("cpu", copy=True) if ranks.is_first else None
+        return on_host(parameter) if ranks.is_first else None
 
 
 def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) -> list[Entry]:

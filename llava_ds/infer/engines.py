@@ -115,7 +115,7 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
             return on_every_rank(ranks, lambda: load_model(path, str(ranks.device), **how))
         assert ranks is not None, "DeepSpeed's engines run in a process group"
         if options.offload == "none":
-            found = on_every_rank(ranks, lambda: load_model(path, "cpu", **how))
+            found = on_every_rank(ranks, lambda: load_model(path, "cpu", **how, maps=True))
             model, notes = _tensor_parallel(found.model, ranks, str(path))
         else:
             with open_model(path, options.moved, options.version) as opened:
@@ -128,7 +128,10 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
 
 
 def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, list[str]]:
-    """Move the model to this rank's device, its decoder and output layers sharded over all ranks, its tower whole."""
+    """Move the model to this rank's device, its decoder and output layers sharded over all ranks, its tower whole.
+
+    model: mapped from its files, of which a rank then copies what it needs.
+    """
     import deepspeed
     from deepspeed.module_inject.auto_tp import AutoTP
 
@@ -140,12 +143,16 @@ def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, 
         # For the language model alone: by itself, DeepSpeed 0.19 shards CLIP's layers, too.
         cut = {"injection_policy": {layer: tuple(sorted(names)) for layer, names in AutoTP.tp_parser(decoder)}}
     tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    mapped = {parameter.data_ptr() for parameter in model.parameters()}
     engine = deepspeed.init_inference(
         model, dtype=model.dtype, tensor_parallel={"tp_size": size}, replace_with_kernel_inject=False, **cut
     )
     # DeepSpeed 0.19 rounds every buffer to dtype; the tables of rotary angles were in float32.
     for name, buffer in engine.module.named_buffers():
         buffer.data = tables[name].to(ranks.device)
+    for parameter in engine.module.parameters():  # whole ones, on the CPU
+        if parameter.data_ptr() in mapped:
+            parameter.data = parameter.data.clone()
     notes = [f"deepspeed.init_inference: the language model is cut over {size} ranks" if size > 1 else
              "deepspeed.init_inference, on one rank: nothing is cut"]  # fmt: skip
     return engine.module, [*notes, NO_KERNELS]

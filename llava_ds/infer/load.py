@@ -17,7 +17,7 @@ from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import ImageOptions
 from llava_ds.infer.formats import UnloadedModel, open_model
 from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
-from llava_ds.model.loading import check_depth, check_fit, load_weights
+from llava_ds.model.loading import check_depth, check_fit, load_weights, return_freed_memory
 from llava_ds.model.open.folder import read_pinpoints
 from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.vision import read_processor
@@ -70,24 +70,30 @@ def load_model(
     dtype: torch.dtype | None = None,
     version: str | None = None,
     moved: Mapping[str, str] | None = None,
+    maps: bool = False,
 ) -> LoadedModel:
     """Load a model of any format that open_model() reads, on a GPU if there is one.
 
-    dtype: None for the weights' own; version and moved: see open_model. Raises ConfigError or DataError for what is no
+    dtype: None for the weights' own; version and moved: see open_model; maps: leave weights in CPU memory mapped from
+    their files, for a caller that moves or shards them. Raises ConfigError or DataError for what is no
     LLaVA, or incomplete.
     """
     with open_model(path, moved, version) as unloaded:
-        model = fill_model(unloaded, unloaded.precision(dtype)).eval()
-        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        # On the way to a GPU, ranks that load together need no copy each in CPU memory.
+        model = fill_model(unloaded, unloaded.precision(dtype), maps or torch.device(device).type != "cpu").eval()
+        model = model.to(device)
         return with_settings(model, unloaded, version)
 
 
-def fill_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
-    """Build the model in this process's memory, and stream its weights in one by one."""
+def fill_model(unloaded: UnloadedModel, dtype: torch.dtype, maps: bool = False) -> HFModel:
+    """Build the model in this process's memory, and stream its weights in one by one; maps: see load_model."""
     check_weights(unloaded, dtype)
-    with no_init_weights():
-        model = construct_model(unloaded, dtype)
-    load_weights(model, unloaded.weights(model), Ranks(0, 0, 1, torch.device("cpu")), "--model_path")
+    alone = Ranks(0, 0, 1, torch.device("cpu"))
+    with return_freed_memory():
+        with no_init_weights():
+            model = construct_model(unloaded, dtype)
+        load_weights(model, unloaded.weights(model), alone, "--model_path", copies=not maps)
     return model
 
 

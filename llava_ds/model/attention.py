@@ -3,6 +3,7 @@
 """Attention over samples laid end to end: no sample sees another, and no T x T mask exists."""
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -22,7 +23,11 @@ NAME = "llava_ds_varlen"
 # The kernels, best first.
 FLASH_3, FLASH_2, TORCH, SEGMENTS = "flash-attn 3", "flash-attn 2", "torch's varlen kernel", "SDPA sample by sample"
 
-MAX_FUSED_WIDTH = 256  # of a head, in flash-attn's and torch's kernels
+HALF = (torch.float16, torch.bfloat16)
+# Head widths of flash-attn 2 and 3, and of torch's kernels, which are flash-attn's: multiples of 8, up to this.
+MAX_FUSED_WIDTH, WIDTH_STEP = 256, 8
+# Their backward has no place for heads of this width (with dropout, up to MAX_FUSED_WIDTH) on other GPUs than those.
+CROWDED_WIDTHS, ROOMY_CAPABILITIES = (192, 224), ((8, 0), (9, 0))
 BLOCK = 512  # queries at a time under a window or a soft cap, where no kernel does it
 
 
@@ -111,8 +116,12 @@ def _spread(query: torch.Tensor, query_positions: torch.Tensor, length: int) -> 
 
 
 @torch.compiler.assume_constant_result  # installed packages and devices don't change
-@functools.cache
 def _choose(device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool) -> str:
+    return _best_kernel(device, dtype, width, window, softcap, dropout)
+
+
+@functools.cache  # in a function of its own: torch.compile ignores a cache around the one above, with a warning
+def _best_kernel(device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool) -> str:
     return _kernels(device, dtype, width, window, softcap, dropout)[0]
 
 
@@ -137,27 +146,42 @@ def _problem(
 ) -> str | None:
     if device != "cuda":
         return f"needs a CUDA device, this is {device}"
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in HALF:
         return f"computes in half precision only, not in {str(dtype).removeprefix('torch.')}"
     if width is None or width > MAX_FUSED_WIDTH:
         return f"needs heads of one width of at most {MAX_FUSED_WIDTH}"
+    if width % WIDTH_STEP:
+        return f"needs heads whose width is a multiple of {WIDTH_STEP}, not {width}"
+    capability = torch.cuda.get_device_capability()
     if kernel == FLASH_3:
         if importlib.util.find_spec("flash_attn_interface") is None:
             return "not installed"
-        if torch.cuda.get_device_capability()[0] != 9:
+        if capability[0] != 9:
             return "made for Hopper GPUs"
-        return "has no dropout" if dropout else None
+        return "has no dropout" if dropout else _indeterminism(kernel)
     if kernel == FLASH_2 and importlib.util.find_spec("flash_attn") is None:
         return "not installed (the extra llava_ds[flash])"
-    if torch.cuda.get_device_capability() < (8, 0):
+    if capability < (8, 0):
         return "needs compute capability 8.0"
+    least, most = CROWDED_WIDTHS
+    if least < width and (width <= most or dropout) and capability not in ROOMY_CAPABILITIES:
+        return f"has a backward for heads of {width} on A100 and H100 only"
     if kernel == FLASH_2:
-        return "has no dropout under a soft cap" if softcap and dropout else None
+        return "has no dropout under a soft cap" if softcap and dropout else _indeterminism(kernel)
     if softcap:
         return "has no soft cap"
     if dropout:
         return "has no dropout"
     return "has no windows before torch 2.11" if window and not _varlen_takes("window_size") else None
+
+
+def _indeterminism(kernel: str) -> str | None:
+    """The reason against flash-attn under --deterministic: versions before 2.4.1 can't be asked for it."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return None
+    module = importlib.import_module("flash_attn_interface" if kernel == FLASH_3 else "flash_attn")
+    takes = inspect.signature(module.flash_attn_varlen_func).parameters
+    return None if "deterministic" in takes else "has no deterministic backward in this version"
 
 
 def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
@@ -198,18 +222,16 @@ def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None 
 
     With query_positions, positions within the sample: (1, H, len(query_positions), E).
     """
-    length, grouped = key.shape[2], query.shape[1] != key.shape[1]
+    length = key.shape[2]
     window = rule.window if rule.window is not None and rule.window < length else length
-    options = {"scale": rule.scaling, "dropout_p": rule.dropout, "enable_gqa": grouped}
     if query.shape[2] == 0:
         return query
     if rule.softcap is None and window == length:
         if query_positions is None:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+            return _sdpa(query, key, value, rule)
         if 2 * len(query_positions) > length:  # the causal kernel skips half of the scores, a mask none
             query = _spread(query, query_positions, length)
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-            return out.index_select(2, query_positions)
+            return _sdpa(query, key, value, rule).index_select(2, query_positions)
     positions = torch.arange(length, device=query.device) if query_positions is None else query_positions
     blocks = []
     for q, i in zip(query.split(BLOCK, 2), positions.split(BLOCK)):
@@ -218,12 +240,35 @@ def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None 
         seen = (distance >= 0) & (distance < window)  # (queries, keys)
         k, v = key[:, :, first:end], value[:, :, first:end]
         if rule.softcap is None:
-            blocks.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **options))
+            blocks.append(_sdpa(q, k, v, rule, seen))
         else:
             # Recomputed in backward, or every score of every layer would be stored.
             keep_rng = rule.dropout > 0
             blocks.append(checkpoint(_capped, q, k, v, seen, rule, use_reentrant=False, preserve_rng_state=keep_rng))
     return torch.cat(blocks, 2)
+
+
+def _sdpa(query, key, value, rule: Rule, seen: torch.Tensor | None = None) -> torch.Tensor:
+    """torch's own attention of one sample (1, H, queries, E): under a mask (queries, keys), or causal without one."""
+    groups = query.shape[1] // key.shape[1]
+    width = max(query.shape[3], value.shape[3])
+    special = seen is not None or query.shape[3] != value.shape[3]
+    if groups > 1 and not _takes_groups(query.device.type, query.dtype, width, special):
+        key, value, groups = repeat_kv(key, groups), repeat_kv(value, groups), 1
+    return F.scaled_dot_product_attention(
+        query, key, value, seen, rule.dropout, seen is None, scale=rule.scaling, enable_gqa=groups > 1
+    )
+
+
+def _takes_groups(device: str, dtype: torch.dtype, width: int, special: bool) -> bool:
+    """True if SDPA keeps its kernel where several query heads share a key head. special: masked, or of two widths.
+
+    On CUDA only its flash kernel does. For what that one does not compute, SDPA has a memory-efficient kernel, but with
+    shared heads it would store all scores, L x L for each head. Source: torch's sdp_utils.cpp, 2.10 to 2.13.
+    """
+    if device != "cuda":
+        return True
+    return dtype in HALF and width <= MAX_FUSED_WIDTH and not special and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _capped(query, key, value, seen: torch.Tensor, rule: Rule) -> torch.Tensor:
@@ -263,6 +308,7 @@ def _flash_attn_arguments(query, key, value, cu_seqlens, max_seqlen, rule: Rule)
         "causal": True,
         "window_size": _window_size(rule),
         "softcap": rule.softcap or 0.0,
+        **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}),
     }
 
 

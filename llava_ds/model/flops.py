@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from llava_ds.config.arguments import ModelArguments, trained_parts, trains_new_rows
-from llava_ds.model.llava import assemble
+from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.lora import linear_names
 from llava_ds.model.vision import TowerPlan
 
@@ -30,12 +30,17 @@ MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
 @dataclass(frozen=True)
 class ModelFlops:
     """FLOPs, forward and backward, of a token in all layers of the language model, of a pair of tokens in its
-    attention, of a tile in tower and projector, and of a supervised position in the output layer."""
+    attention, of a tile in tower and projector, and of a supervised position in the output layer.
+
+    forward_per_token and forward_per_pair: of the first two the forward's part, which checkpointed layers compute
+    once more. Nobody counts that as useful."""
 
     per_token: float
     per_pair: float
     per_tile: float
     per_target: float
+    forward_per_token: float = 0.0
+    forward_per_pair: float = 0.0
 
     def of(self, tokens: float, pairs: float, tiles: float, targets: float) -> float:
         """FLOPs of so many of each: of a step, or of a sample. pairs: the sum of L (L + 1) / 2 over samples."""
@@ -54,6 +59,11 @@ def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) 
     """
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args, torch.zeros(3), torch.zeros(3))
+    return flops_of_model(model, text, tower, args)
+
+
+def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
+    """The FLOPs of a composition that has been built already, without its adapters."""
     parts = trained_parts(args)
     trains_tower, trains_projector = "vision_tower" in parts, "projector" in parts
     trains_layers = "language_model" in parts and not args.lora_enable
@@ -67,14 +77,17 @@ def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) 
     if args.lora_enable:
         linear = (llm.get_submodule(name) for name in linear_names(llm))
         adapters = sum(args.lora_r * (layer.in_features + layer.out_features) for layer in linear)
+    forward_per_pair = 4 * text.num_hidden_layers * _heads_width(text)
     tied = output.weight is llm.get_input_embeddings().weight
     trains_output = trains_layers or ("output_layer" in parts and not tied)
     return ModelFlops(
         per_token=layers * _times(reaches_layers, trains_layers) + adapters * 6,
-        per_pair=4 * text.num_hidden_layers * _heads_width(text) * (3 if reaches_layers else 1),
+        per_pair=forward_per_pair * (3 if reaches_layers else 1),
         per_tile=_tower_flops(model.vision_tower.tower, tower, trains_tower)
         + _projector_flops(model.projector, tower, trains_tower, trains_projector),
         per_target=output.weight.numel() * _times(reaches_layers, trains_output),
+        forward_per_token=2 * (layers + adapters),
+        forward_per_pair=forward_per_pair,
     )
 
 

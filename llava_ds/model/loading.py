@@ -13,6 +13,7 @@ from llava_ds.model import quantize
 from llava_ds.model.open.weights import Weights
 from llava_ds.runtime.mesh import sum_over
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import waiting
 
 MAX_SHOWN = 4  # problems named in one message
 MAX_NAME = 200  # characters of a tensor's name in a message
@@ -21,12 +22,16 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str) -> None:
+def load_weights(
+    module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str, copies: bool = True
+) -> None:
     """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
 
-    module: or some of its parameters by name. Weights of quantized layers are packed when they are read, and summed
-    packed. Raises DataError when a tensor is missing, has another shape or is not the module's, and RuntimeError when
-    the ranks' values differ from those in the files (writes to partitioned parameters can get lost silently).
+    module: or some of its parameters by name; copies: False to let parameters be the mapped file, whose pages all
+    processes of a machine share, for a module in CPU memory that is moved or sharded next. Weights of quantized layers
+    are packed when they are read, and summed packed. Raises DataError when a tensor is missing, has another shape or is
+    not the module's, and RuntimeError when the ranks' values differ from those in the files (writes to partitioned
+    parameters can get lost silently).
     """
     check_fit(module, source, what)
     parameters, _ = _named(module)
@@ -49,7 +54,10 @@ def load_weights(module: nn.Module | dict[str, nn.Parameter], source: Weights, r
             if ranks.is_first or not partitioned:
                 tensor = read().to(parameter.dtype)
                 sums[order[name]] = bit_sum(tensor)
-                parameter.data.copy_(tensor)
+                if copies:
+                    parameter.data.copy_(tensor)
+                else:
+                    parameter.data = tensor
                 del tensor  # of a mapped file, which it would keep in memory
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 
@@ -133,9 +141,10 @@ def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, rank
         held[i] = bit_sum(_own_partition(parameter, ranks) if partitioned[i] else parameter.data)
     if any(partitioned):
         device = ranks.device
-        held = sum_over(None, held.to(device)).cpu()
+        held = sum_over(None, held.to(device))
         torch.distributed.broadcast(expected := sums.to(device), 0)
-        sums = expected.cpu()
+        with waiting("sums of the weights"):
+            held, sums = held.cpu(), expected.cpu()
     wrong = [name for name, a, b in zip(parameters, held.tolist(), sums.tolist()) if a != b]
     if wrong:
         raise RuntimeError(f"{what}: {len(wrong)} tensors did not arrive as read, the first is {wrong[0]}")

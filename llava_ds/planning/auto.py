@@ -1,8 +1,6 @@
 """Choices that "auto" leaves to memory: the DeepSpeed JSON, tokens of a micro-batch, and checkpointed layers."""
 
 import dataclasses
-import itertools
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from llava_ds.config.arguments import Arguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import largest_share
 from llava_ds.engine.activation_budget import free_memory
 from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
@@ -144,10 +143,11 @@ def run_on_ranks(
     resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
 ) -> Run:
     """The run on these ranks and its data. The rank with the least free memory decides; all ranks call it together."""
-    share = largest_share(order, dataset.lengths, ranks.world_size)
+    share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, ranks.world_size))
+    facts = dataset.index.facts
     data = Data(
-        longest_sample=max(dataset.lengths),
-        supervised_fraction=sum(dataset.num_targets) / sum(dataset.lengths),
+        longest_sample=int(dataset.lengths.max()),
+        supervised_fraction=facts["targets"] / facts["tokens"],
         share=min(share, MOST_TOKENS_ON_CPU) if ranks.device.type == "cpu" else share,
     )
     memory = min(gather(free_memory(ranks.device), ranks))
@@ -171,13 +171,6 @@ def choose_tokens_per_micro_batch(
         tokens, why = run_on_ranks(resolved, plan, dataset, order, ranks).batch.num_tokens, "chosen for this memory"
     print_first(f"--tokens_per_micro_batch {tokens} ({why})")
     return tokens
-
-
-def largest_share(order: SampleOrder, lengths: list[int], dp: int) -> int:
-    """Tokens with which every step is one micro-batch on each rank: an even share of the largest step, and one sample
-    more, by which balanced packs may differ."""
-    steps = itertools.islice(order.steps(0), order.steps_per_epoch)
-    return math.ceil(max(sum(lengths[i] for i in samples) for samples in steps) / dp) + max(lengths)
 
 
 def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, str]:

@@ -88,7 +88,7 @@ def describe_change(run: Run, other: Run) -> str:
 def advice(run: Run, gpu_memory: float) -> str:
     """One sentence: the run fits, or the smallest change with which it would."""
     total, memory = run.estimate().total, f"{gpu_memory / GB:g} GB"
-    start = f"{_name(run.placement)} on {_gpus(run.setup)} needs {total / GB:.1f} GB of {memory}"
+    start = f"{placement_name(run.placement)} on {_gpus(run.setup)} needs {total / GB:.1f} GB of {memory}"
     other = smallest_change(run, gpu_memory)
     if other == run:
         return f"{start}: fits"
@@ -100,7 +100,7 @@ def advice(run: Run, gpu_memory: float) -> str:
 
 def table(run: Run, gpu_memory: float | None) -> list[str]:
     """Every stage and offload side by side, in GB (10**9 bytes) or MB; the run's own column is marked."""
-    placements = _columns(run)
+    placements = table_placements(run)
     columns = {name: dataclasses.replace(run, placement=p).estimate() for name, p in placements.items()}
     unit, size = ("GB", GB) if columns["ZeRO-0"].total >= GB else ("MB", MB)
     names = [f"[{name}]" if placements[name] == run.placement else name for name in columns]
@@ -108,6 +108,11 @@ def table(run: Run, gpu_memory: float | None) -> list[str]:
     rows += [(label, [f"{getattr(c, field) / size:.2f}" for c in columns.values()]) for label, field in ROWS.items()]
     if gpu_memory is not None:
         rows.append((f"in {gpu_memory / GB:g} GB", [verdict(c.total, gpu_memory) for c in columns.values()]))
+    return aligned(rows)
+
+
+def aligned(rows: list[tuple[str, list[str]]]) -> list[str]:
+    """Lines of a label and its cells, as wide as the widest of their column."""
     widths = [max(CELL, *(len(cell) + 2 for cell in cells)) for cells in zip(*(cells for _, cells in rows))]
     return [f"{label:22}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)) for label, cells in rows]
 
@@ -138,7 +143,7 @@ def description(run: Run) -> list[str]:
 def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
     """The same figures for a program, in bytes."""
     columns = {}
-    placements = _columns(run)
+    placements = table_placements(run)
     for name, placement in placements.items():
         one = dataclasses.replace(run, placement=placement).estimate()
         columns[name] = {field: getattr(one, field) for field in ROWS.values()}
@@ -151,7 +156,7 @@ def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
         "largest_gathered_layer_bytes": run.setup.weight_bytes * largest_unit(run.shape),
         "setup": dataclasses.asdict(run.setup),
         "micro_batch": run.batch and dataclasses.asdict(run.batch),
-        "chosen": _name(run.placement),
+        "chosen": placement_name(run.placement),
         "bytes": columns,
         "advice": None if gpu_memory is None else advice(run, gpu_memory),
     }
@@ -193,12 +198,14 @@ def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
     return all(DEVICES.index(device) >= DEVICES.index(than) for device, than in zip(offload, other))
 
 
-def _columns(run: Run) -> dict[str, Placement]:
+def table_placements(run: Run) -> dict[str, Placement]:
     """The table's columns: the usual placements, and the run's own if it is another."""
-    return PLACEMENTS if run.placement in PLACEMENTS.values() else {**PLACEMENTS, _name(run.placement): run.placement}
+    own = {} if run.placement in PLACEMENTS.values() else {placement_name(run.placement): run.placement}
+    return PLACEMENTS | own
 
 
-def _name(placement: Placement) -> str:
+def placement_name(placement: Placement) -> str:
+    """Its column's name."""
     offloaded = {"opt": placement.optimizer, "param": placement.param}
     words = " + ".join(f"{device} {part}" for part, device in offloaded.items() if device != "none")
     return next((name for name, p in PLACEMENTS.items() if p == placement), f"{placement.stage} + {words}")

@@ -12,6 +12,7 @@ from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.model.families.language import mlp_width
+from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
 from llava_ds.model.open.folder import take_from_model
@@ -59,6 +60,10 @@ NAMED = {
         "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
         "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
     },
+    "qwen2.5-14b": {
+        "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
+    },
     "qwen2-72b": {
         "model_type": "qwen2", "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064,
@@ -80,7 +85,7 @@ class TextShape:
     """Widths of the language model: query and key of all heads together. trained: whether the stage trains its weights.
 
     is_llamas: whether its layers have Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together,
-    lora_dropped: the widths of the inputs that it drops parts of.
+    lora_dropped: the widths of the inputs that it drops parts of; tied: whether the output layer is the embedding.
     """
 
     hidden: int
@@ -92,29 +97,36 @@ class TextShape:
     vocab: int
     trained: bool
     is_llamas: bool
+    tied: bool
     lora_rank: int = 0
     lora_dropped: int = 0
 
 
 @dataclass(frozen=True)
 class TowerShape:
-    """Widths of the vision tower, features per tile, side of a tile in pixels, and layers of the projector."""
+    """Widths and layers of the vision tower, features per tile, side of a tile in pixels, and layers of the projector.
+
+    num_parameters: of the tower alone; trained: whether the stage trains it.
+    """
 
     hidden: int
     intermediate: int
+    num_layers: int
     num_patches: int
     image_size: int
     projector_layers: int
+    num_parameters: int
+    trained: bool
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All that memory depends on. Sizes are in elements.
+    """All that memory and speed depend on. Sizes are in elements.
 
     groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others but the packed;
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
     the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
-    that no stage shares out.
+    that no stage shares out. flops: None when only the number of parameters is known.
     """
 
     parts: tuple[Part, ...]
@@ -126,6 +138,7 @@ class ModelShape:
     packed: tuple[int, ...] = ()
     packed_bits: int = 16
     scale_bits: float = 0
+    flops: ModelFlops | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -191,6 +204,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
         is_llamas = _has_llamas_layers(model.language_model)
+        flops = flops_of_model(model, text, tower, args.model)
         if args.model.lora_enable:
             check_lora(args.model)
             names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
@@ -221,19 +235,24 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             vocab=model.language_model.get_output_embeddings().weight.shape[0],
             trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
             is_llamas=is_llamas,
+            tied=_is_tied(model.language_model),
             lora_rank=args.model.lora_r * len(layers) // text.num_hidden_layers,
             lora_dropped=inputs // text.num_hidden_layers if args.model.lora_dropout else 0,
         ),
         tower=TowerShape(
             hidden=tower.config.hidden_size,
             intermediate=tower.config.intermediate_size,
+            num_layers=tower.num_layers,
             num_patches=tower.images.num_tokens,
             image_size=tower.images.size,
             projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
+            num_parameters=_numel(model.vision_tower.parameters()),
+            trained="vision_tower" in trained_parts(args.model),
         ),
         packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
         packed_bits=args.model.bits,
         scale_bits=scale_bits(args.model),
+        flops=flops,
     )
 
 
@@ -241,6 +260,10 @@ def _has_llamas_layers(language_model: nn.Module) -> bool:
     layers = (module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer))
     names = {name.rpartition(".")[0] for layer in layers for name, _ in layer.named_parameters()}
     return names == LLAMAS_LAYER
+
+
+def _is_tied(language_model: nn.Module) -> bool:
+    return language_model.get_output_embeddings().weight is language_model.get_input_embeddings().weight
 
 
 def _units(model: LlavaModel) -> tuple[tuple[int, ...], ...]:

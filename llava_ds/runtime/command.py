@@ -123,10 +123,12 @@ def exit_with(main: Callable[[], int | None], program: str) -> NoReturn:
         exit_for_interrupt()
     except Exception as error:
         if "torch" in sys.modules:  # else it can't be, and importing it takes seconds
+            from llava_ds.runtime.determinism import about_nondeterministic
             from llava_ds.runtime.device_memory import is_out_of_memory, without_memory
 
-            if is_out_of_memory(error):
-                exit_for_bad_input(ConfigError(without_memory(error)), program)
+            problem = without_memory(error) if is_out_of_memory(error) else about_nondeterministic(error)
+            if problem is not None:
+                exit_for_bad_input(ConfigError(problem), program)
         exit_for_failure()
     sys.exit(code)
 

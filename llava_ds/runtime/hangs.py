@@ -38,7 +38,8 @@ def behind(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]
     """The ranks that the others wait for, and the evidence.
 
     Those that give no sign of life; else those in the earliest phase or step, if others are further; else those whose
-    main thread is not in a collective, if others' are. None where all wait alike.
+    main thread neither waits nor queues work for its GPU, if others' do; else those that queue, if others wait. None
+    where all wait alike.
     """
     silent = [each for each in known if each.silent_s > silent_after_s and each.beat.phase != "done"]
     if silent:
@@ -47,7 +48,8 @@ def behind(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]
     last = [each for each in known if each.beat.position == first]
     if len(last) < len(known):
         return last, "the others are further"
-    at_work = [each for each in known if not each.beat.waits]
+    awake = [each for each in known if not each.beat.waits]
+    at_work = [each for each in awake if not each.beat.queues] or awake
     if at_work and (len(at_work) < len(known) or len(known) == 1):
         return at_work, "the others wait for it in a collective" if len(known) > 1 else "it makes no progress"
     return [], "all wait alike: the ranks' collectives don't match, or the network between them lost one"
@@ -72,7 +74,7 @@ def standstill(known: list[Known], silent_after_s: float, samples: dict[int, str
     others: dict[str, list[Known]] = {}
     for each in known:
         if each not in late:
-            does = "waits" if each.beat.waits else "works"
+            does = "waits" if each.beat.waits else "queues work for its GPU" if each.beat.queues else "works"
             others.setdefault(f"{place(each.beat)}, {does} at {each.beat.where}", []).append(each)
     for text, group in others.items():
         seconds = max(each.seconds for each in group)

@@ -39,8 +39,9 @@ class Beat:
 
     phase: one of PHASES; step: the current or the last one; seconds: in this phase and step, or in other phases than
     steps since the last progress; limit: of these seconds, or None; where: the innermost line of the main thread;
-    waits: whether that is in a collective; busy_s: of step_s seconds in steps so far, those in which it did not wait;
-    ends: why it ends the run, if it does; hangs: whether because nothing progresses; leaves: whether on a request.
+    waits: whether that is in a collective, or in a reading of the device; busy_s: of step_s seconds in steps so far,
+    those in which it did not wait; ends: why it ends the run, if it does; hangs: whether because nothing progresses;
+    leaves: whether on a request; queues: whether it queues work for a GPU, whose queue may be full.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Beat:
     ends: str | None = None
     hangs: bool = False
     leaves: bool = False
+    queues: bool = False
 
     @property
     def position(self) -> tuple[int, int]:

@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import psutil
 
 from llava_ds.runtime.output import printable
 from llava_ds.runtime.redact import redact
+from llava_ds.runtime.waiting import QUEUE, waits_for
 
 OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"  # this package, beside the script that is run
 WRITING_S = 10.0  # for stacks and messages: the disk may be what hangs
@@ -22,10 +24,13 @@ LEAST_BYTES = 1_000_000  # read or written between two looks: likewise
 
 
 class Activity:
-    """Use of processor time and of files by this process and those that it started."""
+    """Use of processor time and of files by this process and those that it started.
 
-    def __init__(self) -> None:
-        self._process = psutil.Process()
+    on_gpu: then this process's own processor time is none, for CUDA and NCCL spin while they wait.
+    """
+
+    def __init__(self, on_gpu: bool = False) -> None:
+        self._process, self._on_gpu = psutil.Process(), on_gpu
         self._before = self._used()
 
     def goes_on(self, elapsed_s: float) -> bool:
@@ -43,18 +48,32 @@ class Activity:
         with contextlib.suppress(psutil.Error):
             for process in (self._process, *self._process.children(recursive=True)):
                 with contextlib.suppress(psutil.Error, OSError, AttributeError):  # gone, or not counted here
-                    times = process.cpu_times()
-                    cpu_s += times.user + times.system
+                    if not (self._on_gpu and process is self._process):
+                        times = process.cpu_times()
+                        cpu_s += times.user + times.system
                     counted = process.io_counters()
                     size += max(counted.read_chars, counted.read_bytes) + counted.write_chars
         return cpu_s, size
 
 
-def look_at(frame: FrameType | None) -> tuple[str, bool, tuple]:
-    """The place of a thread (its innermost line, and the line of this package above it); True if it is in a collective;
-    and a key that changes when it makes progress."""
+class Sight(NamedTuple):
+    """A thread at one moment.
+
+    where: its innermost line, and the line of this package above it; waits: whether it is in a collective, or marked as
+    waiting; queues: whether it is queuing work for the device; key: changes when it makes progress.
+    """
+
+    where: str = ""
+    waits: bool = False
+    queues: bool = False
+    key: tuple = ()
+
+
+def look_at(frame: FrameType | None, thread: threading.Thread) -> Sight:
+    """Look at a thread, of which this is the frame."""
     if frame is None:
-        return "", False, ()
+        return Sight()
+    mark = waits_for(thread)
     innermost, key, own = frame, [], None
     while frame is not None:
         key.append((id(frame.f_code), frame.f_lasti))
@@ -63,12 +82,14 @@ def look_at(frame: FrameType | None) -> tuple[str, bool, tuple]:
             own = frame
         frame = frame.f_back
     file = innermost.f_code.co_filename
-    waits = f"torch{os.sep}distributed{os.sep}" in file or (
+    in_collective = f"torch{os.sep}distributed{os.sep}" in file or (
         # DeepSpeed waits for what it began in methods of this name.
         f"{os.sep}deepspeed{os.sep}" in file and innermost.f_code.co_name == "wait"
     )
     lines = [_line(each) for each in (own, innermost) if each is not None]
-    return " in ".join(dict.fromkeys(reversed(lines))), waits, tuple(key)
+    where = " in ".join(dict.fromkeys(reversed(lines)))
+    marked = mark not in ("", QUEUE)
+    return Sight(f"{where} for {mark}" if marked else where, in_collective or marked, mark == QUEUE, tuple(key))
 
 
 def _line(frame: FrameType) -> str:

@@ -34,6 +34,7 @@ from llava_ds.runtime.processes import (
     watch_launcher,
 )
 from llava_ds.runtime.ranks import Ranks, barrier, print_first
+from llava_ds.runtime.waiting import waiting
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last when the terminal is closed
 LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # requests beside signals, whose numbers are smaller
@@ -86,7 +87,8 @@ class Agreement:
         if self._begun is None:
             return 0
         (work, values), self._begun = self._begun, None
-        work.wait()
+        with waiting("the other ranks' answer on stopping"):
+            work.wait()
         return int(values[0])
 
 

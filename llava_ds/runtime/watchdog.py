@@ -50,11 +50,11 @@ class Watchdog:
         """Begin to watch. All ranks call it together, from the thread that trains."""
         self._training, self._ranks = training, ranks
         self._peers = Peers(ranks) if ranks.world_size > 1 else None
-        self._main = threading.get_ident()
+        self._main, self._on_gpu = threading.current_thread(), ranks.device.type == "cuda"
         self._now = self._since = self._sent_at = self._longest = 0.0
         self._beat = Beat(ranks.rank, limit=self._limit("start"))
         self._place_key: tuple = ()
-        self._activity = Activity()
+        self._activity = Activity(self._on_gpu)
         self._beats: dict[int, tuple[Beat, float]] = {}  # of every rank, and when it was heard
         self._before: dict[int, tuple[float, float]] = {}  # busy_s and step_s, when they were last compared
         self._next_report: dict[int, float] = {}  # ranks that held the others up, and when that may be reported again
@@ -157,10 +157,12 @@ class Watchdog:
                 self._longest = max(self._longest, self._now - self._since)
             self._since = self._now
         with no_collection():
-            where, waits, key = look_at(sys._current_frames().get(self._main))
-        if phase != "step" and not waits and key != self._place_key:
+            sight = look_at(sys._current_frames().get(self._main.ident), self._main)
+        moved, self._place_key = sight.key != self._place_key, sight.key
+        if phase != "step" and not sight.waits and moved:
             self._since = self._now  # reading, encoding and writing may take hours
-        self._place_key = key
+        queues = self._on_gpu and sight.queues and not sight.waits
+        works = not sight.waits and (moved or not queues)
         in_step = passed if phase == "step" else 0.0
         self._beat = Beat(
             rank=self._ranks.rank,
@@ -168,9 +170,10 @@ class Watchdog:
             step=step,
             seconds=round(self._now - self._since, 1),
             limit=self._limit(phase),
-            where=where,
-            waits=waits,
-            busy_s=round(self._beat.busy_s + (0.0 if waits else in_step), 3),
+            where=sight.where,
+            waits=sight.waits,
+            queues=queues,
+            busy_s=round(self._beat.busy_s + (in_step if works else 0.0), 3),
             step_s=round(self._beat.step_s + in_step, 3),
         )
 

@@ -1,4 +1,4 @@
-"""evals.jsonl and samples.jsonl: the loss on held-out samples, and answers to a few questions, as training goes on."""
+"""evals.jsonl and samples.jsonl: the loss on eval samples, and answers to a few questions, as training goes on."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class Evals:
         curves |= {f"eval/{name}": mean for name, mean in metrics.items()}
         self.trackers.log({"eval/loss": loss, **curves}, step)
         without = f", without {broken:,} that broke," if broken else ""
-        print_first(f"step {step:,}: the loss on {samples:,} held-out samples{without} is {loss:.4f} ({seconds:.1f} s)")
+        print_first(f"step {step:,}: the loss on {samples:,} eval samples{without} is {loss:.4f} ({seconds:.1f} s)")
 
     def add_answers(self, step: int, rows: list[dict[str, object]], *, seconds: float) -> None:
         """rows: id, question, images, reference and answer of each; seconds: that all of them took together."""

@@ -1,37 +1,13 @@
 """The peak of a device, which model FLOPs are measured against."""
 
-import re
 import time
 
 import torch
 
+from llava_ds.runtime.gpus import gpu_of_device
 from llava_ds.runtime.tf32 import tf32_allowed
 
 TERA = 1e12
-# Dense (no sparsity) tensor-core figures of the vendors' data sheets, in TFLOP/s: half precision (bf16, or fp16 where a
-# GPU has no bf16, added up in fp32), and tf32, None where a GPU has none. By a pattern of the name that torch reports,
-# the first that matches it all.
-PEAKS: dict[str, tuple[float, float | None]] = {
-    r"(NVIDIA )?(GB200|B200).*": (2250, 1125),
-    r"(NVIDIA )?(H100|H200|H800) PCIe.*": (756, 378),
-    r"(NVIDIA )?H100 NVL.*": (835, 417.5),
-    r"(NVIDIA )?H200 NVL.*": (835.5, 418),
-    r"(NVIDIA )?(GH200|H100|H200|H800).*": (989.4, 494.7),
-    r"(NVIDIA )?H20": (148, 74),
-    r"(NVIDIA )?A(100|800).*": (312, 156),
-    r"(NVIDIA )?A30": (165, 82),
-    r"(NVIDIA )?A40": (149.7, 74.8),
-    r"(NVIDIA )?A10": (125, 62.5),
-    r"(NVIDIA )?L40S": (362.05, 183),
-    r"(NVIDIA )?L40": (181.05, 90.5),
-    r"(NVIDIA )?L4": (121, 60),
-    r"(NVIDIA )?RTX A6000": (154.8, 77.4),
-    r"(NVIDIA )?RTX 6000 Ada Generation": (364.2, 182.1),
-    r"(NVIDIA )?GeForce RTX 4090( D)?": (165.2, 82.6),
-    r"(NVIDIA )?GeForce RTX 3090( Ti)?": (71, 35.6),
-    r"(NVIDIA |Tesla )?V100.*": (125, None),
-    r"(NVIDIA |Tesla )?T4": (65, None),
-}
 GEMM_SIDE, GEMM_SIDES_CPU = 8192, (128, 1024)
 GEMM_TIME_S = 0.2
 
@@ -53,12 +29,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """FLOP/s by a GPU's name as torch reports it; None where there is no figure."""
-    if " MIG " in name:
-        return None  # a part of the GPU, whose figure nobody publishes
-    found = next((peaks for pattern, peaks in PEAKS.items() if re.fullmatch(pattern, name)), None)
+    found = gpu_of_device(name)
     if found is None or (dtype == torch.float32 and not tf32):
         return None
-    figure = found[1] if dtype == torch.float32 else found[0]
+    figure = found.tf32 if dtype == torch.float32 else found.half
     return None if figure is None else figure * TERA
 
 

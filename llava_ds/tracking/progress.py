@@ -4,9 +4,10 @@ import dataclasses
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -18,6 +19,7 @@ from llava_ds.files.jsonl import MetricsLog, read_metrics
 from llava_ds.model.flops import ModelFlops
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, progress_bar
+from llava_ds.runtime.waiting import waiting
 from llava_ds.tracking.metrics_csv import MetricsTable
 from llava_ds.tracking.plots import LossPlot
 from llava_ds.tracking.series import Smoothed
@@ -27,7 +29,8 @@ from llava_ds.tracking.trackers import Trackers
 @dataclass(frozen=True)
 class RunFacts:
     """Facts about a run for its log. title: of loss.png; resumed_step: steps that were done before this start;
-    peak_flops: of one rank's device, per second; num_units: what the objective's metrics are means over."""
+    peak_flops: of one rank's device, per second; num_units: what the objective's metrics are means over; reads_late:
+    whether a step is read after the next one is queued."""
 
     title: str
     output_dir: Path
@@ -36,11 +39,21 @@ class RunFacts:
     flops: ModelFlops
     peak_flops: float
     num_units: Callable[[Counts], float]
+    reads_late: bool = False
+
+
+class Reading(NamedTuple):
+    """Results of some steps, and their numbers on the way from the device."""
+
+    results: list
+    numbers: "NumbersFromDevice"
 
 
 class Progress:
     """Takes the result of every step, reads the device only every --logging_steps, and writes on rank 0.
 
+    With reads_late, a step's numbers leave the device when it is done, and are waited for when the next step is queued:
+    the device never runs out of work for the log. What is due at a save, an eval or the end is waited for at once.
     A new number in the log is one line in _row, or one entry of the objective's metrics.
     """
 
@@ -48,7 +61,9 @@ class Progress:
         """trackers: what --report_to switches on. All ranks call it together."""
         self.run, self.plan, self.trackers, self.ranks, self.mesh = run, plan, trackers, ranks, mesh
         self.sources = plan.dataset.sources
-        self.pending: list = []
+        self.pending: list = []  # steps of which nothing is read yet
+        self.readings: list[Reading] = []
+        self.elapsed_s = 0.0  # of the steps since the log was written
         self.waited_s = 0.0  # for the device when it was last read, which is in the time of the step that followed
         self.smoothed, self.num_broken = Smoothed(), 0
         if ranks.is_first:
@@ -65,30 +80,42 @@ class Progress:
         flush: write at once, so that the log does not lag behind a checkpoint, whose time is not a step's.
         """
         self.pending.append(result)
-        read = [], []
-        if flush or result.step % self.run.logging_steps == 0 or result.step == self.plan.num_steps:
-            read = self.flush()
+        self.elapsed_s += result.step_time_s
+        at_once = flush or result.step == self.plan.num_steps
+        read = self._write(at_once or result.step % self.run.logging_steps == 0, at_once or not self.run.reads_late)
         if flush:
             self.waited_s = 0.0
         return read
 
     def flush(self) -> tuple[list, list[dict]]:
         """Write what is pending, and return it as after_step does. All ranks call it together."""
-        if not self.pending:
+        return self._write(True, True)
+
+    def _write(self, is_due: bool, at_once: bool) -> tuple[list, list[dict]]:
+        """Write the steps whose reading began before this call, and with at_once those that are due now."""
+        if not self.readings and not (is_due and self.pending):
             return [], []
         started = time.perf_counter()
-        read = self._read()
+        ready, self.readings = self.readings, []
+        if is_due and self.pending:
+            self.readings.append(self._begin(self.pending))
+            self.pending = []
+        if at_once:
+            ready, self.readings = ready + self.readings, []
+        if not ready:
+            return [], []
+        with waiting("the numbers of a step"):
+            read = [result for reading in ready for result in self._end(reading)]
         waited_s = time.perf_counter() - started
         # Steps are queued faster than the device takes them: only those read together have a time of their own.
-        seconds = sum(result.step_time_s for result in read) - self.waited_s + waited_s
-        self.waited_s = waited_s
+        seconds = self.elapsed_s - self.waited_s + waited_s
+        self.elapsed_s, self.waited_s = 0.0, waited_s
         rates = self._rates(read, seconds)
         rows = [self._row(result, rates) for result in read]
         if self.ranks.is_first:
             for log in (self.log, self.table, self.plot, self.trackers):
                 log.write(rows)
             self._show(rows, wait=sum(result.data_wait_s for result in read) / seconds)
-        self.pending.clear()
         return read, rows
 
     def close(self) -> None:
@@ -99,34 +126,43 @@ class Progress:
             self.plot.close()
             self.log.close()
 
-    def _read(self) -> list:
-        """Return what is pending with numbers in place of tensors, in one look at the device."""
+    def _begin(self, results: list) -> Reading:
+        """Send the numbers of some results on their way, without waiting for the device."""
         several = len(self.sources) > 1
-        parts = [{"loss": r.loss, **({"by_source": r.by_source} if several else {}), **r.metrics} for r in self.pending]
+        parts = [{"loss": r.loss, **({"by_source": r.by_source} if several else {}), **r.metrics} for r in results]
         same = [
-            {"counts": r.counts, "grad_norm": r.grad_norm, "skipped_steps": r.skipped_steps, "own_loss": r.loss}
-            for r in self.pending
+            {
+                "counts": r.counts,
+                "grad_norm": r.grad_norm,
+                "skipped_steps": r.skipped_steps,
+                "own_loss": r.loss,
+                "means": None if r.means is None else self._means_of_all(r.means),
+            }
+            for r in results
         ]
         both = [{**a, **b} for a, b in zip(summed(parts, self.mesh), same)]
+        return Reading(results, NumbersFromDevice(both, self.ranks.device))
+
+    def _end(self, reading: Reading) -> list:
+        """Return the results with numbers in place of tensors."""
         read = []
-        for result, found in zip(self.pending, to_host(both, self.ranks.device)):
+        for result, found in zip(reading.results, reading.numbers.read()):
             counts = Counts(*map(int, found["counts"]))
             changed = dataclasses.replace(
                 result,
-                **{name: found[name] for name in ("loss", "grad_norm", "skipped_steps", "own_loss")},
+                **{name: found[name] for name in ("loss", "grad_norm", "skipped_steps", "own_loss", "means")},
                 counts=counts,
                 by_source=found.get("by_source"),
                 metrics={name: found[name] / max(1, self.run.num_units(counts)) for name in result.metrics},
-                means=None if result.means is None else self._means_of_all(result.means),
             )
             read.append(changed)
         return read
 
-    def _means_of_all(self, means: torch.Tensor) -> list[list[float]]:
+    def _means_of_all(self, means: torch.Tensor) -> torch.Tensor:
         """(ranks, micro-batches) of each rank's (micro-batches,)."""
         table = means.new_zeros(self.mesh.dp, len(means))
         table[self.mesh.dp_rank] = means
-        return sum_over(self.mesh.data_group, table).tolist()
+        return sum_over(self.mesh.data_group, table)
 
     def _rates(self, read: list, seconds: float) -> dict[str, float]:
         """Tokens per second and MFU of the steps that were read together."""
@@ -188,18 +224,36 @@ def summed(steps: list[dict[str, torch.Tensor]], mesh: Mesh) -> list[dict[str, t
     return [{name: next(parts).view(tensor.shape) for name, tensor in step.items()} for step in steps]
 
 
-def to_host(steps: list[dict[str, object]], device: torch.device) -> list[dict[str, object]]:
-    """Replace the tensors in some dicts by numbers, or lists of them, in one copy from the device."""
-    tensors = [value for step in steps for value in step.values() if isinstance(value, torch.Tensor)]
-    flat = torch.cat([tensor.to(device, torch.float64).flatten() for tensor in tensors]).cpu()
-    parts = iter(flat.split([tensor.numel() for tensor in tensors]))
-    return [
-        {
-            name: next(parts).view(value.shape).tolist() if isinstance(value, torch.Tensor) else value
-            for name, value in step.items()
-        }
-        for step in steps
-    ]
+class NumbersFromDevice:
+    """A copy of the tensors in some dicts, in one piece, that waits for nothing until it is read."""
+
+    def __init__(self, steps: list[dict[str, object]], device: torch.device) -> None:
+        self._steps, self._device = steps, device
+        tensors = [value for step in steps for value in step.values() if self._is_copied(value)]
+        self._sizes = [tensor.numel() for tensor in tensors]
+        flat = torch.cat([tensor.double().flatten() for tensor in tensors])
+        self._copied = None
+        if device.type == "cuda":
+            flat = flat.to("cpu", non_blocking=True)  # into pinned memory
+            self._copied = torch.cuda.Event(blocking=True)  # the host sleeps while it waits
+            self._copied.record()
+        self._flat = flat
+
+    def read(self) -> list[dict[str, object]]:
+        """The dicts with numbers, or lists of them, in the place of tensors."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        parts = iter(self._flat.split(self._sizes))
+        return [{name: self._number(value, parts) for name, value in step.items()} for step in self._steps]
+
+    def _is_copied(self, value: object) -> bool:
+        """With offload, some are on the host already."""
+        return isinstance(value, torch.Tensor) and value.device.type == self._device.type
+
+    def _number(self, value: object, parts: Iterator[torch.Tensor]) -> object:
+        if self._is_copied(value):
+            return next(parts).view(value.shape).tolist()
+        return value.double().tolist() if isinstance(value, torch.Tensor) else value
 
 
 # What stands before the numbers, with less and less room.

@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -75,7 +76,7 @@ def eval_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
     if not args.data.eval_fraction:
         return [f"{samples} of --eval_data_path {args.data.eval_data_path}", *held_out.summary()]
     seed = args.training.seed if args.training.data_seed is None else args.training.data_seed
-    tokens, targets = sum(held_out.lengths), sum(held_out.num_targets)
+    tokens, targets = (held_out.index.facts[name] for name in ("tokens", "targets"))
     return [
         f"{samples} of the accepted records of --data_path: --eval_fraction {args.data.eval_fraction:g}, drawn by seed "
         f"{seed}; they are not trained on",
@@ -83,13 +84,13 @@ def eval_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
     ]
 
 
-def length_histogram(lengths: list[int]) -> dict[str, list[int]]:
+def length_histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
     """Count the samples by length: counts, and edges in tokens, one more than counts."""
-    longest = max(lengths, default=1)
+    longest = int(np.max(lengths)) if len(lengths) else 1
     width = -(-longest // LENGTH_BINS)
     edges = np.arange(0, longest + width + 1, width)
     # An edge belongs to the bin below it: lengths are whole, and none is 0.
-    counts, _ = np.histogram(np.asarray(lengths, np.int64) - 1, edges)
+    counts, _ = np.histogram(lengths, edges + 1)
     last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 1
     return {"edges": edges[: last + 1].tolist(), "counts": counts[:last].tolist()}
 

@@ -9,7 +9,6 @@ import itertools
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +23,7 @@ from llava_ds.data.templates import TEMPLATES
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather
+from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.trackers import Trackers
 from llava_ds.train.objectives.objective import Objective
@@ -58,12 +58,14 @@ def eval_loss(
     objective = dataclasses.replace(objective, num_sources=num_sources)
     sums: dict[str, torch.Tensor | int] = {"samples": 0, "targets": 0}
     for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device):
-        _, by_source, metrics = objective.forward(engine, micro.batch)
+        with queuing():
+            _, by_source, metrics = objective.forward(engine, micro.batch)
         found = {"samples": micro.num_samples, "targets": micro.num_targets, "by_source": by_source, **metrics}
         sums = {name: sums.get(name, 0) + value for name, value in found.items()}
     engine.train()
     tensors = [torch.as_tensor(value, dtype=torch.float64, device=engine.device) for value in sums.values()]
-    total = iter(sum_over(mesh.data_group, torch.cat([tensor.flatten() for tensor in tensors])).tolist())
+    with waiting("the eval loss"):
+        total = iter(sum_over(mesh.data_group, torch.cat([tensor.flatten() for tensor in tensors])).tolist())
     found = {name: list(itertools.islice(total, tensor.numel())) for name, tensor in zip(sums, tensors)}
     (samples,), (targets,), by_source = found.pop("samples"), found.pop("targets"), found.pop("by_source")
     losses, units = by_source[:num_sources], by_source[num_sources:]
@@ -81,7 +83,7 @@ def prompts_of(
     Those with images come first: they tell more about a model that sees.
     """
     found: list[SampleQuestion] = []
-    for index in map(int, np.argsort(~dataset.has_images, kind="stable")):
+    for index in itertools.chain(dataset.positions(images=True), dataset.positions(images=False)):
         if len(found) == number:
             break
         sample = dataset[index]
@@ -147,11 +149,14 @@ def answers(engine, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ra
     going = list(range(len(prompts)))
     while going:
         batch = collate([_continued(prompts[i].sample, decoded[i]) for i in going], decoding.images).to(ranks.device)
-        logits = engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)  # (B, V)
+        with queuing():
+            logits = engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)  # (B, V)
         chosen = logits.argmax(-1)
         if ranks.world_size > 1:  # the same on every rank, on whatever hardware
             torch.distributed.broadcast(chosen, src=0)
-        for i, token in zip(list(going), chosen.tolist()):
+        with waiting("the next token"):
+            tokens = chosen.tolist()
+        for i, token in zip(list(going), tokens):
             if token in ends:
                 going.remove(i)
                 continue

@@ -8,9 +8,10 @@ evaluates nor saves what it gave up.
 import time
 from dataclasses import dataclass, field
 
+from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import DataError
 from llava_ds.engine.non_finite import settle_skipped_steps
-from llava_ds.runtime.ranks import print_first
+from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.tracking.page import report_at_end
 from llava_ds.tracking.peak import peak_flops
 from llava_ds.tracking.progress import Progress, RunFacts
@@ -76,8 +77,20 @@ class Hook:
     def after_step(self, end: StepEnd) -> None:
         """Act after a step."""
 
+    def flush(self) -> None:
+        """Write what waits, before an error ends the run."""
+
     def close(self) -> None:
         """Act after the last step, if training ended as it should. Hooks are closed in the reverse of their order."""
+
+
+def steps_behind(training: TrainingArguments, ranks: Ranks) -> int:
+    """The steps by which the log follows the run between saves.
+
+    On a GPU a step is read when the next one is queued, or the GPU would wait at every reading; but not where what is
+    read may take the run back.
+    """
+    return int(ranks.device.type == "cuda" and training.on_loss_spike != "rewind")
 
 
 class Stop(Hook):
@@ -98,15 +111,9 @@ class Log(Hook):
         print_first(line)
         steps, zero = f"{plan.steps.num_steps} steps", f"ZeRO-{plan.resolved.zero_stage}"
         title = f"{called(plan.args)}: {steps}, {zero}, {ranks.world_size} ranks"
-        run = RunFacts(
-            title,
-            plan.output_dir,
-            self.training.logging_steps,
-            plan.resumed_step,
-            plan.flops,
-            peak,
-            session.objective.num_units,
-        )
+        every, late = self.training.logging_steps, steps_behind(self.training, ranks) > 0
+        units = session.objective.num_units
+        run = RunFacts(title, plan.output_dir, every, plan.resumed_step, plan.flops, peak, units, late)
         self.progress = Progress(run, plan.steps, session.trackers, ranks, session.mesh)
 
     def after_step(self, end: StepEnd) -> None:
@@ -118,6 +125,9 @@ class Log(Hook):
             # DeepSpeed's own name and axis for the loss, which its engine does not write.
             name, size = "Train/Samples/train_loss", self.session.plan.steps.batch_size
             monitor.write_events([(name, row["loss"], row["step"] * size) for row in rows])
+
+    def flush(self) -> None:
+        self.progress.flush()
 
     def close(self) -> None:
         self.progress.close()
@@ -145,7 +155,8 @@ class Health(Hook):
         for watch in (self.skipped, self.skipped_steps, self.spikes):
             watch.add(end.read)
         # Not wherever the log was read: where a run goes back may not depend on who looks at it when.
-        regular = end.finished or end.step % self.training.logging_steps == 0
+        read_at = end.step - steps_behind(self.training, self.session.ranks)
+        regular = end.finished or read_at % self.training.logging_steps == 0
         if self.spikes.found and (regular or self.session.saves_at(end.step, end.last)):
             end.paused = True
             self._meet_spike(end.step)

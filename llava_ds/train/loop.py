@@ -9,6 +9,7 @@ import torch
 from llava_ds.data.loader import Window, windows
 from llava_ds.engine.non_finite import skipped_steps
 from llava_ds.runtime.mesh import Mesh, sum_over
+from llava_ds.runtime.waiting import queuing
 from llava_ds.train.hooks import Hook, StepEnd
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.session import Session
@@ -27,6 +28,9 @@ def train(session: Session, hooks: Sequence[Hook]) -> None:
         end = StepEnd(result, finished=result.step == num_steps)
         for hook in hooks:
             hook.after_step(end)
+        if end.problems:
+            for hook in hooks:
+                hook.flush()
         end.raise_problems()
         watchdog.set_phase("step", result.step + 1)
         return end.paused_s()
@@ -70,7 +74,8 @@ def run_steps(
         lr = [group["lr"] for group in engine.optimizer.param_groups]
         # An image may break after it was checked: only what the ranks really have is counted.
         counts = sum_over(mesh.data_group, _on_device(window.counts, engine.device))
-        sums = micro_steps(engine, window, counts, objective)
+        with queuing():
+            sums = micro_steps(engine, window, counts, objective)
         state.step += 1
         finished = time.perf_counter()
         result = StepResult(

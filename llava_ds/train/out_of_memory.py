@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from llava_ds.batch import Batch
@@ -45,7 +46,7 @@ class MemoryWatch:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if is_out_of_memory(error, self._ranks.device):
-            longest = max(self._plan.dataset.lengths)
+            longest = int(np.max(self._plan.dataset.lengths))
             lines = [
                 f"out of memory on {self._where()}",
                 f"  {in_use(self._ranks.device)}, ZeRO stage {self._resolved.zero_stage}: {first_line(error)}",

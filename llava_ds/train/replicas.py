@@ -7,6 +7,7 @@ import torch
 from llava_ds.constants import DataError
 from llava_ds.model.loading import bit_sum
 from llava_ds.runtime.ranks import Ranks, gather
+from llava_ds.runtime.waiting import waiting
 
 MOST_NAMED = 4  # parameters
 
@@ -45,7 +46,9 @@ def replica_sums(model: torch.nn.Module) -> dict[str, int]:
     held = {name: p for name, p in model.named_parameters() if p.numel() and not _is_partitioned(p)}
     if not held:
         return {}
-    return dict(zip(held, torch.stack([bit_sum(p.detach()) for p in held.values()]).tolist()))
+    sums = torch.stack([bit_sum(p.detach()) for p in held.values()])
+    with waiting("sums of the weights"):
+        return dict(zip(held, sums.tolist()))
 
 
 def _is_partitioned(parameter: torch.nn.Parameter) -> bool:

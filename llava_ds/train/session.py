@@ -159,7 +159,7 @@ def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: 
     done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
     moments, largest = num_moments(config), None
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
-        largest = largest_micro_batch(plan.steps, done, ranks.device)
+        largest = largest_micro_batch(plan.steps, done, ranks)
     if largest and chooses_layers:
         with memory.warm_up(largest):
             print_first(

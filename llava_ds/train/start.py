@@ -12,11 +12,14 @@ from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.model.liger import check_liger
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.runtime.cli import read_training_flags
+from llava_ds.runtime.determinism import use_deterministic_kernels
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, check_same, print_first, quiet_libraries
 from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.runtime.watchdog import Watchdog
+
+GPU_WORKERS = 4  # loader processes for a GPU, which computes while they decode; on a CPU they would take its cores
 
 
 class Start(NamedTuple):
@@ -43,6 +46,8 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     if writes:
         lock.take_early(output_dir)
     allow_tf32(args.training.tf32)
+    if args.training.deterministic:
+        use_deterministic_kernels()
     ranks = init_ranks()
     if writes:
         lock.take_together(output_dir, ranks)
@@ -52,6 +57,8 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     print_first(*notes, *more_notes)
     if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, ranks.world_size)):
         args = args.replaced(train_batch_size=batch_size)
+    if args.data.dataloader_num_workers is None:
+        args = args.replaced(dataloader_num_workers=GPU_WORKERS if ranks.device.type == "cuda" else 0)
     if args.training.use_liger_kernel:
         check_liger(ranks.device)
     return Start(args, raw_config, ranks, Mesh.of(ranks))

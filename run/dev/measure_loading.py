@@ -1,9 +1,9 @@
 """Measure the memory of loading a model on each rank: its own, and with the pages of mapped files.
 
-Last argument: a JSON file with {"cases": {name: flags of the model}, "out": folder}. Every case is built at ZeRO-3 in
-float32, and every rank writes <out>/<name>-<rank>.json with bytes: "share" (its partition), "anonymous" and "resident"
-(the largest growth while loading), and "left" (the growth afterwards). The first case should be a small one, for what
-libraries do once is counted to it.
+Last argument: a JSON file with {"cases": {name: flags of the model}, "out": folder, "stages": {name: ZeRO stage}}.
+Every case is built at its stage, by default 3, in float32, and every rank writes <out>/<name>-<rank>.json with bytes:
+"share" (its partition), "anonymous" and "resident" (the largest growth while loading), and "left" (the growth
+afterwards). The first case should be a small one, for what libraries do once is counted to it.
 """
 
 import ctypes
@@ -23,7 +23,10 @@ from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import quiet_libraries
 
-ZERO_3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+def zero(stage: int) -> dict[str, object]:
+    """A DeepSpeed JSON."""
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
 
 
 class Watch(threading.Thread):
@@ -64,12 +67,12 @@ def main() -> None:
         watch = Watch()
         watch.start()
         plan = plan_model(args.model, 64)
-        model = build_model(plan, args.model, ZERO_3, torch.float32, 0, ranks)
+        model = build_model(plan, args.model, zero(work["stages"].get(name, 3)), torch.float32, 0, ranks)
         watch.over.set()
         watch.join()
         settle()
         found = {
-            "share": sum(p.ds_tensor.numel() * 4 for p in model.parameters()),
+            "share": sum(getattr(p, "ds_tensor", p).numel() * 4 for p in model.parameters()),
             "anonymous": watch.peak[0] - watch.before[0],
             "resident": watch.peak[1] - watch.before[1],
             "left": memory()[0] - watch.before[0],

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 
-from benchmark.length_mix import FINETUNE, length_mix
+from benchmark.length_mix import FINETUNE, PRETRAIN, length_mix
 
 from llava_ds.data import packing
 from llava_ds.data.packing import plan_by_tokens
@@ -37,6 +37,33 @@ def fill_and_balance(
     return tokens / (packs * max_tokens), tokens / (needed * max_tokens), work / slowest
 
 
+def padded_share(steps: list[list[int]], lengths: list[int], dp: int, micro_batch_size: int) -> tuple[float, float]:
+    """Useful share of the tokens of padded micro-batches, one a rank and step, and where all wait for the longest."""
+    tokens = padded = waited = 0
+    for samples in steps:
+        longest = [
+            max(lengths[i] for i in samples[first : first + micro_batch_size])
+            for first in range(0, dp * micro_batch_size, micro_batch_size)
+        ]
+        tokens += sum(lengths[i] for i in samples)
+        padded += micro_batch_size * sum(longest)
+        waited += micro_batch_size * dp * max(longest)
+    return tokens / padded, tokens / waited
+
+
+def measure_padding(num_samples: int) -> None:
+    """Print the useful share of LLaVA-1.5's batches on 8 ranks: stage 2 in its sampler's order, stage 1 at random."""
+    print("stage  batch   mean length   useful in padded batches   where ranks wait for the slowest")
+    for stage, parts, micro_batch_size in ((2, FINETUNE, 16), (1, PRETRAIN, 32)):
+        mix = length_mix(parts, num_samples, seed=0)
+        signed = [n if images else -n for n, images in zip(mix.tokens.tolist(), mix.images)]
+        batch, how = 8 * micro_batch_size, "modality" if stage == 2 else "random"
+        order = SampleOrder(num_samples, batch, 0, how, signed, micro_batch_size)
+        steps = list(itertools.islice(order.steps(), num_samples // batch))
+        useful, with_waiting = padded_share(steps, mix.tokens.tolist(), 8, micro_batch_size)
+        print(f"{stage:5} {batch:6} {mix.tokens.mean():13.0f} {useful:26.3f} {with_waiting:34.3f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max_tokens", type=int, default=8192)
@@ -44,7 +71,11 @@ def main() -> None:
     parser.add_argument("--num_samples", type=int, default=665_000)
     parser.add_argument("--num_steps", type=int, default=100, help="of which fill and balance are taken")
     parser.add_argument("--plain", action="store_true", help="without the local search that evens packs out")
+    parser.add_argument("--padded", action="store_true", help="measure the padding of LLaVA's recipes instead")
     args = parser.parse_args()
+    if args.padded:
+        measure_padding(args.num_samples)
+        return
     if args.plain:
         packing._even = lambda *_: None
     lengths = length_mix(FINETUNE, args.num_samples, seed=0).tokens.tolist()

@@ -23,7 +23,7 @@ from llava_ds.config.other_trainers import WITHOUT_EFFECT
 from llava_ds.config.parsing import build_parser, parse_arguments, tiny_defaults
 from llava_ds.config.recipes import read_recipe
 from llava_ds.config.rules import is_installed
-from llava_ds.config.shipped import RECIPES
+from llava_ds.config.shipped import RECIPES, found
 from llava_ds.constants import ConfigError
 
 ZERO2 = str(Path(__file__).parents[2] / "ds_configs" / "zero2.json")
@@ -725,3 +725,11 @@ def test_other_trainers_flags_lead_to_what_is_meant_here(flag, says):
     with pytest.raises(ConfigError) as caught:
         parse_arguments([flag, "2"])
     assert str(caught.value) == f"unknown flag {flag}{says}"
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_found_by_name(tmp_path, monkeypatch, path):
+    """Also llava-v1.5-7b-lora, in which a dot is no suffix's."""
+    monkeypatch.chdir(tmp_path)
+    for name in (path.stem, path.name, f"recipes/{path.name}"):
+        assert found(name, RECIPES, ".yaml") == str(path)

@@ -5,25 +5,11 @@ import os
 import time
 from pathlib import Path
 
-import datasets
-import pyarrow as pa
 import pytest
 
 from llava_ds.data import cache
-from llava_ds.data.cache import add_generation, open_newest, scratch_beside
+from llava_ds.data.cache import scratch_beside
 from llava_ds.data.sources.embedded import ImageStore, spooled
-
-
-def rows(value: int):
-    """What writes one number as rows."""
-
-    def write(folder: Path) -> tuple[list[str], list[str]]:
-        table = datasets.Dataset.from_dict({"a": [value]}).data.table
-        with pa.OSFile(str(folder / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-            writer.write_table(table)
-        return ["rows.arrow"], []
-
-    return write
 
 
 def spool_row(store: ImageStore):
@@ -35,14 +21,12 @@ def open_many(folder: Path, start, failures) -> None:
     for i in range(8):
         start.wait(timeout=30)
         try:
-            found = open_newest(folder / str(i)) or add_generation(folder / str(i), rows(i))
-            assert found.table["a"][:] == [i] and len(found.table) == 1
             assert list(spooled(str(folder / "pictures" / str(i)), spool_row)) == [(0, 1, "{}")]
         except BaseException as error:
             failures.put(repr(error))
 
 
-def test_processes_that_open_at_once_all_get_the_rows(tmp_path):
+def test_processes_that_write_a_spool_at_once_all_get_it(tmp_path):
     context = multiprocessing.get_context("fork")
     start, failures = context.Barrier(4), context.SimpleQueue()
     processes = [context.Process(target=open_many, args=(tmp_path, start, failures)) for _ in range(4)]
@@ -55,32 +39,10 @@ def test_processes_that_open_at_once_all_get_the_rows(tmp_path):
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == sorted(map(str, range(8)))
 
 
-def test_the_newest_generation_counts_and_the_one_before_stays(tmp_path):
-    folder = tmp_path / "key"
-    assert open_newest(folder) is None
-    found = [add_generation(folder, rows(i)) for i in range(4)]
-    assert open_newest(folder).table["a"][:] == [3]
-    assert sorted(path.name for path in folder.iterdir()) == ["3", "4"] and found[2].folder == folder / "3"
-    assert [each.table["a"][0] for each in found] == [0, 1, 2, 3]  # what is mapped stays
-
-
-def test_who_comes_second_takes_what_the_first_wrote(tmp_path):
-    folder = tmp_path / "key"
-
-    def slow(scratch: Path) -> tuple[list[str], list[str]]:
-        add_generation(folder, rows(1))
-        return rows(2)(scratch)
-
-    assert add_generation(folder, slow).table["a"][:] == [1]
-    assert [path.name for path in folder.iterdir()] == ["1"]
-
-
 def test_scratch_of_a_killed_process_with_this_number_is_in_nobodys_way(tmp_path):
-    (tmp_path / f"key.{os.getpid()}.tmp").mkdir()
     (tmp_path / f"spool.{os.getpid()}.tmp").mkdir()
-    assert add_generation(tmp_path / "key", rows(1)).table["a"][:] == [1]
     assert len(list(spooled(str(tmp_path / "spool"), spool_row))) == 1
-    assert len(list(tmp_path.glob("*.tmp"))) == 2  # they may be alive
+    assert len(list(tmp_path.glob("*.tmp"))) == 1  # it may be alive
 
 
 def test_scratch_is_removed_once_nobody_has_written_there_for_a_day(tmp_path):
@@ -100,5 +62,5 @@ def test_scratch_is_removed_once_nobody_has_written_there_for_a_day(tmp_path):
 
 def test_a_folder_can_be_read_by_whoever_may_read_its_neighbours(tmp_path):
     (tmp_path / "plain").mkdir()
-    found = add_generation(tmp_path / "key", rows(1))
-    assert found.folder.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    list(spooled(str(tmp_path / "key"), spool_row))
+    assert (tmp_path / "key").stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import dataset as dataset_module
-from llava_ds.data import preflight, seen_files
+from llava_ds.data import preflight, seen_files, shards
 from llava_ds.data import preflight as preflight_module
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
@@ -34,6 +34,7 @@ from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 
 P = (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
 KINDS = "titti"
+SECOND = Ranks(rank=1, local_rank=1, world_size=1, device=torch.device("cpu"))  # one that looks for no changes
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def no_work(monkeypatch):
 
     def start():
         monkeypatch.setattr(Checker, "__call__", refuse)
-        monkeypatch.setattr(dataset_module, "write_rows", refuse)
+        monkeypatch.setattr(dataset_module, "encode_together", refuse)
 
     return start
 
@@ -111,7 +112,7 @@ def test_moved_data_are_the_same_data(opened, tmp_path):
     moved = opened(
         data_path=str(tmp_path / "elsewhere" / "data.json"), image_folder=str(tmp_path / "elsewhere" / "images")
     )
-    assert moved.fingerprint == first.fingerprint and moved.lengths == first.lengths
+    assert moved.fingerprint == first.fingerprint and moved.lengths.tolist() == first.lengths.tolist()
     assert moved.example().media  # found where it is now
 
 
@@ -141,10 +142,10 @@ def test_several_processes_give_the_same_rows_in_the_same_order(opened, tmp_path
     records = [talk(f"Who is number {i}?", "yes" if i % 7 else "") for i in range(300)]
     path = write(tmp_path / "many.json", records)
     one = opened(data_path=path, num_workers=1, max_bad_fraction=0.5)
-    monkeypatch.setattr(preflight, "RECORDS_PER_WORKER", 50)
-    monkeypatch.setattr(preflight, "RECORDS_PER_CALL", 16)
+    monkeypatch.setattr(shards, "SHARD_RECORDS", 50)
+    monkeypatch.setattr(shards, "RECORDS_PER_CALL", 16)
     many = opened(data_path=path, num_workers=3, max_bad_fraction=0.5, cache_dir=tmp_path / "other")
-    assert len(many.table.cache_files) == 3
+    assert len(many.table.cache_files) == 6
     assert many.fingerprint == one.fingerprint and same(one, many)
     assert list(many.rejections()) == list(one.rejections()) and one.num_rejected == 43
     assert one.num_rejected + len(one) == one.num_records == 300
@@ -240,11 +241,11 @@ def test_llavas_lengths_count_words(opened, tmp_path):
     data = opened()
     records = json.loads((tmp_path / "data" / "data.json").read_text())
     words = [sum(len(turn["value"].split()) for turn in record["conversations"]) for record in records]
-    assert data.lengths_for("modality") == [n if "image" in r else -n for n, r in zip(words, records)]
-    assert data.lengths_for("modality_auto") == data.lengths_for("modality")
-    assert data.lengths_for("varlen") == data.lengths_for("length")
-    assert data.lengths_for("length") == [n + 128 if "image" in r else n for n, r in zip(words, records)]
-    assert data.lengths_for("bucket") == data.lengths
+    assert data.lengths_for("modality").tolist() == [n if "image" in r else -n for n, r in zip(words, records)]
+    assert data.lengths_for("modality_auto").tolist() == data.lengths_for("modality").tolist()
+    assert data.lengths_for("varlen").tolist() == data.lengths_for("length").tolist()
+    assert data.lengths_for("length").tolist() == [n + 128 if "image" in r else n for n, r in zip(words, records)]
+    assert data.lengths_for("bucket").tolist() == data.lengths.tolist()
 
 
 def test_rows_that_are_read_stay_where_they_are(opened, tmp_path):
@@ -282,9 +283,9 @@ def test_only_who_is_asked_to_tries_again(opened, tmp_path):
     picture.rename(tmp_path / "away.png")
     without = opened(max_bad_fraction=0.5)
     (tmp_path / "away.png").rename(picture)
-    assert opened(max_bad_fraction=0.5, retry=False).fingerprint == without.fingerprint
+    assert opened(max_bad_fraction=0.5, ranks=SECOND).fingerprint == without.fingerprint
     first = opened(max_bad_fraction=0.5)
-    assert opened(max_bad_fraction=0.5, retry=False).fingerprint == first.fingerprint != without.fingerprint
+    assert opened(max_bad_fraction=0.5, ranks=SECOND).fingerprint == first.fingerprint != without.fingerprint
 
 
 def test_ranks_with_other_data_are_named(monkeypatch):
@@ -303,6 +304,7 @@ def test_another_reason_is_no_reason_to_encode_anew_and_few_are_tried_at_once(op
     for i in range(10, 20):
         (images / f"{i}.jpg").write_bytes(b"no picture")
     monkeypatch.setattr(preflight, "RECORDS_PER_CALL", 8)
+    monkeypatch.setattr(shards, "RECORDS_PER_CALL", 8)
     tried, check = [], Checker.__call__
     monkeypatch.setattr(Checker, "__call__", lambda self, some: tried.append(len(some)) or check(self, some))
     assert opened(data_path=path, max_bad_fraction=1.0).folder == first.folder
@@ -329,13 +331,13 @@ def test_data_with_a_changed_image_are_encoded_anew(opened, tmp_path):
     data = opened(**settings)
     picture = tmp_path / "data" / "images" / "1.png"
     Image.new("RGB", (90, 20)).save(picture)
-    assert opened(**settings, retry=False).fingerprint == data.fingerprint  # rank 0 alone looks
+    assert opened(**settings, ranks=SECOND).fingerprint == data.fingerprint  # rank 0 alone looks
     again = opened(**settings)  # before anybody has come across it
     assert again.lengths[1] != data.lengths[1] and len(again[1].input_ids) == again.lengths[1]
     Image.new("RGB", (20, 90)).save(picture)
     data = again
     assert isinstance(data[1], BrokenSample) and "start again" in data[1].reason
-    assert opened(**settings, retry=False).fingerprint == data.fingerprint
+    assert opened(**settings, ranks=SECOND).fingerprint == data.fingerprint
     again = opened(**settings)
     assert again.lengths[1] != data.lengths[1] and len(again[1].input_ids) == again.lengths[1]
     assert opened(**settings).folder == again.folder  # once
@@ -425,7 +427,7 @@ def test_long_records_are_checked_a_few_at_a_time(opened, tmp_path, monkeypatch)
     rows = Checker._rows
     monkeypatch.setattr(Checker, "_rows", lambda self, part: seen.append(len(part)) or rows(self, part))
     monkeypatch.setattr(preflight_module, "PART_BYTES", 400)
-    monkeypatch.setattr(preflight, "CHARS_PER_BATCH", 500)
+    monkeypatch.setattr(shards, "CHARS_PER_BATCH", 500)
     again = opened(data_path=path, cache_dir=tmp_path / "other")
     assert same(once, again) and sum(seen) == 40 and 1 <= min(seen) < max(seen) < 8
 
@@ -436,8 +438,8 @@ def test_a_part_is_held_back_the_same_one_for_a_seed(opened, tmp_path):
     assert (len(rest), len(part)) == (3, 2)
     assert sorted([*rest.rows, *part.rows]) == list(whole.rows)
     for one in (rest, part):
-        assert one.lengths == [whole.lengths[list(whole.rows).index(row)] for row in one.rows]
-        assert [len(one[i].input_ids) for i in range(len(one))] == one.lengths
+        assert one.lengths.tolist() == [whole.lengths[list(whole.rows).index(row)] for row in one.rows]
+        assert [len(one[i].input_ids) for i in range(len(one))] == one.lengths.tolist()
         assert one.num_rejected == whole.num_rejected == 0
     again, _ = opened().without_part(0.4, seed=3)
     assert again.fingerprint == rest.fingerprint and list(again.rows) == list(rest.rows)

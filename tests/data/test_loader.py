@@ -68,7 +68,7 @@ def test_steps_across_epochs_take_all_samples_in_turn_and_can_be_started_anywher
         sample for step in zip(*ranks) for batches in zip(*(w.batches for w in step)) for b in batches
         for sample in samples_in(b, dataset)
     ]  # fmt: skip
-    epochs = [plan.order.epoch(e) for e in range(3)]
+    epochs = [plan.order.epoch(e).tolist() for e in range(3)]
     if dp == 2:
         epochs = [epoch + epoch[:7] for epoch in epochs]
     drawn = list(itertools.chain(*epochs))

@@ -1,12 +1,17 @@
 """The order of samples follows from the seed and the step's number alone, and is LLaVA's where LLaVA has one."""
 
+import dataclasses
 import itertools
 import json
+import math
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from llava_ds.data import sample_order
 from llava_ds.data.sample_order import (
     SampleOrder,
     by_length,
@@ -26,7 +31,7 @@ def order_of(num_samples: int, batch_size: int, how: str = "random", seed: int =
     return SampleOrder(num_samples, batch_size, seed, how, lengths, micro)
 
 
-def grouped(how: str, lengths: list[int], micro: int, num_micro_batches: int, generator: torch.Generator) -> list[int]:
+def grouped(how: str, lengths: list[int], micro: int, num_micro_batches: int, generator: torch.Generator) -> np.ndarray:
     """What an epoch's order is made by."""
     if how == "varlen":
         return by_varying_length(lengths, micro * num_micro_batches, 1, generator)
@@ -49,12 +54,12 @@ def test_every_epoch_is_a_permutation_in_steps_of_the_batch_size(num_samples, ba
         mine = steps[epoch * order.steps_per_epoch : (epoch + 1) * order.steps_per_epoch]
         assert sorted(itertools.chain(*mine)) == list(range(num_samples))
         assert all(len(step) == batch_size for step in mine[:-1]) and 1 <= len(mine[-1]) <= batch_size
-        assert list(itertools.chain(*mine)) == order.epoch(epoch)
+        assert list(itertools.chain(*mine)) == order.epoch(epoch).tolist()
 
 
 @pytest.mark.parametrize("how", [how for how in WAYS if how != "file"])
 def test_epochs_and_seeds_differ(how):
-    orders = {tuple(order_of(50, 4, how, seed).epoch(epoch)) for seed in (0, 100) for epoch in range(4)}
+    orders = {tuple(order_of(50, 4, how, seed).epoch(epoch).tolist()) for seed in (0, 100) for epoch in range(4)}
     assert len(orders) == 8
 
 
@@ -81,7 +86,7 @@ def test_a_later_epoch_is_drawn_as_if_all_before_it_had_been_made(num_samples, b
     generator = torch.Generator().manual_seed(5)
     for epoch in range(4):
         torch.empty((), dtype=torch.int64).random_(generator=generator)  # the data loader's
-        assert order.epoch(epoch) == grouped(how, lengths, 2, batch_size // 2, generator)
+        assert np.array_equal(order.epoch(epoch), grouped(how, lengths, 2, batch_size // 2, generator))
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -99,7 +104,7 @@ def test_grouped_orders_are_llavas(row):
     """Made by LLaVA's own functions under torch.manual_seed(row's seed): mixed kinds, one kind, uneven last steps."""
     group = {"modality": by_modality_length, "length": by_length}[row["how"]]
     generator = torch.Generator().manual_seed(row["seed"])
-    assert group(row["lengths"], row["batch_size"], row["world_size"], generator) == row["order"]
+    assert group(row["lengths"], row["batch_size"], row["world_size"], generator).tolist() == row["order"]
 
 
 @pytest.mark.parametrize("row", json.loads((GOLDENS / "sampler_next.json").read_text()))
@@ -109,7 +114,7 @@ def test_orders_of_the_next_sampler_are_its_own(row):
     order = SampleOrder(
         len(row["lengths"]), micro * ranks * accumulation, row["seed"], how, row["lengths"], micro, accumulation
     )
-    assert [order.epoch(epoch) for epoch in range(2)] == row["epochs"]
+    assert [order.epoch(epoch).tolist() for epoch in range(2)] == row["epochs"]
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
@@ -150,4 +155,136 @@ def test_a_seed_gives_the_order_of_torchs_loader_in_one_process(how):
         sampler = torch.utils.data.RandomSampler(samples) if how == "random" else Grouped()
         loader = torch.utils.data.DataLoader(samples, batch_size=4, sampler=sampler)
         theirs = [torch.cat(list(loader)).tolist() for _ in range(3)]
-    assert [order.epoch(epoch) for epoch in range(3)] == theirs
+    assert [order.epoch(epoch).tolist() for epoch in range(3)] == theirs
+
+
+def cut(indices: list[int], size: int) -> list[list[int]]:
+    return [indices[i : i + size] for i in range(0, len(indices), size)]
+
+
+def even_chunks(indices: list[int], lengths: list[int], num_chunks: int) -> list[list[int]]:
+    """LLaVA's split_to_even_chunks, step by step."""
+    if len(indices) % num_chunks:
+        return [indices[i::num_chunks] for i in range(num_chunks)]
+    size = len(indices) // num_chunks
+    chunks: list[list[int]] = [[] for _ in range(num_chunks)]
+    totals = [0.0] * num_chunks
+    for index in indices:
+        shortest = totals.index(min(totals))
+        chunks[shortest].append(index)
+        totals[shortest] = math.inf if len(chunks[shortest]) == size else totals[shortest] + lengths[index]
+    return chunks
+
+
+def evened(order: list[int], lengths: list[int], micro: int, num_micro: int) -> list[list[int]]:
+    steps = [sorted(step, key=lambda i: -lengths[i]) for step in cut(order, micro * num_micro)]
+    return [list(itertools.chain(*even_chunks(step, lengths, num_micro))) for step in steps]
+
+
+def slow_length(lengths, micro, num_micro, generator):
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    return list(itertools.chain(*evened(order, lengths, micro, num_micro)))
+
+
+def slow_next(lengths, micro, num_micro, generator):
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    together = micro * num_micro * max(1, min(len(lengths) // (4 * micro * num_micro), 50))
+    parts = [sorted(part, key=lambda i: -lengths[i]) for part in cut(order, together)]
+    longest = max(parts, key=lambda part: lengths[part[0]])
+    parts[0][0], longest[0] = longest[0], parts[0][0]
+    steps = evened(list(itertools.chain(*parts)), lengths, micro, num_micro)
+    return list(itertools.chain(*(steps[i] for i in torch.randperm(len(steps), generator=generator))))
+
+
+def slow_varying(lengths, step_size, accumulation, generator):
+    places = torch.randperm(len(lengths), generator=generator).tolist()
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    mixed = [sorted(part, key=lambda i: -places[i]) for part in cut(longest_first, 8 * step_size * accumulation)]
+    groups = cut(list(itertools.chain(*mixed)), step_size * accumulation)
+    return list(itertools.chain(*(groups[i] for i in torch.randperm(len(groups), generator=generator))))
+
+
+def slow_modality(lengths, micro, num_micro, generator, group):
+    kinds = [[i for i, n in enumerate(lengths) if n > 0], [i for i, n in enumerate(lengths) if n <= 0]]
+    if not all(kinds):
+        return group(lengths, micro, num_micro, generator)
+    steps, rest = [], []
+    for indices in kinds:
+        own = group([abs(lengths[i]) for i in indices], micro, num_micro, generator)
+        mine = cut([indices[i] for i in own], micro * num_micro)
+        rest += mine.pop()
+        steps += mine
+    shuffled = [steps[i] for i in torch.randperm(len(steps), generator=generator)]
+    return [*itertools.chain(*shuffled), *sorted(rest)]
+
+
+def slow_bucket(lengths, batch_size, generator):
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    whole = len(order) - len(order) % batch_size
+    buckets = [sorted(part, key=lambda i: lengths[i]) for part in cut(order[:whole], 64 * batch_size)]
+    steps = [step for bucket in buckets for step in cut(bucket, batch_size)]
+    shuffled = [steps[i] for i in torch.randperm(len(steps), generator=generator)]
+    return [*itertools.chain(*shuffled), *order[whole:]]
+
+
+def test_orders_equal_those_of_a_slow_reference(monkeypatch):
+    """Random sizes, lengths with ties and zeros, seeds and layouts; sorting in parts of different sizes."""
+    draw = random.Random(0)
+    for _ in range(120):
+        monkeypatch.setattr(sample_order, "SORTED_TOGETHER", draw.choice([32, 500, 1 << 20]))
+        number, micro, num_micro = draw.randint(1, 1500), draw.choice([1, 2, 3, 8, 16]), draw.choice([1, 2, 3, 8, 96])
+        lengths = [draw.randint(draw.choice([0, 1]), draw.choice([3, 3000])) for _ in range(number)]
+        share = draw.choice([0, 0, 0.05, 0.5, 1])
+        signed = [-n if draw.random() < share else n for n in lengths]
+        seed, accumulation, size = draw.randint(0, 99), draw.choice([1, 2]), micro * num_micro
+        pairs = [
+            (by_length(signed, micro, num_micro, seeded(seed)), slow_length(signed, micro, num_micro, seeded(seed))),
+            (by_length_next(signed, micro, num_micro, seeded(seed)), slow_next(signed, micro, num_micro, seeded(seed))),
+            (
+                by_varying_length(lengths, size, accumulation, seeded(seed)),
+                slow_varying(lengths, size, accumulation, seeded(seed)),
+            ),
+            (by_length_bucket(lengths, size, seeded(seed)), slow_bucket(lengths, size, seeded(seed))),
+        ]
+        for group, slow in ((by_length, slow_length), (by_length_next, slow_next)):
+            found = by_modality_length(signed, micro, num_micro, seeded(seed), group)
+            pairs.append((found, slow_modality(signed, micro, num_micro, seeded(seed), slow)))
+        assert all(found.tolist() == expected for found, expected in pairs), (number, micro, num_micro, seed, share)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(("unit", "together"), [(8, 1 << 20), (8, 16), (6, 7), (60, 8)])
+def test_scanning_gives_the_units_of_all_epochs(how, unit, together, monkeypatch):
+    monkeypatch.setattr(sample_order, "SORTED_TOGETHER", together)
+    order = order_of(50, 8, how)
+    per_epoch = math.ceil(50 / unit)
+    expected = [part for epoch in range(3) for part in cut(order.epoch(epoch).tolist(), unit)]
+    for first, last in ((0, 3 * per_epoch), (1, 2 * per_epoch - 1), (2, 2)):
+        found = list(order.scan(unit, first, last))
+        assert [number for number, _ in found] == [
+            first + sum(len(rows) for _, rows in found[:i]) for i in range(len(found))
+        ]
+        assert [row.tolist() for _, rows in found for row in rows] == expected[first:last]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_large_order_is_made_once_for_all_processes(how, tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_order, "SHARED_SAMPLES", 50)
+    alone, made = order_of(50, 8, how), []
+    order = dataclasses.replace(alone, folder=tmp_path / "index")
+    once = SampleOrder._made
+    monkeypatch.setattr(SampleOrder, "_made", lambda self, epoch: made.append(epoch) or once(self, epoch))
+    for epoch in (0, 1, 0, 1):
+        found = order.epoch(epoch)
+        assert isinstance(found.base, np.memmap) and found.dtype == np.int32
+        assert np.array_equal(found, once(alone, epoch))
+    assert made == [0, 1]
+    for other in ({"seed": 2}, {"batch_size": 4}, {"micro_batch_size": 2}, {"accumulation": 2}, {"how": "bucket"}):
+        changed = dataclasses.replace(order, **other)
+        if changed != order:
+            assert np.array_equal(changed.epoch(0), once(dataclasses.replace(changed, folder=None), 0))
+    assert made[2:] == [0] * (len(made) - 2) and len(made) in (6, 7)

@@ -28,9 +28,10 @@ def measured(tmp_path_factory) -> tuple[int, dict[str, list[dict[str, int]]]]:
         "rows": {**llavas.write_llava(folder / "rows", base, model, shards=SHARDS), "mm_use_im_start_end": True},
     }
     size = sum(file.stat().st_size for file in Path(cases["safetensors"]["model_name_or_path"]).glob("*.safetensors"))
+    cases["zero-2"] = cases["safetensors"]
     del model
     listed = folder / "cases.json"
-    listed.write_text(json.dumps({"cases": cases, "out": str(folder)}))
+    listed.write_text(json.dumps({"cases": cases, "out": str(folder), "stages": {"zero-2": 2}}))
     done = launch(2, MEASURE, str(listed))
     assert done.returncode == 0, done.stdout + done.stderr
     return size, {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in cases}
@@ -46,6 +47,14 @@ def test_no_rank_holds_more_than_a_shard_beside_its_share(measured, kind):
         assert found["left"] < found["share"] + 0.1 * size, found
         assert found["anonymous"] < found["share"] + size / SHARDS, found
         assert found["resident"] < found["share"] + size / SHARDS + 0.1 * size, found
+
+
+@pytest.mark.full
+def test_below_zero_3_no_rank_holds_a_second_copy_on_the_host(measured):
+    size, ranks = measured[0], measured[1]["zero-2"]
+    for found in ranks:
+        assert 0.9 * size < found["share"] < 1.1 * size  # on the CPU the model itself lies there
+        assert found["anonymous"] < found["share"] + 0.1 * size, found
 
 
 COMMON = {"max_steps": 2, "image_aspect_ratio": "square"}

@@ -455,3 +455,11 @@ def test_this_machine_can_train(tmp_path):
     [ranks] = [finding["found"] for finding in report["findings"] if finding["check"] == "collective"][:1]
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
         assert name in ranks
+
+
+def test_a_shipped_json_is_found_by_name(tmp_path):
+    command = [sys.executable, str(ROOT / "run" / "doctor.py"), "--no_collective", "--json"]
+    done = subprocess.run(
+        [*command, "--deepspeed_config", "zero2"], capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
+    assert "no such file" not in done.stderr and "zero2.json" in done.stdout

@@ -1,6 +1,7 @@
 # T tokens, V vocabulary
 """The comparison at a run's end: what it finds, where and how long it computes, and what it says."""
 
+import copy
 import functools
 import weakref
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
 from llava_ds.export import final_export, layer_by_layer
 from llava_ds.export.layer_by_layer import Deadline
@@ -198,6 +200,14 @@ def test_large_models_get_all_threads_and_leave_them_again(run, monkeypatch):
     monkeypatch.setattr(layer_by_layer, "LIMIT_S", 0.0)
     run.end()
     assert torch.get_num_threads() == before
+
+
+def test_layers_of_torch_compile_are_not_compiled_for_a_single_forward(run):
+    run.model = run.engine.module = copy.deepcopy(run.model)
+    graphs = []
+    compile_layers(run.model, lambda graph, _: graphs.append(graph) or graph)
+    assert "logits differ by 0.0e+00" in run.end(torch_compile=True)
+    assert not graphs
 
 
 def test_a_gpu_is_used_where_its_free_memory_has_room(monkeypatch):

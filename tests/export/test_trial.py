@@ -31,6 +31,12 @@ def test_it_opens_what_will_be_written_and_leaves_nothing(export, tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_it_needs_no_accelerate(export, tmp_path, monkeypatch):
+    """Which is no requirement of this package, but of transformers for a device_map."""
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda *_: False)
+    assert "transformers opens its names and shapes" in trial.try_export(export, tmp_path / "out")
+
+
 def without(name: str, entries: list[Entry]) -> list[Entry]:
     return [entry for entry in entries if not entry.name.endswith(name)]
 

@@ -171,9 +171,9 @@ def image_options(**changed):
     return ImageOptions(**{**defaults, "max_pixels": 10**6, **changed})
 
 
-def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, images=None, **preflight):
+def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, images=None, ranks=None, **preflight):
     """The toy data opened as training opens it."""
-    from llava_ds.data.dataset import PreflightOptions, open_encoded
+    from llava_ds.data.dataset import ALONE, PreflightOptions, open_encoded
     from llava_ds.data.sources import SourceOptions, open_sources
 
     sources = open_sources(data_path, SourceOptions(image_folder=image_folder, cache_dir=str(cache_dir)))
@@ -183,6 +183,7 @@ def encoded(data_path, image_folder, *, tokenizer, cache_dir, encoding=None, ima
         encoding or encoding_options(),
         images or image_options(),
         PreflightOptions(cache_dir=str(cache_dir), **preflight),
+        ranks or ALONE,
     )
 
 

@@ -206,3 +206,28 @@ def test_a_checkpoint_answers_as_its_export(data, tmp_path):
     with pytest.raises(ConfigError, match="is not there any more: say where it lies now"):
         load_model(checkpoint)
     assert answer(load_model(checkpoint, moved=moved), asked) == expected
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def test_ranks_of_a_machine_share_the_files_pages_until_they_have_cut_their_part(tmp_path):
+    """Each rank read the whole model into memory of its own, before it was sharded or moved to a GPU."""
+    size = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
+    folder = exported(tmp_path / "out", toys.write_base(tmp_path / "base", **size, num_key_value_heads=8))
+    with open_model(folder) as found:
+        fill_model(found, torch.float32)  # what libraries allocate once
+        before = _anonymous_bytes()
+        mapped = fill_model(found, torch.float32, maps=True)
+        grown = _anonymous_bytes() - before
+        copied = fill_model(found, torch.float32)
+    num_bytes = sum(parameter.nbytes for parameter in mapped.parameters())
+    assert num_bytes > 50e6 and grown < num_bytes / 5
+    assert all(torch.equal(a, b) for a, b in zip(mapped.parameters(), copied.parameters(), strict=True))
+
+
+def test_no_weight_stays_mapped_from_a_file_that_may_be_replaced(toy):
+    loaded = load_for_inference(toy, EngineOptions("deepspeed"), RANKS)
+    assert str(toy) not in Path("/proc/self/maps").read_text() and loaded.model.training is False

@@ -1,6 +1,8 @@
 """The attention's bodies agree with the formula, sample by sample: plain, in a window, under a soft cap."""
 
+import functools
 import types
+import warnings
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import toys
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention
 from llava_ds.model.attention import Rule
+from llava_ds.model.probe import random_copy
 
 LENGTHS = [5, 1, 9, 3]
 CU_SEQLENS = torch.tensor([0, 5, 6, 15, 18], dtype=torch.int32)
@@ -105,6 +108,50 @@ def test_few_kept_queries_are_not_computed_as_all(monkeypatch):
     query, key, value = tensors()
     attention.attend(query.index_select(2, KEPT), key, value, CU_SEQLENS, 9, Rule(0.25), KEPT)
     assert seen == [2, 9, 3]
+
+
+@pytest.mark.parametrize("takes_groups", [True, False])
+@pytest.mark.parametrize("kept", [None, KEPT], ids=["all", "kept"])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_sdpa_gets_repeated_heads_where_its_kernels_share_none(monkeypatch, rule, kept, takes_groups):
+    seen = []
+    own = F.scaled_dot_product_attention
+
+    def sdpa(query, key, value, *args, enable_gqa, **options):
+        seen.append((query.shape[1], key.shape[1], value.shape[1], enable_gqa))
+        return own(query, key, value, *args, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(attention, "_takes_groups", lambda *_: takes_groups)
+    inputs, others = ([x.requires_grad_() for x in tensors()] for _ in range(2))
+    query, key, value = inputs
+    given = query if kept is None else query.index_select(2, kept)
+    out = attention.attend(given, key, value, CU_SEQLENS, 9, rule, kept)
+    expected = by_formula(*others, rule)
+    expected = expected if kept is None else expected.index_select(1, kept)
+    assert (out - expected).abs().max() < 1e-6
+    out.backward(direction := torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
+    expected.backward(direction.double())
+    for found, wanted in zip(inputs, others):
+        assert found.grad.shape == wanted.grad.shape and (found.grad - wanted.grad).abs().max() < 1e-5
+    shared, repeated = (4, 2, 2, True), (4, 4, 4, False)
+    assert set(seen) == (set() if rule.softcap else {shared if takes_groups else repeated})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "width", "masked", "repeats"),
+    [
+        (torch.float32, (9, 0), 64, False, True),
+        (torch.float16, (7, 5), 64, False, True),  # T4
+        (torch.bfloat16, (8, 0), 64, False, False),
+        (torch.bfloat16, (8, 0), 64, True, True),  # the flash kernel takes no mask
+        (torch.bfloat16, (9, 0), 320, False, True),
+    ],
+)
+def test_when_heads_are_repeated_on_cuda(monkeypatch, dtype, capability, width, masked, repeats):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    assert attention._takes_groups("cuda", dtype, width, masked) is not repeats
+    assert attention._takes_groups("cpu", dtype, width, masked)
 
 
 def test_a_kernel_gets_kept_queries_at_their_places(monkeypatch):
@@ -246,6 +293,26 @@ CASES = [
         ["half precision only, not in float32"] * 3,
     ),
     (("flash_attn",), 9, "bfloat16", {"head_dim": 512}, "SDPA sample by sample", ["one width of at most 256"] * 3),
+    (("flash_attn",), 9, "bfloat16", {"head_dim": 100}, "SDPA sample by sample", ["multiple of 8, not 100"] * 3),
+    (("flash_attn",), 9, "bfloat16", {"head_dim": 80}, "flash-attn 2", ["not installed"]),
+    (("flash_attn",), 9, "bfloat16", {"head_dim": 224}, "flash-attn 2", ["not installed"]),
+    (
+        ("flash_attn",),
+        (8, 9),  # 4090 and L40S
+        "bfloat16",
+        {"head_dim": 224},
+        "SDPA sample by sample",
+        ["not installed"] + ["a backward for heads of 224 on A100 and H100 only"] * 2,
+    ),
+    (("flash_attn",), (8, 9), "bfloat16", {"head_dim": 256}, "flash-attn 2", ["not installed"]),
+    (
+        ("flash_attn",),
+        (8, 9),
+        "bfloat16",
+        {"head_dim": 256, "attention_dropout": 0.1},
+        "SDPA sample by sample",
+        ["not installed"] + ["a backward for heads of 256 on A100 and H100 only"] * 2,
+    ),
     (
         (),
         9,
@@ -271,7 +338,8 @@ def test_the_best_body_that_fits_is_chosen_and_reported(
     monkeypatch, installed, capability, dtype, model, body, reasons
 ):
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name if name in installed else None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    capability = capability if isinstance(capability, tuple) else (capability, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     config = toys.language_model_config(**{"family": "llama", **model})
     report = attention.attention_report(config, torch.device("cuda"), getattr(torch, dtype))
     assert report.startswith(f"attention: {body}")
@@ -279,6 +347,30 @@ def test_the_best_body_that_fits_is_chosen_and_reported(
     assert len(found) == len(reasons)
     for reason, line, better in zip(reasons, found, (attention.FLASH_3, attention.FLASH_2, attention.TORCH)):
         assert line.startswith(better) and reason.rstrip(")") in line
+
+
+def test_compiled_layers_with_a_kernel_are_one_graph_for_all_lengths(monkeypatch):
+    """As on a GPU: a formula stands in for the kernel. The sample by sample body is never compiled."""
+
+    def kernel(query, key, value, cu_seqlens, max_seqlen, rule):
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+    monkeypatch.setattr(attention, "_best_kernel", functools.cache(lambda *_: attention.TORCH))
+    monkeypatch.setitem(attention.KERNELS, attention.TORCH, kernel)
+    torch._dynamo.reset()
+    model, graphs = random_copy(toys.language_model_config("qwen3")), []
+    layer = model.model.layers[0]
+    own, backend = layer.forward, lambda graph, _: graphs.append(graph) or graph
+    layer.forward = torch.compile(lambda *a, **k: own(*a, **k), backend=backend, dynamic=True, fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for length in (21, 30, 17):
+            inputs = {"position_ids": torch.arange(length)[None], "max_seqlen": length, "use_cache": False}
+            inputs["cu_seqlens"] = torch.tensor([0, length], dtype=torch.int32)
+            embeds = torch.randn(1, length, model.config.hidden_size, requires_grad=True)
+            model(inputs_embeds=embeds, **inputs).logits.sum().backward()
+    assert len(graphs) == 1
 
 
 def test_without_a_gpu_the_report_says_so():

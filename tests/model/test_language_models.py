@@ -224,7 +224,7 @@ def test_longrope_is_for_samples_within_the_first_context():
 def test_only_learned_positions_end_where_the_table_ends():
     opt, llama = toys.language_model_config("opt"), toys.language_model_config("llama")
     assert length_problem(opt, 512) is None is length_note(opt, 512)
-    assert "knows 512 positions: give 512 or less" in length_problem(opt, 513)
+    assert "has 512 positions: give 512 or less" in length_problem(opt, 513)
     longest = llama.max_position_embeddings
     assert length_problem(llama, longest + 1) is None is length_note(llama, longest)
     assert f"was made for {longest} positions: longer samples train at" in length_note(llama, longest + 1)

@@ -5,6 +5,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import collate
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.param_groups import describe_parts
+from llava_ds.export import reload_check
 from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter, merged_entries
+from llava_ds.export.layer_by_layer import NotCompared
 from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.model import lora, quantize
 from llava_ds.model.plan import ModelPlan, part_weights, plan_model
@@ -186,6 +189,17 @@ def test_peft_opens_what_is_left_and_computes_the_same(base, batch, tmp_path, bi
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(RuntimeError, match="peft computes other logits"):
         compare_reloaded_adapter(folder, export_plan(model, plan, args, toys.image_options()), embeds, logits)
+
+
+def test_the_check_of_an_adapter_takes_the_first_positions_and_looks_for_room(base, batch, tmp_path, monkeypatch):
+    model, plan, args = built(base)
+    folder, export = written(model, plan, args, tmp_path / "out"), export_plan(model, plan, args, toys.image_options())
+    with torch.no_grad():
+        embeds, logits = model.embed(batch), logits_of(model, batch)[:3]
+    assert compare_reloaded_adapter(folder, export, embeds, logits) < 1e-5
+    monkeypatch.setattr(reload_check.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**5))
+    with pytest.raises(NotCompared, match=r"GB don't fit into the 0\.0 GB of free memory"):
+        compare_reloaded_adapter(folder, export, embeds, logits)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

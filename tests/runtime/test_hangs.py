@@ -24,6 +24,12 @@ WAITS = {"waits": True, "where": "distributed_c10d.py:9 (all_reduce)"}
         ([known(0, **WAITS), known(1, where="loader.py:205 (windows)"), known(2, **WAITS)], [1]),
         ([known(0, **WAITS), known(1, **WAITS)], []),
         ([known(0)], [0]),
+        # On GPUs a host waits in the reading of a result, or for room in the device's queue.
+        ([known(0, queues=True), known(1, where="loader.py:205 (windows)"), known(2, **WAITS)], [1]),
+        ([known(0, queues=True), known(1, where="loader.py:205 (windows)"), known(2, queues=True)], [1]),
+        ([known(0, **WAITS), known(1, queues=True), known(2, **WAITS)], [1]),
+        ([known(0, queues=True), known(1, queues=True)], []),
+        ([known(0, queues=True)], [0]),
     ],
 )
 def test_the_rank_that_is_behind_is_found(ranks, late):

@@ -16,8 +16,9 @@ from ds_json import arguments
 from llava_ds.constants import EXIT_RANK_LOST, ConfigError
 from llava_ds.runtime import watchdog as module
 from llava_ds.runtime.heartbeat import Beat, Peer
-from llava_ds.runtime.main_thread import Activity
+from llava_ds.runtime.main_thread import Activity, look_at
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.runtime.watchdog import Watchdog
 
 CPU = torch.device("cpu")
@@ -84,11 +85,11 @@ def start(monkeypatch, tmp_path):
     for name, seconds in short.items():
         monkeypatch.setattr(module, name, seconds)
 
-    def begin(world_size: int = 1, window_s: float = 60.0, **limits: float) -> SimpleNamespace:
+    def begin(world_size: int = 1, window_s: float = 60.0, device: str = "cpu", **limits: float) -> SimpleNamespace:
         limits = {"watchdog_start_s": 0.0, "watchdog_step_s": 0.0, "watchdog_save_s": 0.0, **limits}
         args = arguments(**limits).replaced(output_dir=str(tmp_path))
         dog = Watchdog(tick_s=0.01, window_s=window_s)
-        dog.start(args.training, Ranks(0, 0, world_size, CPU))
+        dog.start(args.training, Ranks(0, 0, world_size, torch.device(device)))
         started.append(dog)
         return SimpleNamespace(dog=dog, codes=codes, said=said, others=dog._peers, thread=dog._thread, folder=tmp_path)
 
@@ -131,7 +132,7 @@ def test_steps_that_end_in_time_and_phases_without_a_limit_go_on(start):
 
 def test_starting_may_take_long_while_it_gets_on(start, monkeypatch):
     goes_on = [True]
-    monkeypatch.setattr(module, "Activity", lambda: SimpleNamespace(goes_on=lambda elapsed_s: goes_on[0]))
+    monkeypatch.setattr(module, "Activity", lambda on_gpu: SimpleNamespace(goes_on=lambda elapsed_s: goes_on[0]))
     run = start(2, watchdog_start_s=1.5)
     run.others.says = [peer("start", waits=True)]
     blocks(2.0)  # at one line, but its workers or the disk are busy
@@ -146,6 +147,63 @@ def test_starting_may_take_long_while_it_gets_on(start, monkeypatch):
     assert run.codes == []
     run.thread.join(20)
     assert run.codes == [EXIT_RANK_LOST] and "in its start" in run.said[0]
+
+
+def test_a_wait_that_spins_is_no_progress(start, monkeypatch):
+    """CUDA and NCCL use a whole core while they wait."""
+    monkeypatch.setattr(module, "Activity", lambda on_gpu: SimpleNamespace(goes_on=lambda elapsed_s: True))
+    run = start(2, watchdog_start_s=0.3)
+    run.others.says = [peer("start", waits=True)]
+    with waiting("the numbers of a step"):
+        blocks(3.0)
+    run.thread.join(20)
+    assert run.codes == [EXIT_RANK_LOST] and "for the numbers of a step" in run.said[0]
+
+
+def test_on_a_gpu_a_process_gets_on_with_its_files_and_children_not_with_its_own_processor():
+    before = (0.0, 10**12)
+    own, others = Activity(), Activity(on_gpu=True)
+    own._before = others._before = before
+    assert own.goes_on(0.1) and not others.goes_on(0.1)
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    deadline, used = time.monotonic() + 20, others._used()[0]
+    while others._used()[0] < used + 0.2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = others._used()[0]
+    child.kill()
+    child.wait()
+    assert found >= used + 0.2
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_on_a_gpu_a_host_that_stands_still_while_it_queues_waits(start, device):
+    run = start(2, device=device)
+    run.dog.set_phase("step", 1)
+    with queuing():
+        blocks(1.5)
+    beat = run.others.sent[-1]
+    assert beat.queues == (device == "cuda") and not beat.waits and beat.step_s > 0.3
+    assert (beat.busy_s < 0.5 * beat.step_s) == (device == "cuda")
+
+
+def test_the_innermost_mark_is_seen_and_ends_with_its_block():
+    def sight():
+        return look_at(sys._getframe(), threading.current_thread())
+
+    assert not sight().waits and not sight().queues
+    with queuing():
+        assert sight().queues and not sight().waits
+        with pytest.raises(RuntimeError), waiting("the log"):
+            assert sight().waits and not sight().queues and sight().where.endswith(" for the log")
+            raise RuntimeError
+        assert sight().queues
+    assert not sight().queues
+    with waiting("the log"):  # each thread has its own
+        seen = []
+        other = threading.Thread(target=lambda: seen.append(sight().waits))
+        other.start()
+        other.join()
+    assert seen == [False]
 
 
 def test_a_process_gets_on_with_its_processor_its_files_and_its_children():
@@ -222,6 +280,8 @@ def test_a_rank_that_hears_few_judges_only_when_no_watcher_is_left(start, monkey
     """At hundreds of ranks: rank 0 is no watcher here, rank 1 is, and rank 2's beats go to rank 1 alone."""
     monkeypatch.setattr(Others, "watches", False)
     monkeypatch.setattr(module, "SILENT_S", 1.0)
+    # On a busy machine the watchdog's own looks, fifty a second here, would count as progress.
+    monkeypatch.setattr(module, "Activity", lambda on_gpu: SimpleNamespace(goes_on=lambda elapsed_s: False))
     run = start(3, watchdog_start_s=0.1)
     run.others.watchers, run.others.heard_ranks = frozenset({1}), frozenset({0, 1})
     run.others.says = [peer(limit=0.1, seconds=9.0)]

@@ -56,7 +56,7 @@ def test_the_record_says_how_many_samples_are_held_out_and_from_where(tmp_path, 
     rest, held_out, _ = split_datasets(args, dataset, tokenizer, dataset.image_options, ALONE)
     said = "\n".join(eval_summary(args, held_out))
     assert "2 samples of the accepted records" in said and "--eval_fraction 0.25, drawn by seed 7" in said
-    assert "8 records: 8 accepted, 0 rejected; 2 of the accepted are held out" in rest.summary()
+    assert "8 records: 8 accepted, 0 rejected; 2 of the accepted are eval samples" in rest.summary()
     assert not any("held out" in line for line in dataset.summary())
     other = Arguments(ModelArguments(), DataArguments(eval_data_path="o.json"), TrainingArguments(), frozenset())
     said = eval_summary(other, dataset)
@@ -72,4 +72,4 @@ def test_held_out_samples_that_broke_are_counted(tmp_path, capsys):
         (8, 0), (7, 1),
     ]  # fmt: skip
     first, second = capsys.readouterr().out.splitlines()
-    assert "broke" not in first and "on 7 held-out samples, without 1 that broke, is 1.2500" in second
+    assert "broke" not in first and "on 7 eval samples, without 1 that broke, is 1.2500" in second

@@ -20,7 +20,7 @@ from llava_ds.files.jsonl import read_metrics
 from llava_ds.model.flops import ModelFlops
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, progress_bar
-from llava_ds.tracking.progress import Progress, RunFacts, update_bar
+from llava_ds.tracking.progress import NumbersFromDevice, Progress, RunFacts, update_bar
 from llava_ds.tracking.trackers import Trackers
 from llava_ds.train.state import StepResult
 
@@ -173,3 +173,90 @@ def test_the_bar_keeps_loss_speed_and_waiting_on_a_narrow_terminal(columns, name
     for part in ("loss 0.1562", "106,270 tokens/s", "waiting", "12.4%", *also):
         assert part in line, line
     assert len(line) <= columns
+
+
+def rows_without_times(folder: Path) -> list[dict]:
+    times = ("tokens_per_s", "mfu", "peak_memory_bytes")
+    return [
+        {name: value for name, value in row.items() if name not in times}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("saves", [(), (2,), (3, 4), (1, 2, 3, 4, 5)])
+def test_a_log_that_is_read_late_has_the_same_rows(tmp_path, monkeypatch, every, saves):
+    monkeypatch.setattr("llava_ds.tracking.progress.sum_over", lambda group, values: values)
+    found = []
+    for late in (False, True):
+        (tmp_path / str(late)).mkdir()
+        progress = make_progress(tmp_path / str(late), ("captions", "questions"))
+        progress.run = dataclasses.replace(progress.run, logging_steps=every, reads_late=late)
+        read = []
+        for step in range(1, 6):
+            means = torch.tensor([1.0, float(step)], dtype=torch.float64)
+            of_each = torch.tensor([[3.0, 1.0], [2.0, step]])
+            more = {"metrics": {"margin": torch.tensor(float(step))}, "means": means, "by_source": of_each}
+            read += progress.after_step(result(step, 0.1, torch.tensor(2.5), **more), flush=step in saves)[0]
+            if step in saves:
+                assert [row["step"] for row in read_metrics(tmp_path / str(late) / "metrics.jsonl")][-1] == step
+        assert [each.step for each in read] == [1, 2, 3, 4, 5]
+        progress.close()
+        found.append(rows_without_times(tmp_path / str(late)))
+    assert found[0] == found[1] and len(found[0]) == 5
+
+
+def test_a_step_is_read_when_the_next_one_is_queued(tmp_path, monkeypatch):
+    monkeypatch.setattr("llava_ds.tracking.progress.sum_over", lambda group, values: values)
+    done: list[str] = []
+
+    class Copy(NumbersFromDevice):
+        def __init__(self, steps, device):
+            self.name = len([word for word in done if word.startswith("copy")]) + 1
+            done.append(f"copy {self.name}")
+            super().__init__(steps, device)
+
+        def read(self):
+            done.append(f"read {self.name}")
+            return super().read()
+
+    monkeypatch.setattr("llava_ds.tracking.progress.NumbersFromDevice", Copy)
+    progress = make_progress(tmp_path)
+    progress.run = dataclasses.replace(progress.run, logging_steps=1, reads_late=True)
+    for step in range(1, 6):
+        done.append(f"step {step}")
+        progress.after_step(result(step, 0.1), flush=step == 3)
+    assert done == [
+        *("step 1", "copy 1"),
+        *("step 2", "copy 2", "read 1"),
+        *("step 3", "copy 3", "read 2", "read 3"),  # it saves
+        *("step 4", "copy 4"),
+        *("step 5", "copy 5", "read 4", "read 5"),  # the last
+    ]
+
+
+def test_on_a_gpu_the_copy_waits_for_its_own_step_alone(monkeypatch):
+    """On a machine without one its parts are stood for."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking  # a host that spins would look busy
+
+        def record(self) -> None:
+            done.append("record")
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+    own = torch.Tensor.to
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, *args, **more: done.append(f"copy {args} {more}") or own(self, *args, **more)
+    )
+    steps = [{"loss": torch.tensor(0.5), "norm": 2.0}, {"loss": torch.tensor([1.0, 2.0]), "norm": None}]
+    monkeypatch.setattr(NumbersFromDevice, "_is_copied", lambda self, value: isinstance(value, torch.Tensor))
+    numbers = NumbersFromDevice(steps, torch.device("cuda"))
+    assert done == ["copy ('cpu',) {'non_blocking': True}", "record"]
+    assert numbers.read() == [{"loss": 0.5, "norm": 2.0}, {"loss": [1.0, 2.0], "norm": None}]
+    assert done[2:] == ["synchronize"]

@@ -10,8 +10,8 @@ import torch
 from llava_ds.constants import DataError
 from llava_ds.data.loader import Counts
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train import hooks
-from llava_ds.train.hooks import Evaluate, Health, Log, Save, StepEnd, Stop
+from llava_ds.train import hooks, loop
+from llava_ds.train.hooks import Evaluate, Health, Hook, Log, Save, StepEnd, Stop
 from llava_ds.train.loop import train
 from llava_ds.train.session import Session
 from llava_ds.train.state import StepResult, TrainState
@@ -131,6 +131,42 @@ def test_a_failed_save_is_a_problem(monkeypatch):
     session.saver.after_step = lambda *args, **more: "the disk is full"
     with pytest.raises(DataError, match="the disk is full"):
         run(session, 4, monkeypatch).raise_problems()
+
+
+@pytest.mark.parametrize(
+    ("device", "on_loss_spike", "step"), [("cpu", "log", 4), ("cuda", "log", 5), ("cuda", "rewind", 4)]
+)
+def test_on_a_gpu_a_spike_is_met_when_its_step_is_read_which_is_a_step_later(monkeypatch, device, on_loss_spike, step):
+    for at in range(4, 9):
+        session, spikes = FakeSession(save_strategy="no"), FakeWatch(found=("one",))
+        session.ranks = Ranks(0, 0, 1, torch.device(device))
+        training = session.plan.args.training
+        training.logging_steps, training.on_loss_spike = 4, on_loss_spike
+        run(session, at, monkeypatch, spikes=spikes)
+        assert spikes.settled == [None] * (at in (step, step + 4))
+
+
+def test_an_error_that_ends_the_run_leaves_a_whole_log(monkeypatch):
+    """Where the log follows a step behind, a checkpoint may already have the last one."""
+    done = []
+
+    class Fails(Hook):
+        def after_step(self, end: StepEnd) -> None:
+            end.problems.append("the disk is full")
+
+        def flush(self) -> None:
+            done.append("flush")
+
+    session = FakeSession()
+    session.memory, session.mesh = nullcontext(), SimpleNamespace(dp_rank=0)
+    session.stop.training = lambda limit, ranks: nullcontext()
+    session.plan.args.data = SimpleNamespace(dataloader_num_workers=0)
+    session.plan.args.training.max_run_time = session.objective = None
+    monkeypatch.setattr(loop, "windows", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "run_steps", lambda *given: given[-1](end_of(3).result))
+    with pytest.raises(DataError, match="the disk is full"):
+        train(session, [Fails(session)])
+    assert done == ["flush"]
 
 
 def test_the_report_is_left_after_the_files_that_it_shows(tmp_path, capsys):

@@ -87,7 +87,7 @@ def training_arguments(args: Arguments, recompute: bool, on_cpu: bool) -> Traini
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        dataloader_num_workers=args.data.dataloader_num_workers,
+        dataloader_num_workers=args.data.dataloader_num_workers or 0,
         use_cpu=on_cpu,
     )
 

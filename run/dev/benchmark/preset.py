@@ -15,10 +15,11 @@ from benchmark.training import HERE, ROOT, SEED, data_flags, estimated_bytes, la
 from benchmark.workload import Shape
 
 from llava_ds.files.jsonl import read_metrics
+from llava_ds.runtime.gpus import gpu_named
 
 PROFILED = HERE / "profiled.py"
 WARM_UP = 2  # steps; the last one is profiled and not timed either
-H200_FLOPS = 989e12  # dense bfloat16, of H100 and H200 alike, as NVIDIA states it
+H200_FLOPS = gpu_named("h200").half * 1e12  # dense bfloat16, of H100 and H200 alike
 
 LLAVA_7B = Shape(
     "llava-v1.5-7b", hidden=4096, intermediate=11008, layers=32, heads=32, vocab=32_000,

@@ -1,0 +1,93 @@
+"""Arrays in files that every process of a machine maps, so that memory holds them once.
+
+A folder of them appears in one rename, as a generation of the cache does. Its name says what the arrays depend on, so
+that it never changes and any process may write it.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llava_ds.data.cache import put_in_place, scratch_beside
+from llava_ds.runtime.ranks import print_first
+
+FACTS = "facts.json"
+UNUSED_S = 30 * 24 * 3600.0  # no process keeps arrays open for so long without opening them again
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Read-only arrays by name, and facts about them as JSON has them."""
+
+    arrays: dict[str, np.ndarray]
+    facts: dict[str, object]
+
+
+def mapped(folder: Path, make: Callable[[], Mapped]) -> Mapped:
+    """Map the arrays of a folder, which is made unless it is there: by one process, while the others wait.
+
+    Where the folder can't be written, every process keeps arrays of its own, and a line says so.
+    """
+    found = _opened(folder)
+    if found is not None:
+        return found
+    made = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            if _opened(folder) is None:
+                made = make()
+                _write(folder, made)
+    except OSError as error:
+        print_first(f"{folder}: can't be written ({error.strerror}): every process keeps arrays of its own in memory")
+    return _opened(folder) or made or make()
+
+
+def remove_unused(parent: Path) -> None:
+    """Delete folders of arrays in a folder that nobody opened for a month."""
+    for folder in parent.glob("*/"):
+        with contextlib.suppress(OSError):  # another process may delete it right now
+            if time.time() - (folder / FACTS).stat().st_mtime > UNUSED_S:
+                shutil.rmtree(folder)
+
+
+def _opened(folder: Path) -> Mapped | None:
+    """The arrays of a folder; None if it is missing or cut short."""
+    try:
+        facts = json.loads((folder / FACTS).read_bytes())
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in facts["arrays"]}
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(folder / FACTS)  # for remove_unused
+    return Mapped(arrays, facts["facts"])
+
+
+def _write(folder: Path, made: Mapped) -> None:
+    with scratch_beside(folder) as scratch:
+        for name, array in made.arrays.items():
+            with open(scratch / f"{name}.npy", "wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+        facts = {"arrays": sorted(made.arrays), "facts": made.facts}
+        (scratch / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)  # one that was cut short
+        put_in_place(scratch, folder)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process makes the same folder. Without locks on the file system it may be made twice."""
+    with open(folder.with_name(f"{folder.name}.lock"), "wb") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

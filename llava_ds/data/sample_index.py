@@ -1,0 +1,145 @@
+"""The index of a data set: a few numbers of every accepted sample, in arrays that all processes of a machine share.
+
+It follows from the encoded rows and lies beside them. An index made by an earlier version is made anew.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from llava_ds.data.fingerprint import digest_of, has_videos
+from llava_ds.data.mapped_arrays import Mapped, mapped
+from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
+from llava_ds.data.seen_files import contents_digest
+
+VERSION = 1  # raise it when the same rows would give another index
+
+LLAVA_TOKENS_PER_IMAGE = 128  # added by LLaVA's data set to the words of a sample with images
+
+PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """Numbers of the samples, in their order.
+
+    rows: each sample's row in the table of all records. lengths, num_targets: tokens, and supervised tokens. words:
+    LLaVA's measure of length, negative without images; words_next: LLaVA-NeXT's. num_images: images and videos; all
+    (samples,) int32. folder: for what else follows from the samples alone. facts: sums over them, as _sums returns.
+    """
+
+    folder: Path
+    rows: np.ndarray
+    lengths: np.ndarray
+    num_targets: np.ndarray
+    words: np.ndarray
+    words_next: np.ndarray
+    num_images: np.ndarray
+    facts: dict[str, object]
+
+    def part(self, name: str, draw: Callable[[], np.ndarray], table: datasets.Dataset) -> "SampleIndex":
+        """The index of some of the samples.
+
+        name: all that the part depends on; draw: gives the samples in order; table: of all records. Their hash is in
+        facts["drawn"].
+        """
+        folder = self.folder.with_name(f"{self.folder.name}-{digest_of([name])}")
+
+        def make() -> Mapped:
+            samples = draw()
+            arrays = {name: np.ascontiguousarray(getattr(self, name)[samples]) for name in _COLUMNS}
+            facts = _sums(arrays, table)
+            return Mapped(arrays, {"sums": facts["sums"] | {"drawn": _sha256(samples)}})
+
+        return _index(folder, mapped(folder, make))
+
+
+@dataclass(frozen=True)
+class TableIndex:
+    """The index of a whole table. rejected: rows of the rejected records; outcome: hashes of what was accepted, of all
+    lengths, and of the contents of all files, for the fingerprint."""
+
+    accepted: SampleIndex
+    rejected: np.ndarray
+    outcome: tuple[str, str]
+    contents: str
+    has_videos: bool
+
+
+_COLUMNS = ("rows", "lengths", "num_targets", "words", "words_next", "num_images")
+
+
+def index_of(table: datasets.Dataset, generation: Path) -> TableIndex:
+    """Open the index of a generation's rows, which the first process makes."""
+    folder = generation / f"index-{VERSION}"
+    found = mapped(folder, lambda: _made(table))
+    facts = found.facts
+    return TableIndex(
+        _index(folder, found), found.arrays["rejected"], tuple(facts["outcome"]), facts["contents"], facts["has_videos"]
+    )
+
+
+def _index(folder: Path, found: Mapped) -> SampleIndex:
+    # An array of a mapped file is an object of its own class, whose slices are slow.
+    return SampleIndex(folder, *(np.asarray(found.arrays[name]) for name in _COLUMNS), found.facts["sums"])
+
+
+def _made(table: datasets.Dataset) -> Mapped:
+    accepted = table.data.column("reason").is_null().to_numpy()
+    lengths = numbers(table, "length")
+    rows = np.flatnonzero(accepted).astype(np.int32)
+    words = numbers(table, "words")[rows]
+    arrays = {
+        "rows": rows,
+        "rejected": np.flatnonzero(~accepted).astype(np.int32),
+        "lengths": lengths[rows],
+        "num_targets": numbers(table, "num_targets")[rows],
+        "words": words,
+        "words_next": np.abs(words) + LLAVA_TOKENS_PER_IMAGE * _has_images_of_next(table)[rows].astype(np.int32),
+        "num_images": numbers(table, "num_pictures")[rows],
+    }
+    facts = {
+        "outcome": [_sha256(accepted), _sha256(lengths)],
+        "contents": contents_digest(table),
+        "has_videos": has_videos(table.data.column("media")),
+    }
+    return Mapped(arrays, _sums(arrays, table) | facts)
+
+
+def _has_images_of_next(table: datasets.Dataset) -> np.ndarray:
+    """(records,) bool: True where LLaVA-NeXT adds an image's words. A video is in another field, and adds none."""
+    shown = pa.compute.match_substring(table.data.column("media"), '["image", [')
+    left_out = pa.compute.equal(table.data.column("unmarked"), IMAGE_LEFT_OUT)
+    return pa.compute.or_kleene(shown, left_out).fill_null(False).to_numpy()
+
+
+def _sums(arrays: dict[str, np.ndarray], table: datasets.Dataset) -> dict[str, object]:
+    """Numbers of tokens, answers and the like over all samples of an index."""
+    rows, lengths = arrays["rows"], arrays["lengths"]
+    unmarked = pa.compute.value_counts(table.data.column("unmarked").take(pa.array(rows))).to_pylist()
+    counts = {each["values"]: each["counts"] for each in unmarked}
+    sums = {
+        "tokens": int(lengths.sum(dtype=np.int64)),
+        "targets": int(arrays["num_targets"].sum(dtype=np.int64)),
+        "images": int(arrays["num_images"].sum(dtype=np.int64)),
+        "answers": int(numbers(table, "num_turns")[rows].sum(dtype=np.int64)),
+        "truncated": int(np.count_nonzero(numbers(table, "truncated")[rows])),
+        "unmarked": {kind: counts[kind] for kind in UNMARKED_TEXTS if kind in counts},
+        "percentiles": [int(n) for n in np.percentile(lengths, PERCENTILES)] if len(rows) else [],
+    }
+    return {"sums": sums}
+
+
+def numbers(table: datasets.Dataset, name: str) -> np.ndarray:
+    """A column of numbers."""
+    return table.data.column(name).to_numpy()
+
+
+def _sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()

@@ -1,0 +1,358 @@
+"""Checking and encoding in shards of records, shared by any number of processes on any number of machines.
+
+They meet in a work folder of the cache. One of them reads the sources and writes records-N.arrow; whoever is free turns
+a shard into rows-N-HASH.arrow. Both appear in one rename, so a kill loses no more than the shards in work. When all are
+there the folder becomes a generation of the cache. A claim tells the others what is in work. It saves work and protects
+nothing: a shard that two processes encode is encoded alike.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+import pyarrow as pa
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from llava_ds.constants import DataError
+from llava_ds.data.cache import DONE, Listed, put_in_place, remove_older
+from llava_ds.data.preflight import RECORDS, RECORDS_PER_CALL, Checker
+from llava_ds.data.sources import Source
+from llava_ds.data.sources.embedded import IMAGES
+from llava_ds.files.reading import read_json
+from llava_ds.files.writing import flush, flush_and_hash, write_whole
+from llava_ds.runtime.output_lock import Process
+from llava_ds.runtime.ranks import progress_bar
+
+# Records of a shard. Part of the caches' format: work folders that a killed run left are continued.
+SHARD_RECORDS = 4_096
+RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # read before they are written, whichever is less
+SILENT_S = 60.0  # a claim from another machine that was not renewed for so long counts no more
+TICK_S = 0.1
+READING = "reading"  # the name of the claim
+READ = "read.json"  # in a work folder: written when all records are there
+
+_ROWS_FILE = re.compile(r"rows-(\d+)-[0-9a-f]{64}\.arrow")
+_RECORDS_FILE = re.compile(r"records-(\d+)\.arrow")
+_SCRATCH = re.compile(r"\..*\.tmp")
+_PROCESS = TypeAdapter(Process)
+
+
+class _Read(TypedDict):
+    """The number of all records, and files elsewhere that they point into."""
+
+    records: int
+    elsewhere: list[str]
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a work folder has: shards of records, files of rows by shard, and once all records are read, their facts."""
+
+    read: frozenset[int]
+    rows: dict[int, str]
+    facts: _Read | None
+
+    @property
+    def waiting(self) -> list[int]:
+        """Shards that are read and not encoded."""
+        return sorted(self.read - self.rows.keys())
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every shard is encoded."""
+        return self.facts is not None and len(self.rows) == num_shards(self.facts["records"])
+
+
+def num_shards(num_records: int) -> int:
+    """The number of shards of so many records."""
+    return -(-num_records // SHARD_RECORDS)
+
+
+def encode_together(folder: Path, number: int, checker: Checker, num_workers: int | None) -> None:
+    """Check and encode the records of a data set, together with all that do the same, until the generation is there.
+
+    folder: of the data set in the cache; number: of the generation. Starts up to num_workers processes. Raises
+    DataError and ConfigError for sources that can't be read, and OSError.
+    """
+    work = _Work(folder, number)
+    most = num_workers or len(os.sched_getaffinity(0))
+    claims = Claims(work.path)
+    with _Helpers(work, checker, most) as helpers, progress_bar(desc="checking and encoding", delay=2) as bar:
+        while (state := work.state()) is not None:
+            bar.total, bar.n = state.facts and num_shards(state.facts["records"]), len(state.rows)
+            bar.update(0)
+            helpers.start(state)
+            if state.is_whole:
+                work.finish(state)
+            elif state.facts is None and claims.take(READING):
+                with claims.held(READING):
+                    for _ in _read_shards(work, checker.sources):
+                        claims.renew(READING)
+                        helpers.start(work.state())
+            elif helpers.are_running or not _encode_next(work, state, checker, claims):
+                time.sleep(TICK_S)
+
+
+class _Work:
+    """The work folder of a generation that is being made, and its path when it is whole."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.path, self.final = folder / f"{number}.work", folder / str(number)
+        state = self.state()
+        if state is not None and state.facts and not all(map(os.path.exists, state.facts["elsewhere"])):
+            shutil.rmtree(self.path, ignore_errors=True)  # a killed run left it, and its images were removed since
+
+    def state(self) -> _State | None:
+        """The content of the folder, which is made if need be; None once the generation is in its place."""
+        if self.final.exists():
+            return None
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            self.path.mkdir(parents=True, exist_ok=True)
+            names = []
+        rows: dict[int, str] = {}
+        for name in sorted(names, reverse=True):  # the first name counts where a shard was encoded twice
+            if found := _ROWS_FILE.fullmatch(name):
+                rows[int(found[1])] = name
+        read = frozenset(int(found[1]) for name in names if (found := _RECORDS_FILE.fullmatch(name)))
+        facts = None
+        if READ in names:
+            with contextlib.suppress(FileNotFoundError):  # the folder was renamed
+                facts = read_json(self.path / READ, _Read)
+        return _State(read, rows, facts)
+
+    def records(self, shard: int) -> Path:
+        """The path of a shard's records."""
+        return self.path / f"records-{shard:06d}.arrow"
+
+    def scratch(self) -> Path:
+        """A path in the folder that nobody else writes."""
+        return self.path / f".{secrets.token_hex(8)}.tmp"
+
+    def finish(self, state: _State) -> None:
+        """Make a whole folder a generation, unless another process does, and remove what is not part of it."""
+        names = [name for _, name in sorted(state.rows.items())]
+        elsewhere = {path: os.stat(path).st_size for path in state.facts["elsewhere"]}
+        with contextlib.suppress(FileNotFoundError):  # another process has renamed the folder
+            sizes = {name: os.stat(self.path / name).st_size for name in names}
+            listed: Listed = {"files": sizes, "elsewhere": elsewhere}
+            write_whole(self.path / DONE, json.dumps(listed), shared=True)
+            flush(self.path / DONE)
+            put_in_place(self.path, self.final)
+        for path in self.final.iterdir() if self.final.exists() else ():
+            ours = (
+                _RECORDS_FILE.fullmatch(path.name) or _ROWS_FILE.fullmatch(path.name) or _SCRATCH.fullmatch(path.name)
+            )
+            if path.name not in names and (ours or path.name == READ or path.suffix == ".claim"):
+                path.unlink(missing_ok=True)
+        remove_older(self.final)
+
+
+class Claims:
+    """Claims on the work of a folder: files with the process that does it, which it renews.
+
+    A claim counts as long as its process runs, on this machine; on another, while it is renewed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._mine = folder, Process.current()
+        self._seen: dict[str, tuple[int, float]] = {}  # by name: when it was renewed, and when that was first seen
+
+    def take(self, name: str) -> bool:
+        """Claim something. False while a process that lives has it, or where the folder is gone."""
+        text = json.dumps(asdict(self._mine))
+        try:
+            with open(self._path(name), "x", encoding="utf-8") as file:
+                file.write(text)
+            return True
+        except FileNotFoundError:
+            return False
+        except FileExistsError:
+            pass
+        if not self._is_abandoned(name):
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            write_whole(self._path(name), text, shared=True)
+            return True
+        return False
+
+    def renew(self, name: str) -> None:
+        """Tell the others that this process still works on it."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._path(name))
+
+    @contextlib.contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Remove the claim at the end of the block."""
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self._path(name).unlink()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.claim"
+
+    def _is_abandoned(self, name: str) -> bool:
+        try:
+            renewed = self._path(name).stat().st_mtime_ns
+            holder = _PROCESS.validate_json(self._path(name).read_bytes())
+        except FileNotFoundError:
+            return False
+        except ValidationError:
+            holder = None  # not written yet, or cut short by a full disk
+        if holder is not None and holder.is_here:
+            return not holder.is_alive
+        before, since = self._seen.get(name, (None, 0.0))
+        if before != renewed:
+            self._seen[name] = renewed, time.monotonic()
+            return False
+        return time.monotonic() - since > SILENT_S
+
+
+class _Helpers:
+    """Processes that encode shards until none is left. They end with this one."""
+
+    def __init__(self, work: _Work, checker: Checker, most: int) -> None:
+        self._work, self._checker, self._most = work, checker, most
+        context = multiprocessing.get_context("fork")
+        self._make, self._errors = context.Process, context.SimpleQueue()
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+
+    def __enter__(self) -> "_Helpers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()  # not SIGTERM, for which this process's handler was inherited
+            process.join()
+
+    @property
+    def are_running(self) -> bool:
+        return any(process.is_alive() for process in self._processes)
+
+    def start(self, state: _State | None) -> None:
+        """Start the processes, once, when there is work for all of them or all is read; raise what one raised."""
+        if not self._errors.empty():
+            raise self._errors.get()
+        if any(process.exitcode for process in self._processes):
+            raise DataError(
+                "a process that checks and encodes records was killed: this machine may lack memory: give a smaller "
+                "--preprocessing_num_workers; what is encoded stays"
+            )
+        if self._processes or state is None or self._most < 2:
+            return
+        waiting = len(state.waiting)
+        if waiting >= self._most or (state.facts is not None and waiting > 1):
+            for _ in range(min(self._most, waiting)):
+                self._processes.append(self._make(target=self._help, args=(os.getpid(),), daemon=True))
+                self._processes[-1].start()
+
+    def _help(self, parent: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent ends this one
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            claims = Claims(self._work.path)
+            while os.getppid() == parent and (state := self._work.state()) is not None and not state.is_whole:
+                if not _encode_next(self._work, state, self._checker, claims):
+                    time.sleep(TICK_S)
+        except Exception as error:
+            self._errors.put(error)
+
+
+def _encode_next(work: _Work, state: _State, checker: Checker, claims: Claims) -> bool:
+    """Encode a shard that nobody else encodes; False if there is none."""
+    for shard in state.waiting:
+        name = f"{shard:06d}"
+        if claims.take(name):
+            with claims.held(name):
+                now = work.state()
+                if now is not None and shard in now.waiting:  # else another process has encoded it meanwhile
+                    _encode(work, shard, checker, partial(claims.renew, name))
+            return True
+    return False
+
+
+def _encode(work: _Work, shard: int, checker: Checker, renew: Callable[[], None]) -> None:
+    """Write the rows of a shard of records."""
+    scratch = work.scratch()
+    try:
+        with pa.memory_map(str(work.records(shard))) as file, pa.ipc.open_stream(file) as reader:
+            records = reader.read_all()
+            with pa.OSFile(str(scratch), "wb") as out, pa.ipc.new_stream(out, checker.schema) as writer:
+                for first in range(0, len(records), RECORDS_PER_CALL):
+                    part = records.slice(first, RECORDS_PER_CALL)
+                    rows = checker(part)
+                    assert len(rows) == len(part), "a record was lost"
+                    writer.write_table(rows.combine_chunks())
+                    renew()
+        digest = flush_and_hash(scratch)["sha256"]
+        os.replace(scratch, work.path / f"rows-{shard:06d}-{digest}.arrow")
+    except FileNotFoundError:
+        if not work.final.exists():  # else others have encoded it too, and the folder was renamed
+            raise
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+
+
+def _read_shards(work: _Work, sources: tuple[Source, ...]) -> Iterator[int]:
+    """Write all records of the sources in shards, but those that are there, and give the number of each."""
+    total, state = 0, work.state()
+    there = state.read if state is not None else frozenset()
+    for shard, batches in groupby(_record_batches(sources), itemgetter(0)):
+        scratch = work.scratch()
+        try:
+            with pa.OSFile(str(scratch), "wb") as file, pa.ipc.new_stream(file, RECORDS) as writer:
+                for _, batch in batches:
+                    total += len(batch)
+                    if shard not in there:
+                        writer.write_batch(batch)
+            if shard not in there:
+                os.replace(scratch, work.records(shard))
+        finally:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+        yield shard
+    if not total:
+        raise DataError(f"{', '.join(source.path for source in sources)}: there is no record in it")
+    spooled = {f"{source.spool}/{IMAGES}" for source in sources}
+    facts: _Read = {"records": total, "elsewhere": sorted(filter(os.path.exists, spooled))}
+    write_whole(work.path / READ, json.dumps(facts), shared=True)
+
+
+def _record_batches(sources: tuple[Source, ...]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """All records in order, in batches of one shard each, with the shard's number."""
+    rows: list[tuple] = []
+    total = num_chars = 0
+    for number, source in enumerate(sources):
+        for record in progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2):
+            # Broken text passes through, for the checker to reject that record alone.
+            text = record.text.encode("utf-8", "surrogatepass")
+            rows.append((number, record.file.encode("utf-8", "replace").decode(), record.line, record.index, text))
+            total, num_chars = total + 1, num_chars + len(record.text)
+            if total % SHARD_RECORDS == 0 or len(rows) == RECORDS_PER_BATCH or num_chars > CHARS_PER_BATCH:
+                yield (total - 1) // SHARD_RECORDS, _batch(rows)
+                rows, num_chars = [], 0
+    if rows:
+        yield (total - 1) // SHARD_RECORDS, _batch(rows)
+
+
+def _batch(rows: list[tuple]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays(
+        [pa.array(column, field.type) for column, field in zip(zip(*rows), RECORDS)], schema=RECORDS
+    )

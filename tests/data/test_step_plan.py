@@ -1,0 +1,95 @@
+"""The heaviest micro-batch that is to come, exactly or by a bound, equals or surpasses that of every layout."""
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llava_ds.data import step_plan
+from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import Packing, StepPlan, largest_share, pack_of
+
+HOWS = ("random", "file", "modality", "modality_auto", "length", "varlen", "bucket")
+
+
+def some_plan(draw: random.Random, by_tokens: bool) -> StepPlan:
+    number, dp, micro, nm = draw.randint(1, 300), draw.choice([1, 2, 5]), draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
+    lengths = np.array([draw.randint(1, draw.choice([5, 60, 300])) for _ in range(number)], np.int32)
+    how = draw.choice(HOWS)
+    signed = np.where([how.startswith("modality") and draw.random() < 0.4 for _ in lengths], -lengths, lengths)
+    bound = draw.choice([20, 100, 300, 700, 10**6]) if by_tokens else None
+    across = not by_tokens and draw.random() < 0.5
+    packing = Packing(dp, micro, nm, bound, across, pair_cost=draw.choice([0, 1e-3, 0.02]))
+    order = SampleOrder(number, packing.batch_size, draw.randint(0, 9), how, signed, micro, nm)
+    dataset = SimpleNamespace(lengths=lengths)
+    return StepPlan(dataset, order, packing, num_steps=draw.randint(1, 12))
+
+
+def walked(plan: StepPlan, done: int) -> list[int]:
+    """The first of the heaviest micro-batches, by laying out every step."""
+    micro_batches = (micro for layout in plan.after(done) for rank in layout.of_ranks for micro in rank)
+    return max(micro_batches, key=lambda micro: sum(plan.dataset.lengths[i] for i in micro), default=[])
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_the_heaviest_micro_batch_is_the_first_of_all_that_are_laid_out(by_tokens):
+    draw = random.Random(1)
+    for _ in range(100):
+        plan = some_plan(draw, by_tokens)
+        for done in {0, plan.num_steps // 2, plan.num_steps}:
+            assert plan.heaviest(done) == walked(plan, done), plan
+
+
+@pytest.mark.parametrize("scans", [True, False])
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_no_micro_batch_of_large_data_surpasses_the_bound(by_tokens, scans, monkeypatch):
+    monkeypatch.setattr(step_plan, "PLANNED_SAMPLES", 0)
+    monkeypatch.setattr(step_plan, "SCANNED_SAMPLES", 10**6 if scans else 0)
+    draw, close = random.Random(2), 0
+    for _ in range(200):
+        plan = some_plan(draw, by_tokens)
+        tokens = plan.dataset.lengths[plan.heaviest(0)].sum()
+        most = plan.dataset.lengths[walked(plan, 0)].sum()
+        assert tokens >= most, plan
+        close += tokens <= 1.3 * most
+        if by_tokens:  # no more than the gap's shortest sample above what memory was planned for
+            longest = plan.dataset.lengths.max()
+            assert tokens <= max(plan.packing.tokens_per_micro_batch, longest) + longest
+    assert not scans or close > 80
+
+
+def test_finding_the_heaviest_of_large_data_lays_out_no_epoch(monkeypatch):
+    laid_out = []
+    one = Packing.lay_out
+    monkeypatch.setattr(Packing, "lay_out", lambda self, *args: laid_out.append(1) or one(self, *args))
+    lengths = np.random.default_rng(0).integers(10, 2000, 2_100_000).astype(np.int32)
+    dataset = SimpleNamespace(lengths=lengths)
+    for bound in (8192, None):
+        packing = Packing(64, 16, 1, bound)
+        order = SampleOrder(len(lengths), packing.batch_size, 0, "random", lengths, 16)
+        plan = StepPlan(dataset, order, packing, order.steps_per_epoch)
+        tokens = int(lengths[plan.heaviest(0)].sum())
+        assert tokens == 8192 if bound else 16 * 1005 < tokens < 16 * 1999
+    assert len(laid_out) < 5
+
+
+def test_a_pack_of_a_number_of_tokens():
+    draw = random.Random(3)
+    for _ in range(200):
+        lengths = np.array([draw.randint(1, 40) for _ in range(draw.randint(1, 50))], np.int32)
+        wanted = draw.randint(1, 600)
+        pack = pack_of(lengths, wanted)
+        total = int(lengths[pack].sum())
+        assert len(set(pack)) == len(pack)
+        assert wanted <= total < wanted + lengths.max() if lengths.sum() >= wanted else len(pack) == len(lengths)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_the_largest_share_is_that_of_the_largest_step(how):
+    lengths = np.random.default_rng(0).integers(1, 90, 331).astype(np.int32)
+    order = SampleOrder(331, 12, 4, how, lengths, 3)
+    steps = itertools.islice(order.steps(), order.steps_per_epoch)
+    most = max(int(lengths[step].sum()) for step in steps)
+    assert largest_share(order, lengths, 5) == -(-most // 5) + lengths.max()
