@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": ("evaluate.py", "score a model on questions that it was not trained on"),
     "chat": ("chat.py", "ask a model about images"),
     "export": ("export.py", "turn a checkpoint or a model folder into a model folder"),
+    "encode": ("encode.py", "check and encode data ahead of training, on any number of machines"),
     "inspect": ("inspect_data.py", "show what would be trained on"),
     "estimate": ("estimate.py", "estimate the memory that training needs"),
     "doctor": ("doctor.py", "check whether training can start on this machine"),

@@ -83,6 +83,7 @@ def plain(world: dict[str, str]) -> dict[str, list[str]]:
     return {
         "train.py": [*base, *data, "--deepspeed_config", zero2, "--output_dir", out, "--dry_run", "True"],
         "inspect_data.py": [*base, *data],
+        "encode.py": [*base, *data],
         "evaluate.py": ["--model_path", world["run"], "--data_path", world["records"]],
         "chat.py": ["--model_path", world["run"], "--question", "Hi"],
         "export.py": [world["run"], "--output_dir", out],
@@ -242,7 +243,9 @@ def test_wrong_command_lines(world, tmp_path):
     counts, failed = collections.Counter(), []
     for number in range(COUNT):
         name = chance.choice([*lines, "train.py", "train.py", "train.py"])
-        actions = parsers[name]._actions + (train if name in ("estimate.py", "inspect_data.py", "verify.py") else [])
+        actions = parsers[name]._actions + (
+            train if name in ("encode.py", "estimate.py", "inspect_data.py", "verify.py") else []
+        )
         case = Case(name, mutated(name, lines[name], actions, world, chance), number % REAL_EVERY == 0)
         case.words = [word.replace("\0", "") for word in case.words]
         cwd, log = tmp_path / str(number), tmp_path / f"{number}.log"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -10,13 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import toys
+from launching import ROOT
 
+from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import DataError
 from llava_ds.data import shards
+from llava_ds.data.dataset import open_together
 from llava_ds.data.preflight import Checker
 from llava_ds.data.shards import Claims
+from llava_ds.model.plan import plan_model
 from llava_ds.runtime.output_lock import Process
+from llava_ds.runtime.ranks import Ranks
 
 
 @pytest.fixture
@@ -183,3 +190,20 @@ def test_a_generation_without_one_of_its_files_does_not_count(opened):
     next(first.folder.glob("rows-000002-*")).unlink()
     again = opened()
     assert again.folder != first.folder and again.fingerprint == first.fingerprint
+
+
+def test_encode_fills_the_cache_that_training_opens(tmp_path, toy_base, capsys, monkeypatch):
+    data = toys.write_data(tmp_path / "d", "itti")
+    flags = {**toy_base, **data, "cache_dir": str(tmp_path / "cache"), "model_max_length": "512", "version": "v1"}
+    spec = importlib.util.spec_from_file_location("encode", ROOT / "run" / "encode.py")
+    encode = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(encode)
+    encode.main([token for name, value in flags.items() for token in (f"--{name}", value)])
+    assert "4 records: 4 accepted, 0 rejected" in (printed := capsys.readouterr().out)
+    args, _ = parse_arguments(
+        [token for name, value in flags.items() for token in (f"--{name}", value)], to_train=False
+    )
+    plan = plan_model(args.model, args.data.model_max_length)
+    monkeypatch.setattr(Checker, "__call__", None)  # nothing is left to do
+    ranks = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    assert open_together(args, plan.tokenizer, plan.tower.image_options(args), ranks).fingerprint in printed

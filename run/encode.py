@@ -1,0 +1,48 @@
+"""Encode the data of a training run ahead of it: python run/encode.py --model_name_or_path vicuna --data_path my.json
+
+Takes the data and model flags of run/train.py (others are ignored) and fills --cache_dir, so that training starts at
+once. Needs no GPU. Start it on as many machines as you like, with the same flags and a --cache_dir that all share: they
+share the work. One that is killed may be started again, and goes on with what is there.
+"""
+
+import sys
+
+from llava_ds.runtime.command import Parser, begin, exit_with
+
+if __name__ == "__main__":
+    begin("run/encode.py")
+
+
+from functools import partial
+
+from llava_ds.config.parsing import parse_arguments, tiny_defaults
+from llava_ds.config.shipped import RECIPES
+from llava_ds.data.dataset import open_data
+from llava_ds.data.encode import refuse_unfit_tokenizer
+from llava_ds.data.templates import resolve_template
+from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.ranks import print_first, quiet_libraries
+from llava_ds.tiny import default as tiny
+
+
+def main(argv: list[str]) -> None:
+    """Encode the samples to train on, to evaluate on, and to take questions from."""
+    _, rest = Parser(description=__doc__).parse_known_args(argv)
+    args, _ = parse_arguments(rest, defaults=tiny_defaults(rest, RECIPES), to_train=False)
+    quiet_libraries()
+    args, notes = take_from_model(args)
+    args = tiny.fill_in(args)
+    args = args.replaced(version=resolve_template(args.model.version))
+    print_first(*notes)
+    model = plan_model(args.model, args.data.model_max_length)
+    refuse_unfit_tokenizer(args.model, model.tokenizer)
+    images = model.tower.image_options(args)
+    data = args.data
+    for path in filter(None, (data.data_path, data.eval_data_path, data.sample_data_path)):
+        dataset = open_data(args.replaced(data_path=path), model.tokenizer, images)
+        print_first(*dataset.summary(), f"encoded in {dataset.folder}; data fingerprint {dataset.fingerprint}")
+
+
+if __name__ == "__main__":
+    exit_with(partial(main, sys.argv[1:]), "run/encode.py")
