@@ -15,6 +15,7 @@ from pathlib import Path
 
 import datasets
 import pyarrow as pa
+from datasets.table import MemoryMappedTable, concat_tables
 from typing_extensions import TypedDict
 
 from llava_ds.files.reading import read_json
@@ -120,6 +121,8 @@ def _open_rows(generation: Path) -> datasets.Dataset | None:
         # An Arrow stream cut between two batches reads without error: only its size shows the damage.
         if any(os.stat(path).st_size != num_bytes for path, num_bytes in {**files, **listed["elsewhere"]}.items()):
             return None
-        return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in files])
+        # Not Dataset.from_file: it takes 3 ms a file, of which 100 M records have 24,000.
+        tables = [MemoryMappedTable.from_file(path) for path in files]
+        return datasets.Dataset(concat_tables(tables), fingerprint=generation.parent.name)
     except (OSError, ValueError, pa.ArrowException):  # DataError among them
         return None

@@ -255,12 +255,12 @@ def _evened_steps(order: np.ndarray, lengths: np.ndarray, micro_batch_size: int,
             chunks = np.arange(count)[None] % num_micro_batches
         else:
             room = count // num_micro_batches
-            chunks = np.array([_even_chunks(row, num_micro_batches, room) for row in lengths[rows].tolist()])
+            chunks = np.array([_even_chunks(row, num_micro_batches, room) for row in lengths[rows]])
         rows[:] = np.take_along_axis(rows, np.argsort(chunks, axis=1, kind="stable"), axis=1)
     return order
 
 
-def _even_chunks(lengths: list[int], num_chunks: int, room: int) -> np.ndarray:
+def _even_chunks(lengths: np.ndarray, num_chunks: int, room: int) -> np.ndarray:
     """The chunk of each sample: the shortest so far that has room, the first of several.
 
     room: samples that go into a chunk.
@@ -270,7 +270,7 @@ def _even_chunks(lengths: list[int], num_chunks: int, room: int) -> np.ndarray:
     mask, unit = (1 << bits) - 1, num_chunks << bits
     chunks = [chunk << bits for chunk in range(num_chunks)]
     taken = []
-    for length in lengths:
+    for length in lengths.tolist():
         chunk = chunks[0]
         taken.append(chunk)
         chunk += length * unit + 1

@@ -68,7 +68,10 @@ def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:
 
 def contents_digest(table: datasets.Dataset) -> str:
     """A hash of the contents of all files in the rows' order, whatever their paths."""
-    return hashlib.sha256("".join(_flat(table, "contents").to_pylist()).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for chunk in _flat(table, "contents").chunks:  # all at once take several times their size
+        digest.update("".join(chunk.to_pylist()).encode())
+    return digest.hexdigest()
 
 
 def changed_files(table: datasets.Dataset, options: ImageOptions, refs_of) -> list[str]:

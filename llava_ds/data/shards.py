@@ -39,6 +39,8 @@ from llava_ds.runtime.ranks import progress_bar
 # Records of a shard. Part of the caches' format: work folders that a killed run left are continued.
 SHARD_RECORDS = 4_096
 RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # read before they are written, whichever is less
+# Rows that are written together: each such batch takes 15 kB of memory in every process that opens the cache.
+BATCH_BYTES = 64 << 20
 SILENT_S = 60.0  # a claim from another machine that was not renewed for so long counts no more
 TICK_S = 0.1
 READING = "reading"  # the name of the claim
@@ -294,12 +296,17 @@ def _encode(work: _Work, shard: int, checker: Checker, renew: Callable[[], None]
         with pa.memory_map(str(work.records(shard))) as file, pa.ipc.open_stream(file) as reader:
             records = reader.read_all()
             with pa.OSFile(str(scratch), "wb") as out, pa.ipc.new_stream(out, ROWS) as writer:
+                parts: list[pa.Table] = []
                 for first in range(0, len(records), RECORDS_PER_CALL):
                     part = records.slice(first, RECORDS_PER_CALL)
-                    rows = checker(part)
-                    assert len(rows) == len(part), "a record was lost"
-                    writer.write_table(rows.combine_chunks())
+                    parts.append(checker(part))
+                    assert len(parts[-1]) == len(part), "a record was lost"
+                    if sum(rows.nbytes for rows in parts) > BATCH_BYTES:
+                        writer.write_table(pa.concat_tables(parts).combine_chunks())
+                        parts = []
                     renew()
+                if parts:
+                    writer.write_table(pa.concat_tables(parts).combine_chunks())
         digest = flush_and_hash(scratch)["sha256"]
         os.replace(scratch, work.path / f"rows-{shard:06d}-{digest}.arrow")
     except FileNotFoundError:

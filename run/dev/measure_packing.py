@@ -78,7 +78,7 @@ def main() -> None:
         return
     if args.plain:
         packing._even = lambda *_: None
-    lengths = length_mix(FINETUNE, args.num_samples, seed=0).tokens.tolist()
+    lengths = length_mix(FINETUNE, args.num_samples, seed=0).tokens
     print("batch  ranks    fill   most by arithmetic   balance")
     for batch_size, dp in itertools.product((128, 256, 512, 1024, 2048), (1, 2, 4, 8, 64)):
         order = SampleOrder(args.num_samples, batch_size, seed=0)

@@ -66,7 +66,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(stage):
         shutil.rmtree(folder, ignore_errors=True)
     flags = {
         "deepspeed_config": ds_config(stage), "recipe": RECIPES / "tiny-finetune.yaml", "bf16": True, "max_steps": 8,
-        "save_steps": 4, "save_total_limit": 2, "sample_steps": 0,
+        "save_steps": 4, "save_total_limit": 2, "sample_steps": 0, "deterministic": True,
     }  # fmt: skip
     trained({**flags, "output_dir": whole})
     resumed.mkdir(parents=True)
