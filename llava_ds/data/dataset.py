@@ -49,10 +49,11 @@ from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_col
 from llava_ds.data.sources.open import shown
 from llava_ds.data.sources.source import short_names
 from llava_ds.data.templates import resolve_template
+from llava_ds.data.token_runs import from_columns
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, on_every_rank, print_first, printable
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
-ROWS_FORMAT = "shards 1"  # of the files; another one is another cache, and no other data
+ROWS_FORMAT = "shards 2"  # of the files; another one is another cache, and no other data
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -176,8 +177,10 @@ class EncodedDataset(torch.utils.data.Dataset):
         return rejections(self.table.data.table, self._rejected)
 
     def row(self, index: int) -> dict[str, object]:
-        """All columns of one record, by its index among all records."""
-        return self.table[index]
+        """All columns of one record, by its index among all records, with input_ids and labels in full."""
+        columns = self.table[index]
+        tokens = from_columns(*(np.array(columns.pop(name), np.int32) for name in ("ids", "flips")))
+        return {**columns, **{name: part.tolist() for name, part in zip(("input_ids", "labels"), tokens)}}
 
     def images_of(self, index: int) -> list[str | dict[str, object]]:
         """The first file of each image and video of a sample: a path, or the fields of a FileRef for a slice."""
@@ -433,5 +436,5 @@ def _pair(both: LoadedSample, chosen_length: int, reference: list[float] | None)
 
 def _ids_and_labels(row: datasets.table.Table) -> tuple[torch.Tensor, torch.Tensor]:
     """(L,) int64 each, from a table of one record."""
-    ids, labels = (row.column(name).chunk(0).flatten().to_numpy() for name in ("input_ids", "labels"))
-    return torch.from_numpy(ids.astype("int64")), torch.from_numpy(labels.astype("int64"))
+    ids, labels = from_columns(*(row.column(name).chunk(0).flatten().to_numpy() for name in ("ids", "flips")))
+    return torch.from_numpy(ids), torch.from_numpy(labels)

@@ -13,6 +13,7 @@ import pyarrow.compute
 
 from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileProblem
+from llava_ds.data import token_runs
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.images.decode import probe
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
@@ -20,7 +21,7 @@ from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, 
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.runtime.ranks import printable
 
-Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS
+Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS, and "input_ids" and "labels" in full
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
@@ -42,7 +43,7 @@ RECORDS = pa.schema(
 
 # One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
 # file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files).
+# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs.COLUMNS ids and labels.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -52,8 +53,7 @@ ROWS = pa.schema(
         ("id", pa.string()),
         ("reason", pa.string()),
         ("text_to_retry", pa.binary()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("labels", pa.list_(pa.int32())),
+        *token_runs.COLUMNS,
         ("media", pa.string()),
         ("length", pa.int32()),
         ("num_targets", pa.int32()),
@@ -106,7 +106,7 @@ class Checker:
             for one in outcomes
         ]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
-        columns |= {name: _lists([row[name] for row in rows]) for name in ("input_ids", "labels")}
+        columns |= token_runs.to_columns([row["input_ids"] for row in rows], [row["labels"] for row in rows])
         columns |= as_columns([row["seen"] for row in rows])
         rest = [field for field in self.schema if field.name not in columns]
         columns |= {field.name: pa.array([row[field.name] for row in rows], field.type) for field in rest}
@@ -219,12 +219,6 @@ def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
     found = [record[name] for name in names if name in record] if isinstance(record, dict) else []
     usable = found and isinstance(found[0], (str, int)) and not isinstance(found[0], bool)
     return str(found[0])[:MAX_ID].encode("utf-8", "replace").decode() if usable else str(index)
-
-
-def _lists(rows: list[np.ndarray]) -> pa.Array:
-    """Arrays of int32 as one Arrow list array, without Python numbers in between."""
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows, dtype=np.int32)))
 
 
 def media_to_text(media: tuple[SizedMedia, ...]) -> str:
