@@ -25,6 +25,9 @@ class Batch:
     image_positions (M,) int64, positions in T of image features and then of newlines; feature_index (F,) int64, the
     rows that go to the first F of them, of a table with the N * P features and then the R pooled features. Samples
     that share an image use the same rows.
+
+    Of preferences the samples come in pairs, first the chosen answer, then the rejected one, over the same images.
+    reference (samples,) float64: the log-probability of each one's targets under the reference model, or None.
     """
 
     input_ids: torch.Tensor
@@ -41,6 +44,7 @@ class Batch:
     image_positions: torch.Tensor
     feature_index: torch.Tensor
     pools_by_max: bool = False
+    reference: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device; copies from pinned memory don't wait."""

@@ -17,6 +17,7 @@ GROUPS = {
     "data": "the data",
     "images": "images and videos",
     "order": "order of the samples",
+    "objective": "what is learned: supervised answers, or preferences",
     "steps": "steps and batches",
     "optimizer": "optimizer and schedule",
     "speed": "precision, memory and speed",

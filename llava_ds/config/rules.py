@@ -22,6 +22,10 @@ _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local
 LORA_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_weight_path")
 QUANTIZATION_FLAGS = ("quant_type", "double_quant")
 
+# Flags of preferences, with the values of --loss_type that read them; the rest of DPO_FLAGS all do.
+DPO_FLAGS = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "simpo_gamma")
+DPO_LOSS_TYPES = {"label_smoothing": ("sigmoid", "simpo"), "simpo_gamma": ("simpo",)}
+
 Rule = Callable[[Arguments], Iterator[str]]
 
 
@@ -220,6 +224,26 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
         )
 
 
+def objectives(args: Arguments) -> Iterator[str]:
+    training = args.training
+    given = [name for name in DPO_FLAGS if name in args.given]
+    if training.objective != "dpo":
+        if given:
+            names = ", ".join(f"--{name}" for name in given)
+            yield f"{names} belong to --objective dpo, which is {training.objective}: give that, or leave them out"
+        return
+    for name in given:
+        known = DPO_LOSS_TYPES.get(name, (training.loss_type,))
+        if training.loss_type not in known:
+            yield f"--{name} has no effect with --loss_type {training.loss_type}: it is for {' and '.join(known)}"
+    if training.loss_reduction != "token":
+        yield "--loss_reduction micro_batch is for --objective sft: the loss of preferences is the mean over pairs"
+    if args.model.version == "plain":
+        yield "--version plain is for captions, which have one answer: name the template of the model's conversations"
+    if args.data.data_path is None:
+        yield "--objective dpo needs --data_path with preferences: the generated scenes have one answer each"
+
+
 DATA_RULES: tuple[Rule, ...] = (image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
     needed_flags,
@@ -229,6 +253,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     eval_and_sample_steps,
     checkpoints,
     trainable_parts,
+    objectives,
 )
 
 

@@ -23,6 +23,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 # Declarations of flags by their group; _free: of those that a resumed run may change freely.
 _, _run_free = flags_of("run")
+_objective, _ = flags_of("objective")
 _steps, _ = flags_of("steps")
 _optimizer, _ = flags_of("optimizer")
 _speed, _speed_free = flags_of("speed")
@@ -48,6 +49,24 @@ class TrainingArguments:
     output_dir: str | None = _run_free(
         None, "Folder for everything that the run writes.", path="output", only_to_train=True
     )
+    objective: Literal["sft", "dpo"] = _objective(
+        "sft",
+        "sft: the answers of conversations; dpo: of two answers the chosen one, from records with chosen and rejected "
+        "(docs/preference.md).",
+    )
+    beta: Rate = _objective(0.1, "dpo: how strongly the model is held to the reference model, which it begins as.")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = _objective(
+        "sigmoid",
+        "dpo: the loss of a pair. sigmoid: DPO; hinge: SLiC; ipo: IPO, over mean log-probabilities; simpo: SimPO, the "
+        "same without a reference model.",
+    )
+    label_smoothing: Annotated[float, Bounds(0, 0.5)] = _objective(
+        0.0, "dpo with sigmoid or simpo: the share of pairs that may be the wrong way round."
+    )
+    rpo_alpha: Rate = _objective(
+        0.0, "dpo: weight of the chosen answer's own loss per token, which keeps its probability from falling."
+    )
+    simpo_gamma: Rate = _objective(0.5, "dpo with simpo: the margin by which the chosen answer shall be ahead.")
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
     max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs.")
     per_device_train_batch_size: Count = _steps(8, "Samples per rank and micro-batch.", resume="layout")

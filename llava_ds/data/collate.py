@@ -17,13 +17,33 @@ class LoadedSample:
     """input_ids and labels (length,) int64, IMAGE_TOKEN_INDEX at image positions.
 
     media: per image or video in reading order, its tiles (n, 3, S, S) uint8 and their layout. Samples that share an
-    image hold the same tensor, which is computed once. source: the number of the data source of the sample.
+    image hold the same tensor, which is computed once. source: the number of the data source of the sample; reference:
+    the log-probability of its targets under the reference model, None without one.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     media: list[tuple[torch.Tensor, MediaLayout]]
     source: int = 0
+    reference: float | None = None
+
+    @property
+    def samples(self) -> tuple["LoadedSample", ...]:
+        """The samples of this item of the data: itself."""
+        return (self,)
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """Two answers to one conversation, over the same images."""
+
+    chosen: LoadedSample
+    rejected: LoadedSample
+
+    @property
+    def samples(self) -> tuple[LoadedSample, ...]:
+        """Both, the chosen one first."""
+        return self.chosen, self.rejected
 
 
 def collate(samples: list[LoadedSample], options: ImageOptions) -> Batch:
@@ -67,7 +87,14 @@ def collate(samples: list[LoadedSample], options: ImageOptions) -> Batch:
         image_positions=torch.cat([positions[~is_newline], positions[is_newline]]),
         feature_index=rows[~is_newline],
         pools_by_max=any(layout.pools_by_max for layout in layouts.values()),
+        reference=_references(samples),
     )
+
+
+def _references(samples: list[LoadedSample]) -> torch.Tensor | None:
+    """(samples,) float64; None if some sample has none."""
+    found = [sample.reference for sample in samples if sample.reference is not None]
+    return torch.tensor(found, dtype=torch.float64) if len(found) == len(samples) else None
 
 
 def _feature_table(

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, next_number, note_stale, open_newest
-from llava_ds.data.collate import LoadedSample
+from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import (
@@ -48,10 +49,11 @@ from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_col
 from llava_ds.data.sources.open import shown
 from llava_ds.data.sources.source import short_names
 from llava_ds.data.templates import resolve_template
+from llava_ds.data.token_runs import from_columns
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, on_every_rank, print_first, printable
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
-ROWS_FORMAT = "shards 1"  # of the files; another one is another cache, and no other data
+ROWS_FORMAT = "shards 2"  # of the files; another one is another cache, and no other data
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -85,7 +87,9 @@ class EncodedDataset(torch.utils.data.Dataset):
     """The accepted samples by index, with images decoded on access.
 
     sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; index:
-    their lengths and other numbers; folder: the cache's, with the table; descriptions: of the sources, for a person.
+    their lengths and other numbers; folder: the cache's, with the table; descriptions: of the sources, for a person;
+    are_pairs: True for preferences; reference (records, 2) float64: log-probabilities of their answers under the
+    reference model, NaN where there is none, which the run sets.
     """
 
     def __init__(
@@ -103,6 +107,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         self.descriptions = descriptions
         self.image_options = image_options
         self.fingerprint = fingerprint
+        self.are_pairs = "chosen_length" in self.table.column_names
+        self.reference: np.ndarray | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -122,7 +128,7 @@ class EncodedDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> LoadedSample | BrokenSample:
+    def __getitem__(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
         """The sample, or the reason why its images can't be loaded."""
         # From the Arrow table: a row of `datasets`, in any format, takes longer than decoding an image.
         row = self.table.data.fast_slice(int(self.rows[index]), 1)
@@ -135,9 +141,14 @@ class EncodedDataset(torch.utils.data.Dataset):
         except DataError as error:
             if isinstance(error, FileChanged):
                 note_stale(self.folder)
-            place = (row.column(name)[0].as_py() for name in ("file", "line", "index", "id"))
-            return BrokenSample(*place, str(error))
-        return LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
+            return _broken(row, str(error))
+        sample = LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
+        if not self.are_pairs:
+            return sample
+        reference = None if self.reference is None else self.reference[self.rows[index]].tolist()
+        if reference is not None and math.isnan(sum(reference)):
+            return _broken(row, "its images could not be read when the reference model answered")
+        return _pair(sample, row.column("chosen_length")[0].as_py(), reference)
 
     def lengths_for(self, how: str) -> np.ndarray:
         """The lengths that an order of samples needs: LLaVA's own measure for all orders but "bucket"."""
@@ -166,8 +177,10 @@ class EncodedDataset(torch.utils.data.Dataset):
         return rejections(self.table.data.table, self._rejected)
 
     def row(self, index: int) -> dict[str, object]:
-        """All columns of one record, by its index among all records."""
-        return self.table[index]
+        """All columns of one record, by its index among all records, with input_ids and labels in full."""
+        columns = self.table[index]
+        tokens = from_columns(*(np.array(columns.pop(name), np.int32) for name in ("ids", "flips")))
+        return {**columns, **{name: part.tolist() for name, part in zip(("input_ids", "labels"), tokens)}}
 
     def images_of(self, index: int) -> list[str | dict[str, object]]:
         """The first file of each image and video of a sample: a path, or the fields of a FileRef for a slice."""
@@ -201,8 +214,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         first = itertools.islice(self.positions(images=True), EXAMPLES_TRIED)
         for index in itertools.chain(first, itertools.islice(self.positions(images=False), 1)):
             sample = self[index]
-            if isinstance(sample, LoadedSample):
-                return sample
+            if not isinstance(sample, BrokenSample):
+                return sample.samples[0]
         ids, labels = _ids_and_labels(self.table.data.fast_slice(int(self.rows[0]), 1))
         text = ids != IMAGE_TOKEN_INDEX
         return LoadedSample(ids[text], labels[text], [])
@@ -254,6 +267,7 @@ def open_data(
         video_folder=data.video_folder,
         cache_dir=data.cache_dir,
         on_unmarked_image=data.on_unmarked_image,
+        are_preferences=args.training.objective == "dpo",
     )
     return open_encoded(
         open_sources(data.data_path, options),
@@ -262,7 +276,7 @@ def open_data(
             template=resolve_template(model.version),
             max_length=data.model_max_length,
             mm_use_im_start_end=model.mm_use_im_start_end,
-            supervise_last_turn_only=data.supervise_last_turn_only,
+            supervise_last_turn_only=data.supervise_last_turn_only or options.are_preferences,
             split_special_tokens=model.split_special_tokens,
         ),
         image_options,
@@ -404,7 +418,23 @@ def _refuse_if_bad(table: datasets.Dataset, bad: np.ndarray, options: PreflightO
     raise DataError("\n".join(lines))
 
 
+def _broken(row: datasets.table.Table, reason: str) -> BrokenSample:
+    """A record that can't be shown, from a table of it alone."""
+    return BrokenSample(*(row.column(name)[0].as_py() for name in ("file", "line", "index", "id")), reason)
+
+
+def _pair(both: LoadedSample, chosen_length: int, reference: list[float] | None) -> LoadedPair:
+    """Split the ids and labels of two answers, which lie one after the other."""
+    chosen, rejected = slice(chosen_length), slice(chosen_length, None)
+    return LoadedPair(
+        *(
+            LoadedSample(both.input_ids[part], both.labels[part], both.media, both.source, value)
+            for part, value in zip((chosen, rejected), reference or (None, None))
+        )
+    )
+
+
 def _ids_and_labels(row: datasets.table.Table) -> tuple[torch.Tensor, torch.Tensor]:
     """(L,) int64 each, from a table of one record."""
-    ids, labels = (row.column(name).chunk(0).flatten().to_numpy() for name in ("input_ids", "labels"))
-    return torch.from_numpy(ids.astype("int64")), torch.from_numpy(labels.astype("int64"))
+    ids, labels = from_columns(*(row.column(name).chunk(0).flatten().to_numpy() for name in ("ids", "flips")))
+    return torch.from_numpy(ids), torch.from_numpy(labels)

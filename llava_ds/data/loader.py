@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from llava_ds.batch import Batch
-from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.collate import LoadedPair, LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.geometry import ImageOptions
@@ -36,15 +36,23 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A batch, and what it holds, as Counts has it; broken samples are not in it."""
+    """A batch, and what it holds, as Counts has it; broken samples are not in it.
+
+    places: of its samples in the micro-batch as it was planned. A pair of preferences counts as one sample.
+    """
 
     batch: Batch
-    num_samples: int
+    places: tuple[int, ...]
     num_tokens: int
     num_targets: int
     num_pairs: int
     num_tiles: int
     broken: tuple[BrokenSample, ...]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that it holds."""
+        return len(self.places)
 
     def pin_memory(self) -> "MicroBatch":
         """The same in page-locked memory (torch's DataLoader calls this)."""
@@ -112,16 +120,18 @@ def micro_batches(
         yield dataclasses.replace(micro, batch=micro.batch.to(device))
 
 
-def _micro_batch(samples: list[LoadedSample | BrokenSample], options: ImageOptions) -> MicroBatch:
-    shown = [sample for sample in samples if isinstance(sample, LoadedSample)]
+def _micro_batch(items: list[LoadedSample | LoadedPair | BrokenSample], options: ImageOptions) -> MicroBatch:
+    places = tuple(i for i, item in enumerate(items) if not isinstance(item, BrokenSample))
+    shown = [sample for i in places for sample in items[i].samples]
     batch = collate(shown, options)
     lengths = [len(sample.input_ids) for sample in shown]
+    tiles = {id(one): len(one) for sample in shown for one, _ in sample.media}  # those of a pair are counted once
     return MicroBatch(
         batch=batch,
-        num_samples=len(shown),
+        places=places,
         num_tokens=sum(lengths),
         num_targets=len(batch.targets),
         num_pairs=sum(length * (length + 1) // 2 for length in lengths),
-        num_tiles=sum(len(tiles) for sample in shown for tiles, _ in sample.media),
-        broken=tuple(sample for sample in samples if isinstance(sample, BrokenSample)),
+        num_tiles=sum(tiles.values()),
+        broken=tuple(item for item in items if isinstance(item, BrokenSample)),
     )

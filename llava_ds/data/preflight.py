@@ -13,14 +13,15 @@ import pyarrow.compute
 
 from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileProblem
+from llava_ds.data import token_runs
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.images.decode import probe
-from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample
+from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.runtime.ranks import printable
 
-Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS
+Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS, and "input_ids" and "labels" in full
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
@@ -42,7 +43,7 @@ RECORDS = pa.schema(
 
 # One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
 # file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files).
+# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs.COLUMNS ids and labels.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -52,8 +53,7 @@ ROWS = pa.schema(
         ("id", pa.string()),
         ("reason", pa.string()),
         ("text_to_retry", pa.binary()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("labels", pa.list_(pa.int32())),
+        *token_runs.COLUMNS,
         ("media", pa.string()),
         ("length", pa.int32()),
         ("num_targets", pa.int32()),
@@ -65,6 +65,10 @@ ROWS = pa.schema(
         ("unmarked", pa.string()),
     ]
 )
+
+
+# Of preferences: ids and labels of the chosen and then of the rejected answer, and the number of the first ones.
+PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32()))
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ class Checker:
     encoder: Encoder
     image_options: geometry.ImageOptions
 
+    @property
+    def schema(self) -> pa.Schema:
+        """ROWS, or PAIR_ROWS for preferences."""
+        return PAIR_ROWS if any(source.format == "preference" for source in self.sources) else ROWS
+
     def __call__(self, records: pa.Table) -> pa.Table:
         parts = [self._rows(records.slice(first, last - first)) for first, last in _parts(records.column("text"))]
         return pa.concat_tables(parts)
@@ -91,14 +100,17 @@ class Checker:
         places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
         outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
-        coded = iter(self.encoder.encode_batch([(one.sample.messages, one.num_tokens) for one in good]))
-        rows = [self._row(one, next(coded)) if isinstance(one, _Checked) else one for one in outcomes]
+        coded = iter(self.encoder.encode_batch([(each, one.num_tokens) for one in good for each in one.conversations]))
+        rows = [
+            self._row(one, [next(coded) for _ in one.conversations]) if isinstance(one, _Checked) else one
+            for one in outcomes
+        ]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
-        columns |= {name: _lists([row[name] for row in rows]) for name in ("input_ids", "labels")}
+        columns |= token_runs.to_columns([row["input_ids"] for row in rows], [row["labels"] for row in rows])
         columns |= as_columns([row["seen"] for row in rows])
-        rest = [field for field in ROWS if field.name not in columns]
+        rest = [field for field in self.schema if field.name not in columns]
         columns |= {field.name: pa.array([row[field.name] for row in rows], field.type) for field in rest}
-        return pa.table([columns[field.name] for field in ROWS], schema=ROWS)
+        return pa.table([columns[field.name] for field in self.schema], schema=self.schema)
 
     def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:
@@ -124,29 +136,32 @@ class Checker:
         except OSError as error:
             raise FileProblem(f"{error.filename or media.refs[0].path} can't be read: {error.strerror}") from error
 
-    def _row(self, one: "_Checked", coded: Encoded | DataError) -> Row:
+    def _row(self, one: "_Checked", answers: list[Encoded | DataError]) -> Row:
+        """answers: the encoded conversation, or those with the chosen and the rejected answer."""
         sample = one.sample
-        if isinstance(coded, DataError):
-            return _rejected(sample.id, coded)
-        if coded.num_targets == 0:
-            limit = self.encoder.options.max_length
-            why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
-            return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
+        for coded in answers:
+            if isinstance(coded, DataError):
+                return _rejected(sample.id, coded)
+            if coded.num_targets == 0:
+                limit = self.encoder.options.max_length
+                why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
+                return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
         words = sum(len(message.text.split()) for message in sample.messages)
         has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's field "image"
         return {
             "id": sample.id,
             "reason": None,
             "text_to_retry": None,
-            "input_ids": coded.input_ids,
-            "labels": coded.labels,
+            "input_ids": np.concatenate([coded.input_ids for coded in answers]),
+            "labels": np.concatenate([coded.labels for coded in answers]),
             "media": media_to_text(one.media),
-            "length": len(coded.input_ids),
-            "num_targets": coded.num_targets,
+            "length": sum(len(coded.input_ids) for coded in answers),
+            "num_targets": sum(coded.num_targets for coded in answers),
+            "chosen_length": len(answers[0].input_ids),
             "num_turns": sum(message.role == "gpt" for message in sample.messages),
             "num_pictures": sum(len(sized.sizes) for sized in one.media),
             "words": words if has_field else -words,
-            "truncated": coded.truncated,
+            "truncated": any(coded.truncated for coded in answers),
             "unmarked": sample.unmarked,
             "seen": one.seen,
         }
@@ -161,12 +176,17 @@ class _Checked:
     seen: list[SeenFile]
     num_tokens: list[int]
 
+    @property
+    def conversations(self) -> list[tuple[Message, ...]]:
+        """The conversation, or those with the chosen and with the rejected answer."""
+        return [each for each in (self.sample.messages, self.sample.rejected) if each]
+
 
 def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
     """The row of a rejected record, empty but for its id and the reason."""
     nothing = np.empty(0, np.int32)
     return {
-        **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words"), 0),
+        **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words", "chosen_length"), 0),
         **{"input_ids": nothing, "labels": nothing, "media": "[]", "truncated": False, "unmarked": "", "seen": []},
         "id": printable(id),
         "reason": printable(str(error)),
@@ -199,12 +219,6 @@ def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
     found = [record[name] for name in names if name in record] if isinstance(record, dict) else []
     usable = found and isinstance(found[0], (str, int)) and not isinstance(found[0], bool)
     return str(found[0])[:MAX_ID].encode("utf-8", "replace").decode() if usable else str(index)
-
-
-def _lists(rows: list[np.ndarray]) -> pa.Array:
-    """Arrays of int32 as one Arrow list array, without Python numbers in between."""
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows, dtype=np.int32)))
 
 
 def media_to_text(media: tuple[SizedMedia, ...]) -> str:

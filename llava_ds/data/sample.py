@@ -40,10 +40,14 @@ UNMARKED_TEXTS = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One record. Paths are real and inside the given folders; media are in the order of the marks."""
+    """One record. Paths are real and inside the given folders; media are in the order of the marks.
+
+    rejected: of a preference, the messages with the rejected answer at their end; the chosen one ends messages.
+    """
 
     id: str
     messages: tuple[Message, ...]
     media: tuple[Media, ...]
     kind: str = ""  # of question, in files to evaluate on
     unmarked: str = ""  # one of the outcomes above
+    rejected: tuple[Message, ...] = ()

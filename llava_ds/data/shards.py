@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
 from llava_ds.data.cache import DONE, Listed, put_in_place, remove_older
-from llava_ds.data.preflight import RECORDS, RECORDS_PER_CALL, ROWS, Checker
+from llava_ds.data.preflight import RECORDS, RECORDS_PER_CALL, Checker
 from llava_ds.data.sources import Source
 from llava_ds.data.sources.embedded import IMAGES
 from llava_ds.files.reading import read_json
@@ -295,7 +295,7 @@ def _encode(work: _Work, shard: int, checker: Checker, renew: Callable[[], None]
     try:
         with pa.memory_map(str(work.records(shard))) as file, pa.ipc.open_stream(file) as reader:
             records = reader.read_all()
-            with pa.OSFile(str(scratch), "wb") as out, pa.ipc.new_stream(out, ROWS) as writer:
+            with pa.OSFile(str(scratch), "wb") as out, pa.ipc.new_stream(out, checker.schema) as writer:
                 parts: list[pa.Table] = []
                 for first in range(0, len(records), RECORDS_PER_CALL):
                     part = records.slice(first, RECORDS_PER_CALL)

@@ -15,7 +15,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 from llava_ds.batch import Batch
-from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.collate import collate
+from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
@@ -41,7 +42,8 @@ def largest_micro_batch(plan: StepPlan, done: int, ranks: Ranks) -> LargestMicro
     Rank 0 alone looks for it; all ranks call it together.
     """
     samples = broadcast_from_first(ranks, lambda: plan.heaviest(done))
-    loaded = [sample for sample in map(plan.dataset.__getitem__, samples) if isinstance(sample, LoadedSample)]
+    items = [item for item in map(plan.dataset.__getitem__, samples) if not isinstance(item, BrokenSample)]
+    loaded = [sample for item in items for sample in item.samples]
     layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
     accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)
     return LargestMicroBatch(collate(loaded, plan.dataset.image_options).to(ranks.device), samples, accumulates)

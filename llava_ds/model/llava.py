@@ -46,13 +46,17 @@ class LlavaModel(nn.Module):
         self._short_last_layer = True
 
     def forward(
-        self, batch: Batch, logits_at: torch.Tensor | None = None, num_sources: int | None = None
+        self,
+        batch: Batch,
+        logits_at: torch.Tensor | None = None,
+        num_sources: int | None = None,
+        log_probs: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The cross-entropy summed over the S supervised positions, float32, a scalar.
 
         With logits_at, (S,) indices into T, the output layer there instead: (S, V). With num_sources, that sum, and
         what it consists of: the cross-entropy and the number of positions of every data source, (2, num_sources)
-        float64, without a gradient.
+        float64, without a gradient. With log_probs, the log-probability of every target: (S,) float64.
         """
         wanted = batch.target_positions if logits_at is None else logits_at
         options = {}
@@ -73,6 +77,8 @@ class LlavaModel(nn.Module):
         output_layer = self.language_model.get_output_embeddings()
         if logits_at is not None:
             return final_logits(output_layer(hidden), self.language_model.config)
+        if log_probs:
+            return output_layer(hidden, targets=batch.targets, softcap=self._softcap, by_row=True)
         loss, row_losses = output_layer(hidden, targets=batch.targets, softcap=self._softcap)
         if num_sources is None:
             return loss

@@ -1,8 +1,9 @@
 # S supervised positions, D width of the language model, V vocabulary
 """Fused output layer and cross-entropy, over chunks of rows: logits never exist for more than a chunk.
 
-Loss and gradients are computed in the same pass, three matrix products in all, as in Liger's linear cross-entropy
-(arXiv 2410.10989); here without waiting for the device to count targets.
+The summed loss and its gradients are computed in the same pass, three matrix products in all, as in Liger's linear
+cross-entropy (arXiv 2410.10989); here without waiting for the device to count targets. Log-probabilities row by row,
+whose gradients depend on what is made of them, compute the logits again in backward: four products.
 """
 
 import types
@@ -23,17 +24,25 @@ def add_loss(output_layer: nn.Linear) -> None:
     """Let the output layer give the loss, too: output_layer(hidden, targets=targets, softcap=cap).
 
     hidden (S, D); targets (S,) int64. It gives the cross-entropy of its logits there: summed, a float32 scalar, and row
-    by row, (S,) float64, without a gradient. With softcap c, logits x count as c * tanh(x / c). It is a call of the
-    layer, so that ZeRO-3's hooks gather the weight for it. Without targets the layer is as before.
+    by row, (S,) float64, without a gradient. With by_row=True it gives the log-probabilities of the targets instead,
+    (S,) float64, with a gradient. With softcap c, logits x count as c * tanh(x / c). It is a call of the layer, so that
+    ZeRO-3's hooks gather the weight for it. Without targets the layer is as before.
     """
     output_layer.forward = types.MethodType(_forward, output_layer)
 
 
 def _forward(
-    self: nn.Linear, hidden: torch.Tensor, *, targets: torch.Tensor | None = None, softcap: float | None = None
+    self: nn.Linear,
+    hidden: torch.Tensor,
+    *,
+    targets: torch.Tensor | None = None,
+    softcap: float | None = None,
+    by_row: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if targets is None:
         return type(self).forward(self, hidden)
+    if by_row:
+        return linear_log_probs(hidden, self.weight, targets, softcap)
     return linear_cross_entropy(hidden, self.weight, targets, softcap)
 
 
@@ -56,6 +65,21 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(hidden, weight, targets, softcap, backward)
 
 
+@torch.compiler.disable
+def linear_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
+) -> torch.Tensor:
+    """Log-probabilities of the targets under hidden @ weight.T, (S,) float64; shapes and precision as for the loss.
+
+    Backward computes a chunk's logits again. It keeps the weight itself, not a copy in autocast's precision, so that
+    ZeRO-3 may shard it in between.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    with torch.autocast(device, enabled=False):
+        return _LinearLogProbs.apply(hidden.to(dtype), weight, targets, softcap)
+
+
 def chunk_rows(vocabulary: int, device_type: str) -> int:
     """Rows of logits in a chunk."""
     return max(MIN_ROWS, CHUNK_LOGITS["cpu" if device_type == "cpu" else "cuda"] // vocabulary)
@@ -67,30 +91,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight = (backward and wanted for wanted in ctx.needs_input_grad[:2])
         rows = chunk_rows(len(weight), hidden.device.type)
         row_losses = torch.empty(len(hidden), dtype=torch.float64, device=hidden.device)
-        in_float16 = hidden.dtype == torch.float16
-        d_hidden = torch.empty_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
-        # Sums over several chunks are kept in float32, as a product keeps its own.
-        d_weight = None
-        if wants_weight and len(hidden) == 0:
-            d_weight = torch.zeros_like(weight)
-        elif wants_weight and (len(hidden) > rows or in_float16):
-            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
         for start in range(0, len(hidden), rows):
             h = hidden[start : start + rows]
             d_logits, losses = _softmax_minus_target(h @ weight.T, targets[start : start + rows], softcap)
             row_losses[start : start + rows] = losses
-            if wants_hidden and in_float16:
-                d_hidden[start : start + rows] = _float32_product(d_logits, weight)
-            elif wants_hidden:
-                torch.mm(d_logits, weight, out=d_hidden[start : start + rows])
-            if wants_weight and d_weight is None:
-                d_weight = d_logits.T @ h
-            elif wants_weight:
-                _add_product(d_weight, d_logits, h)
+            gradients.add(start, h, d_logits)
             del d_logits  # before the next chunk's logits
-        if d_weight is not None and not in_float16:
-            d_weight = d_weight.to(weight.dtype)
-        ctx.gradients, ctx.in_float16 = (d_hidden, d_weight), in_float16
+        ctx.gradients, ctx.in_float16 = gradients.summed(), gradients.in_float16
         ctx.mark_non_differentiable(row_losses)
         return row_losses.sum().float(), row_losses
 
@@ -106,6 +114,75 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.in_float16:
             gradients = [None if gradient is None else gradient.half() for gradient in gradients]
         return *gradients, None, None, None
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, softcap):
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.softcap = softcap
+        rows, used = chunk_rows(len(weight), hidden.device.type), weight.to(hidden.dtype)
+        log_probs = torch.empty(len(hidden), dtype=torch.float64, device=hidden.device)
+        for start in range(0, len(hidden), rows):
+            logits = hidden[start : start + rows] @ used.T
+            log_probs[start : start + rows] = -_softmax_minus_target(logits, targets[start : start + rows], softcap)[1]
+        return log_probs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        hidden, weight, targets = ctx.saved_tensors
+        rows, used = chunk_rows(len(weight), hidden.device.type), weight.to(hidden.dtype)
+        gradients = _Gradients(hidden, used, *ctx.needs_input_grad[:2])
+        # Coefficients of at most 1, so that products with them stay in float16's range.
+        largest = upstream.abs().amax().clamp(min=torch.finfo(torch.float32).tiny) if len(upstream) else 1.0
+        factors = (-upstream / largest)[:, None].to(hidden.dtype)
+        for start in range(0, len(hidden), rows):
+            h = hidden[start : start + rows]
+            d_logits, _ = _softmax_minus_target(h @ used.T, targets[start : start + rows], ctx.softcap)
+            gradients.add(start, h, d_logits.mul_(factors[start : start + rows]))
+            del d_logits
+        scale = largest / FLOAT16_SCALE if gradients.in_float16 else largest
+        d_hidden, d_weight = (None if found is None else found.mul_(scale) for found in gradients.summed())
+        d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None
+
+
+class _Gradients:
+    """Gradients of hidden (S, D) and weight (V, D), added up over chunks of rows from those of the logits.
+
+    In float16 they are float32 and FLOAT16_SCALE times as large; otherwise sums over several chunks are kept in
+    float32, as a product keeps its own.
+    """
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, wants_hidden: bool, wants_weight: bool) -> None:
+        self.in_float16 = hidden.dtype == torch.float16
+        self._weight, self._wants_weight = weight, wants_weight
+        wide = torch.float32 if self.in_float16 else None
+        self._d_hidden = torch.empty_like(hidden, dtype=wide) if wants_hidden else None
+        self._d_weight = None
+        if wants_weight and len(hidden) == 0:
+            self._d_weight = torch.zeros_like(weight)
+        elif wants_weight and (len(hidden) > chunk_rows(len(weight), hidden.device.type) or self.in_float16):
+            self._d_weight = torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, start: int, h: torch.Tensor, d_logits: torch.Tensor) -> None:
+        """Add a chunk of rows from `start` on: h (rows, D), d_logits (rows, V)."""
+        rows = slice(start, start + len(h))
+        if self._d_hidden is not None and self.in_float16:
+            self._d_hidden[rows] = _float32_product(d_logits, self._weight)
+        elif self._d_hidden is not None:
+            torch.mm(d_logits, self._weight, out=self._d_hidden[rows])
+        if self._wants_weight and self._d_weight is None:
+            self._d_weight = d_logits.T @ h
+        elif self._wants_weight:
+            _add_product(self._d_weight, d_logits, h)
+
+    def summed(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradients; None for what is not wanted."""
+        if self._d_weight is not None and not self.in_float16:
+            self._d_weight = self._d_weight.to(self._weight.dtype)
+        return self._d_hidden, self._d_weight
 
 
 def _add_product(d_weight: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor) -> None:

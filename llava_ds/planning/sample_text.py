@@ -8,7 +8,7 @@ from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.images.decode import load_images
 from llava_ds.data.preflight import media_from_text, place_of
-from llava_ds.tracking.data_page import ShownSample, runs_of
+from llava_ds.tracking.data_page import Run, ShownSample, runs_of
 
 
 def shown_sample(
@@ -27,6 +27,17 @@ def shown_sample(
     return ShownSample(
         title=f"{row['id']} ({Path(place_of(row)).name}, record {row['index']})",
         note=note,
-        runs=runs_of(row["input_ids"], row["labels"], tokenizer),
+        runs=_runs(row, tokenizer),
         images=tuple(images),
     )
+
+
+def _runs(row: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:
+    """The runs of a sample, or of the chosen and then of the rejected answer of a preference."""
+    ids, labels = row["input_ids"], row["labels"]
+    if (length := row.get("chosen_length")) is None:
+        return runs_of(ids, labels, tokenizer)
+    between = Run("context", 0, "\n--- the same with the rejected answer ---\n")
+    parts = (runs_of(ids[part], labels[part], tokenizer) for part in (slice(length), slice(length, None)))
+    chosen, rejected = parts
+    return (*chosen, between, *rejected)

@@ -1,6 +1,7 @@
 """evals.jsonl and samples.jsonl: the loss on eval samples, and answers to a few questions, as training goes on."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, print_first
@@ -8,6 +9,17 @@ from llava_ds.tracking.trackers import Trackers
 
 EVALS, SAMPLES = "evals.jsonl", "samples.jsonl"
 MOST_SHOWN = 100  # characters of an answer that are printed
+
+
+class EvalLoss(NamedTuple):
+    """The mean loss over supervised tokens (or pairs of answers), the number of those tokens and of samples, the mean
+    of each of several data sources, and the means of the objective's metrics."""
+
+    loss: float
+    tokens: int
+    samples: int
+    by_source: dict[str, float]
+    metrics: dict[str, float]
 
 
 class Evals:
@@ -26,25 +38,16 @@ class Evals:
         """True if an earlier start evaluated after this step. For rank 0."""
         return step in self._steps
 
-    def add_loss(
-        self,
-        step: int,
-        loss: float,
-        tokens: int,
-        samples: int,
-        by_source: dict[str, float],
-        *,
-        broken: int,
-        seconds: float,
-    ) -> None:
-        """loss: the mean over these supervised tokens of these samples; by_source: over those of each of several data
-        sources; broken: samples that are not among them, for their images could not be read."""
+    def add_loss(self, step: int, found: EvalLoss, *, broken: int, seconds: float) -> None:
+        """broken: samples that are not in it, for their images could not be read."""
         if not self.is_first:
             return
+        loss, tokens, samples, by_source, metrics = found
         row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken}
         several = {"source_losses": by_source} if by_source else {}
-        self.evals.write([{**row, **several, "seconds": round(seconds, 3)}])
+        self.evals.write([{**row, **metrics, **several, "seconds": round(seconds, 3)}])
         curves = {f"eval/loss/{name}": mean for name, mean in by_source.items()}
+        curves |= {f"eval/{name}": mean for name, mean in metrics.items()}
         self.trackers.log({"eval/loss": loss, **curves}, step)
         without = f", without {broken:,} that broke," if broken else ""
         print_first(f"step {step:,}: the loss on {samples:,} eval samples{without} is {loss:.4f} ({seconds:.1f} s)")

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,8 @@ from llava_ds.tracking.trackers import Trackers
 @dataclass(frozen=True)
 class RunFacts:
     """Facts about a run for its log. title: of loss.png; resumed_step: steps that were done before this start;
-    peak_flops: of one rank's device, per second; reads_late: whether a step is read after the next one is queued."""
+    peak_flops: of one rank's device, per second; num_units: what the objective's metrics are means over; reads_late:
+    whether a step is read after the next one is queued."""
 
     title: str
     output_dir: Path
@@ -37,6 +38,7 @@ class RunFacts:
     resumed_step: int
     flops: ModelFlops
     peak_flops: float
+    num_units: Callable[[Counts], float]
     reads_late: bool = False
 
 
@@ -151,7 +153,7 @@ class Progress:
                 **{name: found[name] for name in ("loss", "grad_norm", "skipped_steps", "own_loss", "means")},
                 counts=counts,
                 by_source=found.get("by_source"),
-                metrics={name: found[name] / max(1, counts.targets) for name in result.metrics},
+                metrics={name: found[name] / max(1, self.run.num_units(counts)) for name in result.metrics},
             )
             read.append(changed)
         return read

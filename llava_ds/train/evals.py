@@ -8,14 +8,13 @@ import dataclasses
 import itertools
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.encode import end_markers
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.sources.source import means_by_source
@@ -25,8 +24,9 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather
 from llava_ds.runtime.waiting import queuing, waiting
-from llava_ds.tracking.eval_log import Evals
+from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.trackers import Trackers
+from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.plan import Plan
 
 
@@ -43,38 +43,36 @@ class SampleQuestion:
     sample: LoadedSample
 
 
-class EvalLoss(NamedTuple):
-    """The mean loss per supervised token, the number of those tokens and of samples, and the mean of each source."""
-
-    loss: float
-    tokens: int
-    samples: int
-    by_source: dict[str, float]
-
-
 @torch.no_grad()
-def eval_loss(engine, dataset: EncodedDataset, packing: Packing, num_workers: int, mesh: Mesh) -> EvalLoss:
-    """Measure the loss over a data set. All ranks call it together.
+def eval_loss(
+    engine, dataset: EncodedDataset, packing: Packing, num_workers: int, objective: Objective, mesh: Mesh
+) -> EvalLoss:
+    """Measure the objective's loss and metrics over a data set. All ranks call it together.
 
     The data are laid out as one optimizer step that takes all of them: every rank has as many micro-batches, as ZeRO-3
     needs.
     """
     of_ranks = packing.lay_out_all(dataset.lengths)
     engine.eval()
-    num_sources, num_samples = len(dataset.sources), 0
-    total = torch.zeros(1 + 2 * num_sources, dtype=torch.float64, device=engine.device)
+    num_sources = len(dataset.sources)
+    objective = dataclasses.replace(objective, num_sources=num_sources)
+    sums: dict[str, torch.Tensor | int] = {"samples": 0, "targets": 0}
     for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device):
         with queuing():
-            _, by_source = engine(micro.batch, num_sources=num_sources)
-        total[1:] += by_source.flatten()
-        num_samples += micro.num_samples
-    total[0] = num_samples
+            _, by_source, metrics = objective.forward(engine, micro.batch)
+        found = {"samples": micro.num_samples, "targets": micro.num_targets, "by_source": by_source, **metrics}
+        sums = {name: sums.get(name, 0) + value for name, value in found.items()}
     engine.train()
+    tensors = [torch.as_tensor(value, dtype=torch.float64, device=engine.device) for value in sums.values()]
     with waiting("the eval loss"):
-        samples, *by_source = sum_over(mesh.data_group, total).tolist()
-    losses, targets = by_source[:num_sources], by_source[num_sources:]
-    means = means_by_source(dataset.sources, losses, targets) if num_sources > 1 else {}
-    return EvalLoss(sum(losses) / max(1.0, sum(targets)), int(sum(targets)), int(samples), means)
+        total = iter(sum_over(mesh.data_group, torch.cat([tensor.flatten() for tensor in tensors])).tolist())
+    found = {name: list(itertools.islice(total, tensor.numel())) for name, tensor in zip(sums, tensors)}
+    (samples,), (targets,), by_source = found.pop("samples"), found.pop("targets"), found.pop("by_source")
+    losses, units = by_source[:num_sources], by_source[num_sources:]
+    means = means_by_source(dataset.sources, losses, units) if num_sources > 1 else {}
+    number = max(1.0, sum(units))
+    metrics = {name: value / number for name, (value,) in found.items()}
+    return EvalLoss(sum(losses) / number, int(targets), int(samples), means, metrics)
 
 
 def prompts_of(
@@ -89,8 +87,9 @@ def prompts_of(
         if len(found) == number:
             break
         sample = dataset[index]
-        if not isinstance(sample, LoadedSample):
+        if isinstance(sample, BrokenSample):
             continue
+        sample = sample.samples[0]
         supervised = (sample.labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
         if not supervised or supervised[0] == 0:
             continue
@@ -176,12 +175,13 @@ def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:
 class Evaluation:
     """Measures the eval loss and asks sample questions when that is due, and logs both (evals.jsonl, samples.jsonl)."""
 
-    def __init__(self, engine, plan: Plan, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
+    def __init__(self, engine, plan: Plan, objective: Objective, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
         """All ranks call it together."""
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._sample_steps = steps_between(training.sample_steps, num_steps)
         self._engine, self._ranks, self._mesh, self._packing = engine, ranks, mesh, plan.steps.packing
+        self._objective = objective
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self._log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
@@ -210,9 +210,11 @@ class Evaluation:
         """Do what is due. All ranks call it together."""
         began = time.perf_counter()
         if self._measures(step, last):
-            found = eval_loss(self._engine, self._eval_set, self._packing, self._num_workers, self._mesh)
+            found = eval_loss(
+                self._engine, self._eval_set, self._packing, self._num_workers, self._objective, self._mesh
+            )
             broken, seconds = len(self._eval_set) - found.samples, time.perf_counter() - began
-            self._log.add_loss(step, *found, broken=broken, seconds=seconds)
+            self._log.add_loss(step, found, broken=broken, seconds=seconds)
         if self._asks(step, last):
             started = time.perf_counter()
             decoded = answers(self._engine, self._prompts, self._decoding, self._ranks)

@@ -112,7 +112,8 @@ class Log(Hook):
         steps, zero = f"{plan.steps.num_steps} steps", f"ZeRO-{plan.resolved.zero_stage}"
         title = f"{called(plan.args)}: {steps}, {zero}, {ranks.world_size} ranks"
         every, late = self.training.logging_steps, steps_behind(self.training, ranks) > 0
-        run = RunFacts(title, plan.output_dir, every, plan.resumed_step, plan.flops, peak, late)
+        units = session.objective.num_units
+        run = RunFacts(title, plan.output_dir, every, plan.resumed_step, plan.flops, peak, units, late)
         self.progress = Progress(run, plan.steps, session.trackers, ranks, session.mesh)
 
     def after_step(self, end: StepEnd) -> None:

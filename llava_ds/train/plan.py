@@ -70,6 +70,11 @@ class Plan:
         return Path(self.args.training.output_dir)
 
     @property
+    def data_sets(self) -> list[EncodedDataset]:
+        """The training data and those that the eval loss is measured on."""
+        return [self.steps.dataset, *([self.evals.eval_set] if self.evals.eval_set else [])]
+
+    @property
     def resumed_step(self) -> int:
         """Optimizer steps that are done."""
         return self.resume.point.step

@@ -1,6 +1,6 @@
 """A run while it trains: its model, its engine, and what watches over them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import deepspeed
@@ -33,10 +33,12 @@ from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
 from llava_ds.train.evals import Evaluation
+from llava_ds.train.objectives.dpo import DPO, PairLoss
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
+from llava_ds.train.reference import add_reference
 from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState
 
@@ -76,6 +78,11 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     model, engine, checkpointed = _build_engine(plan, ranks)
+    objective = _objective(plan, mesh)
+    if plan.steps.dataset.are_pairs and objective.loss.has_reference:
+        for dataset in plan.data_sets:
+            workers = plan.args.data.dataloader_num_workers
+            print_first(add_reference(engine, dataset, plan.steps.packing, workers, ranks, mesh))
     if point.path is not None:
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)
@@ -83,8 +90,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks, mesh)
     _warm_up(plan, model, engine, checkpointed, memory, ranks)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    objective = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
-    evaluation = Evaluation(engine, plan, trackers, ranks, mesh)
+    evaluation = Evaluation(engine, plan, objective, trackers, ranks, mesh)
     saver = _saver(plan, engine, ranks)
     return Session(
         plan, ranks, mesh, model, engine, objective, state, trackers, evaluation, saver, memory, watchdog, stop
@@ -169,6 +175,16 @@ def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: 
     if largest:
         with memory.warm_up(largest):
             warm_up(engine, largest, missing_state_bytes(engine, moments))
+
+
+def _objective(plan: Plan, mesh: Mesh) -> Objective:
+    """The objective that --objective names."""
+    training, num_sources = plan.args.training, len(plan.steps.dataset.sources)
+    if training.objective == "dpo":
+        names = (field.name for field in fields(PairLoss))
+        loss = PairLoss(**{name: getattr(training, name) for name in names})
+        return DPO(loss, num_sources, mesh.grad_ranks)
+    return SFT(training.loss_reduction, num_sources, grad_ranks=mesh.grad_ranks)
 
 
 def _saver(plan: Plan, engine, ranks: Ranks) -> Saver:

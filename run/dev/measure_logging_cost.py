@@ -86,7 +86,13 @@ class Logging:
         flops = ModelFlops(per_token=1.4e10, per_pair=1e3, per_tile=3.6e11, per_target=1e8)
         alone = Ranks(0, 0, 1, torch.device("cpu"))
         trackers = Trackers({"tensorboard": TensorBoard(None, folder, 0)}, min(num_steps, 5_000))
-        self.progress = Progress(RunFacts("a run", folder, 1, 0, flops, 8e15), plan, trackers, alone, Mesh.of(alone))
+        self.progress = Progress(
+            RunFacts("a run", folder, 1, 0, flops, 8e15, lambda counts: counts.targets),
+            plan,
+            trackers,
+            alone,
+            Mesh.of(alone),
+        )
         self.watches = (
             SkippedSamples(folder / "skipped.jsonl", [], 1, 0, alone),
             SkippedSteps(folder, plan, 3, (0, 0), alone),

@@ -186,3 +186,56 @@ def test_in_half_precision_products_are_added_to_the_weights_gradient_by_parts(m
     of_weights = [shape for shape in seen.shapes if shape[1] == WIDTH and shape[0] != output_loss.MIN_ROWS]
     assert max(shape[0] for shape in of_weights) == 130 and VOCABULARY % 130
     assert differs(layer.weight.grad, expected(layer, hidden, targets)[2]) < 2e-2
+
+
+@pytest.mark.parametrize("chunk", [2**30, 128 * VOCABULARY, 1])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_log_probabilities_by_row_and_their_gradients(monkeypatch, chunk, softcap):
+    """Of any function of them: here each row has a coefficient of its own."""
+    monkeypatch.setitem(output_loss.CHUNK_LOGITS, "cpu", chunk)
+    layer, hidden, targets = case()
+    factors = torch.linspace(-2, 3, ROWS, dtype=torch.float64)
+    found = layer(hidden, targets=targets, softcap=softcap, by_row=True)
+    (found * factors).sum().backward()
+    weight, wide = (x.detach().double().requires_grad_() for x in (layer.weight, hidden))
+    logits = wide @ weight.T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    wanted = -F.cross_entropy(logits, targets, reduction="none")
+    (wanted * factors).sum().backward()
+    assert found.dtype == torch.float64 and found.shape == (ROWS,)
+    assert max(map(differs, (found, hidden.grad, layer.weight.grad), (wanted, wide.grad, weight.grad))) < 2e-6
+
+
+def test_log_probabilities_are_the_losses_of_training():
+    layer, hidden, targets = case()
+    assert torch.equal(layer(hidden, targets=targets, by_row=True), -layer(hidden, targets=targets)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+def test_gradients_of_log_probabilities_in_half_precision(dtype, scale):
+    """scale: of the loss in float16, which brings gradients as large as it."""
+    layer, hidden, targets = case(dtype)
+    layer(hidden, targets=targets, by_row=True).mul(-scale / ROWS).sum().backward()
+    _, d_hidden, d_weight = expected(layer, hidden, targets, scale=1 / ROWS)
+    most = {torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for found, wanted in ((hidden.grad, d_hidden), (layer.weight.grad, d_weight)):
+        assert found.dtype == dtype and ((found.double() / scale - wanted).norm() / wanted.norm()) < most
+
+
+def test_log_probabilities_without_rows_and_with_a_frozen_weight():
+    layer, hidden, targets = case(rows=0)
+    layer(hidden, targets=targets, by_row=True).sum().backward()
+    assert layer.weight.grad.count_nonzero() == 0
+    layer, hidden, targets = case(frozen=True)
+    layer(hidden, targets=targets, by_row=True).sum().backward()
+    assert layer.weight.grad is None and hidden.grad.count_nonzero()
+
+
+def test_log_probabilities_keep_no_logits(monkeypatch):
+    monkeypatch.setitem(output_loss.CHUNK_LOGITS, "cpu", 1)
+    layer, hidden, targets = case()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        layer(hidden, targets=targets, by_row=True)
+    assert max(kept) == max(hidden.numel(), layer.weight.numel())

@@ -128,7 +128,7 @@ def window(dataset, ranks) -> Window:
     for indices in ([0, 1], [2]):
         batch = collate([dataset[i] for i in indices], dataset.image_options).to(ranks.device)
         tokens, targets = batch.input_ids.shape[1], len(batch.targets)
-        micros.append(MicroBatch(batch, len(indices), tokens, targets, tokens, 1, ()))
+        micros.append(MicroBatch(batch, tuple(range(len(indices))), tokens, targets, tokens, 1, ()))
     return Window(micros, 3, 0.0)
 
 

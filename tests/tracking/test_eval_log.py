@@ -13,7 +13,7 @@ from llava_ds.data.splits import split_datasets
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.blocks import show
-from llava_ds.tracking.eval_log import Evals
+from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.run_record import eval_summary
 from llava_ds.tracking.sampled import sampled_answers
 from llava_ds.tracking.trackers import Trackers
@@ -66,8 +66,8 @@ def test_the_record_says_how_many_samples_are_held_out_and_from_where(tmp_path, 
 
 def test_held_out_samples_that_broke_are_counted(tmp_path, capsys):
     evals = Evals(tmp_path, 0, ALONE, Trackers({}, 5))
-    evals.add_loss(2, 1.5, 100, 8, {}, broken=0, seconds=0.1)
-    evals.add_loss(4, 1.25, 90, 7, {}, broken=1, seconds=0.1)
+    evals.add_loss(2, EvalLoss(1.5, 100, 8, {}, {}), broken=0, seconds=0.1)
+    evals.add_loss(4, EvalLoss(1.25, 90, 7, {}, {}), broken=1, seconds=0.1)
     assert [(row["samples"], row["broken_samples"]) for row in read_metrics(tmp_path / "evals.jsonl")] == [
         (8, 0), (7, 1),
     ]  # fmt: skip

@@ -52,7 +52,13 @@ def make_progress(folder: Path, sources: tuple[str, ...] = ("one",)) -> Progress
     plan = StepPlan(dataset, SampleOrder(20, 4, seed=0), Packing(1, 4, 1, None), 5)
     flops = ModelFlops(per_token=1e6, per_pair=1e3, per_tile=1e7, per_target=1e5)
     ranks, trackers = Ranks(0, 0, 1, torch.device("cpu")), Trackers({}, 5)
-    return Progress(RunFacts("a run", folder, 2, 0, flops, 1e9), plan, trackers, ranks, Mesh.of(ranks))
+    return Progress(
+        RunFacts("a run", folder, 2, 0, flops, 1e9, lambda counts: counts.targets),
+        plan,
+        trackers,
+        ranks,
+        Mesh.of(ranks),
+    )
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError
 from llava_ds.data.sources.options import Columns, SourceOptions, short
+from llava_ds.data.sources.preferences import FORMS
 
 NUM_RECORDS = 100  # to detect the format from
 FORMATS_HELP = (
@@ -48,6 +49,9 @@ def detect(texts: Iterable[str], keys: Iterable[str], columns: Columns, options:
     seen = _seen(records, columns, path)
     votes = Counter(filter(None, (_format_of(record, columns) for record in records)))
     found = options.data_format if options.data_format != "auto" else max(votes, key=votes.get, default=None)
+    if options.are_preferences:
+        _refuse_no_preferences(records, keys, path)
+        found = "preference"
     if found is None:
         raise ConfigError(
             f"{path}: its records are of no known format ({_shown(keys)}); known are {FORMATS_HELP}. Name the fields "
@@ -60,6 +64,15 @@ def detect(texts: Iterable[str], keys: Iterable[str], columns: Columns, options:
     seen = tuple(("conversation" if field == "turns" else field, name) for field, name in seen)
     unmarked = found in ("sharegpt", "messages") and any(_shows_unmarked(record, columns) for record in records)
     return Found(found, seen, unmarked)
+
+
+def _refuse_no_preferences(records: list[dict], keys: Iterable[str], path: str) -> None:
+    """Raise ConfigError where none of the first records has two answers."""
+    if not any('"chosen"' in str(record.get("text")) or "chosen" in record for record in records):
+        raise ConfigError(
+            f"{path}: none of its first records has a chosen and a rejected answer ({_shown(keys)}), as "
+            f"--objective needs them; known are {FORMS}"
+        )
 
 
 def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptions) -> Columns:

@@ -15,7 +15,10 @@ FIELDS = ("id", "conversations", "messages", "image", "video", "text", "system")
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Options for reading --data_path. columns: pairs of a field and its name in the records."""
+    """Options for reading --data_path.
+
+    columns: pairs of a field and its name in the records; are_preferences: every record has two answers.
+    """
 
     data_format: str = "auto"
     columns: tuple[tuple[str, str], ...] = ()
@@ -23,6 +26,7 @@ class SourceOptions:
     video_folder: str | None = None
     cache_dir: str = "~/.cache/llava_ds"
     on_unmarked_image: Literal["refuse", "prepend", "text"] = "prepend"
+    are_preferences: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sample import IMAGE_LEFT_OUT, IMAGE_PREPENDED, MARK_AS_TEXT, Message, Sample
@@ -24,6 +25,7 @@ from llava_ds.data.sources.fields import (
     videos,
 )
 from llava_ds.data.sources.options import short
+from llava_ds.data.sources.preferences import as_conversations
 from llava_ds.data.sources.source import Source
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
@@ -61,6 +63,14 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
         raise DataError(f"is a {type(record).__name__}, expected an object with {source.columns.turns[0]!r}")
     if REJECTED in record:
         raise DataError(str(record[REJECTED]) if isinstance(record[REJECTED], str) else "was not written by a reader")
+    if source.format != "preference":
+        return _sample(record, source, index)
+    chosen, rejected = (_sample(each, source, index) for each in as_conversations(record, source))
+    return replace(chosen, rejected=rejected.messages)
+
+
+def _sample(record: dict, source: Source, index: int) -> Sample:
+    """Convert a record with one conversation, or a caption."""
     unmarked = ""
     if source.format == "caption":
         messages, marks, named = _caption(record, source)

@@ -21,6 +21,7 @@ FORMATS = {
     "sharegpt": "ShareGPT records",
     "messages": "OpenAI messages",
     "caption": "captions",
+    "preference": "preferences",
 }
 MAX_FIRST_CHARS = 8 << 20  # of the first records, which are in memory
 SPOOLED_KINDS = ("parquet", "datasets")  # whose records may hold images as bytes

@@ -1,5 +1,6 @@
 """The interface of what training minimises: each micro-batch becomes a summed loss and a factor in its step."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,9 +12,9 @@ from llava_ds.data.loader import Window
 class MicroLoss(NamedTuple):
     """The loss of one micro-batch, on the device.
 
-    loss_sum: over its supervised tokens, a scalar with a gradient; by_source (2, sources) float64: summed loss and
-    supervised tokens of each data source; metrics: further sums over supervised tokens by name, float64 scalars, which
-    the log shows as means per supervised token of the step.
+    loss_sum: over its units (supervised tokens, or pairs of answers), a scalar with a gradient; by_source (2, sources)
+    float64: summed loss and units of each data source; metrics: further sums over units by name, float64 scalars,
+    which the log shows as means per unit of the step.
     """
 
     loss_sum: torch.Tensor
@@ -28,6 +29,10 @@ class Objective(Protocol):
 
     @property
     def logs_means(self) -> bool: ...
+
+    def num_units(self, counts: Sequence) -> object:
+        """Return what the loss and metrics of a step are means over, from its Counts (or a tensor in their order)."""
+        ...
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model forward."""

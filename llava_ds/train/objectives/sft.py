@@ -1,5 +1,6 @@
 """Supervised fine-tuning: the cross-entropy of the supervised tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +27,10 @@ class SFT:
     def logs_means(self) -> bool:
         """True where the mean losses of micro-batches are what is averaged."""
         return self.reduction == "micro_batch"
+
+    def num_units(self, counts: Sequence) -> object:
+        """Supervised tokens."""
+        return counts[2]
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model, which computes the summed loss."""

@@ -1,0 +1,53 @@
+"""Ids and labels as the cache has them: image features by number, supervised tokens by where they begin and end.
+
+An image takes hundreds of positions of one and the same id, and a label is the token's id or IGNORE_INDEX.
+"""
+
+import numpy as np
+import pyarrow as pa
+
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+
+# ids: those of the text, and -n for n image features in a row. flips: positions, features included, at which supervised
+# tokens begin and end in turn.
+COLUMNS = [("ids", pa.list_(pa.int32())), ("flips", pa.list_(pa.int32()))]
+
+
+def to_columns(ids: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, pa.Array]:
+    """Arrow columns as COLUMNS has them, one row per sample of int32 ids and labels."""
+    lengths = np.array([len(row) for row in ids])
+    ends = np.cumsum(lengths)
+    starts = (ends - lengths)[lengths > 0]
+    flat, targets = np.concatenate(ids, dtype=np.int32), np.concatenate(labels, dtype=np.int32)
+    is_image, supervised = flat == IMAGE_TOKEN_INDEX, targets != IGNORE_INDEX
+    assert np.array_equal(flat[supervised], targets[supervised]), "a label is another id than its token"
+    begins = is_image & _changes(is_image, starts)
+    kept = ~is_image | begins
+    text = flat[kept]
+    text[is_image[kept]] = -np.bincount(np.cumsum(begins)[is_image] - 1)
+    flips = _changes(supervised, starts)
+    places = np.arange(len(flat)) - np.repeat(ends - lengths, lengths)
+    values = ((text, kept), (places[flips], flips))
+    return {name: _lists(value, of, ends) for (name, _), (value, of) in zip(COLUMNS, values)}
+
+
+def from_columns(ids: np.ndarray, flips: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids and labels (L,) int64 of a row."""
+    ids = ids.astype(np.int64)
+    ids = np.repeat(np.where(ids < 0, IMAGE_TOKEN_INDEX, ids), np.where(ids < 0, -ids, 1))
+    turns = np.zeros(len(ids), bool)
+    turns[flips] = True
+    return ids, np.where(np.logical_xor.accumulate(turns), ids, IGNORE_INDEX)
+
+
+def _changes(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """True where a flag differs from the one before it; before the first of a row, which is at starts, is False."""
+    before = np.concatenate([[False], flags[:-1]])[: len(flags)]
+    before[starts] = False
+    return flags != before
+
+
+def _lists(values: np.ndarray, of: np.ndarray, ends: np.ndarray) -> pa.Array:
+    """The values as lists, without Python numbers in between. of: (tokens,) bool, True where a value is from."""
+    offsets = np.concatenate([[0], np.concatenate([[0], np.cumsum(of)])[ends]]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(np.int32)))

@@ -1,0 +1,127 @@
+# S supervised positions of a micro-batch, A answers of it, two for each pair
+"""Direct preference optimisation: of two answers to a prompt the chosen one gains probability on the rejected one."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from llava_ds.batch import Batch
+from llava_ds.data.loader import Window
+from llava_ds.train.objectives.objective import MicroLoss
+
+LossType = Literal["sigmoid", "hinge", "ipo", "simpo"]
+MEAN_LOSS_TYPES = ("ipo", "simpo")  # take the mean log-probability of an answer's tokens, the others their sum
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """The loss of pairs of answers, from their log-probabilities.
+
+    beta: how strongly the policy is held to the reference model; label_smoothing: the share of pairs that may be the
+    wrong way round; rpo_alpha: weight of the chosen answer's own loss per token; simpo_gamma: the margin of SimPO.
+    Sources: DPO (arXiv 2305.18290), IPO (2310.12036), SLiC's hinge (2305.10425), SimPO (2405.14734), cDPO's label
+    smoothing, RPO (2404.19733); names and conventions are those of TRL.
+    """
+
+    loss_type: LossType = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    rpo_alpha: float = 0.0
+    simpo_gamma: float = 0.5
+
+    @property
+    def takes_means(self) -> bool:
+        """True where an answer counts by the mean of its tokens' log-probabilities."""
+        return self.loss_type in MEAN_LOSS_TYPES
+
+    @property
+    def has_reference(self) -> bool:
+        """True where the loss compares with a reference model."""
+        return self.loss_type != "simpo"
+
+    def __call__(self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the loss of every pair, (pairs,).
+
+        log_probs, reference (pairs, 2): of the chosen and the rejected answer under both models, summed over tokens;
+        lengths (pairs, 2): supervised tokens.
+        """
+        chosen, rejected = self.rewards(log_probs, reference, lengths).unbind(1)
+        margin = chosen - rejected  # beta times the log of the ratio of ratios
+        smoothing = self.label_smoothing
+        if self.loss_type == "hinge":
+            losses = torch.relu(1 - margin)
+        elif self.loss_type == "ipo":
+            losses = (margin / self.beta - 1 / (2 * self.beta)) ** 2
+        else:
+            margin = margin - (self.simpo_gamma if self.loss_type == "simpo" else 0.0)
+            losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+        if self.rpo_alpha:
+            losses = losses - self.rpo_alpha * log_probs[:, 0] / lengths[:, 0].clamp(min=1)
+        return losses
+
+    def rewards(self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the implicit rewards of the answers, (pairs, 2); arguments as for the loss."""
+        ratios = log_probs - reference if self.has_reference else log_probs
+        return self.beta * (ratios / lengths.clamp(min=1) if self.takes_means else ratios)
+
+
+@dataclass(frozen=True)
+class DPO:
+    """Preference optimisation over pairs of answers, which stay together in a micro-batch; see PairLoss.
+
+    The loss of a step is the mean over its pairs on all ranks. num_sources: of the data.
+    """
+
+    loss: PairLoss
+    num_sources: int
+    grad_ranks: int
+    logs_means = False
+
+    def forward(self, engine, batch: Batch) -> MicroLoss:
+        """Run the model on both answers of every pair, with one pass of the tower over their images."""
+        rows = engine(batch, log_probs=True)  # (S,)
+        answers, lengths = sum_by_sample(rows, batch)  # (A,) each
+        pairs = len(answers) // 2  # a rank without pairs has one sample that counts for nothing
+        log_probs, lengths = answers[: 2 * pairs].view(pairs, 2), lengths[: 2 * pairs].view(pairs, 2)
+        reference = torch.zeros_like(log_probs) if batch.reference is None else batch.reference.view(pairs, 2)
+        losses = self.loss(log_probs, reference, lengths)  # (pairs,)
+        sources = batch.sources[: 2 * pairs : 2]
+        is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, pairs)
+        by_source = torch.stack([torch.where(is_from, losses.detach(), 0.0).sum(1), is_from.sum(1).double()])
+        # Without pairs too the model takes part in backward, with gradients of zero.
+        loss_sum = losses.sum() + 0.0 * rows.sum()
+        return MicroLoss(loss_sum, by_source, self._metrics(log_probs.detach(), reference, lengths))
+
+    def _metrics(
+        self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Sums over pairs, by TRL's names."""
+        chosen, rejected = self.loss.rewards(log_probs, reference, lengths).unbind(1)
+        return {
+            "rewards/chosen": chosen.sum(),
+            "rewards/rejected": rejected.sum(),
+            "rewards/accuracies": (chosen > rejected).double().sum(),
+            "rewards/margins": (chosen - rejected).sum(),
+            "logps/chosen": log_probs[:, 0].sum(),
+            "logps/rejected": log_probs[:, 1].sum(),
+        }
+
+    def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
+        """Return the factor of each micro-batch: grad_ranks / pairs of the step (see Objective)."""
+        return [self.grad_ranks / self.num_units(counts.clamp(min=1))] * len(window.micro_batches)
+
+    def num_units(self, counts):
+        """Pairs: what the log's metrics are means over. counts: Counts, or a tensor in its order."""
+        return counts[0]
+
+
+def sum_by_sample(rows: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum values of the supervised positions (S,) over each sample, and count them: (A,) float64 each.
+
+    In one order always, so that the same batch gives the same bits.
+    """
+    num_samples = len(batch.cu_seqlens) - 1
+    is_of = batch.target_samples == torch.arange(num_samples, device=rows.device)[:, None]  # (A, S)
+    return torch.where(is_of, rows, 0.0).sum(1), is_of.sum(1).double()

@@ -1,0 +1,97 @@
+# N records of the data, each with two answers
+"""Log-probabilities under the reference model: the model that preference optimisation begins with.
+
+They are computed once, before the first step and before a checkpoint is restored, and kept beside the encoded data: no
+second model is in memory, and a resumed run reads them. With LoRA they are the base model's, as adapters begin at zero.
+"""
+
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llava_ds.constants import DataError
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.file_slices import write_errors
+from llava_ds.data.fingerprint import digest_of
+from llava_ds.data.loader import micro_batches
+from llava_ds.data.step_plan import Packing
+from llava_ds.files.writing import write_whole
+from llava_ds.model.loading import bit_sum
+from llava_ds.runtime.mesh import Mesh, sum_over
+from llava_ds.runtime.ranks import Ranks, gather
+from llava_ds.train.objectives.dpo import sum_by_sample
+
+VERSION = 1  # raise it when the same data and weights would give other numbers
+
+
+def add_reference(engine, dataset: EncodedDataset, packing: Packing, num_workers: int, ranks: Ranks, mesh: Mesh) -> str:
+    """Set dataset.reference, from the cache or computed now. Returns a line about it. All ranks call it together."""
+    parts = [
+        str(VERSION),
+        dataset.fingerprint,
+        weights_digest(engine.module, ranks, mesh),
+        str(engine.communication_data_type),
+    ]
+    path = dataset.folder / f"reference-{digest_of(parts)}.npy"
+    if all(gather(path.is_file(), ranks)):
+        dataset.reference = _read(path, dataset.num_records)
+        return f"reference log-probabilities of {len(dataset):,} pairs: {path}"
+    began = time.perf_counter()
+    dataset.reference = log_probs(engine, dataset, packing, num_workers, mesh)
+    if ranks.local_rank == 0:
+        with write_errors(dataset.folder, "the reference log-probabilities"):
+            write_whole(path, partial(_write, dataset.reference), shared=True)
+    seconds = time.perf_counter() - began
+    return f"reference log-probabilities of {len(dataset):,} pairs: computed in {seconds:.0f} s ({path})"
+
+
+@torch.no_grad()
+def log_probs(engine, dataset: EncodedDataset, packing: Packing, num_workers: int, mesh: Mesh) -> np.ndarray:
+    """Summed log-probabilities of both answers of every record, (N, 2) float64; NaN for those that can't be shown.
+
+    The data are laid out as one optimizer step that takes all of them. All ranks call it together.
+    """
+    engine.eval()
+    of_rank = packing.lay_out_all(dataset.lengths)[mesh.dp_rank]
+    found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=engine.device)  # the last: 1 if computed
+    for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, engine.device)):
+        sums, _ = sum_by_sample(engine(micro.batch, log_probs=True), micro.batch)
+        rows = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=engine.device)
+        found[rows, :2] = sums[: 2 * len(rows)].view(-1, 2)
+        found[rows, 2] = 1.0
+    engine.train()
+    values = sum_over(mesh.data_group, found).cpu().numpy()
+    return np.where(values[:, 2:] == 1.0, values[:, :2], np.nan)
+
+
+def weights_digest(model: torch.nn.Module, ranks: Ranks, mesh: Mesh) -> str:
+    """A text that changes with any bit of the weights, and is the same on any number of ranks and ZeRO stage.
+
+    From the sums of the bits of every parameter; ZeRO-3's shards end with zeros.
+    """
+    sums = []
+    for parameter in model.parameters():
+        shard = getattr(parameter, "ds_tensor", None)
+        counts = shard is not None or ranks.is_first  # of whole copies one
+        own = bit_sum(parameter.detach() if shard is None else shard)
+        sums.append(own if counts else torch.zeros_like(own))
+    total = sum_over(mesh.data_group, torch.stack(sums)).tolist()
+    return digest_of(f"{name} {p.dtype} {value}" for (name, p), value in zip(model.named_parameters(), total))
+
+
+def _write(values: np.ndarray, path: Path) -> None:
+    with path.open("wb") as file:  # a path without .npy at its end would get it
+        np.save(file, values)
+
+
+def _read(path: Path, num_records: int) -> np.ndarray:
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} can't be read ({error}): remove it, and it is computed again") from error
+    if found.shape != (num_records, 2) or found.dtype != np.float64:
+        raise DataError(f"{path} has {found.dtype} {found.shape}, expected float64 ({num_records}, 2): remove it")
+    return found

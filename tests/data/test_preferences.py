@@ -1,0 +1,122 @@
+"""Preference records in every form become pairs over shared images; what is no pair is refused with the reason."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toys
+from PIL import Image
+
+from llava_ds.constants import IGNORE_INDEX, ConfigError
+from llava_ds.data.collate import LoadedPair, collate
+from llava_ds.data.dataset import EncodedDataset, PreflightOptions, open_encoded
+from llava_ds.data.sources import SourceOptions, open_sources
+
+QUESTION = {"from": "human", "value": "<image>\nWhat is it?"}
+YES, TWO = "yes", "It is a red cat."
+FORMS = {
+    "LLaVA, texts": {"image": "a.png", "conversations": [QUESTION], "chosen": YES, "rejected": TWO},
+    "LLaMA-Factory": {
+        "images": ["a.png"],
+        "conversations": [QUESTION],
+        "chosen": {"from": "gpt", "value": YES},
+        "rejected": {"from": "gpt", "value": TWO},
+    },
+    "TRL, a text": {"images": ["a.png"], "prompt": "<image>\nWhat is it?", "chosen": YES, "rejected": TWO},
+    "TRL, messages": {
+        "images": ["a.png"],
+        "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}],
+        "chosen": [{"role": "assistant", "content": [{"type": "text", "text": YES}]}],
+        "rejected": [{"role": "assistant", "content": [{"type": "text", "text": TWO}]}],
+    },
+    "TRL, implicit prompt": {
+        "images": ["a.png"],
+        "chosen": [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant", "content": YES}],
+        "rejected": [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant", "content": TWO}],
+    },
+    "RLHF-V": {"image": "a.png", "question": "What is it?", "chosen": YES, "rejected": TWO},
+    "RLHF-V, packed": {
+        "image": "a.png",
+        "text": json.dumps({"question": "What is it?", "chosen": YES, "rejected": TWO}),
+    },
+}
+
+
+def opened(folder: Path, records: list[dict], tokenizer, on_bad_sample: str = "list") -> EncodedDataset:
+    folder.mkdir(exist_ok=True)
+    Image.new("RGB", (30, 20), "red").save(folder / "a.png")
+    (folder / "data.json").write_text(json.dumps(records))
+    options = SourceOptions(image_folder=str(folder), cache_dir=str(folder / "cache"), are_preferences=True)
+    return open_encoded(
+        open_sources(str(folder / "data.json"), options),
+        tokenizer,
+        toys.encoding_options(supervise_last_turn_only=True),
+        toys.image_options(),
+        PreflightOptions(cache_dir=str(folder / "cache"), on_bad_sample=on_bad_sample),
+    )
+
+
+def answers(pair: LoadedPair, tokenizer) -> list[str]:
+    """The supervised texts."""
+    ids = [sample.labels[sample.labels != IGNORE_INDEX] for sample in pair.samples]
+    return [tokenizer.decode(part, skip_special_tokens=True).strip() for part in ids]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_the_same_pair(tmp_path, tokenizer, form):
+    pair = opened(tmp_path / "one", [FORMS[form]], tokenizer)[0]
+    first = opened(tmp_path / "two", [FORMS["LLaVA, texts"]], tokenizer)[0]
+    assert answers(pair, tokenizer) == [YES, TWO]
+    for sample, other in zip(pair.samples, first.samples):
+        assert sample.input_ids.tolist() == other.input_ids.tolist()
+        assert sample.labels.tolist() == other.labels.tolist()
+
+
+def test_both_answers_share_the_tiles(tmp_path, tokenizer):
+    dataset = opened(tmp_path, [FORMS["LLaVA, texts"]], tokenizer)
+    pair = dataset[0]
+    assert pair.chosen.media[0][0] is pair.rejected.media[0][0]
+    batch = collate(list(pair.samples), dataset.image_options)
+    assert len(batch.pixel_values) == 1 and len(batch.cu_seqlens) == 3
+    assert dataset.lengths == [sum(len(sample.input_ids) for sample in pair.samples)]
+    assert batch.reference is None
+    dataset.reference = np.array([[-1.5, -2.5]])
+    assert collate(list(dataset[0].samples), dataset.image_options).reference.tolist() == [-1.5, -2.5]
+    dataset.reference = np.array([[np.nan, np.nan]])
+    assert "reference model" in dataset[0].reason
+
+
+def test_only_the_last_answer_is_supervised(tmp_path, tokenizer):
+    talk = [QUESTION, {"from": "gpt", "value": "two"}, {"from": "human", "value": "What is it?"}]
+    record = {**FORMS["LLaVA, texts"], "conversations": talk}
+    assert answers(opened(tmp_path, [record], tokenizer)[0], tokenizer) == [YES, TWO]
+
+
+GOOD = FORMS["LLaVA, texts"]
+BAD = {
+    "no rejected": ({**GOOD, "rejected": None}, "has no answer under 'rejected'"),
+    "an empty answer": ({**GOOD, "chosen": ""}, "has no answer under 'chosen'"),
+    "a blank answer": ({**GOOD, "chosen": "  "}, "expected an answer"),
+    "equal answers": ({**GOOD, "rejected": YES}, "the same"),
+    "a number": ({**GOOD, "chosen": 3}, "expected a text, a message or a list of messages"),
+    "no question": ({"image": "a.png", "chosen": YES, "rejected": TWO}, "no question"),
+    "two questions": ({**GOOD, "prompt": "What?"}, "both"),
+    "a missing image": ({**GOOD, "image": "b.png"}, "there is no file"),
+    "two messages": ({**GOOD, "chosen": [QUESTION, {"from": "gpt", "value": YES}]}, "2 messages under 'chosen'"),
+    "a mark in an answer": ({**GOOD, "chosen": "<image> yes"}, "<image>"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_record_is_left_out_with_the_reason(tmp_path, tokenizer, name):
+    record, reason = BAD[name]
+    dataset = opened(tmp_path, [GOOD, record], tokenizer)
+    (found,) = dataset.rejections()
+    assert len(dataset) == 1 and reason in found["reason"]
+
+
+def test_conversations_are_no_preferences(tmp_path, tokenizer):
+    record = {"conversations": [QUESTION, {"from": "gpt", "value": YES}], "image": "a.png"}
+    with pytest.raises(ConfigError, match="chosen and a rejected answer"):
+        opened(tmp_path, [record], tokenizer)

@@ -1,0 +1,231 @@
+"""Preference optimisation on real ranks is the textbook's: padded batches of transformers' model and a frozen one."""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import llavas
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import toys
+from launching import ds_config, launch, losses, run_many, toy_run
+from PIL import Image
+from transformers import AutoTokenizer
+
+from llava_ds.data.dataset import PreflightOptions, open_encoded
+from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.sources import SourceOptions, open_sources
+from llava_ds.files.jsonl import read_metrics
+
+STEPS, BATCH, BETA = 20, 4, 0.3
+IMAGE_ID = 3
+KINDS = {
+    "sigmoid": {},
+    "smoothed": {"label_smoothing": 0.1, "rpo_alpha": 0.5},
+    "hinge": {"loss_type": "hinge"},
+    "ipo": {"loss_type": "ipo"},
+    "simpo": {"loss_type": "simpo", "simpo_gamma": 0.7, "label_smoothing": 0.2},
+}
+
+
+def write_pairs(folder: Path, number: int) -> dict[str, str]:
+    """Preferences in all forms, two of three with an image; the rejected answers differ in length."""
+    rng = np.random.default_rng(3)
+    (folder / "images").mkdir(parents=True)
+    records = []
+    for i in range(number):
+        question, form = f"What is it, number {i}?", i % 3
+        good, bad = (toys.ANSWERS[int(rng.integers(4))] + end for end in ("", " No.", " Two cats.")[:2])
+        record: dict[str, object] = {"id": f"p{i}", "chosen": good, "rejected": bad}
+        if i % 3:
+            pixels = rng.integers(0, 256, (*rng.integers(20, 50, 2), 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / f"{i}.png")
+            record["image"], question = f"{i}.png", f"<image>\n{question}"
+        turns = [{"from": "human", "value": question}]
+        if form == 0:
+            turns = [{"from": "human", "value": "two"}, {"from": "gpt", "value": "yes"}, *turns]
+            record |= {"conversations": turns}
+        elif form == 1:
+            answers = [{"chosen": {"from": "gpt", "value": good}, "rejected": {"from": "gpt", "value": bad}}]
+            record |= {"conversations": turns, **answers[0]}
+        else:
+            record |= {"prompt": question}
+        records.append(record)
+    (folder / "data.json").write_text(json.dumps(records))
+    return {"data_path": str(folder / "data.json"), "image_folder": str(folder / "images")}
+
+
+def flags_of(given: dict, output_dir: Path, stage: int, **more: object) -> dict[str, object]:
+    more = {
+        "max_steps": STEPS,
+        "warmup_ratio": 0.1,
+        "beta": BETA,
+        "learning_rate": 3e-3,
+        "adam_epsilon": 1e-3,
+        "mm_projector_lr": 1.5e-3,
+        **more,
+    }
+    return toy_run(given, output_dir, ds_config(stage), train_batch_size=BATCH, objective="dpo", **more)
+
+
+PACKED = {"tokens_per_micro_batch": 200}
+RUNS = {  # (kind, stage, ranks): more flags
+    **{(kind, 2, 2): PACKED for kind in KINDS},
+    **{("sigmoid", stage, 2): {} for stage in (0, 1, 3)},
+    ("sigmoid", 3, 1): PACKED,
+    ("sigmoid", 0, 1): {"per_device_train_batch_size": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("preferences")
+
+
+@pytest.fixture(scope="module")
+def given(folder) -> dict[str, str]:
+    base = toys.write_base(folder / "base")
+    model = llavas.hf_model(base)
+    llavas.write_hf(folder / "llava", base, model)
+    return {"model_name_or_path": str(folder / "llava"), **write_pairs(folder / "data", 30)}
+
+
+@pytest.fixture(scope="module")
+def runs(folder, given) -> dict[tuple[str, int, int], Path]:
+    outputs = {at: folder / "-".join(map(str, at)) for at in RUNS}
+    for ranks in (1, 2):
+        todo = [
+            flags_of(given, outputs[at], at[1], **KINDS[at[0]], **more) for at, more in RUNS.items() if at[2] == ranks
+        ]
+        run_many(ranks, folder / f"launch-{ranks}", todo)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def textbook(folder, given) -> dict[str, list[dict[str, float]]]:
+    """Loss and metrics of every step, by kind."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base" / "llama")
+    sources = open_sources(
+        given["data_path"],
+        SourceOptions(image_folder=given["image_folder"], cache_dir=str(folder / "own"), are_preferences=True),
+    )
+    dataset = open_encoded(
+        sources,
+        tokenizer,
+        toys.encoding_options(supervise_last_turn_only=True),
+        toys.image_options(mean=tuple(CLIP_MEAN)),
+        PreflightOptions(cache_dir=str(folder / "own")),
+    )
+    pairs = [dataset[i] for i in range(len(dataset))]
+    return {kind: loop(folder, given, pairs, **flags) for kind, flags in KINDS.items()}
+
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def loop(folder: Path, given: dict, pairs: list, **flags: object) -> list[dict[str, float]]:
+    model = llavas.hf_model(
+        {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "base/clip")}
+    )
+    frozen = copy.deepcopy(model)
+    model.model.vision_tower.requires_grad_(False)
+    projector, names = (
+        model.model.multi_modal_projector,
+        {id(p) for p in model.model.multi_modal_projector.parameters()},
+    )
+    language = [p for p in model.parameters() if id(p) not in names and p.requires_grad]
+    groups = [{"params": language, "lr": 3e-3}, {"params": list(projector.parameters()), "lr": 1.5e-3}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0)
+    peak = [group["lr"] for group in optimizer.param_groups]
+    per_epoch = math.ceil(len(pairs) / BATCH)
+    steps = []
+    for epoch in range(math.ceil(STEPS / per_epoch)):
+        of_epoch = SampleOrder(len(pairs), BATCH, seed=42).epoch(epoch)
+        steps += [of_epoch[i : i + BATCH] for i in range(0, len(of_epoch), BATCH)]
+    curve = []
+    for step, indices in enumerate(steps[:STEPS]):
+        factor = step / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 18))
+        for group, rate in zip(optimizer.param_groups, peak):
+            group["lr"] = rate * factor
+        batch = [pairs[i].chosen for i in indices] + [pairs[i].rejected for i in indices]
+        sums, lengths = answers(model, batch)
+        with torch.no_grad():
+            reference, _ = answers(frozen, batch)
+        loss, row = by_hand(sums, reference, lengths, len(indices), **flags)
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in (p for group in groups for p in group["params"] if p.grad is None):
+            parameter.grad = torch.zeros_like(parameter)  # of the projector, in a batch without images
+        optimizer.step()
+        curve.append({"loss": loss.item(), **row})
+    return curve
+
+
+def answers(model, batch: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed log-probabilities of the answers, and their numbers of tokens, in one padded batch as TRL has it."""
+    longest = max(len(sample.input_ids) for sample in batch)
+    ids, labels = torch.zeros(len(batch), longest, dtype=torch.int64), torch.full((len(batch), longest), -100)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(batch):
+        length = len(sample.input_ids)
+        ids[row, :length] = sample.input_ids.masked_fill(sample.input_ids < 0, IMAGE_ID)
+        labels[row, :length], mask[row, :length] = sample.labels, 1
+    tiles = [tile for sample in batch for one, _ in sample.media for tile in one]
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
+    pixels = {"pixel_values": torch.stack([(tile.float() / 255 - mean) / std for tile in tiles])} if tiles else {}
+    logits = model(input_ids=ids, attention_mask=mask, **pixels).logits[:, :-1].float()
+    wanted = labels[:, 1:]
+    rows = torch.gather(logits.log_softmax(-1), 2, wanted.clamp(min=0)[..., None])[..., 0] * (wanted >= 0)
+    return rows.sum(1), (wanted >= 0).sum(1)
+
+
+def by_hand(sums, reference, lengths, pairs, loss_type="sigmoid", label_smoothing=0.0, rpo_alpha=0.0, simpo_gamma=0.5):
+    """TRL's formulas, from its DPOTrainer and CPOTrainer."""
+    if loss_type in ("ipo", "simpo"):
+        sums, reference = sums / lengths, reference / lengths
+    if loss_type == "simpo":
+        reference = torch.zeros_like(reference)
+    chosen, rejected = (sums - reference)[:pairs], (sums - reference)[pairs:]
+    delta = chosen - rejected
+    if loss_type == "hinge":
+        each = torch.relu(1 - BETA * delta)
+    elif loss_type == "ipo":
+        each = (delta - 1 / (2 * BETA)) ** 2
+    else:
+        delta = delta - (simpo_gamma / BETA if loss_type == "simpo" else 0)
+        each = -F.logsigmoid(BETA * delta) * (1 - label_smoothing) - F.logsigmoid(-BETA * delta) * label_smoothing
+    loss = each.mean() - rpo_alpha * (sums[:pairs] / lengths[:pairs]).mean()
+    row = {
+        "rewards/chosen": BETA * chosen.mean().item(),
+        "rewards/accuracies": (chosen > rejected).float().mean().item(),
+        "rewards/margins": BETA * (chosen - rejected).mean().item(),
+    }
+    return loss, row
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", RUNS, ids=str)
+def test_training_is_the_textbooks(runs, textbook, at):
+    found, wanted = read_metrics(runs[at] / "metrics.jsonl"), textbook[at[0]]
+    assert len(found) == STEPS
+    for name in wanted[0]:
+        most = max(abs(row[name] - other[name]) for row, other in zip(found, wanted))
+        limit = 1e-6 if name == "loss" else 4e-6
+        assert most < limit * max(1.0, max(abs(other[name]) for other in wanted)), (name, most)
+
+
+@pytest.mark.full
+def test_the_first_loss_is_ln_2(runs):
+    assert losses(runs["sigmoid", 2, 2])[0] == pytest.approx(math.log(2), abs=1e-9)
+
+
+@pytest.mark.full
+def test_the_tower_sees_an_image_once_for_both_answers(folder, given):
+    """The dry run's first micro-batch: three of its pairs have an image."""
+    flags = flags_of(given, folder / "dry", 2, dry_run=True, shuffle=False)
+    words = [token for name, value in flags.items() for token in (f"--{name}", str(value))]
+    done = launch(1, Path(__file__).parents[2] / "run" / "train.py", *words)
+    assert done.returncode == 0 and "4 samples" in done.stdout and "2 image tiles" in done.stdout, done.stdout
