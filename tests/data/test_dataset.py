@@ -34,7 +34,7 @@ from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 
 P = (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
 KINDS = "titti"
-SECOND = Ranks(rank=1, local_rank=1, world_size=1, device=torch.device("cpu"))  # one that looks for no changes
+SECOND = Ranks(rank=1, local_rank=1, world_size=1, device=torch.device("cpu"))  # with no share of a single file
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_several_processes_give_the_same_rows_in_the_same_order(opened, tmp_path
     monkeypatch.setattr(shards, "SHARD_RECORDS", 50)
     monkeypatch.setattr(shards, "RECORDS_PER_CALL", 16)
     many = opened(data_path=path, num_workers=3, max_bad_fraction=0.5, cache_dir=tmp_path / "other")
-    assert len(many.table.cache_files) == 6
+    assert len(many.table.paths) == 6
     assert many.fingerprint == one.fingerprint and same(one, many)
     assert list(many.rejections()) == list(one.rejections()) and one.num_rejected == 43
     assert one.num_rejected + len(one) == one.num_records == 300
@@ -164,7 +164,7 @@ def test_bad_records_are_left_out_and_named(opened, tmp_path):
     assert len(data) == 199 and data.num_rejected == 1
     [row] = data.rejections()
     assert (row["file"], row["line"], row["index"]) == (str(tmp_path / "bad.json"), 1, 7) and row["reason"]
-    assert [data.table[int(r)]["index"] for r in data.rows] == [i for i in range(200) if i != 7]
+    assert [data.row(int(r))["index"] for r in data.rows] == [i for i in range(200) if i != 7]
 
 
 def test_too_many_bad_records_are_refused_with_the_first_of_them_and_a_list(opened, tmp_path):
@@ -254,7 +254,7 @@ def test_rows_that_are_read_stay_where_they_are(opened, tmp_path):
     running = opened(max_bad_fraction=0.5)
     (tmp_path / "away.png").rename(picture)
     assert len(opened(max_bad_fraction=0.5)) == len(running) + 1
-    assert all(Path(file["filename"]).is_file() for file in running.table.cache_files)
+    assert all(Path(path).is_file() for path in running.table.paths)
     again = pickle.loads(pickle.dumps(running))  # as a worker process gets it, which opens the files anew
     assert same(again, running) and list(again.rejections()) == list(running.rejections())
 
@@ -262,7 +262,7 @@ def test_rows_that_are_read_stay_where_they_are(opened, tmp_path):
 @pytest.mark.parametrize("damage", ["cut", "nonsense", "list"])
 def test_damaged_rows_are_made_anew(opened, damage):
     whole = opened()
-    [rows] = (Path(file["filename"]) for file in whole.table.cache_files)
+    [rows] = map(Path, whole.table.paths)
     size = rows.stat().st_size
     # Unlinked first: cutting a file that is mapped would end this process.
     data = rows.read_bytes()
@@ -331,7 +331,7 @@ def test_data_with_a_changed_image_are_encoded_anew(opened, tmp_path):
     data = opened(**settings)
     picture = tmp_path / "data" / "images" / "1.png"
     Image.new("RGB", (90, 20)).save(picture)
-    assert opened(**settings, ranks=SECOND).fingerprint == data.fingerprint  # rank 0 alone looks
+    assert opened(**settings, ranks=SECOND).fingerprint == data.fingerprint  # looks at no rows
     again = opened(**settings)  # before anybody has come across it
     assert again.lengths[1] != data.lengths[1] and len(again[1].input_ids) == again.lengths[1]
     Image.new("RGB", (20, 90)).save(picture)
