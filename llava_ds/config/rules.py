@@ -252,7 +252,7 @@ def streaming(args: Arguments) -> Iterator[str]:
             yield "--shuffle_buffer_size belongs to --stream True: give that, or leave it out"
         return
     groupings = [name for name in GROUPINGS if getattr(data, name)]
-    remedies = {f"--{name}": "leave it out, and give --tokens_per_micro_batch N" for name in groupings}
+    remedies = {f"--{name}": "give False, and --tokens_per_micro_batch N in its place" for name in groupings}
     if training.tokens_per_micro_batch == "auto":
         remedies["--tokens_per_micro_batch auto"] = "give a number"
     if training.objective == "dpo":
