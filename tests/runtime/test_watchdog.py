@@ -104,7 +104,7 @@ def blocks(seconds: float) -> None:
 
 
 def test_a_step_that_waits_for_work_that_goes_on_elsewhere_is_not_ended(start):
-    run = start(watchdog_step_s=0.3)
+    run = start(watchdog_start_s=0.3, watchdog_step_s=0.3)
     run.dog.set_phase("step", 1)
     for _ in range(8):
         note_progress()
