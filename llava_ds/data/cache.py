@@ -46,9 +46,9 @@ class RowTable:
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = list(paths)
         self._open: OrderedDict[int, pa.Table] = OrderedDict()
-        first = _mapped(self.paths[0])
+        first, last = (_map_whole(self.paths[i]) for i in (0, -1))
         self.column_names = first.column_names
-        self._rows_per_file, self._rows_of_last = len(first), len(_mapped(self.paths[-1]))
+        self._rows_per_file, self._rows_of_last = len(first), len(last)
         for number in range(len(self.paths)) if len(self.paths) <= NUM_OPEN else ():
             self.file(number)
 
@@ -95,18 +95,23 @@ class RowTable:
 
     def _checked(self, number: int, names: Sequence[str] | None = None) -> pa.Table:
         fields = None if names is None else [self.column_names.index(name) for name in names]
-        rows, is_last = _mapped(self.paths[number], fields), number == len(self.paths) - 1
+        rows, is_last = _map_whole(self.paths[number], fields), number == len(self.paths) - 1
         expected = self._rows_of_last if is_last else self._rows_per_file
         if len(rows) != expected:
             raise _damaged(self.paths[number], f"it has {len(rows):,} rows, expected {expected:,}")
         return rows
 
 
-def _mapped(path: str, fields: list[int] | None = None) -> pa.Table:
+def map_rows(path: str, fields: list[int] | None = None) -> pa.Table:
+    """Map a file of rows. fields: of the columns to map (all). Raises OSError and ArrowException."""
+    with pa.memory_map(path) as file:
+        options = pa.ipc.IpcReadOptions(included_fields=fields or [], use_threads=False)
+        return pa.ipc.open_stream(file, options=options).read_all()
+
+
+def _map_whole(path: str, fields: list[int] | None = None) -> pa.Table:
     try:
-        with pa.memory_map(path) as file:
-            options = pa.ipc.IpcReadOptions(included_fields=fields or [], use_threads=False)
-            return pa.ipc.open_stream(file, options=options).read_all()
+        return map_rows(path, fields)
     except (OSError, pa.ArrowException) as error:
         raise _damaged(path, str(error)) from error
 
@@ -143,10 +148,15 @@ def note_stale(folder: Path) -> None:
 def open_newest(folder: Path) -> CachedRows | None:
     """The rows of the newest complete generation, or None."""
     for number in sorted(_numbers(folder), reverse=True):
-        table = _open_rows(folder / str(number))
-        if table is not None:
-            return CachedRows(table, folder / str(number))
+        if (rows := open_generation(folder / str(number))) is not None:
+            return rows
     return None
+
+
+def open_generation(generation: Path) -> CachedRows | None:
+    """The rows of a generation; None if it is not whole."""
+    table = _open_rows(generation)
+    return None if table is None else CachedRows(table, generation)
 
 
 def next_number(folder: Path) -> int:

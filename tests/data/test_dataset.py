@@ -294,9 +294,9 @@ def many(opened, tmp_path, monkeypatch):
 
 
 def test_of_many_files_of_rows_few_are_open(many, monkeypatch):
-    data, read, mapped = many(), [], cache._mapped
+    data, read, mapped = many(), [], cache.map_rows
     monkeypatch.setattr(
-        cache, "_mapped", lambda path, *rest: read.append(int(Path(path).name[5:11])) or mapped(path, *rest)
+        cache, "map_rows", lambda path, *rest: read.append(int(Path(path).name[5:11])) or mapped(path, *rest)
     )
     again = many()
     assert read == [0, 11, *range(8)]  # for the number of rows; and those that have images
