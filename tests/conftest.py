@@ -38,3 +38,31 @@ def torchs_own_linear():
     yield
     if before is not None:
         functional.linear = before
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone, through DeepSpeed: its Ranks."""
+    import deepspeed
+
+    from llava_ds.engine.process_group import init_ranks
+
+    before = dict(os.environ)
+    yield init_ranks()
+    deepspeed.comm.destroy_process_group()
+    # What it says of this process is not for those that later tests start.
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left():
+    """Another module of the same worker could not begin its own."""
+
+    def is_there() -> bool:
+        distributed = sys.modules.get("torch.distributed")
+        return bool(distributed and distributed.is_initialized())
+
+    before = is_there()
+    yield
+    assert before or not is_there(), "destroy the process group at the end: take the fixture one_rank"

@@ -244,6 +244,27 @@ def objectives(args: Arguments) -> Iterator[str]:
         yield "--objective dpo needs --data_path with preferences: the generated scenes have one answer each"
 
 
+def streaming(args: Arguments) -> Iterator[str]:
+    """What needs the lengths of all samples, which are not known when training begins."""
+    data, training = args.data, args.training
+    if not data.stream:
+        if "shuffle_buffer_size" in args.given:
+            yield "--shuffle_buffer_size belongs to --stream True: give that, or leave it out"
+        return
+    groupings = [name for name in GROUPINGS if getattr(data, name)]
+    remedies = {f"--{name}": "give False, and --tokens_per_micro_batch N in its place" for name in groupings}
+    if training.tokens_per_micro_batch == "auto":
+        remedies["--tokens_per_micro_batch auto"] = "give a number"
+    if training.objective == "dpo":
+        remedies["--objective dpo"] = "run run/encode.py first, and train without --stream"
+    if training.dry_run:
+        remedies["--dry_run"] = "leave --stream out of the dry run"
+    if training.sample_steps and data.sample_data_path is None and data.eval_data_path is None:
+        remedies["--sample_steps"] = "name other samples for it with --sample_data_path"
+    for flag, remedy in remedies.items():
+        yield f"{flag} needs all samples before the first step, and --stream begins with some: {remedy}"
+
+
 DATA_RULES: tuple[Rule, ...] = (image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
     needed_flags,
@@ -254,6 +275,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     checkpoints,
     trainable_parts,
     objectives,
+    streaming,
 )
 
 

@@ -55,10 +55,15 @@ def note_stale(folder: Path) -> None:
 def open_newest(folder: Path) -> CachedRows | None:
     """The rows of the newest complete generation, or None."""
     for number in sorted(_numbers(folder), reverse=True):
-        table = _open_rows(folder / str(number))
-        if table is not None:
-            return CachedRows(table, folder / str(number))
+        if (rows := open_generation(folder / str(number))) is not None:
+            return rows
     return None
+
+
+def open_generation(generation: Path) -> CachedRows | None:
+    """The rows of a generation; None if it is not whole."""
+    table = _open_rows(generation)
+    return None if table is None else CachedRows(table, generation)
 
 
 def next_number(folder: Path) -> int:

@@ -325,6 +325,12 @@ def test_a_flag_out_of_bounds_is_said_once():
             "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",
         ),
         (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket makes another"),
+        (["--stream", "--group_by_length", "True"], "--group_by_length needs all samples before the first step, and"),
+        (["--stream", "--tokens_per_micro_batch", "auto"], "--stream begins with some: give a number"),
+        (["--stream", "--dry_run"], "--dry_run needs all samples before the first step"),
+        (["--stream", "--sample_steps", "2"], "name other samples for it with --sample_data_path"),
+        (["--stream", "--objective", "dpo"], "--objective dpo needs all samples before the first step"),
+        (["--shuffle_buffer_size", "9"], "--shuffle_buffer_size belongs to --stream True"),
         (["--activation_memory_gb", "4"], "give one of them, or leave it out"),
         (["--activation_memory_gb", "-1", "--gradient_checkpointing", "auto"], "is -1.0: give a value above 0"),
         (

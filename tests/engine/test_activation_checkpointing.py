@@ -14,20 +14,7 @@ from llava_ds.model.lora import add_lora
 LAYERS = 5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    """DeepSpeed's function asks for the rank: a group of one."""
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    import deepspeed
-
-    deepspeed.init_distributed(verbose=False)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")  # DeepSpeed's function asks for the rank
 
 
 def trained_once(**how: object) -> tuple[float, list[torch.Tensor], int]:

@@ -3,12 +3,10 @@
 import copy
 from functools import partial
 
-import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
 import toys
-from deepspeed.accelerator import get_accelerator
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import (
@@ -31,7 +29,6 @@ from transformers import (
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine import construct as build
-from llava_ds.engine.process_group import use_gloo_without_compiling
 from llava_ds.model import attention
 from llava_ds.model.families.language import (
     embedding_name,
@@ -106,19 +103,6 @@ def test_logits_loss_and_gradients_are_those_of_each_sample_by_itself(family, mo
                 assert differs(parameter.grad, wanted) < 1e-5, name
         compared += 1
     assert compared
-
-
-@pytest.fixture
-def one_rank(monkeypatch, tmp_path):
-    """A group of one, for zero.Init."""
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "DS_ACCELERATOR": "cpu"}.items():
-        monkeypatch.setenv(name, str(value))
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    use_gloo_without_compiling(get_accelerator())
-    deepspeed.init_distributed(verbose=False)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def test_tables_are_the_same_whether_the_model_is_built_whole_or_partitioned(one_rank):

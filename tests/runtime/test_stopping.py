@@ -26,7 +26,13 @@ SURVIVED = 99
 
 def in_child(run: Callable[[], None]) -> int:
     """The exit code of a forked process that runs a function; SURVIVED where that returns."""
-    pid = fork(run)
+
+    def run_with_default_signals() -> None:
+        for number in stopping.REQUESTS:  # nohup and a shell's background ignore some of them
+            signal.signal(number, signal.SIG_DFL)
+        run()
+
+    pid = fork(run_with_default_signals)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -34,8 +40,6 @@ def fork(run: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            for number in stopping.REQUESTS:  # nohup and a shell's background ignore some of them
-                signal.signal(number, signal.SIG_DFL)
             run()
             os._exit(SURVIVED)
         finally:

@@ -3,9 +3,7 @@
 import contextlib
 import inspect
 import itertools
-import os
 import traceback
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,7 +22,6 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.non_finite import settle_skipped_steps, skipped_steps
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
-from llava_ds.engine.process_group import init_ranks
 from llava_ds.engine.start import start_engine
 from llava_ds.model import attention
 from llava_ds.model.plan import plan_model
@@ -102,12 +99,8 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    before = dict(os.environ)
-    yield init_ranks()
-    # What it says of this process is not for those that later tests start.
-    os.environ.clear()
-    os.environ.update(before)
+def ranks(one_rank) -> Ranks:
+    return one_rank
 
 
 @pytest.fixture(scope="module")

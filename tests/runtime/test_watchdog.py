@@ -18,7 +18,7 @@ from llava_ds.runtime import watchdog as module
 from llava_ds.runtime.heartbeat import Beat, Peer
 from llava_ds.runtime.main_thread import Activity, look_at
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.runtime.waiting import queuing, waiting
+from llava_ds.runtime.waiting import note_progress, queuing, waiting
 from llava_ds.runtime.watchdog import Watchdog
 
 CPU = torch.device("cpu")
@@ -103,6 +103,17 @@ def blocks(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
+def test_a_step_that_waits_for_work_that_goes_on_elsewhere_is_not_ended(start):
+    run = start(watchdog_start_s=0.3, watchdog_step_s=0.3)
+    run.dog.set_phase("step", 1)
+    for _ in range(8):
+        note_progress()
+        blocks(0.1)
+    assert not run.codes
+    blocks(1.5)
+    assert run.codes == [EXIT_RANK_LOST]
+
+
 def test_a_step_over_its_limit_ends_the_run_with_its_samples_and_stacks(start):
     run = start(watchdog_step_s=0.3)
     run.dog._samples = lambda step, rank: f"2 samples of step {step}, rank {rank}"
@@ -161,10 +172,9 @@ def test_a_wait_that_spins_is_no_progress(start, monkeypatch):
 
 
 def test_on_a_gpu_a_process_gets_on_with_its_files_and_children_not_with_its_own_processor():
-    before = (0.0, 10**12)
     own, others = Activity(), Activity(on_gpu=True)
-    own._before = others._before = before
-    assert own.goes_on(0.1) and not others.goes_on(0.1)
+    own._before, others._before = (0.0, 10**12), (others._used()[0], 10**12)
+    assert own.goes_on(0.1) and not others.goes_on(10.0)
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     deadline, used = time.monotonic() + 20, others._used()[0]
     while others._used()[0] < used + 0.2 and time.monotonic() < deadline:
