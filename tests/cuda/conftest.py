@@ -41,7 +41,10 @@ def build(library: Path) -> None:
     command += [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise pytest.UsageError(f"{SOURCE.name} was not built (g++ ended with {done.returncode}): {' '.join(command)}\n{done.stderr[-3000:]}")
+        raise pytest.UsageError(
+            f"{SOURCE.name} was not built (g++ ended with {done.returncode}): {' '.join(command)}\n"
+            f"{done.stderr[-3000:]}"
+        )
     unfinished.replace(library)
 
 

@@ -39,8 +39,8 @@ class UnlikeDtypes(AssertionError):
 
 # Their floating-point inputs have one dtype on CUDA; fake tensors take any.
 ONE_DTYPE = {
-    "mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward", "_convolution",
-    "native_layer_norm", "native_group_norm", "_fused_rms_norm", "index_copy",
+    "mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward",
+    "_convolution",     "native_layer_norm", "native_group_norm", "_fused_rms_norm", "index_copy",
     "index_copy_", "index_add", "index_add_", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
     "index_put", "index_put_", "masked_scatter", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_flash_attention_forward",
@@ -217,6 +217,7 @@ def gpu(
         # Where it traces, transformers takes other branches, which hides waits.
         patch.setattr(import_utils, "is_fake_tensor", lambda x: False)
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(FakeTensorMode, "avoid_device_init", True)  # as without a GPU: nothing is computed there
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: rules.wait("torch.cuda.synchronize"))

@@ -8,7 +8,6 @@ import pytest
 import torch
 import toys
 from fake_gpu import CUDA, stand_in
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import CLIPVisionConfig, PreTrainedConfig, Siglip2VisionConfig, SiglipVisionConfig
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
@@ -102,7 +101,7 @@ class Engine:
         self.calls.append(f"boundary {is_last}")
 
     def backward(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
-        assert loss.dtype == torch.float32 and loss.is_cuda
+        assert loss.dtype in (torch.float32, torch.float64) and loss.is_cuda and not scale_wrt_gas
         loss.backward()
 
     def step(self) -> None:
