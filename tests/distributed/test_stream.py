@@ -109,7 +109,9 @@ def test_too_many_bad_records_end_the_run_where_it_meets_them(tmp_path):
     done = launch(2, WORKER, str(SHARD), str(tmp_path / "gate"), *command_line(flags))
     assert done.returncode == 2, done.stdout + done.stderr
     assert "more than --on_bad_sample and --max_bad_fraction allow (2)" in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr and len((tmp_path / "out" / "skipped.jsonl").read_text().splitlines()) == 3
+    assert "Traceback" not in done.stderr
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    assert len(steps) > 2 >= sum(step < steps[-1] for step in steps)
 
 
 @pytest.mark.full
