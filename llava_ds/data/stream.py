@@ -6,22 +6,21 @@ turns out bad leaves its place empty, as one does whose image broke after the ch
 is whole from the start.
 """
 
-import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import datasets
 import numpy as np
-from datasets.table import MemoryMappedTable, concat_tables
+import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
+from llava_ds.constants import DataError
 from llava_ds.data import shards
-from llava_ds.data.cache import STALE, open_generation
+from llava_ds.data.cache import STALE, RowTable, map_rows, open_generation
 from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.dataset import (
     BrokenSample,
@@ -36,10 +35,10 @@ from llava_ds.data.fingerprint import digest_of, options_part, options_that_matt
 from llava_ds.data.preflight import media_of_text
 from llava_ds.data.sample_order import shards_in_order
 from llava_ds.data.seen_files import changed_files
-from llava_ds.runtime.ranks import Ranks, barrier, gather, on_every_rank, print_first
+from llava_ds.runtime.ranks import Ranks, barrier, gather, on_every_rank, print_first, printable
 from llava_ds.runtime.waiting import note_progress
 
-OPEN_SHARDS = 256  # in a process; each keeps a file open
+OPEN_SHARDS = 256  # in a process: each takes some 20 kB of its memory
 POLL_S, LONGEST_POLL_S = 0.1, 2.0  # of the cache, which may be on a network disk
 PATIENCE_S = 5.0  # of waiting without a line about it
 
@@ -62,7 +61,7 @@ class StreamedDataset(EncodedDataset):
         parts = ["stream", str(number), *spec.common, options_part(used), *spec.contents]
         self.fingerprint = digest_of(parts)
         self._paths: dict[int, Path] = {}
-        self._tables: dict[int, datasets.table.Table] = {}  # the last ones that were read
+        self._tables: dict[int, pa.Table] = {}  # the last ones that were read
         self._take(range(num_records))
 
     def _take(self, rows: Sequence[int]) -> None:
@@ -155,9 +154,9 @@ class StreamedDataset(EncodedDataset):
         reason = record.column("reason")[0].as_py()
         return super().__getitem__(index) if reason is None else broken(record, reason)
 
-    def _record(self, number: int) -> datasets.table.Table:
+    def _record(self, number: int) -> pa.Table:
         shard, place = divmod(number, shards.SHARD_RECORDS)
-        return self._shard(shard).fast_slice(place, 1)
+        return self._shard(shard).slice(place, 1)
 
     def wait_for(self, samples: Sequence[int]) -> None:
         """Return when these samples are encoded, and their lengths known."""
@@ -198,12 +197,12 @@ class StreamedDataset(EncodedDataset):
             bounds = np.searchsorted(self._rows, bounds).tolist()
         return range(*bounds)
 
-    def _shard(self, shard: int) -> datasets.table.Table:
+    def _shard(self, shard: int) -> pa.Table:
         """The rows of a shard, as soon as they are there."""
         while shard not in self._tables:
             self._wait_until(lambda: shard in self._paths or shard in self._look())
             try:
-                table = MemoryMappedTable.from_file(str(self._paths[shard]))
+                table = map_rows(str(self._paths[shard]))
             except FileNotFoundError:  # its folder was renamed
                 del self._paths[shard]
                 continue
@@ -267,16 +266,18 @@ def streamed(spec: DataSpec, order: Callable[[int], Sequence[int]], ranks: Ranks
 
 def _has_changed(spec: DataSpec, number: int) -> bool:
     """True if images have changed since the shards of a generation in work were encoded, which may be trained on."""
-    with contextlib.suppress(FileNotFoundError):  # another process has renamed the folder
-        paths = sorted(shards.encoded_shards(spec.folder, number).values())
-        if not paths:
-            return False
-        table = datasets.Dataset(concat_tables([MemoryMappedTable.from_file(str(path)) for path in paths]))
-        changed = changed_files(table, spec.image_options, media_of_text)
-        if changed:
-            print_first(f"{len(changed):,} image files have changed since they were checked, and all data are again")
-        return bool(changed) or (paths[0].parent / STALE).exists()
-    return False
+    paths = [path for _, path in sorted(shards.encoded_shards(spec.folder, number).items())]
+    if not paths:
+        return False
+    try:
+        changed = changed_files(RowTable(list(map(str, paths))), spec.image_options, media_of_text)
+    except DataError:
+        if paths[0].exists():
+            raise
+        return False  # another process has ended the encoding
+    if changed:
+        print_first(f"image files have changed since they were checked, such as {printable(changed[0])}: all are again")
+    return bool(changed) or (paths[0].parent / STALE).exists()
 
 
 def _order_of_shards(args: Arguments, number: int) -> list[int]:
