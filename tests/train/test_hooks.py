@@ -146,6 +146,22 @@ def test_on_a_gpu_a_spike_is_met_when_its_step_is_read_which_is_a_step_later(mon
         assert spikes.settled == [None] * (at in (step, step + 4))
 
 
+@pytest.mark.parametrize(
+    ("device", "on_loss_spike", "late"), [("cpu", "log", False), ("cuda", "log", True), ("cuda", "rewind", False)]
+)
+def test_the_log_on_a_gpu_is_read_late(monkeypatch, device, on_loss_spike, late):
+    session = FakeSession()
+    session.ranks, session.mesh, session.trackers = Ranks(0, 0, 1, torch.device(device)), None, None
+    session.plan.args.training.on_loss_spike = on_loss_spike
+    session.plan.resolved = SimpleNamespace(compute_dtype=torch.float32, zero_stage=0)
+    session.plan.output_dir = session.plan.flops = session.plan.resumed_step = None
+    session.objective = SimpleNamespace(num_units=None)
+    monkeypatch.setattr(hooks, "peak_flops", lambda *_: (1.0, ""))
+    monkeypatch.setattr(hooks, "called", lambda args: "a run")
+    monkeypatch.setattr(hooks, "Progress", lambda run, *_: run)
+    assert Log(session).progress.reads_late == late
+
+
 def test_an_error_that_ends_the_run_leaves_a_whole_log(monkeypatch):
     """Where the log follows a step behind, a checkpoint may already have the last one."""
     done = []
@@ -176,6 +192,7 @@ def test_the_report_is_left_after_the_files_that_it_shows(tmp_path, capsys):
     session.stop.training = lambda limit, ranks: nullcontext()
     session.plan.output_dir, session.plan.args.data = tmp_path, SimpleNamespace(dataloader_num_workers=0)
     session.plan.args.training.max_run_time = session.objective = None
+    session.plan.steps.dataset = SimpleNamespace(is_streamed=False)
 
     def write(rows: list) -> None:
         order.append((tmp_path / "report.html").exists())
