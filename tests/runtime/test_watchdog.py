@@ -173,8 +173,11 @@ def test_a_wait_that_spins_is_no_progress(start, monkeypatch):
 
 def test_on_a_gpu_a_process_gets_on_with_its_files_and_children_not_with_its_own_processor():
     own, others = Activity(), Activity(on_gpu=True)
-    own._before, others._before = (0.0, 10**12), (others._used()[0], 10**12)
-    assert own.goes_on(0.1) and not others.goes_on(10.0)
+    own._before, others._before = (own._used()[0], 10**12), (others._used()[0], 10**12)
+    busy_until = time.process_time() + 0.3  # six times what a process that gets on uses in a second
+    while time.process_time() < busy_until:
+        pass
+    assert own.goes_on(1.0) and not others.goes_on(1.0)
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     deadline, used = time.monotonic() + 20, others._used()[0]
     while others._used()[0] < used + 0.2 and time.monotonic() < deadline:
