@@ -19,6 +19,7 @@ import pyarrow.parquet
 from llava_ds.constants import DataError
 from llava_ds.data.images.decode import used_files
 from llava_ds.data.sample import FileRef, Media
+from llava_ds.files.object_store import is_remote
 from llava_ds.files.reading import Stamp, blocks_digest, stamp_of, why_not_regular
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
@@ -29,6 +30,7 @@ COLUMNS = [("files", pa.list_(pa.binary())), ("stamps", pa.list_(pa.int64())), (
 # Files up to this size are hashed as a whole, which is faster than decoding them; larger ones are videos.
 WHOLE_BYTES = 32 << 20
 THREADS = 8  # for stamps and blocks: a network disk is slow to answer
+STORE_THREADS = 64  # an object store is slower, and answers any number at once
 NUM_SAMPLED = 256  # files to read again at every start, whatever their stamps
 MOST_NAMED = 5
 
@@ -109,9 +111,10 @@ def _refs(table: datasets.Dataset, entries: np.ndarray, options: ImageOptions, r
 
 def _in_threads(act, items: list) -> list:
     """Results of act for every item. In slices, as starting a task takes longer than a stamp."""
-    size = max(1, -(-len(items) // (4 * THREADS)))
+    threads = STORE_THREADS if any(is_remote(getattr(item, "path", item)) for item in items) else THREADS
+    size = max(1, -(-len(items) // (4 * threads)))
     slices = [items[start : start + size] for start in range(0, len(items), size)]
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         return [each for part in pool.map(lambda part: [act(item) for item in part], slices) for each in part]
 
 
