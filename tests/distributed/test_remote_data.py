@@ -26,25 +26,26 @@ def test_two_ranks_train_from_a_store_as_from_the_disk(tmp_path, monkeypatch):
         more = {**common, "cache_dir": tmp_path / cache}
         return toy_run(base | data, tmp_path / name, ds_config(2), **more)
 
-    runs = [flags("local", local, "c1"), flags("remote", remote, "c2"), flags("again", remote, "c2")]
-    runs.append({**flags("small", remote, "c3"), "object_cache_gb": 5 * 4096 / 10**9})
-    # As many fetches fail as each rank can make up for.
-    stores.state("failures").write_text(str(4))
+    small = {**flags("small", remote, "c3"), "object_cache_gb": 5 * 4096 / 10**9}
+    again = flags("again", remote, "c2")
+    first = [flags("local", local, "c1"), small, flags("remote", remote, "c2")]
+    stores.state("failures").write_text("4")  # fewer than the tries of one request
     fetched = []
-    for run in runs:
+    for runs in (first, [again]):
         listed = tmp_path / "runs.json"
-        listed.write_text(json.dumps([command_line(run)]))
-        done = launch(2, WORKER, "--unfinished", str(listed))
+        listed.write_text(json.dumps([command_line(run) for run in runs]))
+        done = launch(2, WORKER, "--unfinished", str(listed), timeout_s=600)
         assert done.returncode == 0, done.stdout + done.stderr
         fetched.append(stores.fetched())
+    runs = [*first, again]
     expected = losses(tmp_path / "local")
     assert len(expected) == STEPS
     assert all(losses(tmp_path / name) == expected for name in ("remote", "again", "small"))
-    assert fetched[0] == [] and fetched[1] == fetched[2] != fetched[3]
+    assert fetched[0] == fetched[1], "a second start fetched something again"
     assert set(fetched[1]) == {local["data_path"], *map(str, Path(local["image_folder"]).iterdir())}
     assert stores.state("failures").read_text() == "0"
     assert not any((tmp_path / run["output_dir"].name / "skipped.jsonl").read_text() for run in runs)
     prints = [json.loads((run["output_dir"] / "run.json").read_text())["data"]["fingerprint"] for run in runs]
     assert len(set(prints)) == 1
-    small = [path for path in (tmp_path / "c3" / "objects").rglob("*") if path.is_file() and path.name != "ledger"]
-    assert 0 < len(small) <= 5
+    kept = [path for path in (tmp_path / "c3" / "objects").rglob("*") if path.is_file() and path.name != "ledger"]
+    assert 0 < len(kept) <= 5 + 2 * 3  # of the bound, and one for each process
