@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
-from llava_ds.data.cache import CachedRows, next_number, note_stale, open_newest
+from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.file_slices import write_errors
@@ -163,10 +163,9 @@ class EncodedDataset(torch.utils.data.Dataset):
         """A folder whose name says which samples these are, beside which their orders may be kept."""
         return self.index.folder
 
-    def _record(self, number: int) -> datasets.table.Table:
+    def _record(self, number: int) -> pa.Table:
         """A record, by its number among all, as a table of one row."""
-        # From the Arrow table: a row of `datasets`, in any format, takes longer than decoding an image.
-        return self.table.data.fast_slice(number, 1)
+        return self.table.record(number)
 
     def lengths_for(self, how: str) -> np.ndarray:
         """The lengths that an order of samples needs: LLaVA's own measure for all orders but "bucket"."""
@@ -192,7 +191,7 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     def rejections(self) -> Iterator[dict[str, object]]:
         """Rejected records: file, line (from 1), index (from 0), id and reason."""
-        return rejections(self.table.data.table, self._rejected)
+        return rejections(self.table, self._rejected)
 
     def row(self, index: int) -> dict[str, object]:
         """All columns of one record, by its index among all records, with input_ids and labels in full."""
@@ -428,12 +427,16 @@ class DataSpec:
         """The number of the next generation, and the rows of the newest, or None if there is none that still holds."""
         number, rows = next_number(self.folder), open_newest(self.folder)
 
-        def is_outdated() -> bool:
-            with write_errors(self.options.cache_dir, "the encoded data"):
-                return ranks.is_first and rows is not None and _is_outdated(rows, self.checker)
+        share = _share(rows, ranks)
 
-        outdated = any(gather(on_every_rank(ranks, is_outdated), ranks))  # only rank 0 looks for changed files
-        return number, None if outdated else rows
+        def why_outdated() -> str:
+            with write_errors(self.options.cache_dir, "the encoded data"):
+                return "" if rows is None else _why_outdated(rows, self.checker, share)
+
+        reasons = list(filter(None, gather(on_every_rank(ranks, why_outdated), ranks)))
+        if reasons:
+            print_first(f"{reasons[0]}: all records are checked again")
+        return number, None if reasons else rows
 
     def encode(self, number: int, order: Callable[[int], Sequence[int]] | None = None) -> None:
         """Encode a generation together with others that do. order: as encode_together takes it."""
@@ -451,14 +454,26 @@ class DataSpec:
         return EncodedDataset(rows, index, self.names, self.descriptions, self.image_options, digest_of(parts))
 
 
-def _is_outdated(rows: CachedRows, checker: Checker) -> bool:
-    """True if the records have to be checked again: an image has changed, or a missing one is there now."""
-    if rows.is_stale or can_now_be_used(rows.table, checker):
-        return True
-    changed = changed_files(rows.table, checker.image_options, media_of_text)
-    if changed:
-        print_first(f"{len(changed):,} image files have changed since the data was checked, which is done again")
-    return bool(changed)
+def _share(rows: CachedRows | None, ranks: Ranks) -> tuple[int, int]:
+    """The part of the rows whose files a rank looks at, and the number of parts: one for each rank with the same cache.
+    Machines with caches of their own may have images of their own, too."""
+    own = None if rows is None else rows.identity
+    everyone = gather(own, ranks)
+    return everyone[: ranks.rank].count(own), everyone.count(own)
+
+
+def _why_outdated(rows: CachedRows, checker: Checker, share: tuple[int, int]) -> str:
+    """The reason why the records have to be checked again, or "". share: the part of the rows to look at."""
+    if rows.is_stale:
+        return "an image file that was read has changed since the data was checked"
+    table, index = rows.table, index_of(rows.table, rows.folder)
+    part = slice(share[0], None, share[1])
+    if can_now_be_used(table, checker, table.files_of(index.rejected)[part]):
+        return "a file that was missing or broken can be used now"
+    samples = index.accepted
+    with_images = table.files_of(samples.rows[samples.num_images > 0])
+    changed = changed_files(table, checker.image_options, media_of_text, with_images[part])
+    return f"image files have changed since the data was checked, such as {printable(changed[0])}" if changed else ""
 
 
 def sample_ids(dataset: EncodedDataset, samples: Iterable[int]) -> list[str]:
@@ -482,7 +497,7 @@ def _rejection_line(row: dict[str, object]) -> str:
     return f"{printable(place_of(row))}: record {row['index']} ({row['id']}): {row['reason']}"
 
 
-def _refuse_if_bad(table: datasets.Dataset, bad: np.ndarray, options: PreflightOptions, folder: Path) -> None:
+def _refuse_if_bad(table: RowTable, bad: np.ndarray, options: PreflightOptions, folder: Path) -> None:
     """Raise DataError, with the reasons and the path of a full list, if more was rejected than the options allow.
 
     bad: rows of the rejected records.
@@ -492,7 +507,7 @@ def _refuse_if_bad(table: datasets.Dataset, bad: np.ndarray, options: PreflightO
     allowed = 0 if options.on_bad_sample == "stop" else options.max_bad_fraction * len(table)
     if len(bad) <= allowed and len(bad) < len(table):
         return
-    rows = list(rejections(table.data.table, bad))
+    rows = list(rejections(table, bad))
     listing = folder / "rejected.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     limit = f"--max_bad_fraction allows {options.max_bad_fraction:.2%}"
@@ -508,7 +523,7 @@ def _refuse_if_bad(table: datasets.Dataset, bad: np.ndarray, options: PreflightO
     raise DataError("\n".join(lines))
 
 
-def broken(row: datasets.table.Table, reason: str) -> BrokenSample:
+def broken(row: pa.Table, reason: str) -> BrokenSample:
     """A record that can't be shown, from a table of it alone."""
     return BrokenSample(*(row.column(name)[0].as_py() for name in ("file", "line", "index", "id")), reason)
 
@@ -524,7 +539,7 @@ def _pair(both: LoadedSample, chosen_length: int, reference: list[float] | None)
     )
 
 
-def _ids_and_labels(row: datasets.table.Table) -> tuple[torch.Tensor, torch.Tensor]:
+def _ids_and_labels(row: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
     """(L,) int64 each, from a table of one record."""
     ids, labels = from_columns(*(row.column(name).chunk(0).flatten().to_numpy() for name in ("ids", "flips")))
     return torch.from_numpy(ids), torch.from_numpy(labels)
