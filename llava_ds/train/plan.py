@@ -9,7 +9,7 @@ from pathlib import Path
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.arguments import Arguments, with_objective_defaults
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.data.dataset import EncodedDataset, open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
@@ -92,7 +92,7 @@ def make_plan(start: Start) -> Plan:
     ranks, max_shard_bytes = start.ranks, parse_size(start.args.training.max_shard_size)
     with first_rank_first(ranks):
         args = tiny.fill_in(start.args)
-    args = args.replaced(version=resolve_template(args.model.version))
+    args = with_objective_defaults(args.replaced(version=resolve_template(args.model.version)))
     model, images, form = _plan_model(args)
     raw_config = start.raw_config
     if raw_config is None:
