@@ -1,6 +1,7 @@
 """Steps of reinforcement learning: prompts, answers that the model draws, their rewards, and batches to train on."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from llava_ds.data.encode import end_markers
 from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.twin import frozen_copy, twin_of, whole_weights
+from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, gather, on_every_rank
@@ -63,15 +65,22 @@ class Rollouts:
             images=plan.images,
         )
 
+    def _log(self, done: int) -> RowLog | None:
+        """The log of answers on rank 0, without the steps that will come again."""
+        path = self._plan.output_dir / "rollouts.jsonl"
+        return RowLog(path, [row for row in rows_of(path) if row["step"] <= done]) if self._ranks.is_first else None
+
     def windows(self, engine, done: int) -> Iterator[PolicyWindow]:
         """This rank's window of every step that is left when `done` are done. All ranks run through it together."""
-        training, steps = self._plan.args.training, self._plan.steps
+        training, steps, log = self._plan.args.training, self._plan.steps, self._log(done)
         for step, layout in enumerate(steps.after(done), done + 1):
             started = time.perf_counter()
             samples = [sample for micro in layout.of_ranks[self._mesh.dp_rank] for sample in micro]
             prompts, broken = self._prompts(samples)
             answers = self._draw(step, prompts)
             groups = on_every_rank(self._ranks, lambda p=prompts, a=answers: self._score(p, a))
+            if log is not None and groups:
+                log.write([self._shown(step, groups[0])])
             micro_batches = self._batches(engine, groups)
             micro_batches[0] = replace(micro_batches[0], broken=tuple(broken))
             yield PolicyWindow(
@@ -141,6 +150,16 @@ class Rollouts:
             Group(asked, some, by_function[:, i], weights @ by_function[:, i])
             for i, (asked, some) in enumerate(zip(prompts, answers))
         ]
+
+    def _shown(self, step: int, group: Group) -> dict[str, object]:
+        """A row of rollouts.jsonl: the distinct answers to a prompt, the most rewarded first."""
+        times = Counter(zip(group.answers, group.rewards.tolist()))
+        decode, asked = self._plan.model.tokenizer.decode, group.prompt
+        answers = [
+            {"text": decode(answer.ids, skip_special_tokens=True).strip(), "reward": reward, "times": number}
+            for (answer, reward), number in sorted(times.items(), key=lambda item: -item[0][1])
+        ]
+        return {"step": step, "id": asked.id, "prompt": asked.text, "reference": asked.reference, "answers": answers}
 
     def _batches(self, engine, groups: list[Group]) -> list[MicroBatch]:
         """As many micro-batches on every rank, on the device. Without answers that train they are empty."""

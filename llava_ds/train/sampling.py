@@ -1,5 +1,5 @@
-# B prompts, G answers to each, L tokens of the longest prompt, D language-model width, V vocabulary, R rows that go on
-"""Answers drawn from a model: the cache of a prompt is computed once for all its answers."""
+# B prompts, G answers to each, L tokens of the longest prompt, D language-model width, V vocabulary, R rows in the cache
+"""Answers drawn from a model: what is equal so far, the prompt to begin with, is computed once for all of them."""
 
 from dataclasses import dataclass
 
@@ -55,34 +55,31 @@ def draw_answers(
 
     Returns them by prompt. model: the twin of the one that trains, with whole weights.
     """
-    device = model.language_model.get_input_embeddings().weight.device
+    device, times = model.language_model.get_input_embeddings().weight.device, rules.num_answers
     logits, cache, mask = _read_prompts(model, prompts, rules, device)
-    times = rules.num_answers
-    cache.batch_repeat_interleave(times)
-    logits, mask = logits.repeat_interleave(times, 0), mask.repeat_interleave(times, 0)
-    lengths = mask.sum(1)  # of the prompts
+    lengths = mask.sum(1)  # (R,) of the prompts
     uniform = torch.from_numpy(np.concatenate(numbers)).to(device)  # (B * G, max_new_tokens)
     room = torch.tensor([rules.room(prompt) for prompt in prompts], device=device).repeat_interleave(times)
     ends = torch.tensor(rules.ends, device=device)
-    going = torch.arange(len(uniform), device=device)  # (R,)
+    going = torch.arange(len(uniform), device=device)  # answers that have not come to an end
+    rows = going // times  # of the cache: answers that are equal so far share one
     found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(uniform))]
     for step in range(rules.max_new_tokens):
-        tokens, log_probs, entropies = _draw(logits, uniform[going, step])
-        rows = zip(going.tolist(), tokens.tolist(), log_probs.tolist(), entropies.tolist())
-        for row, *drawn in rows:
-            found[row].append(tuple(drawn))
-        stay = ~torch.isin(tokens, ends) & (room[going] > step + 1)
-        if not stay.any():
+        tokens, log_probs, entropies = _draw(logits, rows, uniform[going, step])
+        for i, *drawn in zip(going.tolist(), tokens.tolist(), log_probs.tolist(), entropies.tolist()):
+            found[i].append(tuple(drawn))
+        stay = (~torch.isin(tokens, ends) & (room[going] > step + 1)).nonzero()[:, 0]
+        if not len(stay):
             break
-        if not stay.all():
-            kept = stay.nonzero()[:, 0]
-            cache.batch_select_indices(kept)
-            going, mask, tokens = going[kept], mask[kept], tokens[kept]
-        mask = F.pad(mask, (0, 1), value=1)
+        going, vocabulary = going[stay], logits.shape[1]
+        keys, rows = (rows[stay] * vocabulary + tokens[stay]).unique(return_inverse=True)
+        before = keys // vocabulary
+        cache.batch_select_indices(before)
+        lengths, mask = lengths[before], F.pad(mask[before], (0, 1), value=1)
         output = model.language_model.base_model(
-            input_ids=tokens[:, None],
+            input_ids=(keys % vocabulary)[:, None],
             attention_mask=mask,
-            position_ids=(lengths[going] + step)[:, None],
+            position_ids=(lengths + step)[:, None],
             past_key_values=cache,
             use_cache=True,
         )
@@ -111,14 +108,19 @@ def _logits(model: LlavaModel, hidden: torch.Tensor) -> torch.Tensor:
     return final_logits(model.language_model.get_output_embeddings()(hidden), model.language_model.config)
 
 
-def _draw(logits: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A token of each row (R, V) by a number in [0, 1), its log-probability, and the row's entropy: (R,) each."""
+def _draw(
+    logits: torch.Tensor, rows: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw a token for each answer by its row of logits (R, V) and a number in [0, 1).
+
+    Returns the tokens, their log-probabilities and the entropies of the rows, as long as rows and uniform.
+    """
     log_probs = logits.float().log_softmax(-1)
     probs = log_probs.double().exp()
-    up_to = probs.cumsum(-1)
+    up_to = probs.cumsum(-1)[rows]
     tokens = torch.searchsorted(up_to, uniform[:, None] * up_to[:, -1:], right=True).clamp(max=logits.shape[-1] - 1)
     entropy = -(probs * log_probs.double().clamp(min=-1e9)).sum(-1)
-    return tokens[:, 0], log_probs.gather(1, tokens)[:, 0], entropy
+    return tokens[:, 0], log_probs[rows, tokens[:, 0]], entropy[rows]
 
 
 def _answer(drawn: list[tuple[int, float, float]], ends: tuple[int, ...]) -> Answer:

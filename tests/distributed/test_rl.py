@@ -107,6 +107,17 @@ def test_a_resumed_run_is_bit_equal(folder, runs):
     assert states[0] and states[0] == states[1]
 
 
+def test_answers_are_kept_with_their_rewards(folder, runs):
+    rows = read_rollouts(folder / "resumed")
+    assert rows == read_rollouts(folder / "held-2")[SAVED:]  # the first ones were not copied
+    assert [row["step"] for row in rows] == [SAVED + 1, STEPS]
+    assert sum(answer["times"] for answer in rows[0]["answers"]) == 4 and rows[0]["reference"]
+
+
+def read_rollouts(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.full
 def test_the_script_starts_it_and_exports(folder, given):
     flags = flags_of(folder, given, "script", 2, max_steps=1)
