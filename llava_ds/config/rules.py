@@ -285,10 +285,32 @@ def _rewards(args: Arguments) -> Iterator[str]:
         "--on_loss_spike rewind": training.on_loss_spike == "rewind",
         "--steps_across_epochs": bool(training.steps_across_epochs),
         "--torch_compile": training.torch_compile,
+        "--stream": data.stream,
     }
     for flag, is_set in others.items():
         if is_set:
             yield f"{flag} can't be used with --objective grpo: leave it out"
+
+
+def streaming(args: Arguments) -> Iterator[str]:
+    """What needs the lengths of all samples, which are not known when training begins."""
+    data, training = args.data, args.training
+    if not data.stream:
+        if "shuffle_buffer_size" in args.given:
+            yield "--shuffle_buffer_size belongs to --stream True: give that, or leave it out"
+        return
+    groupings = [name for name in GROUPINGS if getattr(data, name)]
+    remedies = {f"--{name}": "give False, and --tokens_per_micro_batch N in its place" for name in groupings}
+    if training.tokens_per_micro_batch == "auto":
+        remedies["--tokens_per_micro_batch auto"] = "give a number"
+    if training.objective == "dpo":
+        remedies["--objective dpo"] = "run run/encode.py first, and train without --stream"
+    if training.dry_run:
+        remedies["--dry_run"] = "leave --stream out of the dry run"
+    if training.sample_steps and data.sample_data_path is None and data.eval_data_path is None:
+        remedies["--sample_steps"] = "name other samples for it with --sample_data_path"
+    for flag, remedy in remedies.items():
+        yield f"{flag} needs all samples before the first step, and --stream begins with some: {remedy}"
 
 
 DATA_RULES: tuple[Rule, ...] = (image_shape, sample_order)
@@ -301,6 +323,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     checkpoints,
     trainable_parts,
     objectives,
+    streaming,
 )
 
 

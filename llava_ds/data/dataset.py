@@ -5,20 +5,20 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
-from llava_ds.data.cache import CachedRows, next_number, note_stale, open_newest
+from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.file_slices import write_errors
@@ -43,7 +43,7 @@ from llava_ds.data.preflight import (
 )
 from llava_ds.data.sample import UNMARKED_TEXTS
 from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
-from llava_ds.data.seen_files import changed_files
+from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.shards import encode_together
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
 from llava_ds.data.sources.open import shown
@@ -130,8 +130,7 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
         """The sample, or the reason why its images can't be loaded."""
-        # From the Arrow table: a row of `datasets`, in any format, takes longer than decoding an image.
-        row = self.table.data.fast_slice(int(self.rows[index]), 1)
+        row = self._record(int(self.rows[index]))
         media = media_from_text(row.column("media")[0].as_py())
         loaded = []
         try:
@@ -141,14 +140,31 @@ class EncodedDataset(torch.utils.data.Dataset):
         except DataError as error:
             if isinstance(error, FileChanged):
                 note_stale(self.folder)
-            return _broken(row, str(error))
+            return broken(row, str(error))
         sample = LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
         if not self.are_pairs:
             return sample
         reference = None if self.reference is None else self.reference[self.rows[index]].tolist()
         if reference is not None and math.isnan(sum(reference)):
-            return _broken(row, "its images could not be read when the reference model answered")
+            return broken(row, "its images could not be read when the reference model answered")
         return _pair(sample, row.column("chosen_length")[0].as_py(), reference)
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if records may still have to be encoded (StreamedDataset)."""
+        return False
+
+    def wait_for(self, samples: Sequence[int]) -> None:
+        """Return when these samples are encoded, and their lengths known: at once."""
+
+    @property
+    def order_folder(self) -> Path:
+        """A folder whose name says which samples these are, beside which their orders may be kept."""
+        return self.index.folder
+
+    def _record(self, number: int) -> pa.Table:
+        """A record, by its number among all, as a table of one row."""
+        return self.table.record(number)
 
     def lengths_for(self, how: str) -> np.ndarray:
         """The lengths that an order of samples needs: LLaVA's own measure for all orders but "bucket"."""
@@ -174,11 +190,11 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     def rejections(self) -> Iterator[dict[str, object]]:
         """Rejected records: file, line (from 1), index (from 0), id and reason."""
-        return rejections(self.table.data.table, self._rejected)
+        return rejections(self.table, self._rejected)
 
     def row(self, index: int) -> dict[str, object]:
         """All columns of one record, by its index among all records, with input_ids and labels in full."""
-        columns = self.table[index]
+        columns = self._record(index).to_pylist()[0]
         tokens = from_columns(*(np.array(columns.pop(name), np.int32) for name in ("ids", "flips")))
         return {**columns, **{name: part.tolist() for name, part in zip(("input_ids", "labels"), tokens)}}
 
@@ -194,20 +210,22 @@ class EncodedDataset(torch.utils.data.Dataset):
         fraction: of the samples, above 0 and below 1; both have at least one. Raises DataError for fewer than two.
         """
         number = len(self)
-        if number < 2:
-            raise DataError(f"--eval_fraction {fraction} holds samples back, but there is only {number}: bring more")
-        num_held_out = min(max(1, round(number * fraction)), number - 1)
+        num_held_out = num_of_part(number, fraction)
 
         def part(name: str, those: slice) -> EncodedDataset:
             def draw() -> np.ndarray:
                 return np.sort(np.random.default_rng(seed).permutation(number)[those])
 
-            part = copy.copy(self)
-            part.index = self.index.part(f"{name} {num_held_out} {seed}", draw, self.table)
-            part.fingerprint = digest_of([self.fingerprint, part.index.facts["drawn"]])
-            return part
+            return self.part(f"{name} {num_held_out} {seed}", draw)
 
         return part("rest", slice(num_held_out, None)), part("held out", slice(num_held_out))
+
+    def part(self, name: str, draw: Callable[[], np.ndarray]) -> "EncodedDataset":
+        """Some of the samples. name: all that they depend on; draw: gives them in order."""
+        part = copy.copy(self)
+        part.index = self.index.part(name, draw, self.table)
+        part.fingerprint = digest_of([self.fingerprint, part.index.facts["drawn"]])
+        return part
 
     def example(self) -> LoadedSample:
         """A sample to try a model on, with an image if one of the first ones can be read."""
@@ -216,9 +234,13 @@ class EncodedDataset(torch.utils.data.Dataset):
             sample = self[index]
             if not isinstance(sample, BrokenSample):
                 return sample.samples[0]
-        ids, labels = _ids_and_labels(self.table.data.fast_slice(int(self.rows[0]), 1))
+        ids, labels = _ids_and_labels(self._record(int(self.rows[0])))
         text = ids != IMAGE_TOKEN_INDEX
         return LoadedSample(ids[text], labels[text], [])
+
+    def changes_since(self, run_dir: Path) -> str:
+        """A clause on how the files differ from those of the run in a folder; "" where that is not known."""
+        return changes_since(self.table, run_dir)
 
     def summary(self) -> list[str]:
         """Lines for a person: sources, numbers of answers, images and tokens, and rejected records."""
@@ -248,6 +270,13 @@ class EncodedDataset(torch.utils.data.Dataset):
         return lines
 
 
+def num_of_part(number: int, fraction: float) -> int:
+    """The number of samples that --eval_fraction holds back. Raises DataError where none would be left."""
+    if number < 2:
+        raise DataError(f"--eval_fraction {fraction} holds samples back, but there is only {number}: bring more")
+    return min(max(1, round(number * fraction)), number - 1)
+
+
 def open_data(
     args: Arguments,
     tokenizer: PreTrainedTokenizerBase,
@@ -259,6 +288,17 @@ def open_data(
 
     refuse_bad: apply --on_bad_sample, which may refuse bad records.
     """
+    return data_spec(args, tokenizer, image_options, refuse_bad, ranks).open(ranks)
+
+
+def data_spec(
+    args: Arguments,
+    tokenizer: PreTrainedTokenizerBase,
+    image_options: geometry.ImageOptions,
+    refuse_bad: bool = True,
+    ranks: Ranks = ALONE,
+) -> "DataSpec":
+    """The data that the flags name, as open_data takes them."""
     model, data = args.model, args.data
     options = SourceOptions(
         data_format=data.data_format,
@@ -269,7 +309,7 @@ def open_data(
         on_unmarked_image=data.on_unmarked_image,
         are_preferences=args.training.objective == "dpo",
     )
-    return open_encoded(
+    return DataSpec.of(
         open_sources(data.data_path, options),
         tokenizer,
         EncodingOptions(
@@ -312,63 +352,126 @@ def open_encoded(
     The cache's name is a hash of everything the result depends on. Any number of processes may do this at once.
     Raises DataError when more records are bad than options allow, or none is left.
     """
-    checker = Checker(tuple(sources), Encoder(tokenizer, encoding), image_options)
-    cache_dir = Path(options.cache_dir).expanduser()
-    common = [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)]
-    common += [
-        repr((source.kind, source.format, source.columns, source.selection, source.on_unmarked_image))
-        for source in sources
-    ]
-    # The folders of images decide what is found, so they count for the cache; moved data have the same fingerprint.
-    roots = [f"{os.path.realpath(r)}" for s in sources for r in (s.image_root, s.video_root, s.path) if r is not None]
-    with first_rank_first(ranks):  # rank 0 hashes the files, and the others find the hashes in the cache
-        stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
-        contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
-    folder = cache_dir / "encoded" / digest_of([ROWS_FORMAT, *common, options_part(image_options), *stamps, *roots])
-    rows = _open_rows(folder, checker, options, ranks)
-    with first_rank_first(ranks), write_errors(cache_dir, "the encoded data"):
-        index = index_of(rows.table, rows.folder)
-        _refuse_if_bad(rows.table, index.rejected, options, rows.folder)
-    used = options_that_matter(image_options, index.has_videos)
-    return EncodedDataset(
-        rows,
-        index,
-        sources=short_names([source.path for source in sources]),
-        descriptions=[printable(source.describe()) for source in sources],
-        image_options=image_options,
-        fingerprint=digest_of([*common, options_part(used), *contents, *index.outcome, index.contents]),
-    )
+    return DataSpec.of(sources, tokenizer, encoding, image_options, options, ranks).open(ranks)
 
 
-def _open_rows(folder: Path, checker: Checker, options: PreflightOptions, ranks: Ranks) -> CachedRows:
-    """Open the rows of a data set, encoded first if need be, by the first rank of every machine with all its cores."""
-    number, rows = next_number(folder), open_newest(folder)
+@dataclass(frozen=True)
+class DataSpec:
+    """Records and how they are encoded: all that their rows in the cache depend on, before these are there.
 
-    def is_outdated() -> bool:
-        with write_errors(options.cache_dir, "the encoded data"):
-            return ranks.is_first and rows is not None and _is_outdated(rows, checker)
+    folder: of the data set in the cache; common, contents: the parts of the fingerprint that are known without rows, of
+    the encoding and of the records' files.
+    """
 
-    def encode(anew: bool) -> None:
-        with write_errors(options.cache_dir, "the encoded data"):
-            if ranks.local_rank == 0 and (rows is None or anew):
-                encode_together(folder, number, checker, options.num_workers)
+    checker: Checker
+    options: PreflightOptions
+    folder: Path
+    common: list[str]
+    contents: list[str]
 
-    outdated = any(gather(on_every_rank(ranks, is_outdated), ranks))  # only rank 0 looks for files that have changed
-    on_every_rank(ranks, lambda: encode(outdated))
-    rows = open_newest(folder) if rows is None or outdated else rows
-    if rows is None:
-        raise DataError(f"{folder}: the rows that were just written can't be read: is the disk of --cache_dir sound?")
-    return rows
+    @classmethod
+    def of(
+        cls,
+        sources: list[Source],
+        tokenizer: PreTrainedTokenizerBase,
+        encoding: EncodingOptions,
+        image_options: geometry.ImageOptions,
+        options: PreflightOptions,
+        ranks: Ranks = ALONE,
+    ) -> "DataSpec":
+        """Hash the files, and find the folder in the cache. All ranks call it together."""
+        cache_dir = Path(options.cache_dir).expanduser()
+        common = [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)]
+        common += [
+            repr((source.kind, source.format, source.columns, source.selection, source.on_unmarked_image))
+            for source in sources
+        ]
+        # The folders of images decide what is found, so they count for the cache; moved data have the same fingerprint.
+        paths = [path for s in sources for path in (s.image_root, s.video_root, s.path) if path is not None]
+        roots = [str(os.path.realpath(path)) for path in paths]
+        with first_rank_first(ranks):  # rank 0 hashes the files, and the others find the hashes in the cache
+            stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
+            contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
+        folder = cache_dir / "encoded" / digest_of([ROWS_FORMAT, *common, options_part(image_options), *stamps, *roots])
+        checker = Checker(tuple(sources), Encoder(tokenizer, encoding), image_options)
+        return cls(checker, options, folder, common, contents)
+
+    @property
+    def image_options(self) -> geometry.ImageOptions:
+        return self.checker.image_options
+
+    @property
+    def names(self) -> list[str]:
+        """A short name for each source."""
+        return short_names([source.path for source in self.checker.sources])
+
+    @property
+    def descriptions(self) -> list[str]:
+        """A line about each source."""
+        return [printable(source.describe()) for source in self.checker.sources]
+
+    def open(self, ranks: Ranks) -> EncodedDataset:
+        """Open the rows, encoded first if need be, by the first rank of every machine with all its cores."""
+        number, rows = self.find(ranks)
+        on_every_rank(ranks, lambda: ranks.local_rank == 0 and rows is None and self.encode(number))
+        rows = rows or open_newest(self.folder)
+        if rows is None:
+            raise DataError(
+                f"{self.folder}: the rows that were just written can't be read: is the disk of --cache_dir sound?"
+            )
+        return self.with_rows(rows, ranks)
+
+    def find(self, ranks: Ranks) -> tuple[int, CachedRows | None]:
+        """The number of the next generation, and the rows of the newest, or None if there is none that still holds."""
+        number, rows = next_number(self.folder), open_newest(self.folder)
+
+        share = _share(rows, ranks)
+
+        def why_outdated() -> str:
+            with write_errors(self.options.cache_dir, "the encoded data"):
+                return "" if rows is None else _why_outdated(rows, self.checker, share)
+
+        reasons = list(filter(None, gather(on_every_rank(ranks, why_outdated), ranks)))
+        if reasons:
+            print_first(f"{reasons[0]}: all records are checked again")
+        return number, None if reasons else rows
+
+    def encode(self, number: int, order: Callable[[int], Sequence[int]] | None = None) -> None:
+        """Encode a generation together with others that do. order: as encode_together takes it."""
+        with write_errors(self.options.cache_dir, "the encoded data"):
+            encode_together(self.folder, number, self.checker, self.options.num_workers, order)
+
+    def with_rows(self, rows: CachedRows, ranks: Ranks) -> EncodedDataset:
+        """The data set of these rows. Raises DataError when more records are bad than options allow. All ranks call it
+        together."""
+        with first_rank_first(ranks), write_errors(Path(self.options.cache_dir).expanduser(), "the encoded data"):
+            index = index_of(rows.table, rows.folder)
+            _refuse_if_bad(rows.table, index.rejected, self.options, rows.folder)
+        used = options_that_matter(self.image_options, index.has_videos)
+        parts = [*self.common, options_part(used), *self.contents, *index.outcome, index.contents]
+        return EncodedDataset(rows, index, self.names, self.descriptions, self.image_options, digest_of(parts))
 
 
-def _is_outdated(rows: CachedRows, checker: Checker) -> bool:
-    """True if the records have to be checked again: an image has changed, or a missing one is there now."""
-    if rows.is_stale or can_now_be_used(rows.table, checker):
-        return True
-    changed = changed_files(rows.table, checker.image_options, media_of_text)
-    if changed:
-        print_first(f"{len(changed):,} image files have changed since the data was checked, which is done again")
-    return bool(changed)
+def _share(rows: CachedRows | None, ranks: Ranks) -> tuple[int, int]:
+    """The part of the rows whose files a rank looks at, and the number of parts: one for each rank with the same cache.
+    Machines with caches of their own may have images of their own, too."""
+    own = None if rows is None else rows.identity
+    everyone = gather(own, ranks)
+    return everyone[: ranks.rank].count(own), everyone.count(own)
+
+
+def _why_outdated(rows: CachedRows, checker: Checker, share: tuple[int, int]) -> str:
+    """The reason why the records have to be checked again, or "". share: the part of the rows to look at."""
+    if rows.is_stale:
+        return "an image file that was read has changed since the data was checked"
+    table, index = rows.table, index_of(rows.table, rows.folder)
+    part = slice(share[0], None, share[1])
+    if can_now_be_used(table, checker, table.files_of(index.rejected)[part]):
+        return "a file that was missing or broken can be used now"
+    samples = index.accepted
+    with_images = table.files_of(samples.rows[samples.num_images > 0])
+    changed = changed_files(table, checker.image_options, media_of_text, with_images[part])
+    return f"image files have changed since the data was checked, such as {printable(changed[0])}" if changed else ""
 
 
 def sample_ids(dataset: EncodedDataset, samples: Iterable[int]) -> list[str]:
@@ -392,7 +495,7 @@ def _rejection_line(row: dict[str, object]) -> str:
     return f"{printable(place_of(row))}: record {row['index']} ({row['id']}): {row['reason']}"
 
 
-def _refuse_if_bad(table: datasets.Dataset, bad: np.ndarray, options: PreflightOptions, folder: Path) -> None:
+def _refuse_if_bad(table: RowTable, bad: np.ndarray, options: PreflightOptions, folder: Path) -> None:
     """Raise DataError, with the reasons and the path of a full list, if more was rejected than the options allow.
 
     bad: rows of the rejected records.
@@ -402,7 +505,7 @@ def _refuse_if_bad(table: datasets.Dataset, bad: np.ndarray, options: PreflightO
     allowed = 0 if options.on_bad_sample == "stop" else options.max_bad_fraction * len(table)
     if len(bad) <= allowed and len(bad) < len(table):
         return
-    rows = list(rejections(table.data.table, bad))
+    rows = list(rejections(table, bad))
     listing = folder / "rejected.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     limit = f"--max_bad_fraction allows {options.max_bad_fraction:.2%}"
@@ -418,7 +521,7 @@ def _refuse_if_bad(table: datasets.Dataset, bad: np.ndarray, options: PreflightO
     raise DataError("\n".join(lines))
 
 
-def _broken(row: datasets.table.Table, reason: str) -> BrokenSample:
+def broken(row: pa.Table, reason: str) -> BrokenSample:
     """A record that can't be shown, from a table of it alone."""
     return BrokenSample(*(row.column(name)[0].as_py() for name in ("file", "line", "index", "id")), reason)
 
@@ -434,7 +537,7 @@ def _pair(both: LoadedSample, chosen_length: int, reference: list[float] | None)
     )
 
 
-def _ids_and_labels(row: datasets.table.Table) -> tuple[torch.Tensor, torch.Tensor]:
+def _ids_and_labels(row: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
     """(L,) int64 each, from a table of one record."""
     ids, labels = from_columns(*(row.column(name).chunk(0).flatten().to_numpy() for name in ("ids", "flips")))
     return torch.from_numpy(ids), torch.from_numpy(labels)

@@ -101,9 +101,10 @@ def windows(plan: StepPlan, dp_rank: int, *, done: int, num_workers: int, device
     layouts, ahead = itertools.tee(plan.after(done))  # planned once, though the loader runs ahead of the loop
     own = (micro_batch for layout in ahead for micro_batch in layout.of_ranks[dp_rank])
     loaded = micro_batches(plan.dataset, own, num_workers, device)
-    for samples, of_ranks in layouts:
-        started = time.perf_counter()
+    started = time.perf_counter()
+    for samples, of_ranks in layouts:  # which may wait for records that are still being encoded
         yield Window([next(loaded) for _ in of_ranks[dp_rank]], len(samples), time.perf_counter() - started)
+        started = time.perf_counter()
 
 
 def micro_batches(

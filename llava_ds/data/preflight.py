@@ -3,10 +3,9 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
@@ -14,6 +13,7 @@ import pyarrow.compute
 from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data import token_runs
+from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.images.decode import probe
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
@@ -241,10 +241,10 @@ def media_of_text(text: str) -> list[Media]:
     return [sized.media for sized in media_from_text(text)]
 
 
-def rejections(table: pa.Table, rows: np.ndarray) -> Iterator[dict[str, object]]:
+def rejections(table: RowTable, rows: np.ndarray) -> Iterator[dict[str, object]]:
     """Rejected rows as skipped.jsonl lists them: file, line (from 1), index (from 0), id and reason."""
     if len(rows):
-        yield from table.select(["file", "line", "index", "id", "reason"]).take(pa.array(rows)).to_pylist()
+        yield from table.take(["file", "line", "index", "id", "reason"], rows).to_pylist()
 
 
 def place_of(row: dict[str, object]) -> str:
@@ -263,11 +263,16 @@ def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
     return lines + ([f"  and {len(kinds) - most} more reasons"] if len(kinds) > most else [])
 
 
-def can_now_be_used(table: datasets.Dataset, checker: Checker) -> bool:
-    """True if a record that was rejected because of a missing or broken file would be accepted now."""
+def can_now_be_used(table: RowTable, checker: Checker, numbers: Sequence[int]) -> bool:
+    """True if a record that was rejected because of a missing or broken file would be accepted now.
+
+    numbers: of the table's files to look at.
+    """
     columns = ["text_to_retry" if name == "text" else name for name in RECORDS.names]
-    for batch in table.data.table.select(columns).to_batches(max_chunksize=RECORDS_PER_CALL):
-        tried = pa.Table.from_batches([batch.filter(batch.column("text_to_retry").is_valid())])
-        if len(tried) and checker(tried.rename_columns(RECORDS.names)).column("reason").null_count:
-            return True
+    for rows in table.files(columns, numbers):
+        rows = rows.select(columns)
+        for batch in rows.to_batches(max_chunksize=RECORDS_PER_CALL):
+            tried = pa.Table.from_batches([batch.filter(batch.column("text_to_retry").is_valid())])
+            if len(tried) and checker(tried.rename_columns(RECORDS.names)).column("reason").null_count:
+                return True
     return False

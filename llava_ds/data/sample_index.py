@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from llava_ds.data.cache import RowTable
 from llava_ds.data.fingerprint import digest_of, has_videos
 from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
@@ -43,7 +43,7 @@ class SampleIndex:
     num_images: np.ndarray
     facts: dict[str, object]
 
-    def part(self, name: str, draw: Callable[[], np.ndarray], table: datasets.Dataset) -> "SampleIndex":
+    def part(self, name: str, draw: Callable[[], np.ndarray], table: RowTable) -> "SampleIndex":
         """The index of some of the samples.
 
         name: all that the part depends on; draw: gives the samples in order; table: of all records. Their hash is in
@@ -75,7 +75,7 @@ class TableIndex:
 _COLUMNS = ("rows", "lengths", "num_targets", "words", "words_next", "num_images")
 
 
-def index_of(table: datasets.Dataset, generation: Path) -> TableIndex:
+def index_of(table: RowTable, generation: Path) -> TableIndex:
     """Open the index of a generation's rows, which the first process makes."""
     folder = generation / f"index-{VERSION}"
     found = mapped(folder, lambda: _made(table))
@@ -90,8 +90,8 @@ def _index(folder: Path, found: Mapped) -> SampleIndex:
     return SampleIndex(folder, *(np.asarray(found.arrays[name]) for name in _COLUMNS), found.facts["sums"])
 
 
-def _made(table: datasets.Dataset) -> Mapped:
-    accepted = table.data.column("reason").is_null().to_numpy()
+def _made(table: RowTable) -> Mapped:
+    accepted = table.column("reason").is_null().to_numpy()
     lengths = numbers(table, "length")
     rows = np.flatnonzero(accepted).astype(np.int32)
     words = numbers(table, "words")[rows]
@@ -107,22 +107,22 @@ def _made(table: datasets.Dataset) -> Mapped:
     facts = {
         "outcome": [_sha256(accepted), _sha256(lengths)],
         "contents": contents_digest(table),
-        "has_videos": has_videos(table.data.column("media")),
+        "has_videos": has_videos(table.column("media")),
     }
     return Mapped(arrays, _sums(arrays, table) | facts)
 
 
-def _has_images_of_next(table: datasets.Dataset) -> np.ndarray:
+def _has_images_of_next(table: RowTable) -> np.ndarray:
     """(records,) bool: True where LLaVA-NeXT adds an image's words. A video is in another field, and adds none."""
-    shown = pa.compute.match_substring(table.data.column("media"), '["image", [')
-    left_out = pa.compute.equal(table.data.column("unmarked"), IMAGE_LEFT_OUT)
+    shown = pa.compute.match_substring(table.column("media"), '["image", [')
+    left_out = pa.compute.equal(table.column("unmarked"), IMAGE_LEFT_OUT)
     return pa.compute.or_kleene(shown, left_out).fill_null(False).to_numpy()
 
 
-def _sums(arrays: dict[str, np.ndarray], table: datasets.Dataset) -> dict[str, object]:
+def _sums(arrays: dict[str, np.ndarray], table: RowTable) -> dict[str, object]:
     """Numbers of tokens, answers and the like over all samples of an index."""
     rows, lengths = arrays["rows"], arrays["lengths"]
-    unmarked = pa.compute.value_counts(table.data.column("unmarked").take(pa.array(rows))).to_pylist()
+    unmarked = pa.compute.value_counts(table.column("unmarked").take(pa.array(rows))).to_pylist()
     counts = {each["values"]: each["counts"] for each in unmarked}
     sums = {
         "tokens": int(lengths.sum(dtype=np.int64)),
@@ -136,9 +136,9 @@ def _sums(arrays: dict[str, np.ndarray], table: datasets.Dataset) -> dict[str, o
     return {"sums": sums}
 
 
-def numbers(table: datasets.Dataset, name: str) -> np.ndarray:
+def numbers(table: RowTable, name: str) -> np.ndarray:
     """A column of numbers."""
-    return table.data.column(name).to_numpy()
+    return table.column(name).to_numpy()
 
 
 def _sha256(array: np.ndarray) -> str:

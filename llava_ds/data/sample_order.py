@@ -28,8 +28,9 @@ class SampleOrder:
     "random" and those of LLaVA's and LLaVA-NeXT's sampler give, for a seed, the order of their Trainer in one process,
     on any number of ranks; on several, their own draws do not depend on the seed alone.
     how: "random"; "file", as the files have it; "modality" (LLaVA), "length", "modality_auto" and "varlen"
-    (LLaVA-NeXT); "bucket", every step from samples of like length. lengths: above 0; for "modality" and
-    "modality_auto" those of samples without pictures are negative. micro_batch_size: LLaVA spreads a step's lengths
+    (LLaVA-NeXT); "bucket", every step from samples of like length; "shards", by_shards of shuffled_together shards.
+    lengths: above 0; for "modality" and "modality_auto" those of samples without pictures are negative; for "shards"
+    the number of samples of each shard. micro_batch_size: LLaVA spreads a step's lengths
     over micro-batches. accumulation: micro-batches of a rank in a step, which "varlen" groups by. folder: the index
     that lengths are from, beside which large orders are kept for all processes; None: in memory only.
     """
@@ -37,11 +38,12 @@ class SampleOrder:
     num_samples: int
     batch_size: int
     seed: int
-    how: Literal["random", "file", "modality", "modality_auto", "length", "varlen", "bucket"] = "random"
+    how: Literal["random", "file", "modality", "modality_auto", "length", "varlen", "bucket", "shards"] = "random"
     lengths: Sequence[int] = ()
     micro_batch_size: int = 1
     accumulation: int = 1
     folder: Path | None = None
+    shuffled_together: int = 1
 
     @property
     def steps_per_epoch(self) -> int:
@@ -89,6 +91,8 @@ class SampleOrder:
         lengths = np.asarray(self.lengths, np.int32)
         if self.how == "bucket":
             return by_length_bucket(lengths, self.batch_size, torch.Generator().manual_seed(self.seed + epoch))
+        if self.how == "shards":
+            return by_shards(lengths, self.shuffled_together, self.seed, epoch)
         # One generator goes on from epoch to epoch, and gives the data loader a number before each.
         # Source: transformers' Trainer (4.37) and torch's DataLoader and RandomSampler.
         generator = torch.Generator().manual_seed(self.seed)
@@ -217,6 +221,26 @@ def by_length_bucket(lengths: Sequence[int], batch_size: int, generator: torch.G
     whole = len(order) - len(order) % batch_size
     buckets = _sorted_parts(order[:whole], np.asarray(lengths, np.int32), BUCKET_STEPS * batch_size)
     return np.concatenate([_shuffled_parts(buckets, batch_size, generator), order[whole:]])
+
+
+def shards_in_order(num_shards: int, seed: int, epoch: int) -> np.ndarray:
+    """The order in which by_shards takes the shards of an epoch."""
+    return _permutation(num_shards, torch.Generator().manual_seed(seed + epoch))
+
+
+def by_shards(sizes: Sequence[int], together: int, seed: int, epoch: int) -> np.ndarray:
+    """Shards in random order, and the samples of some of them together in random order: known without any length.
+
+    sizes: samples of each shard, which lie one behind the other; together: shards.
+    """
+    generator = torch.Generator().manual_seed(seed + epoch)
+    shards = _permutation(len(sizes), generator)  # as shards_in_order has them
+    ends, parts = np.cumsum(sizes), []
+    for first in range(0, len(shards), together):
+        ranges = [np.arange(ends[i] - sizes[i], ends[i], dtype=np.int32) for i in shards[first : first + together]]
+        samples = np.concatenate(ranges)
+        parts.append(samples[_permutation(len(samples), generator)])
+    return np.concatenate(parts)
 
 
 def _sorted_parts(order: np.ndarray, keys: np.ndarray, size: int) -> np.ndarray:

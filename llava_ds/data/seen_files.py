@@ -5,18 +5,19 @@ data set's fingerprint. When rows come from the cache, the stamps tell which fil
 """
 
 import hashlib
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
 from llava_ds.constants import DataError
+from llava_ds.data.cache import RowTable
 from llava_ds.data.images.decode import used_files
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.files.reading import Stamp, blocks_digest, stamp_of, why_not_regular
@@ -26,10 +27,12 @@ from llava_ds.geometry import ImageOptions
 FILE = "data_files.parquet"  # in a run's folder: the files that it was trained on
 # Names of files are bytes: they need not be UTF-8.
 COLUMNS = [("files", pa.list_(pa.binary())), ("stamps", pa.list_(pa.int64())), ("contents", pa.list_(pa.string()))]
+LISTED = pa.schema({"path": pa.string(), "num_bytes": pa.int64(), "mtime_ns": pa.int64(), "contents": pa.string()})
 # Files up to this size are hashed as a whole, which is faster than decoding them; larger ones are videos.
 WHOLE_BYTES = 32 << 20
 THREADS = 8  # for stamps and blocks: a network disk is slow to answer
 NUM_SAMPLED = 256  # files to read again at every start, whatever their stamps
+NUM_REMEMBERED = 1 << 18  # stamps, of images that many records have: each takes some 300 bytes
 MOST_NAMED = 5
 
 
@@ -66,40 +69,61 @@ def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:
     return {name: pa.array(column, kind) for (name, kind), column in zip(COLUMNS, values)}
 
 
-def contents_digest(table: datasets.Dataset) -> str:
+def contents_digest(table: RowTable) -> str:
     """A hash of the contents of all files in the rows' order, whatever their paths."""
     digest = hashlib.sha256()
-    for chunk in _flat(table, "contents").chunks:  # all at once take several times their size
-        digest.update("".join(chunk.to_pylist()).encode())
+    for rows in table.files(["contents"]):  # all at once take several times their size
+        digest.update("".join(_flat(rows, "contents").to_pylist()).encode())
     return digest.hexdigest()
 
 
-def changed_files(table: datasets.Dataset, options: ImageOptions, refs_of) -> list[str]:
+def changed_files(table: RowTable, options: ImageOptions, refs_of, numbers: Sequence[int] | None = None) -> list[str]:
     """The files whose contents differ from those that the rows were made from, or that can't be read any more.
 
-    Reads the files whose stamps differ, and NUM_SAMPLED others. refs_of: from the text of a row's media to its Media.
+    Looks at the stamps of all files, reads those whose stamps differ, and NUM_SAMPLED others. refs_of: from the text of
+    a row's media to its Media; numbers: of the table's files to look at (all).
     """
-    paths = _paths(table)
-    if not paths:
-        return []
-    distinct = list(dict.fromkeys(paths))
-    now = dict(zip(distinct, _in_threads(_stamp_or_none, distinct)))
-    noted = _flat(table, "stamps").to_numpy().reshape(-1, len(Stamp._fields))
-    found = np.array([now[path] or (-1,) * len(Stamp._fields) for path in paths], np.int64)
-    again = (found != noted).any(1)
-    again[np.random.default_rng(0).integers(len(paths), size=NUM_SAMPLED)] = True
-    entries = np.flatnonzero(again)
-    expected = _flat(table, "contents").take(pa.array(entries)).to_pylist()
-    digests = _in_threads(_digest_or_none, _refs(table, entries, options, refs_of))
-    return list(dict.fromkeys(paths[i] for i, was, now in zip(entries, expected, digests) if was != now))
+    numbers = range(len(table.paths)) if numbers is None else numbers
+    rng = np.random.default_rng(0)
+    num_sampled = math.ceil(NUM_SAMPLED * len(numbers) / len(table.paths))
+    sampled = np.bincount(rng.integers(max(1, len(numbers)), size=num_sampled), minlength=len(numbers))
+    stamps: dict[bytes, tuple[int, ...]] = {}
+    changed: dict[str, None] = {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for rows, num_sampled in zip(table.files(["media", "files", "stamps", "contents"], numbers), sampled):
+            paths = _flat(rows, "files")
+            if not len(paths):
+                continue
+            again = _differ(rows, paths, stamps, pool)
+            again[rng.integers(len(paths), size=num_sampled)] = True
+            entries = np.flatnonzero(again)
+            expected = _flat(rows, "contents").take(pa.array(entries)).to_pylist()
+            digests = _in_threads(_digest_or_none, _refs(rows, entries, options, refs_of), pool)
+            named = paths.take(pa.array(entries)).to_pylist()
+            changed |= {os.fsdecode(path): None for path, was, now in zip(named, expected, digests) if was != now}
+    return list(changed)
 
 
-def _refs(table: datasets.Dataset, entries: np.ndarray, options: ImageOptions, refs_of) -> list[FileRef]:
+def _differ(
+    rows: pa.Table, paths: pa.Array, stamps: dict[bytes, tuple[int, ...]], pool: ThreadPoolExecutor
+) -> np.ndarray:
+    """(entries,) bool: True where a file has another stamp than its row. stamps: of files looked at before."""
+    coded = paths.dictionary_encode()
+    distinct = coded.dictionary.to_pylist()
+    if len(stamps) > NUM_REMEMBERED:
+        stamps.clear()
+    new = [path for path in distinct if path not in stamps]
+    stamps.update(zip(new, _in_threads(_stamp_or_nothing, new, pool)))
+    found = np.array([stamps[path] for path in distinct], np.int64)[coded.indices.to_numpy()]
+    return (found != _flat(rows, "stamps").to_numpy().reshape(found.shape)).any(1)
+
+
+def _refs(rows: pa.Table, entries: np.ndarray, options: ImageOptions, refs_of) -> list[FileRef]:
     """References to the bytes of some entries of the flat columns."""
-    ends = np.cumsum(pa.compute.list_value_length(table.data.column("files")).to_numpy())
-    rows = np.searchsorted(ends, entries, "right")
-    texts = table.data.column("media").take(pa.array(rows)).to_pylist()
-    firsts = np.concatenate([[0], ends])[rows]
+    ends = np.cumsum(pa.compute.list_value_length(rows.column("files")).to_numpy())
+    numbers = np.searchsorted(ends, entries, "right")
+    texts = rows.column("media").take(pa.array(numbers)).to_pylist()
+    firsts = np.concatenate([[0], ends])[numbers]
     found = []
     for entry, first, text in zip(entries, firsts, texts):
         refs = [ref for media in refs_of(text) for ref in used_files(media, options)]
@@ -107,19 +131,18 @@ def _refs(table: datasets.Dataset, entries: np.ndarray, options: ImageOptions, r
     return found
 
 
-def _in_threads(act, items: list) -> list:
+def _in_threads(act, items: list, pool: ThreadPoolExecutor) -> list:
     """Results of act for every item. In slices, as starting a task takes longer than a stamp."""
-    size = max(1, -(-len(items) // (4 * THREADS)))
+    size = max(1, -(-len(items) // THREADS))
     slices = [items[start : start + size] for start in range(0, len(items), size)]
-    with ThreadPoolExecutor(THREADS) as pool:
-        return [each for part in pool.map(lambda part: [act(item) for item in part], slices) for each in part]
+    return [each for part in pool.map(lambda part: [act(item) for item in part], slices) for each in part]
 
 
-def _stamp_or_none(path: str) -> Stamp | None:
+def _stamp_or_nothing(path: bytes) -> tuple[int, ...]:
     try:
         return stamp_of(path)
     except OSError:
-        return None
+        return (-1,) * len(Stamp._fields)
 
 
 def _digest_or_none(ref: FileRef) -> str | None:
@@ -129,40 +152,41 @@ def _digest_or_none(ref: FileRef) -> str | None:
         return None
 
 
-def _flat(table: datasets.Dataset, name: str) -> pa.ChunkedArray:
-    column = table.data.column(name)
-    return pa.chunked_array([chunk.flatten() for chunk in column.chunks], column.type.value_type)
+def _flat(rows: pa.Table, name: str) -> pa.Array:
+    return rows.column(name).combine_chunks().flatten()
 
 
-def _paths(table: datasets.Dataset) -> list[str]:
-    return [os.fsdecode(path) for path in _flat(table, "files").to_pylist()]
+def _listed(table: RowTable) -> Iterator[pa.Table]:
+    """The files of the data set as FILE has them, part by part."""
+    for rows in table.files(["files", "stamps", "contents"]):
+        stamps = _flat(rows, "stamps").to_numpy().reshape(-1, len(Stamp._fields))
+        columns = {"path": _printable(_flat(rows, "files")), "num_bytes": stamps[:, 0], "mtime_ns": stamps[:, 1]}
+        yield pa.table({**columns, "contents": _flat(rows, "contents")})
 
 
-def _printable_paths(table: datasets.Dataset) -> list[str]:
-    return [os.fsencode(path).decode("utf-8", "backslashreplace") for path in _paths(table)]
+def _printable(paths: pa.Array) -> pa.Array:
+    try:
+        return paths.cast(pa.string())
+    except pa.ArrowInvalid:  # names that are no UTF-8
+        return pa.array([path.decode("utf-8", "backslashreplace") for path in paths.to_pylist()], pa.string())
 
 
-def write_data_files(output_dir: Path, table: datasets.Dataset) -> None:
+def write_data_files(output_dir: Path, table: RowTable) -> None:
     """List the files of the data set in a run's folder, so that a later start can name those that changed.
 
     Raises OSError, with the old list as it was.
     """
-    stamps = _flat(table, "stamps").to_numpy().reshape(-1, len(Stamp._fields))
-    columns = {
-        "path": pa.array(_printable_paths(table), pa.string()),
-        "num_bytes": stamps[:, 0],
-        "mtime_ns": stamps[:, 1],
-    }
-    listed = pa.table({**columns, "contents": _flat(table, "contents")})
 
     def write(path: Path) -> None:
-        with open(path, "wb") as file:  # an error of pyarrow's own open names no file
-            pa.parquet.write_table(listed, file, compression="zstd")
+        # An error of pyarrow's own open names no file.
+        with open(path, "wb") as file, pa.parquet.ParquetWriter(file, LISTED, compression="zstd") as writer:
+            for part in _listed(table):
+                writer.write_table(part)
 
     write_whole(output_dir / FILE, write)
 
 
-def changes_since(table: datasets.Dataset, run_dir: Path) -> str:
+def changes_since(table: RowTable, run_dir: Path) -> str:
     """A clause on how the files differ from those of the run in a folder; "" if there is no list of them."""
     path = run_dir / FILE
     if not path.is_file() or why_not_regular(path) is not None:
@@ -172,7 +196,10 @@ def changes_since(table: datasets.Dataset, run_dir: Path) -> str:
         paths, contents = (before.column(name).to_pylist() for name in ("path", "contents"))
     except (OSError, pa.ArrowException, KeyError, ValueError):
         return ""
-    now, found = _printable_paths(table), _flat(table, "contents").to_pylist()
+    now, found = [], []
+    for part in _listed(table):
+        now += part.column("path").to_pylist()
+        found += part.column("contents").to_pylist()
     if len(now) != len(paths):
         known = set(paths)
         others = (("new", set(now) - known), ("gone", known.difference(now)))

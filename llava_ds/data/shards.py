@@ -3,9 +3,10 @@
 They meet in a work folder of the cache. One of them reads the sources and writes records-N.arrow; whoever is free turns
 a shard into rows-N-HASH.arrow. Both appear in one rename, so a kill loses no more than the shards in work. When all are
 there the folder becomes a generation of the cache. A claim tells the others what is in work. It saves work and protects
-nothing: a shard that two processes encode is encoded alike.
+nothing: a shard that two processes encode is encoded alike. A shard may be read as soon as it is there (--stream).
 """
 
+import atexit
 import contextlib
 import json
 import multiprocessing
@@ -15,7 +16,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -34,6 +35,7 @@ from llava_ds.data.sources.embedded import IMAGES
 from llava_ds.files.reading import read_json
 from llava_ds.files.writing import flush, flush_and_hash, write_whole
 from llava_ds.runtime.output_lock import Process
+from llava_ds.runtime.processes import end_with_parent
 from llava_ds.runtime.ranks import progress_bar
 
 # Records of a shard. Part of the caches' format: work folders that a killed run left are continued.
@@ -43,6 +45,7 @@ RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # read before they are writ
 BATCH_BYTES = 64 << 20
 SILENT_S = 60.0  # a claim from another machine that was not renewed for so long counts no more
 TICK_S = 0.1
+NICENESS = 10  # of encoding beside training, which has the processor first
 READING = "reading"  # the name of the claim
 READ = "read.json"  # in a work folder: written when all records are there
 
@@ -83,16 +86,26 @@ def num_shards(num_records: int) -> int:
     return -(-num_records // SHARD_RECORDS)
 
 
-def encode_together(folder: Path, number: int, checker: Checker, num_workers: int | None) -> None:
+def encode_together(
+    folder: Path,
+    number: int,
+    checker: Checker,
+    num_workers: int | None,
+    order: Callable[[int], Sequence[int]] | None = None,
+) -> None:
     """Check and encode the records of a data set, together with all that do the same, until the generation is there.
 
-    folder: of the data set in the cache; number: of the generation. Starts up to num_workers processes. Raises
-    DataError and ConfigError for sources that can't be read, and OSError.
+    folder: of the data set in the cache; number: of the generation; order: from the number of shards to their order of
+    encoding. Starts up to num_workers processes. Raises DataError and ConfigError for sources that can't be read, and
+    OSError.
     """
-    work = _Work(folder, number)
+    work = _Work(folder, number, order)
     most = num_workers or len(os.sched_getaffinity(0))
     claims = Claims(work.path)
-    with _Helpers(work, checker, most) as helpers, progress_bar(desc="checking and encoding", delay=2) as bar:
+    with (
+        _Helpers(work, checker, most) as helpers,
+        progress_bar(desc="checking and encoding", delay=2, **({"disable": True} if order else {})) as bar,
+    ):
         while (state := work.state()) is not None:
             bar.total, bar.n = state.facts and num_shards(state.facts["records"]), len(state.rows)
             bar.update(0)
@@ -111,8 +124,8 @@ def encode_together(folder: Path, number: int, checker: Checker, num_workers: in
 class _Work:
     """The work folder of a generation that is being made, and its path when it is whole."""
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.path, self.final = folder / f"{number}.work", folder / str(number)
+    def __init__(self, folder: Path, number: int, order: Callable[[int], Sequence[int]] | None = None) -> None:
+        self.path, self.final, self._order = folder / f"{number}.work", folder / str(number), order
         state = self.state()
         if state is not None and state.facts and not all(map(os.path.exists, state.facts["elsewhere"])):
             shutil.rmtree(self.path, ignore_errors=True)  # a killed run left it, and its images were removed since
@@ -136,6 +149,13 @@ class _Work:
             with contextlib.suppress(FileNotFoundError):  # the folder was renamed
                 facts = read_json(self.path / READ, _Read)
         return _State(read, rows, facts)
+
+    def in_turn(self, state: _State) -> list[int]:
+        """The waiting shards in the order of their encoding, which is known once all records are read."""
+        if self._order is None or state.facts is None:
+            return state.waiting
+        waiting = set(state.waiting)
+        return [shard for shard in self._order(num_shards(state.facts["records"])) if shard in waiting]
 
     def records(self, shard: int) -> Path:
         """The path of a shard's records."""
@@ -265,8 +285,10 @@ class _Helpers:
                 self._processes[-1].start()
 
     def _help(self, parent: int) -> None:
+        end_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent ends this one
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             claims = Claims(self._work.path)
             while os.getppid() == parent and (state := self._work.state()) is not None and not state.is_whole:
@@ -276,9 +298,59 @@ class _Helpers:
             self._errors.put(error)
 
 
+class EncodingBeside:
+    """A process that encodes while this one trains, and ends with it."""
+
+    def __init__(self, encode: Callable[[], None]) -> None:
+        """encode: called in the process, which has this one's memory."""
+        context = multiprocessing.get_context("fork")
+        self._errors = context.SimpleQueue()
+        self._process = context.Process(target=self._run, args=(encode, os.getpid()))  # no daemon: it starts others
+        self._process.start()
+        atexit.register(self._process.kill)
+
+    def check(self) -> None:
+        """Raise what ended the process before its work was done."""
+        if not self._errors.empty():
+            raise self._errors.get()
+        if self._process.exitcode:
+            raise DataError(
+                "the process that checks and encodes records beside training was killed: this machine may lack memory: "
+                "give a smaller --preprocessing_num_workers; what is encoded stays"
+            )
+
+    def _run(self, encode: Callable[[], None], parent: int) -> None:
+        end_with_parent()
+        # Who stops a run sends these to all of its processes; the run still saves, and may need another shard for it.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        os.nice(NICENESS)
+        try:
+            if os.getppid() == parent:
+                encode()
+        except Exception as error:
+            self._errors.put(error)
+
+
+def encoded_shards(folder: Path, number: int) -> dict[int, Path]:
+    """The files of the shards that are encoded, of a generation that may still be in work."""
+    for path in (folder / str(number), folder / f"{number}.work"):
+        with contextlib.suppress(FileNotFoundError):  # it is renamed at the end
+            found = map(_ROWS_FILE.fullmatch, sorted(os.listdir(path), reverse=True))
+            return {int(match[1]): path / match[0] for match in found if match}
+    return {}
+
+
+def records_in_work(folder: Path, number: int) -> int | None:
+    """The number of records of a generation in work, once all are read."""
+    with contextlib.suppress(FileNotFoundError):
+        return read_json(folder / f"{number}.work" / READ, _Read)["records"]
+    return None
+
+
 def _encode_next(work: _Work, state: _State, checker: Checker, claims: Claims) -> bool:
     """Encode a shard that nobody else encodes; False if there is none."""
-    for shard in state.waiting:
+    for shard in work.in_turn(state):
         name = f"{shard:06d}"
         if claims.take(name):
             with claims.held(name):

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from llava_ds.config.arguments import Arguments, TrainingArguments, steps_go_across_epochs
 from llava_ds.config.data_flags import GROUPINGS
+from llava_ds.data import shards
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 from llava_ds.data.sample_order import SampleOrder
@@ -61,10 +62,20 @@ class Packing:
         """Micro-batches of each rank in one pass over the data."""
         return math.ceil(num_samples / (self.dp * self.micro_batch_size))
 
-    def steps(self, order: SampleOrder, lengths: Sequence[int], done: int) -> Iterator[StepLayout]:
-        """Lay out step after step, from the one after `done`, without end. lengths: of the whole data set."""
+    def steps(
+        self,
+        order: SampleOrder,
+        lengths: Sequence[int],
+        done: int,
+        wait_for: Callable[[Sequence[int]], None] = lambda samples: None,
+    ) -> Iterator[StepLayout]:
+        """Lay out step after step, from the one after `done`, without end. lengths: of the whole data set.
+
+        wait_for: returns when samples can be loaded and their lengths are known (EncodedDataset.wait_for).
+        """
         if not self.across_epochs:
             for samples in order.steps(done):
+                wait_for(samples)
                 yield StepLayout(samples, self.lay_out(samples, lengths))
             return
         # Steps are cut from one stream of micro-batches, so that any of them can be started from at once; except for
@@ -78,7 +89,9 @@ class Packing:
         plans = plans_across_epochs(epochs, self.dp, self.num_micro_batches, self.micro_batch_size, begun)
         for of_ranks in itertools.islice(plans, passed, None):
             in_turn = itertools.chain.from_iterable(zip(*of_ranks))  # the first micro-batch of every rank, and so on
-            yield StepLayout([sample for micro_batch in in_turn for sample in micro_batch], of_ranks)
+            samples = [sample for micro_batch in in_turn for sample in micro_batch]
+            wait_for(samples)
+            yield StepLayout(samples, of_ranks)
 
     def lay_out(self, samples: list[int], lengths: Sequence[int]) -> list[list[list[int]]]:
         """Lay out the samples of one step: [rank][micro-batch] -> samples."""
@@ -124,12 +137,14 @@ class StepPlan:
 
     def after(self, done: int) -> Iterator[StepLayout]:
         """The steps that are left when `done` are done."""
-        every = self.packing.steps(self.order, self.dataset.lengths, done)
-        return itertools.islice(every, self.num_steps - done)
+        return itertools.islice(self._from(done), self.num_steps - done)
 
     def step(self, step: int) -> StepLayout:
         """The layout of one step."""
-        return next(self.packing.steps(self.order, self.dataset.lengths, step - 1))
+        return next(self._from(step - 1))
+
+    def _from(self, done: int) -> Iterator[StepLayout]:
+        return self.packing.steps(self.order, self.dataset.lengths, done, self.dataset.wait_for)
 
     def samples(self, step: int) -> list[int]:
         """The samples of one step, in their order."""
@@ -144,8 +159,11 @@ class StepPlan:
 
         It is the first of these itself, and empty if no step is left; but where finding it would take long, samples
         that no micro-batch can surpass: the longest ones by count, and a pack of _most_tokens() or slightly more.
+        While the data are being encoded, it is made up of the shards that the next step needs.
         """
         packing, lengths = self.packing, self.dataset.lengths
+        if self.dataset.is_streamed:
+            return self._heaviest_so_far(done)
         left = (self.num_steps - done) * self.batch_size
         if packing.tokens_per_micro_batch is not None:
             if left > PLANNED_SAMPLES:
@@ -157,6 +175,19 @@ class StepPlan:
         elif not packing.ends_epochs_within_steps(len(lengths)):
             return self._heaviest_of(itertools.islice(self.after(self._heaviest_step(done)), min(1, left)))
         return self._heaviest_of(self.after(done))
+
+    def _heaviest_so_far(self, done: int) -> list[int]:
+        """The longest samples whose lengths are known with the next step: as many as a micro-batch has by count, or as
+        make up --tokens_per_micro_batch."""
+        if done >= self.num_steps:
+            return []
+        self.step(done + 1)
+        known = np.flatnonzero(self.dataset.lengths)
+        lengths, size = self.dataset.lengths[known], self.packing.micro_batch_size
+        if self.packing.tokens_per_micro_batch is not None:
+            tokens = max(int(lengths.max()), self.packing.tokens_per_micro_batch)
+            return known[pack_of(lengths, tokens)].tolist()
+        return np.resize(known[np.argsort(-lengths, kind="stable")[:size]], size).tolist()
 
     def _heaviest_of(self, layouts: Iterable[StepLayout]) -> list[int]:
         micro_batches = (micro for layout in layouts for rank in layout.of_ranks for micro in rank)
@@ -219,7 +250,8 @@ def pack_of(lengths: np.ndarray, num_tokens: int) -> list[int]:
 def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrder:
     """The order of the samples that the flags ask for."""
     data, training = args.data, args.training
-    how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), "random" if data.shuffle else "file")
+    drawn = "shards" if data.stream else "random"
+    how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), drawn if data.shuffle else "file")
     return SampleOrder(
         num_samples=len(dataset),
         batch_size=dp * training.per_device_train_batch_size * training.gradient_accumulation_steps,
@@ -228,7 +260,8 @@ def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrd
         lengths=dataset.lengths_for(how),
         micro_batch_size=training.per_device_train_batch_size,
         accumulation=training.gradient_accumulation_steps,
-        folder=dataset.index.folder,
+        folder=dataset.order_folder,
+        shuffled_together=math.ceil(data.shuffle_buffer_size / shards.SHARD_RECORDS),
     )
 
 

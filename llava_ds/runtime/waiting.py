@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 QUEUE = "room in the device's queue"
-_MARK = "llava_ds_waits_for"  # attribute of the thread
+_MARK, _PROGRESS = "llava_ds_waits_for", "llava_ds_progress"  # attributes of the thread
 
 
 @contextlib.contextmanager
@@ -27,6 +27,17 @@ def waiting(what: str) -> Iterator[None]:
 def queuing() -> contextlib.AbstractContextManager[None]:
     """Mark this thread as queuing work for the device: if it stands still on a GPU, the queue is probably full."""
     return waiting(QUEUE)
+
+
+def note_progress() -> None:
+    """Note that what this thread waits for goes on, in other processes."""
+    thread = threading.current_thread()
+    setattr(thread, _PROGRESS, noted_progress(thread) + 1)
+
+
+def noted_progress(thread: threading.Thread) -> int:
+    """The number of a thread's calls of note_progress."""
+    return getattr(thread, _PROGRESS, 0)
 
 
 def waits_for(thread: threading.Thread) -> str:

@@ -19,6 +19,7 @@ from llava_ds.runtime.hangs import Known, behind, place, standstill, stragglers
 from llava_ds.runtime.heartbeat import MOST_IN_A_MESH, Beat, Peers
 from llava_ds.runtime.main_thread import WRITING_S, Activity, dump_stacks, look_at, no_collection, say, within
 from llava_ds.runtime.ranks import Ranks, barrier, format_ranks
+from llava_ds.runtime.waiting import noted_progress
 
 TICK_S = 0.2
 LONGEST_TICK_S = 1.0  # in longer ones this process was stopped, and could make no progress
@@ -54,6 +55,7 @@ class Watchdog:
         self._now = self._since = self._sent_at = self._longest = 0.0
         self._beat = Beat(ranks.rank, limit=self._limit("start"))
         self._place_key: tuple = ()
+        self._noted = 0
         self._activity = Activity(self._on_gpu)
         self._beats: dict[int, tuple[Beat, float]] = {}  # of every rank, and when it was heard
         self._before: dict[int, tuple[float, float]] = {}  # busy_s and step_s, when they were last compared
@@ -159,8 +161,10 @@ class Watchdog:
         with no_collection():
             sight = look_at(sys._current_frames().get(self._main.ident), self._main)
         moved, self._place_key = sight.key != self._place_key, sight.key
-        if phase != "step" and not sight.waits and moved:
+        noted = noted_progress(self._main)
+        if (phase != "step" and not sight.waits and moved) or noted != self._noted:
             self._since = self._now  # reading, encoding and writing may take hours
+        self._noted = noted
         queues = self._on_gpu and sight.queues and not sight.waits
         works = not sight.waits and (moved or not queues)
         in_step = passed if phase == "step" else 0.0

@@ -58,14 +58,27 @@ def write_run_record(
         },
         "git_revision": _git_revision(),
         "ds_config_reasons": resolved.reasons,
-        "data": {
-            "summary": dataset.summary(),
-            "lengths": length_histogram(dataset.lengths),
-            "held_out": eval_summary(args, held_out),
-        },
+        "data": {"summary": dataset.summary()} if dataset.is_streamed else data_record(args, dataset, held_out),
     }
     for name, content in (("run.json", record), ("ds_config.json", resolved.config)):
         write_whole(output_dir / name, json.dumps(redact(content), indent=2) + "\n")
+
+
+def data_record(args: Arguments, dataset: EncodedDataset, held_out: EncodedDataset | None) -> dict[str, object]:
+    """The part of run.json about the data, which all have to be encoded."""
+    return {
+        "summary": dataset.summary(),
+        "fingerprint": dataset.fingerprint,
+        "lengths": length_histogram(dataset.lengths),
+        "held_out": eval_summary(args, held_out),
+    }
+
+
+def complete_run_record(output_dir: Path, data: dict[str, object]) -> None:
+    """Write the data into run.json, of which it did not know all at the start (--stream)."""
+    path = output_dir / "run.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    write_whole(path, json.dumps({**record, "data": redact(data)}, indent=2) + "\n")
 
 
 def eval_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:

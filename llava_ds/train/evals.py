@@ -52,6 +52,7 @@ def eval_loss(
     The data are laid out as one optimizer step that takes all of them: every rank has as many micro-batches, as ZeRO-3
     needs.
     """
+    dataset.wait_for(range(len(dataset)))
     of_ranks = packing.lay_out_all(dataset.lengths)
     engine.eval()
     num_sources = len(dataset.sources)

@@ -16,6 +16,7 @@ from llava_ds.tracking.page import report_at_end
 from llava_ds.tracking.peak import peak_flops
 from llava_ds.tracking.progress import Progress, RunFacts
 from llava_ds.tracking.trackers import called
+from llava_ds.train.data_books import write_data_books
 from llava_ds.train.loss_spikes import LossSpikes
 from llava_ds.train.replicas import check_replicas
 from llava_ds.train.session import Session
@@ -172,6 +173,8 @@ class Health(Hook):
         if self.session.ranks.is_first:
             for watch in (self.skipped, self.skipped_steps, self.spikes):
                 watch.log.write([])  # what waits for room on the disk
+        if self.session.plan.steps.dataset.is_streamed and not self.session.state.stops:
+            write_data_books(self.session.plan, self.skipped, self.session.ranks)
 
     def _meet_spike(self, step: int) -> None:
         """Report a spike, and go back to the last checkpoint if asked to: the samples since then are passed over."""

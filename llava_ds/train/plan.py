@@ -13,9 +13,9 @@ from llava_ds.config.arguments import Arguments, with_objective_defaults
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.data.dataset import EncodedDataset, open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
-from llava_ds.data.seen_files import changes_since
 from llava_ds.data.splits import split_datasets
 from llava_ds.data.step_plan import Packing, StepPlan, sample_order, steps_per_epoch, total_steps, with_steps_of_epochs
+from llava_ds.data.stream import open_streamed
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.export.export_plan import ExportPlan, export_format
@@ -144,7 +144,8 @@ def _plan_steps(
     ranks, dp = start.ranks, start.mesh.dp
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
-    dataset = open_together(known.args, model.tokenizer, images, ranks)
+    opened = open_streamed if args.data.stream else open_together
+    dataset = opened(known.args, model.tokenizer, images, ranks)
     dataset, eval_set, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
     tokens = choose_tokens_per_micro_batch(known, model, dataset, order, ranks)
@@ -169,9 +170,8 @@ def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks
     )
     if training.save_strategy != "no" and not training.dry_run:
         check_shared_folder(output_dir, "--output_dir", ranks)
-    about_data = partial(changes_since, dataset.table)
     allowed = training.allow_changed_flags
-    point, lines = find_resume_point(training.resume, output_dir, identity, allowed, about_data, ranks)
+    point, lines = find_resume_point(training.resume, output_dir, identity, allowed, dataset.changes_since, ranks)
     weights = broadcast_from_first(ranks, lambda: weight_hashes(args, output_dir, point.path))
     return ResumePlan(point, identity, weights), lines
 

@@ -1,4 +1,4 @@
-# B prompts, G answers to each, L tokens of the longest prompt, D language-model width, V vocabulary, R rows in the cache
+# B prompts, G answers to each, L tokens of the longest prompt, D language-model width, V vocabulary, R cached rows
 """Answers drawn from a model: what is equal so far, the prompt to begin with, is computed once for all of them."""
 
 from dataclasses import dataclass

@@ -155,7 +155,8 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
                 plan.evals.eval_set,
                 ranks,
             )
-            write_data_files(output_dir, plan.steps.dataset.table)
+            if not plan.steps.dataset.is_streamed:
+                write_data_files(output_dir, plan.steps.dataset.table)
 
     broadcast_from_first(ranks, record)
     if plan.export.is_whole_model:

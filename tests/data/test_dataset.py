@@ -12,6 +12,7 @@ import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -21,8 +22,8 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
+from llava_ds.data import cache, preflight, seen_files, shards
 from llava_ds.data import dataset as dataset_module
-from llava_ds.data import preflight, seen_files, shards
 from llava_ds.data import preflight as preflight_module
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
@@ -34,7 +35,7 @@ from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 
 P = (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
 KINDS = "titti"
-SECOND = Ranks(rank=1, local_rank=1, world_size=1, device=torch.device("cpu"))  # one that looks for no changes
+SECOND = Ranks(rank=1, local_rank=1, world_size=1, device=torch.device("cpu"))  # with no share of a single file
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_several_processes_give_the_same_rows_in_the_same_order(opened, tmp_path
     monkeypatch.setattr(shards, "SHARD_RECORDS", 50)
     monkeypatch.setattr(shards, "RECORDS_PER_CALL", 16)
     many = opened(data_path=path, num_workers=3, max_bad_fraction=0.5, cache_dir=tmp_path / "other")
-    assert len(many.table.cache_files) == 6
+    assert len(many.table.paths) == 6
     assert many.fingerprint == one.fingerprint and same(one, many)
     assert list(many.rejections()) == list(one.rejections()) and one.num_rejected == 43
     assert one.num_rejected + len(one) == one.num_records == 300
@@ -164,7 +165,7 @@ def test_bad_records_are_left_out_and_named(opened, tmp_path):
     assert len(data) == 199 and data.num_rejected == 1
     [row] = data.rejections()
     assert (row["file"], row["line"], row["index"]) == (str(tmp_path / "bad.json"), 1, 7) and row["reason"]
-    assert [data.table[int(r)]["index"] for r in data.rows] == [i for i in range(200) if i != 7]
+    assert [data.row(int(r))["index"] for r in data.rows] == [i for i in range(200) if i != 7]
 
 
 def test_too_many_bad_records_are_refused_with_the_first_of_them_and_a_list(opened, tmp_path):
@@ -254,7 +255,7 @@ def test_rows_that_are_read_stay_where_they_are(opened, tmp_path):
     running = opened(max_bad_fraction=0.5)
     (tmp_path / "away.png").rename(picture)
     assert len(opened(max_bad_fraction=0.5)) == len(running) + 1
-    assert all(Path(file["filename"]).is_file() for file in running.table.cache_files)
+    assert all(Path(path).is_file() for path in running.table.paths)
     again = pickle.loads(pickle.dumps(running))  # as a worker process gets it, which opens the files anew
     assert same(again, running) and list(again.rejections()) == list(running.rejections())
 
@@ -262,7 +263,7 @@ def test_rows_that_are_read_stay_where_they_are(opened, tmp_path):
 @pytest.mark.parametrize("damage", ["cut", "nonsense", "list"])
 def test_damaged_rows_are_made_anew(opened, damage):
     whole = opened()
-    [rows] = (Path(file["filename"]) for file in whole.table.cache_files)
+    [rows] = map(Path, whole.table.paths)
     size = rows.stat().st_size
     # Unlinked first: cutting a file that is mapped would end this process.
     data = rows.read_bytes()
@@ -276,6 +277,77 @@ def test_damaged_rows_are_made_anew(opened, damage):
         (rows.parent / "files.json").write_text("{")
     again = opened()
     assert again.fingerprint == whole.fingerprint and same(again, whole) and again.folder != whole.folder
+
+
+@pytest.fixture
+def many(opened, tmp_path, monkeypatch):
+    """Opens 80 records with an image each and 40 without, in 12 files of rows, of which 3 stay open."""
+    images = tmp_path / "data" / "images"
+    for i in range(80):
+        Image.new("RGB", (9 + i, 9)).save(images / f"many{i}.png")
+    records = [talk("<image>\nWho?", "yes", image=f"many{i}.png", id=str(i)) for i in range(80)]
+    records += [talk("Who?", "yes", id=str(i)) for i in range(80, 120)]
+    path = write(tmp_path / "many.json", records)
+    monkeypatch.setattr(shards, "SHARD_RECORDS", 10)
+    monkeypatch.setattr(cache, "NUM_OPEN", 3)
+    return lambda **changed: opened(data_path=path, num_workers=1, **changed)
+
+
+def test_of_many_files_of_rows_few_are_open(many, monkeypatch):
+    data, read, mapped = many(), [], cache.map_rows
+    monkeypatch.setattr(
+        cache, "map_rows", lambda path, *rest: read.append(int(Path(path).name[5:11])) or mapped(path, *rest)
+    )
+    again = many()
+    assert read == [0, 11, *range(8)]  # for the number of rows; and those that have images
+    read.clear()
+    assert [again.row(i)["id"] for i in range(120)] == [str(i) for i in range(120)] and read == list(range(12))
+    assert len(again.table._open) == 3
+    assert [again.row(i)["id"] for i in (119, 90, 100, 10, 119)] == ["119", "90", "100", "10", "119"]
+    assert read[12:] == [1, 11]  # 11 had to make room
+    ids = again.table.take(["id"], np.array([3, 4, 57, 119])).column("id").to_pylist()
+    assert ids == ["3", "4", "57", "119"] and same(pickle.loads(pickle.dumps(again)), data)
+    damaged = Path(again.table.paths[5])
+    rows = damaged.read_bytes()
+    damaged.unlink()
+    damaged.write_bytes(b"\xff" * len(rows))
+    with pytest.raises(DataError, match=r"rows-000005-.* can't be read: .*remove its folder"):
+        again.row(55)
+
+
+def test_all_ranks_look_for_changed_images_each_at_its_part(many, tmp_path, monkeypatch):
+    data, looked = many(), []
+    stamp = seen_files.stamp_of
+    monkeypatch.setattr(
+        seen_files, "stamp_of", lambda path: looked.append(os.path.basename(os.fsdecode(path))) or stamp(path)
+    )
+    monkeypatch.setattr(seen_files, "NUM_SAMPLED", 0)
+    caches = [1, 1, 2, 1]  # rank 2 is on a machine with a cache of its own
+
+    def as_rank(rank: int) -> EncodedDataset:
+        ranks = Ranks(rank, 0, 4, torch.device("cpu"))
+        share = dataset_module._share
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                dataset_module, "gather", lambda own, _: [own if each == caches[rank] else "other" for each in caches]
+            )
+            found = share(dataset_module.CachedRows(data.table, data.folder), ranks)
+            patch.setattr(dataset_module, "gather", lambda value, _: [value])
+            patch.setattr(dataset_module, "_share", lambda *_: found)
+            looked.clear()
+            return many()
+
+    parts = []
+    for rank in range(4):
+        assert as_rank(rank).folder == data.folder
+        parts.append(list(looked))
+    everything = sorted(f"many{i}.png" for i in range(80))
+    assert sorted(parts[0] + parts[1] + parts[3]) == everything == sorted(parts[2])
+    assert min(map(len, parts)) >= 20
+    repainted(tmp_path / "data" / "images" / "many15.png")
+    folders = [as_rank(rank).folder for rank in (0, 3)]
+    assert folders == [data.folder] * 2  # not theirs
+    assert as_rank(1).folder != data.folder
 
 
 def test_only_who_is_asked_to_tries_again(opened, tmp_path):
@@ -331,7 +403,7 @@ def test_data_with_a_changed_image_are_encoded_anew(opened, tmp_path):
     data = opened(**settings)
     picture = tmp_path / "data" / "images" / "1.png"
     Image.new("RGB", (90, 20)).save(picture)
-    assert opened(**settings, ranks=SECOND).fingerprint == data.fingerprint  # rank 0 alone looks
+    assert opened(**settings, ranks=SECOND).fingerprint == data.fingerprint  # looks at no rows
     again = opened(**settings)  # before anybody has come across it
     assert again.lengths[1] != data.lengths[1] and len(again[1].input_ids) == again.lengths[1]
     Image.new("RGB", (20, 90)).save(picture)

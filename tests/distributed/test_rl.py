@@ -78,6 +78,7 @@ def runs(folder, given) -> dict[str, list[dict]]:
     return {path.parent.name: read_metrics(path) for path in folder.glob("*/metrics.jsonl")}
 
 
+@pytest.mark.full
 def test_every_stage_gives_the_same_run(runs):
     for kind in KINDS:
         assert len(runs[f"{kind}-2"]) == STEPS
@@ -86,6 +87,7 @@ def test_every_stage_gives_the_same_run(runs):
                 assert row[name] == pytest.approx(other[name], abs=2e-5, rel=2e-4), (kind, row["step"], name)
 
 
+@pytest.mark.full
 def test_the_first_iteration_has_every_ratio_1(runs):
     for row in runs["plain-2"]:
         assert row["clip_ratio/region_mean"] == 0.0
@@ -94,6 +96,7 @@ def test_the_first_iteration_has_every_ratio_1(runs):
     assert runs["plain-2"][0]["samples"] == 4 and runs["plain-2"][0]["reward_std"] > 0
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_bit_equal(folder, runs):
     def rows(name: str) -> list[dict]:
         return [{k: v for k, v in row.items() if k not in TIMES} for row in runs[name]]
@@ -107,6 +110,7 @@ def test_a_resumed_run_is_bit_equal(folder, runs):
     assert states[0] and states[0] == states[1]
 
 
+@pytest.mark.full
 def test_answers_are_kept_with_their_rewards(folder, runs):
     rows = read_rollouts(folder / "resumed")
     assert rows == read_rollouts(folder / "held-2")[SAVED:]  # the first ones were not copied

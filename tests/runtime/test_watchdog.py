@@ -18,7 +18,7 @@ from llava_ds.runtime import watchdog as module
 from llava_ds.runtime.heartbeat import Beat, Peer
 from llava_ds.runtime.main_thread import Activity, look_at
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.runtime.waiting import queuing, waiting
+from llava_ds.runtime.waiting import note_progress, queuing, waiting
 from llava_ds.runtime.watchdog import Watchdog
 
 CPU = torch.device("cpu")
@@ -101,6 +101,17 @@ def start(monkeypatch, tmp_path):
 def blocks(seconds: float) -> None:
     """Stay at one line."""
     threading.Event().wait(seconds)
+
+
+def test_a_step_that_waits_for_work_that_goes_on_elsewhere_is_not_ended(start):
+    run = start(watchdog_start_s=0.3, watchdog_step_s=0.3)
+    run.dog.set_phase("step", 1)
+    for _ in range(8):
+        note_progress()
+        blocks(0.1)
+    assert not run.codes
+    blocks(1.5)
+    assert run.codes == [EXIT_RANK_LOST]
 
 
 def test_a_step_over_its_limit_ends_the_run_with_its_samples_and_stacks(start):

@@ -48,7 +48,7 @@ def result(step: int, time_s: float, grad_norm: object = 1.5, **more: object) ->
 
 def make_progress(folder: Path, sources: tuple[str, ...] = ("one",)) -> Progress:
     """logging_steps 2, and 5 steps of 4 samples."""
-    dataset = SimpleNamespace(sources=list(sources), lengths=[9] * 20)
+    dataset = SimpleNamespace(sources=list(sources), lengths=[9] * 20, wait_for=lambda samples: None)
     plan = StepPlan(dataset, SampleOrder(20, 4, seed=0), Packing(1, 4, 1, None), 5)
     flops = ModelFlops(per_token=1e6, per_pair=1e3, per_tile=1e7, per_target=1e5)
     ranks, trackers = Ranks(0, 0, 1, torch.device("cpu")), Trackers({}, 5)

@@ -11,7 +11,9 @@ from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.loss_spikes import LossSpikes
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
-DATASET = SimpleNamespace(lengths=[9] * 2, rows=[1, 0], row=lambda index: {"id": f"id{index}"})
+DATASET = SimpleNamespace(
+    lengths=[9] * 2, rows=[1, 0], row=lambda index: {"id": f"id{index}"}, wait_for=lambda samples: None
+)
 PLAN = SimpleNamespace(dataset=DATASET, step=lambda step: StepLayout([], [[[(step - 1) % 2]]]))
 CALM = [2.0, 2.1, 1.9, 2.05]
 

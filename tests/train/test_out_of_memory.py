@@ -33,7 +33,9 @@ class Engine(torch.nn.Module):
 def watched(whole: int, error: Exception, stage: int = 1, **flags: object) -> tuple[MemoryWatch, Engine, TrainState]:
     zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if flags.pop("offloaded", False) else {})}
     resolved = ResolvedConfig({"zero_optimization": zero}, arguments(**flags), {})
-    dataset = SimpleNamespace(lengths=[40] * 20, rows=range(100, 120), row=lambda row: {"id": f"s{row}"})
+    dataset = SimpleNamespace(
+        lengths=[40] * 20, rows=range(100, 120), row=lambda row: {"id": f"s{row}"}, wait_for=lambda samples: None
+    )
     plans = {4: [[[0]], [[1, 2], [*range(3, 14)]]], 5: [[[14]], [[15]]]}  # by step, rank and micro-batch
     plan = SimpleNamespace(dataset=dataset, of_rank=lambda step, rank: plans[step - 1][rank])
     engine, state = Engine(whole, error), TrainState(4)

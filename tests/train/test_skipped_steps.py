@@ -12,7 +12,9 @@ from llava_ds.train.skipped_steps import SkippedSteps
 
 NAN = float("nan")
 ROWS = [3, 1, 2, 0]  # of the records, those that are trained on
-DATASET = SimpleNamespace(lengths=[9] * 4, rows=ROWS, row=lambda index: {"id": f"id{index}"})
+DATASET = SimpleNamespace(
+    lengths=[9] * 4, rows=ROWS, row=lambda index: {"id": f"id{index}"}, wait_for=lambda samples: None
+)
 PLANS = [[[0]], [[1]]], [[[2]], [[3]]]  # of odd steps and of even ones, for two ranks
 PLAN = SimpleNamespace(dataset=DATASET, step=lambda step: StepLayout([], PLANS[(step - 1) % 2]))
 

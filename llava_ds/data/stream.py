@@ -1,0 +1,272 @@
+"""A data set that is trained on while it is being encoded (--stream).
+
+A sample is a record, whether it will be accepted or not: so the order, the steps and the eval samples follow from the
+number of records, which is known when all are read. A step waits for the shards that its records are in. A record that
+turns out bad leaves its place empty, as one does whose image broke after the check. All is the same when the encoding
+is whole from the start.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds import geometry
+from llava_ds.config.arguments import Arguments
+from llava_ds.data import shards
+from llava_ds.data.cache import map_rows, open_generation
+from llava_ds.data.collate import LoadedPair, LoadedSample
+from llava_ds.data.dataset import (
+    BrokenSample,
+    DataSpec,
+    EncodedDataset,
+    broken,
+    check_same_data,
+    data_spec,
+    num_of_part,
+)
+from llava_ds.data.fingerprint import digest_of, options_part, options_that_matter
+from llava_ds.data.sample_order import shards_in_order
+from llava_ds.runtime.ranks import Ranks, barrier, on_every_rank, print_first
+from llava_ds.runtime.waiting import note_progress
+
+OPEN_SHARDS = 64  # in a process
+POLL_S, LONGEST_POLL_S = 0.1, 2.0  # of the cache, which may be on a network disk
+PATIENCE_S = 5.0  # of waiting without a line about it
+
+
+class StreamedDataset(EncodedDataset):
+    """The records of a data set as samples, some of which may still have to be encoded.
+
+    number: of the generation in the cache; num_records: of the data set; beside: the process of this rank's that
+    encodes. lengths are 0 until they are known, and 1 for rejected records, so that a layout has a place for them.
+    """
+
+    def __init__(
+        self, spec: DataSpec, number: int, num_records: int, beside: shards.EncodingBeside | None = None
+    ) -> None:
+        self._spec, self._number, self._num_records, self._beside = spec, number, num_records, beside
+        self.sources, self.descriptions, self.image_options = spec.names, spec.descriptions, spec.image_options
+        self.are_pairs, self.reference = False, None
+        # A generation that was made anew has other images, perhaps.
+        used = options_that_matter(spec.image_options, videos=True)
+        parts = ["stream", str(number), *spec.common, options_part(used), *spec.contents]
+        self.fingerprint = digest_of(parts)
+        self._paths: dict[int, Path] = {}
+        self._tables: dict[int, pa.Table] = {}  # the last ones that were read
+        self._take(range(num_records))
+
+    def _take(self, rows: Sequence[int]) -> None:
+        self._rows = rows
+        self._lengths = np.zeros(len(rows), np.int32)
+        self._known: set[int] = set()  # shards whose lengths are in it
+
+    @property
+    def is_streamed(self) -> bool:
+        return True
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Each sample's record, in order."""
+        return self._rows
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(samples,) int32: tokens, as far as they are known."""
+        return self._lengths
+
+    @property
+    def num_records(self) -> int:
+        """Number of records, whether encoded or not."""
+        return self._num_records
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the generation, where it is now."""
+        whole = self._spec.folder / str(self._number)
+        return whole if whole.exists() else whole.with_name(f"{whole.name}.work")
+
+    @property
+    def order_folder(self) -> Path:
+        return self._spec.folder / f"stream-{self.fingerprint}"
+
+    def lengths_for(self, how: str) -> np.ndarray:
+        """The number of samples in each shard."""
+        return np.diff([self._samples_of(shard).start for shard in range(self.num_shards)] + [len(self)])
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards, whether encoded or not."""
+        return shards.num_shards(self._num_records)
+
+    def rejections(self) -> Iterator[dict[str, object]]:
+        """None: they are not known before training."""
+        return iter(())
+
+    def positions(self, images: bool) -> Iterator[int]:
+        """The samples with an image or a video, or those without, of the shards that were trained on."""
+        if not self._known:
+            self.wait_for([0])
+        for shard in sorted(self._known):
+            table, samples = self._shard(shard), self._samples_of(shard)
+            pictures = table.column("num_pictures").to_numpy() > 0
+            accepted = table.column("reason").is_null().to_numpy()
+            for sample in samples:
+                place = self._rows[sample] % shards.SHARD_RECORDS
+                if accepted[place] and pictures[place] == images:
+                    yield sample
+
+    def changes_since(self, run_dir: Path) -> str:
+        """Nothing: the files are not known yet."""
+        return ""
+
+    def summary(self) -> list[str]:
+        """Lines for a person: sources and the number of records."""
+        there = len(shards.encoded_shards(self._spec.folder, self._number))
+        return [
+            *self.descriptions,
+            f"{self._num_records:,} records, which are checked and encoded while training runs (--stream): {there:,} "
+            f"of {self.num_shards:,} shards are there",
+        ]
+
+    def without_part(self, fraction: float, seed: int) -> tuple["StreamedDataset", "StreamedDataset"]:
+        """Split off a random part of the records, drawn with the seed: the rest, and that part."""
+        held_out = num_of_part(len(self), fraction)
+        drawn = np.random.default_rng(seed).permutation(len(self)).astype(np.int32)
+
+        def part(those: slice) -> StreamedDataset:
+            part = copy.copy(self)
+            part._take(np.sort(drawn[those]))
+            part.fingerprint = digest_of([self.fingerprint, part.rows.tobytes().hex()])
+            return part
+
+        return part(slice(held_out, None)), part(slice(held_out))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
+        record = self._record(int(self._rows[index]))
+        reason = record.column("reason")[0].as_py()
+        return super().__getitem__(index) if reason is None else broken(record, reason)
+
+    def _record(self, number: int) -> pa.Table:
+        shard, place = divmod(number, shards.SHARD_RECORDS)
+        return self._shard(shard).slice(place, 1)
+
+    def wait_for(self, samples: Sequence[int]) -> None:
+        """Return when these samples are encoded, and their lengths known."""
+        if len(self._known) == self.num_shards:
+            return
+        records = np.asarray(self._rows)[samples] if isinstance(self._rows, np.ndarray) else np.asarray(samples)
+        for shard in np.unique(records // shards.SHARD_RECORDS).tolist():
+            if shard not in self._known:
+                mine = self._samples_of(shard)
+                lengths = np.maximum(1, self._shard(shard).column("length").to_numpy())
+                places = np.asarray(self._rows[mine.start : mine.stop]) - shard * shards.SHARD_RECORDS
+                self._lengths[mine.start : mine.stop] = lengths[places]
+                self._known.add(shard)
+
+    def encoded(self, ranks: Ranks) -> tuple[EncodedDataset, EncodedDataset]:
+        """The whole data set, and the samples of this one in it, when all is encoded. All ranks call it together."""
+        generation, found = self._spec.folder / str(self._number), []
+
+        def is_whole() -> bool:
+            found[:] = filter(None, [open_generation(generation)])
+            return bool(found)
+
+        self._wait_until(is_whole)
+        barrier(ranks)
+        whole = self._spec.with_rows(found[0], ranks)
+        if len(self) == self._num_records:
+            return whole, whole
+
+        def draw() -> np.ndarray:
+            return np.flatnonzero(np.isin(whole.rows, self._rows))
+
+        return whole, whole.part(f"stream {self.fingerprint}", draw)
+
+    def _samples_of(self, shard: int) -> range:
+        """The samples in a shard, which lie one behind the other."""
+        bounds = [shard * shards.SHARD_RECORDS, min(self._num_records, (shard + 1) * shards.SHARD_RECORDS)]
+        if isinstance(self._rows, np.ndarray):
+            bounds = np.searchsorted(self._rows, bounds).tolist()
+        return range(*bounds)
+
+    def _shard(self, shard: int) -> pa.Table:
+        """The rows of a shard, as soon as they are there."""
+        while shard not in self._tables:
+            self._wait_until(lambda: shard in self._paths or shard in self._look())
+            try:
+                table = map_rows(str(self._paths[shard]))
+            except FileNotFoundError:  # its folder was renamed
+                del self._paths[shard]
+                continue
+            if len(self._tables) == OPEN_SHARDS:
+                del self._tables[next(iter(self._tables))]
+            self._tables[shard] = table
+        return self._tables[shard]
+
+    def _look(self) -> dict[int, Path]:
+        """Look for the shards that are there."""
+        before = len(self._paths)
+        self._paths = shards.encoded_shards(self._spec.folder, self._number)
+        if len(self._paths) != before:
+            note_progress()
+        return self._paths
+
+    def _wait_until(self, is_there: Callable[[], bool]) -> None:
+        """Wait for the encoding. Raises what ended it."""
+        began, pause_s, told = time.monotonic(), POLL_S, False
+        while not is_there():
+            if self._beside is not None:
+                self._beside.check()
+            if time.monotonic() - began > PATIENCE_S and not told:
+                told = True
+                print_first(f"waiting for the encoding: {len(self._look()):,} of {self.num_shards:,} shards are there")
+            time.sleep(pause_s)
+            pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
+            self._look()
+
+
+def open_streamed(
+    args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: geometry.ImageOptions, ranks: Ranks
+) -> StreamedDataset:
+    """Open the training data as soon as its records are counted, and encode them beside this process if need be.
+
+    All ranks call it together.
+    """
+    spec = data_spec(args, tokenizer, image_options, refuse_bad=False, ranks=ranks)
+    number, rows = spec.find(ranks)
+    beside = None
+    if rows is not None:
+        number, num_records = int(rows.folder.name), len(rows.table)
+    else:
+        training = args.training
+        seed = training.seed if training.data_seed is None else training.data_seed
+        order = partial(shards_in_order, seed=seed, epoch=0) if args.data.shuffle else range
+        if ranks.local_rank == 0:
+            beside = shards.EncodingBeside(partial(spec.encode, number, order))
+        num_records = on_every_rank(ranks, lambda: beside and _count(spec.folder, number, beside))
+        num_records = num_records or _count(spec.folder, number)
+    dataset = StreamedDataset(spec, number, num_records, beside)
+    check_same_data(dataset.fingerprint, ranks)
+    return dataset
+
+
+def _count(folder: Path, number: int, beside: shards.EncodingBeside | None = None) -> int:
+    """The number of records, when all are read."""
+    while True:
+        found = shards.records_in_work(folder, number)
+        if found is None and (rows := open_generation(folder / str(number))) is not None:
+            found = len(rows.table)
+        if found is not None:
+            return found
+        if beside is not None:
+            beside.check()
+        time.sleep(POLL_S)
