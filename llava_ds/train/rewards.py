@@ -81,11 +81,14 @@ class Reward:
     of_all: Callable[[Sequence[Completion]], list[float]]
 
 
-def open_rewards(names: str, weights: str | None) -> list[Reward]:
-    """Open the rewards of --reward_funcs, names or file.py:function separated by commas, with --reward_weights.
+def open_rewards(names: str | None, weights: str | None) -> tuple[Reward, ...]:
+    """Open the rewards of --reward_funcs, names or file.py:function separated by commas, with --reward_weights; none
+    without the flag.
 
     Raises ConfigError for those that don't exist, and for weights that don't fit.
     """
+    if names is None:
+        return ()
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
         raise ConfigError(f"--reward_funcs {names!r} has to name at least one reward, and none twice")
@@ -102,7 +105,7 @@ def open_rewards(names: str, weights: str | None) -> list[Reward]:
     shown = [name.rpartition(":")[2] for name in wanted]
     if len(set(shown)) < len(shown):
         raise ConfigError(f"--reward_funcs {names}: two rewards are called the same in the log: rename one")
-    return [Reward(*each) for each in zip(shown, numbers, opened)]
+    return tuple(Reward(*each) for each in zip(shown, numbers, opened))
 
 
 def _own(name: str) -> Callable[[Sequence[Completion]], list[float]]:

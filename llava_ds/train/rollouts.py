@@ -31,7 +31,7 @@ from llava_ds.train.policy_batches import (
     totals_of,
     trained_answers,
 )
-from llava_ds.train.rewards import Completion, open_rewards
+from llava_ds.train.rewards import Completion
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
 
 
@@ -56,7 +56,7 @@ class Rollouts:
         self._plan, self._ranks, self._mesh = plan, ranks, mesh
         self._twin = twin_of(model)
         self._reference = frozen_copy(model) if training.beta else None
-        self._rewards = on_every_rank(ranks, lambda: open_rewards(training.reward_funcs, training.reward_weights))
+        self._rewards = plan.rewards
         self._rules = DrawRules(
             num_answers=training.num_generations,
             max_new_tokens=training.max_completion_length,

@@ -39,8 +39,8 @@ class FakeSession:
     def __init__(self, stops: bool = False, save_strategy: str = "steps") -> None:
         self.done: list[str] = []
         training = SimpleNamespace(save_strategy=save_strategy, save_steps=4, logging_steps=1, check_divergence_steps=0)
-        args = SimpleNamespace(training=training)
-        self.plan = SimpleNamespace(args=args, steps=SimpleNamespace(num_steps=10))
+        args, dataset = SimpleNamespace(training=training), SimpleNamespace(is_streamed=False)
+        self.plan = SimpleNamespace(args=args, steps=SimpleNamespace(num_steps=10, dataset=dataset))
         self.ranks, self.state, self.engine, self.model = Ranks(0, 0, 1, torch.device("cpu")), TrainState(), None, None
         self.stop = SimpleNamespace(agreed=lambda step_s, ahead_s: stops, saved=lambda seconds: None)
         self.watchdog = SimpleNamespace(set_phase=lambda phase, step: None)
