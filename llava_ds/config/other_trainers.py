@@ -49,6 +49,8 @@ ELSEWHERE = {
         "--lora_r": "--lora_rank",
         "--bits": "--quantization_bit",
         "--resume": "--resume_from_checkpoint",
+        "--stream": "--streaming",
+        "--shuffle_buffer_size": "--buffer_size --streaming_buffer_size",
         "--resume never": "--overwrite_output_dir",
         "an optimizer in the DeepSpeed JSON": "--optim",
         '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)': "--zero_stage",

@@ -307,8 +307,6 @@ def streaming(args: Arguments) -> Iterator[str]:
         remedies["--objective dpo"] = "run run/encode.py first, and train without --stream"
     if training.dry_run:
         remedies["--dry_run"] = "leave --stream out of the dry run"
-    if training.sample_steps and data.sample_data_path is None and data.eval_data_path is None:
-        remedies["--sample_steps"] = "name other samples for it with --sample_data_path"
     for flag, remedy in remedies.items():
         yield f"{flag} needs all samples before the first step, and --stream begins with some: {remedy}"
 

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
+from llava_ds.constants import DataError
 from llava_ds.data import shards
-from llava_ds.data.cache import map_rows, open_generation
+from llava_ds.data.cache import STALE, RowTable, map_rows, open_generation
 from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.dataset import (
     BrokenSample,
@@ -31,11 +32,13 @@ from llava_ds.data.dataset import (
     num_of_part,
 )
 from llava_ds.data.fingerprint import digest_of, options_part, options_that_matter
+from llava_ds.data.preflight import media_of_text
 from llava_ds.data.sample_order import shards_in_order
-from llava_ds.runtime.ranks import Ranks, barrier, on_every_rank, print_first
+from llava_ds.data.seen_files import changed_files
+from llava_ds.runtime.ranks import Ranks, barrier, gather, on_every_rank, print_first, printable
 from llava_ds.runtime.waiting import note_progress
 
-OPEN_SHARDS = 64  # in a process
+OPEN_SHARDS = 256  # in a process: each takes some 20 kB of its memory
 POLL_S, LONGEST_POLL_S = 0.1, 2.0  # of the cache, which may be on a network disk
 PATIENCE_S = 5.0  # of waiting without a line about it
 
@@ -53,7 +56,7 @@ class StreamedDataset(EncodedDataset):
         self._spec, self._number, self._num_records, self._beside = spec, number, num_records, beside
         self.sources, self.descriptions, self.image_options = spec.names, spec.descriptions, spec.image_options
         self.are_pairs, self.reference = False, None
-        # A generation that was made anew has other images, perhaps.
+        # Of a generation that was made anew, because images had changed, a run can't be resumed.
         used = options_that_matter(spec.image_options, videos=True)
         parts = ["stream", str(number), *spec.common, options_part(used), *spec.contents]
         self.fingerprint = digest_of(parts)
@@ -109,17 +112,13 @@ class StreamedDataset(EncodedDataset):
         return iter(())
 
     def positions(self, images: bool) -> Iterator[int]:
-        """The samples with an image or a video, or those without, of the shards that were trained on."""
-        if not self._known:
-            self.wait_for([0])
-        for shard in sorted(self._known):
-            table, samples = self._shard(shard), self._samples_of(shard)
-            pictures = table.column("num_pictures").to_numpy() > 0
-            accepted = table.column("reason").is_null().to_numpy()
-            for sample in samples:
-                place = self._rows[sample] % shards.SHARD_RECORDS
-                if accepted[place] and pictures[place] == images:
-                    yield sample
+        """The samples of the first shard with an image or a video, or those without: the same ones at any time."""
+        shard = int(self._rows[0]) // shards.SHARD_RECORDS
+        table = self._shard(shard)
+        wanted = table.column("reason").is_null().to_numpy() & ((table.column("num_pictures").to_numpy() > 0) == images)
+        for sample in self._samples_of(shard):
+            if wanted[self._rows[sample] % shards.SHARD_RECORDS]:
+                yield sample
 
     def changes_since(self, run_dir: Path) -> str:
         """Nothing: the files are not known yet."""
@@ -142,7 +141,7 @@ class StreamedDataset(EncodedDataset):
         def part(those: slice) -> StreamedDataset:
             part = copy.copy(self)
             part._take(np.sort(drawn[those]))
-            part.fingerprint = digest_of([self.fingerprint, part.rows.tobytes().hex()])
+            part.fingerprint = digest_of([self.fingerprint, f"{those} {seed}"])
             return part
 
         return part(slice(held_out, None)), part(slice(held_out))
@@ -237,26 +236,58 @@ class StreamedDataset(EncodedDataset):
 def open_streamed(
     args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: geometry.ImageOptions, ranks: Ranks
 ) -> StreamedDataset:
-    """Open the training data as soon as its records are counted, and encode them beside this process if need be.
-
-    All ranks call it together.
-    """
+    """Open the training data that the flags name, as streamed has it, and compare them. All ranks call it together."""
     spec = data_spec(args, tokenizer, image_options, refuse_bad=False, ranks=ranks)
+    dataset = streamed(spec, partial(_order_of_shards, args), ranks)
+    check_same_data(dataset.fingerprint, ranks)
+    return dataset
+
+
+def streamed(spec: DataSpec, order: Callable[[int], Sequence[int]], ranks: Ranks) -> StreamedDataset:
+    """Open data as soon as their records are counted, and encode them beside this process if need be.
+
+    order: as encode_together takes it. All ranks call it together.
+    """
     number, rows = spec.find(ranks)
+    while rows is None and any(
+        gather(on_every_rank(ranks, lambda n=number: ranks.is_first and _has_changed(spec, n)), ranks)
+    ):
+        number += 1
     beside = None
     if rows is not None:
         number, num_records = int(rows.folder.name), len(rows.table)
     else:
-        training = args.training
-        seed = training.seed if training.data_seed is None else training.data_seed
-        order = partial(shards_in_order, seed=seed, epoch=0) if args.data.shuffle else range
         if ranks.local_rank == 0:
             beside = shards.EncodingBeside(partial(spec.encode, number, order))
         num_records = on_every_rank(ranks, lambda: beside and _count(spec.folder, number, beside))
         num_records = num_records or _count(spec.folder, number)
-    dataset = StreamedDataset(spec, number, num_records, beside)
-    check_same_data(dataset.fingerprint, ranks)
-    return dataset
+    return StreamedDataset(spec, number, num_records, beside)
+
+
+def _has_changed(spec: DataSpec, number: int) -> bool:
+    """True if images have changed since the shards of a generation in work were encoded, which may be trained on."""
+    paths = [path for _, path in sorted(shards.encoded_shards(spec.folder, number).items())]
+    if not paths:
+        return False
+    try:
+        changed = changed_files(RowTable(list(map(str, paths))), spec.image_options, media_of_text)
+    except DataError:
+        if paths[0].exists():
+            raise
+        return False  # another process has ended the encoding
+    if changed:
+        print_first(f"image files have changed since they were checked, such as {printable(changed[0])}: all are again")
+    return bool(changed) or (paths[0].parent / STALE).exists()
+
+
+def _order_of_shards(args: Arguments, number: int) -> list[int]:
+    """The shards in the order in which a run needs them."""
+    data, training = args.data, args.training
+    seed = training.seed if training.data_seed is None else training.data_seed
+    order = shards_in_order(number, seed, epoch=0).tolist() if data.shuffle else list(range(number))
+    # Sample questions are taken from the first shard before training.
+    first = [0] if training.sample_steps and not (data.sample_data_path or data.eval_data_path) else []
+    return list(dict.fromkeys([*first, *order]))
 
 
 def _count(folder: Path, number: int, beside: shards.EncodingBeside | None = None) -> int:

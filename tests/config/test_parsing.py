@@ -329,7 +329,6 @@ def test_a_flag_out_of_bounds_is_said_once():
         (["--stream", "--group_by_length", "True"], "--group_by_length needs all samples before the first step, and"),
         (["--stream", "--tokens_per_micro_batch", "auto"], "--stream begins with some: give a number"),
         (["--stream", "--dry_run"], "--dry_run needs all samples before the first step"),
-        (["--stream", "--sample_steps", "2"], "name other samples for it with --sample_data_path"),
         (["--stream", "--objective", "dpo"], "--objective dpo needs all samples before the first step"),
         (["--shuffle_buffer_size", "9"], "--shuffle_buffer_size belongs to --stream True"),
         (["--activation_memory_gb", "4"], "give one of them, or leave it out"),
@@ -741,6 +740,7 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--dataset_name", ": did you mean --data_path?"),
         ("--data_split", ": did you mean --data_path with the files of that split?"),
         ("--max_seq_len", ": did you mean --model_max_length?"),
+        ("--streaming", ": did you mean --stream?"),
         ("--zero_stage", ': did you mean "stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)?'),
         *[
             (flag, ": leave it out, for ZeRO over all ranks is the only parallelism here")

@@ -18,7 +18,7 @@ from llava_ds.data.dataset import ALONE, BrokenSample, DataSpec, PreflightOption
 from llava_ds.data.sample_order import SampleOrder, by_shards, shards_in_order
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing, StepPlan
-from llava_ds.data.stream import StreamedDataset
+from llava_ds.data.stream import StreamedDataset, streamed
 
 SIZE, NUMBER, BAD = 8, 44, (3, 17, 40)  # records of a shard, all records, and those that are rejected
 
@@ -39,7 +39,7 @@ def spec(tmp_path, tokenizer, monkeypatch):
     return DataSpec.of(sources, tokenizer, toys.encoding_options(), toys.image_options(), options)
 
 
-def streamed(spec: DataSpec) -> StreamedDataset:
+def whole(spec: DataSpec) -> StreamedDataset:
     spec.encode(1)
     return StreamedDataset(spec, 1, NUMBER)
 
@@ -66,22 +66,22 @@ def test_shards_are_encoded_in_the_order_in_which_training_takes_them(spec, monk
 
 
 def test_a_bad_record_leaves_its_place_empty(spec):
-    data = streamed(spec)
+    data = whole(spec)
     data.wait_for(range(NUMBER))
     assert np.flatnonzero(data.lengths == 1).tolist() == list(BAD) and data.lengths.min() == 1
     broken = data[BAD[1]]
     assert isinstance(broken, BrokenSample) and "conversations" in broken.reason and broken.index == BAD[1]
-    whole, _ = data.encoded(ALONE)
+    in_all, _ = data.encoded(ALONE)
     accepted = [i for i in range(NUMBER) if i not in BAD]
-    assert whole.rows.tolist() == accepted and whole.lengths.tolist() == data.lengths[accepted].tolist()
+    assert in_all.rows.tolist() == accepted and in_all.lengths.tolist() == data.lengths[accepted].tolist()
     for sample, record in enumerate(accepted):
-        assert whole[sample].input_ids.tolist() == data[record].input_ids.tolist()
-    assert {row["index"] for row in whole.rejections()} == set(BAD)
+        assert in_all[sample].input_ids.tolist() == data[record].input_ids.tolist()
+    assert {row["index"] for row in in_all.rejections()} == set(BAD)
 
 
 def test_held_out_records_are_the_same_before_and_after_the_encoding(spec):
     early = StreamedDataset(spec, 1, NUMBER).without_part(0.3, seed=2)
-    data = streamed(spec)
+    data = whole(spec)
     late = data.without_part(0.3, seed=2)
     for one, other in zip(early, late):
         assert np.array_equal(one.rows, other.rows) and one.fingerprint == other.fingerprint
@@ -89,6 +89,33 @@ def test_held_out_records_are_the_same_before_and_after_the_encoding(spec):
         assert part.rows.tolist() == [row for row in other.rows if row not in BAD]
     assert sorted([*early[0].rows, *early[1].rows]) == list(range(NUMBER)) and len(early[1]) == 13
     assert early[0].lengths_for("shards").sum() == len(early[0])
+
+
+def test_images_that_change_between_two_starts_make_other_data(spec, tmp_path, monkeypatch):
+    encode = shards._encode
+
+    def until_three(work, shard, *rest) -> None:
+        if shard == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        encode(work, shard, *rest)
+
+    def opened() -> StreamedDataset:
+        data = streamed(spec, range, ALONE)
+        with pytest.raises(DataError, match="was killed"):
+            data.wait_for([NUMBER - 1])
+        return data
+
+    monkeypatch.setattr(shards, "_encode", until_three)
+    first = opened()
+    assert len(shards.encoded_shards(spec.folder, 1)) == 3 and opened().fingerprint == first.fingerprint
+    image = tmp_path / "data" / "images" / "2.png"
+    image.write_bytes(image.read_bytes() + b"more")
+    changed = opened()
+    assert changed.fingerprint != first.fingerprint == StreamedDataset(spec, 1, NUMBER).fingerprint
+    assert opened().fingerprint == changed.fingerprint
+    monkeypatch.setattr(shards, "_encode", encode)
+    in_all, _ = streamed(spec, range, ALONE).encoded(ALONE)
+    assert in_all.folder.name == "2" and streamed(spec, range, ALONE).fingerprint == changed.fingerprint
 
 
 @pytest.mark.parametrize("tokens", [None, 300])
@@ -122,7 +149,7 @@ def test_a_step_waits_for_its_shards_alone(spec, monkeypatch, tokens):
 
 
 def test_the_largest_micro_batch_is_made_of_what_the_next_step_needs(spec):
-    data = streamed(spec)
+    data = whole(spec)
     order = SampleOrder(NUMBER, 4, 1, "shards", data.lengths_for("shards"), shuffled_together=1)
     for tokens in (None, 400):
         plan = StepPlan(data, order, Packing(2, 2, 1, tokens), num_steps=11)

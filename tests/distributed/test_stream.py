@@ -1,7 +1,6 @@
 """--stream in real runs: they begin before the encoding has ended, with the losses and books of a whole cache."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,9 +16,9 @@ WORKER = ROOT / "tests" / "workers" / "streaming.py"
 SHARD = 16  # records
 
 
-def write_given(folder: Path, number: int, bad: int = 13) -> dict[str, str]:
+def write_given(folder: Path, number: int, bad: int = 13, kinds: str = "it") -> dict[str, str]:
     """A toy model, and data of which every so many records can't be used."""
-    data = toys.write_data(folder / "data", "it" * (number // 2))
+    data = toys.write_data(folder / "data", kinds * (number // len(kinds)))
     records = json.loads(Path(data["data_path"]).read_text())
     for record in records[5::bad] if bad else ():
         record["conversations"] = "none"
@@ -110,15 +109,17 @@ def test_too_many_bad_records_end_the_run_where_it_meets_them(tmp_path):
     done = launch(2, WORKER, str(SHARD), str(tmp_path / "gate"), *command_line(flags))
     assert done.returncode == 2, done.stdout + done.stderr
     assert "more than --on_bad_sample and --max_bad_fraction allow (2)" in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr and len((tmp_path / "out" / "skipped.jsonl").read_text().splitlines()) == 3
+    assert "Traceback" not in done.stderr
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    assert len(steps) > 2 >= sum(step < steps[-1] for step in steps)
 
 
 @pytest.mark.full
 def test_a_source_that_can_t_be_read_ends_the_run_with_one_message(tmp_path):
-    given = write_given(tmp_path, 6 * SHARD)
+    given = write_given(tmp_path, 40 * SHARD, bad=0, kinds="t")
     path = Path(given["data_path"])
     text = path.read_text()
-    path.write_text(text[: len(text) // 2])
+    path.write_text(text[: len(text) // 2])  # behind the records that tell the format
     done = launch(2, WORKER, str(SHARD), str(tmp_path / "gate"), *command_line(stream_run(given, tmp_path / "out")))
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
-    assert os.path.basename(path) in done.stderr
+    assert f"{path}, line 1, column" in done.stderr

@@ -14,6 +14,7 @@ import torch
 from run_many import leave_no_model, load_train
 
 from llava_ds.data import shards
+from llava_ds.runtime.command import exit_with
 
 
 def hold_up(gate: Path) -> None:
@@ -54,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main, "run/train.py")
