@@ -43,11 +43,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune grpo evaluate ablation doctor bench docs test test-full test-faults test-gpu lmms-eval lint clean help
+.PHONY: install pretrain finetune grpo evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune grpo evaluate ablation doctor bench docs test test-full test-faults test-gpu lmms-eval lint clean'
+	@echo 'targets: install pretrain finetune grpo evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval lint clean'
 
 install: $(VENV)/.installed
 
@@ -114,10 +114,16 @@ docs: install
 # Two processes of one thread each: more would compete on two cores.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'cuda and not full' tests/cuda
+
+# CUDA paths without a GPU, over fake tensors (tests/helpers/fake_gpu.py): waits, devices, dtypes, and the memory of named
+# models up to 72B. Needs g++; the quick part belongs to make test.
+test-cuda: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m cuda tests/cuda
 
 # The slow tests: more ranks, more layouts, a browser (Debian: chromium).
 test-full: install $(VENV)/.demo
-	DEMO_SITE='$(CURDIR)/$(VENV)/demo' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m full -n 2 --dist loadfile
+	DEMO_SITE='$(CURDIR)/$(VENV)/demo' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'full and not cuda' -n 2 --dist loadfile
 
 # gradio, for the test of the web page, in its own folder: it needs another Pillow than constraints.txt has.
 $(VENV)/.demo: $(VENV)/.installed

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import attention, last_layer, output_loss
-from llava_ds.model.families.language import final_logits
+from llava_ds.model.families.language import final_logits, hold_rotary_angles
 from llava_ds.model.projector import Newline, Projector, build_projector
 from llava_ds.model.vision import TowerPlan, VisionTower
 
@@ -159,6 +159,7 @@ def assemble(
     language_model = AutoModelForCausalLM.from_config(
         text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
     )
+    hold_rotary_angles(language_model)
     language_model.tie_weights()  # from_config ties in its initialisation, which callers switch off
     projector = build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)
     newline = Newline(text_config.hidden_size) if "unpad" in args.mm_patch_merge_type else None

@@ -1,6 +1,7 @@
 """Running out of memory in all its forms, and the use of a device's memory in words."""
 
 import contextlib
+import errno
 import re
 
 import torch
@@ -12,7 +13,7 @@ SURE = re.compile(
     r"(CUDA|HIP|Cuda|NCCL|nccl|Triton)\b.*out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
     r"|(CUBLAS|CUBLASLT|CUDNN|CUSOLVER|CUSPARSE|CUFFT)_\w*ALLOC(ATION)?_FAILED"
     r"|Failed to (CUDA|Cuda|cuda) (host )?(malloc|calloc|alloc)"
-    r"|DefaultCPUAllocator: (can't allocate|not enough) memory",
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory",  # the last: of the system
     re.DOTALL,
 )
 # What they say of a device without room, too, but not of that alone.
@@ -29,6 +30,8 @@ def is_out_of_memory(error: BaseException | None, device: torch.device | None = 
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if isinstance(error, OSError):  # a process or a mapping that the system had no memory for
+        return error.errno == errno.ENOMEM
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)

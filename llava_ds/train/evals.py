@@ -64,8 +64,8 @@ def eval_loss(
         found = {"samples": micro.num_samples, "targets": micro.num_targets, "by_source": by_source, **metrics}
         sums = {name: sums.get(name, 0) + value for name, value in found.items()}
     engine.train()
-    tensors = [torch.as_tensor(value, dtype=torch.float64, device=engine.device) for value in sums.values()]
     with waiting("the eval loss"):
+        tensors = [torch.as_tensor(value, dtype=torch.float64, device=engine.device) for value in sums.values()]
         total = iter(sum_over(mesh.data_group, torch.cat([tensor.flatten() for tensor in tensors])).tolist())
     found = {name: list(itertools.islice(total, tensor.numel())) for name, tensor in zip(sums, tensors)}
     (samples,), (targets,), by_source = found.pop("samples"), found.pop("targets"), found.pop("by_source")
@@ -149,7 +149,9 @@ def answers(engine, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ra
     decoded: list[list[int]] = [[] for _ in prompts]
     going = list(range(len(prompts)))
     while going:
-        batch = collate([_continued(prompts[i].sample, decoded[i]) for i in going], decoding.images).to(ranks.device)
+        batch = collate([_continued(prompts[i].sample, decoded[i]) for i in going], decoding.images)
+        with waiting("the questions on their way to the device"):
+            batch = batch.to(ranks.device)
         with queuing():
             logits = engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)  # (B, V)
         chosen = logits.argmax(-1)

@@ -22,6 +22,7 @@ from llava_ds.files.writing import write_whole
 from llava_ds.model.loading import bit_sum
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, gather
+from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.train.objectives.dpo import sum_by_sample
 
 VERSION = 1  # raise it when the same data and weights would give other numbers
@@ -58,12 +59,14 @@ def log_probs(engine, dataset: EncodedDataset, packing: Packing, num_workers: in
     of_rank = packing.lay_out_all(dataset.lengths)[mesh.dp_rank]
     found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=engine.device)  # the last: 1 if computed
     for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, engine.device)):
-        sums, _ = sum_by_sample(engine(micro.batch, log_probs=True), micro.batch)
+        with queuing():
+            sums, _ = sum_by_sample(engine(micro.batch, log_probs=True), micro.batch)
         rows = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=engine.device)
         found[rows, :2] = sums[: 2 * len(rows)].view(-1, 2)
         found[rows, 2] = 1.0
     engine.train()
-    values = sum_over(mesh.data_group, found).cpu().numpy()
+    with waiting("the reference log-probabilities"):
+        values = sum_over(mesh.data_group, found).cpu().numpy()
     return np.where(values[:, 2:] == 1.0, values[:, :2], np.nan)
 
 
@@ -78,7 +81,8 @@ def weights_digest(model: torch.nn.Module, ranks: Ranks, mesh: Mesh) -> str:
         counts = shard is not None or ranks.is_first  # of whole copies one
         own = bit_sum(parameter.detach() if shard is None else shard)
         sums.append(own if counts else torch.zeros_like(own))
-    total = sum_over(mesh.data_group, torch.stack(sums)).tolist()
+    with waiting("sums of the weights"):
+        total = sum_over(mesh.data_group, torch.stack(sums)).tolist()
     return digest_of(f"{name} {p.dtype} {value}" for (name, p), value in zip(model.named_parameters(), total))
 
 

@@ -27,6 +27,8 @@ FULL = [
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
     MemoryError(),
+    OSError(12, "Cannot allocate memory"),  # of a fork
+    RuntimeError("unable to mmap 4194304 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
 ]
 ELSE = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),
@@ -34,6 +36,7 @@ ELSE = [
     RuntimeError("DataLoader worker (pid 5) is killed by signal: Bus error. Workers may be out of shared memory."),
     torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error"),
     ValueError("CUDA out of memory"),
+    OSError(28, "No space left on device"),
     None,
 ]
 MAYBE = [

@@ -9,6 +9,7 @@ Then add its small configuration to FAMILIES in tests/helpers/toys.py and a row 
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -34,6 +35,9 @@ EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 # Families that DeepSpeed 0.19 shards with transformers 5 so that answers stay the same, by model_type. Not Phi-3, whose
 # attention counts heads by its configuration, and GPT-2, which DeepSpeed itself refuses.
 TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
+
+# Kinds of rotary angles that follow the longest sample of a forward, and with it the angles of all others in a pack.
+FOLLOWING_ROPE = ("longrope", "dynamic")
 
 HF_HEAD = "language_model.lm_head.weight"  # the output layer in a llava-hf folder
 
@@ -115,8 +119,7 @@ def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
             f"--model_max_length is {max_length}, but the language model has {longest} positions: "
             f"give {longest} or less"
         )
-    # Angles of these kinds follow the longest sample of a forward, and with it the angles of all others in a pack.
-    switches = {"longrope": rope.get("original_max_position_embeddings"), "dynamic": longest}
+    switches = dict(zip(FOLLOWING_ROPE, (rope.get("original_max_position_embeddings"), longest)))
     switch = switches.get(rope.get("rope_type"))
     if switch is not None and max_length > switch:
         return (
@@ -124,6 +127,16 @@ def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
             f"rotary angles, for all samples that lie beside a long one, too: give {switch} or less"
         )
     return None
+
+
+def hold_rotary_angles(model: nn.Module) -> None:
+    """Keep transformers from looking for the longest sample in every forward, for which the host waits for the device.
+
+    The angles of FOLLOWING_ROPE stay those of short samples; length_problem refuses longer ones.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in FOLLOWING_ROPE:
+            module.rope_type = "default"  # read in forward alone, for the choice of the update
 
 
 def length_note(config: PreTrainedConfig, max_length: int) -> str | None:

@@ -1,0 +1,99 @@
+"""The loop, eval and sample answers over fake CUDA tensors: the host waits only where the code says so."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import toys
+from fake_gpu import CUDA, HostWait, gpu
+from fake_models import Engine, Samples, arguments, built, on_gpu, sample, tower_plan
+
+from llava_ds.data.collate import LoadedPair
+from llava_ds.data.loader import Window
+from llava_ds.data.step_plan import Packing
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import waiting
+from llava_ds.tracking.progress import NumbersFromDevice
+from llava_ds.train.evals import Decoding, SampleQuestion, answers, eval_loss
+from llava_ds.train.loop import run_steps
+from llava_ds.train.objectives.dpo import DPO, PairLoss
+from llava_ds.train.objectives.sft import SFT
+from llava_ds.train.replicas import replica_sums
+from llava_ds.train.state import TrainState
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_rank")]
+
+OPTIONS = toys.image_options()
+IMAGE = ("image", ((40, 30),))
+MESH = Mesh(dp=1, dp_rank=0)
+RANKS = Ranks(0, 0, 1, CUDA)
+SAMPLES = [sample(OPTIONS, 9, [IMAGE]), sample(OPTIONS, 30), sample(OPTIONS, 14, [IMAGE] * 2, source=1)]
+PAIRS = [
+    LoadedPair(*(replace(sample(OPTIONS, n, media), reference=-1.5) for n in lengths))
+    for lengths, media in (((8, 12), [IMAGE]), ((5, 3), []))
+]
+OBJECTIVES = {
+    "sft": SFT(num_sources=2, grad_ranks=1),
+    "sft by micro-batch": SFT("micro_batch", 2, grad_ranks=1),
+    **{f"dpo {kind}": DPO(PairLoss(kind, rpo_alpha=1.0), 2, 1) for kind in ("sigmoid", "hinge", "ipo", "simpo")},
+}
+
+
+def engine_on(rules, **flags) -> Engine:
+    args = arguments(**flags)
+    with rules.building():
+        return Engine(built(toys.language_model_config(), tower_plan("clip", args), args, short=True))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_steps_wait_for_nothing_and_their_numbers_are_read_where_it_says_so(name):
+    objective, items = OBJECTIVES[name], PAIRS if "dpo" in name else SAMPLES
+    results = []
+    with gpu() as rules:
+        engine = engine_on(rules)
+        window = Window(on_gpu(items, OPTIONS, [[0], [1]]), 2, 0.0)
+
+        def after_step(result) -> float:
+            results.append(result)
+            return 0.0
+
+        run_steps(engine, iter([window] * 3), TrainState(), 3, objective, MESH, after_step)
+        assert not rules.waits and engine.calls == ["boundary False", "step", "boundary True", "step"] * 3
+        tensors = [results[-1].loss, results[-1].by_source, results[-1].counts, *results[-1].metrics.values()]
+        assert all(tensor.is_cuda and tensor.dtype == torch.float64 for tensor in tensors)
+        with pytest.raises(HostWait):
+            results[-1].loss.item()
+        copied = NumbersFromDevice([{"loss": result.loss, "norm": result.grad_norm} for result in results], CUDA)
+        assert not rules.waits
+        with pytest.raises(HostWait):
+            copied.read()
+        with waiting("the numbers of a step"):
+            copied.read()
+        assert rules.waits == ["the numbers of a step"]
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo sigmoid"])
+def test_eval_waits_for_its_sums(name):
+    items = PAIRS if "dpo" in name else SAMPLES
+    data = Samples(items, OPTIONS)
+    data.sources, data.lengths, data.wait_for = ("a", "b"), [40] * len(items), lambda samples: None
+    with gpu() as rules:
+        engine = engine_on(rules)
+        eval_loss(engine, data, Packing(1, 2, 1, None), 0, OBJECTIVES[name], MESH)
+        assert set(rules.waits) == {"the eval loss"}
+
+
+def test_sample_answers_wait_for_their_tokens(tokenizer):
+    prompts = [SampleQuestion(i, str(i), "?", [], "", one) for i, one in enumerate(SAMPLES)]
+    with gpu() as rules:
+        engine = engine_on(rules)
+        answers(engine, prompts, Decoding(tokenizer, "plain", OPTIONS, 4, 512), RANKS)
+        assert set(rules.waits) == {"the questions on their way to the device", "the next token"}
+
+
+def test_sums_of_weights_are_read_where_it_says_so():
+    with gpu() as rules:
+        engine = engine_on(rules)
+        replica_sums(engine.module)
+        assert set(rules.waits) == {"sums of the weights"}

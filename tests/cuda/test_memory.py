@@ -1,0 +1,52 @@
+"""What run/estimate.py says of named models is what a micro-batch takes on a GPU: counted over fake tensors."""
+
+import pytest
+import toys
+from fake_gpu import gpu
+from fake_models import arguments, built, on_gpu, sample
+from transformers import AutoConfig, CLIPVisionConfig
+
+from llava_ds.engine.activation_checkpointing import checkpoint_layers
+from llava_ds.model.vision import plan_tower
+from llava_ds.planning.activations import MicroBatch, activation_bytes
+from llava_ds.planning.shapes import CLIP_L_336, NAMED, shape_of
+
+pytestmark = pytest.mark.cuda
+
+TOKENS, IMAGES, WEIGHT_BYTES = 8192, 4, 2
+PARTS = {"both": {}, "projector": {"tune_mm_mlp_adapter": True}, "lora": {"lora_enable": True, "lora_r": 128}}
+QUICK = {("qwen2-0.5b", "both", False), ("qwen2-0.5b", "both", True)}
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full)
+    for name in NAMED
+    for case in [(name, "both", False), (name, "both", True)]
+    + [(name, trained, True) for trained in ("projector", "lora") if name in ("llava-v1.5-7b", "qwen2-7b")]
+]
+
+
+@pytest.mark.parametrize(("name", "trained", "recomputes"), CASES)
+def test_the_peak_of_a_micro_batch_is_as_estimated(name, trained, recomputes):
+    """Weights and activations together; gradients, which are model states, are let go as they come."""
+    args = arguments(mm_vision_select_layer=-2, **PARTS[trained])
+    text = AutoConfig.for_model(**NAMED[name])
+    tower = plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "here", args.model)
+    options = toys.image_options(size=336, patch_size=14)
+    length = TOKENS // IMAGES - 576 - 1
+    samples = [sample(options, length, [("image", ((336, 336),))]) for _ in range(IMAGES)]
+    with gpu(tracks=True) as rules:
+        with rules.building():
+            model = built(text, tower, args, short=True)
+            if recomputes:
+                checkpoint_layers(model.language_model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
+        (micro,) = on_gpu(samples, options)
+        loss, _ = model(micro.batch, num_sources=1)
+        loss.backward()
+        found = rules.live.peak
+    shape = shape_of(text, tower, args)
+    batch = MicroBatch(micro.num_tokens, micro.num_targets, IMAGES, text.num_hidden_layers if recomputes else 0)
+    weights = sum(part.num_parameters for part in shape.parts) * WEIGHT_BYTES
+    expected = weights + activation_bytes(shape, batch, WEIGHT_BYTES)
+    assert found == pytest.approx(expected, rel=0.02)

@@ -1,0 +1,237 @@
+"""Models, micro-batches and an engine on a fake GPU (fake_gpu.py), made by the project's own code."""
+
+import functools
+import sys
+import types
+
+import pytest
+import torch
+import toys
+from fake_gpu import CUDA, stand_in
+from transformers import CLIPVisionConfig, PreTrainedConfig, Siglip2VisionConfig, SiglipVisionConfig
+
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.data.collate import LoadedSample
+from llava_ds.data.loader import MicroBatch, micro_batches
+from llava_ds.engine.construct import construction
+from llava_ds.engine.param_groups import choose_trainable
+from llava_ds.geometry import ImageOptions, media_layout
+from llava_ds.model.llava import LlavaModel, assemble
+from llava_ds.model.lora import add_lora
+from llava_ds.model.vision import TowerPlan, plan_tower
+
+SQUARE = {"image_size": toys.IMAGE_SIZE, "patch_size": toys.PATCH_SIZE}
+TOWERS = {
+    "clip": CLIPVisionConfig(**toys.TOWER, **SQUARE),
+    "siglip": SiglipVisionConfig(**toys.TOWER, **SQUARE),
+    "siglip2": Siglip2VisionConfig(**toys.TOWER, num_patches=9, patch_size=toys.PATCH_SIZE),
+}
+
+
+def arguments(**flags: object) -> Arguments:
+    """Flags of the model; those of others by their defaults."""
+    return Arguments(ModelArguments(**flags), DataArguments(), TrainingArguments(), frozenset())
+
+
+def tower_plan(kind: str, args: Arguments) -> TowerPlan:
+    return plan_tower(TOWERS[kind], {}, "here", args.model)
+
+
+def built(
+    text: PreTrainedConfig, tower: TowerPlan, args: Arguments, dtype: torch.dtype = torch.bfloat16, short: bool = False
+) -> LlavaModel:
+    """The composition on the fake GPU, as training builds and freezes it, uninitialised."""
+    images = tower.images
+    mean, std = (torch.tensor(values, device=CUDA) for values in (images.mean, images.std))
+    with construction({}, dtype, CUDA, zero3=False):
+        model = assemble(text, tower, args.model, mean, std)
+    if short:
+        model.shorten_last_layer()
+    if args.model.lora_enable:
+        with CUDA, pytest.MonkeyPatch.context() as patch:  # made there: fake parameters can't be moved
+            patch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)
+            add_lora(model.language_model, args.model, seed=0)
+    choose_trainable(model, args)
+    return model.train()
+
+
+def sample(options: ImageOptions, num_text: int, media: list[tuple[str, tuple]] = (), source: int = 0) -> LoadedSample:
+    """Images and videos (kind, sizes), then text of which the second half is supervised."""
+    layouts = [media_layout(kind, sizes, len(media), options) for kind, sizes in media]
+    tiles = [torch.zeros(layout.num_tiles, 3, options.size, options.size, dtype=torch.uint8) for layout in layouts]
+    marks = torch.full((sum(layout.num_tokens for layout in layouts),), IMAGE_TOKEN_INDEX)
+    ids = torch.cat([torch.ones(1, dtype=torch.int64), marks, torch.full((num_text,), 5)])
+    labels = torch.where(torch.arange(len(ids)) < len(ids) - num_text // 2, IGNORE_INDEX, ids)
+    return LoadedSample(ids, labels, list(zip(tiles, layouts)), source)
+
+
+class Samples(list):
+    """What micro_batches takes of a data set."""
+
+    def __init__(self, samples: list, options: ImageOptions) -> None:
+        super().__init__(samples)
+        self.image_options = options
+
+
+def on_gpu(samples: list, options: ImageOptions, batches: list[list[int]] | None = None) -> list[MicroBatch]:
+    """Micro-batches on the fake GPU, collated and moved by the loader; all samples in one by default."""
+    numbers = batches or [list(range(len(samples)))]
+    return list(micro_batches(Samples(samples, options), numbers, 0, CUDA))
+
+
+class Engine:
+    """A DeepSpeed engine's interface around a model: what the loop, eval and warm-up call of it."""
+
+    def __init__(self, model: LlavaModel) -> None:
+        self.module, self.device, self.skipped_steps = model, CUDA, 0
+        self.optimizer = types.SimpleNamespace(param_groups=[{"lr": 1e-3}])
+        self.calls: list[str] = []
+
+    def __call__(self, *args: object, **options: object):
+        return self.module(*args, **options)
+
+    def train(self) -> None:
+        self.module.train()
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def set_gradient_accumulation_boundary(self, is_last: bool) -> None:
+        self.calls.append(f"boundary {is_last}")
+
+    def backward(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
+        assert loss.dtype in (torch.float32, torch.float64) and loss.is_cuda and not scale_wrt_gas
+        loss.backward()
+
+    def step(self) -> None:
+        self.calls.append("step")
+
+    def get_global_grad_norm(self) -> torch.Tensor:
+        return torch.zeros((), device=CUDA)
+
+
+def backward(model: LlavaModel, loss: torch.Tensor) -> None:
+    """Run backward, and check that all that trains has a gradient like it, and nothing else has one."""
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert (gradient is not None) == parameter.requires_grad, name
+        if gradient is not None:
+            assert (gradient.device, gradient.dtype, gradient.shape) == (
+                parameter.device, parameter.dtype, parameter.shape
+            ), name  # fmt: skip
+
+
+class _Flash(torch.autograd.Function):
+    """flash-attn's varlen kernels: what they take, what they save, what they return."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k):
+        out = torch.empty_like(q)
+        sums = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        ctx.save_for_backward(q, k, v, out, sums, cu_seqlens_q, cu_seqlens_k)
+        return out
+
+    @staticmethod
+    def backward(ctx, upstream):
+        q, k, v, out, *_ = ctx.saved_tensors
+        assert upstream.dtype == out.dtype and upstream.shape == out.shape
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+
+
+def _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal) -> torch.Tensor:
+    assert q.dim() == k.dim() == v.dim() == 3 and q.shape[1] % k.shape[1] == 0 and k.shape == v.shape
+    assert {q.dtype, k.dtype, v.dtype} <= {torch.bfloat16} or {q.dtype, k.dtype, v.dtype} <= {torch.float16}
+    assert q.shape[2] <= 256 and q.shape[2] % 8 == 0 and all(x.stride(-1) == 1 and x.is_cuda for x in (q, k, v))
+    for starts in (cu_seqlens_q, cu_seqlens_k):
+        assert starts.dtype == torch.int32 and starts.is_cuda and starts.is_contiguous() and starts.dim() == 1
+    assert type(max_seqlen_q) is int and type(max_seqlen_k) is int and causal is True
+    return _Flash.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)
+
+
+def flash_attn_2():
+    """The package flash_attn with the signature of 2.8's function."""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+        return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        assert len(window_size) == 2 and isinstance(softcap, float) and not (softcap and dropout_p)
+        return _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+
+    return _counting(stand_in("flash_attn"), flash_attn_varlen_func)
+
+
+def flash_attn_3():
+    """The module flash_attn_interface with the signature of flash-attn 3's function."""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+        softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+        sm_margin=0, return_attn_probs=False,
+    ):  # fmt: skip
+        assert len(window_size) == 2 and isinstance(softcap, float)
+        return _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+
+    return _counting(stand_in("flash_attn_interface"), flash_attn_varlen_func)
+
+
+def _counting(module: types.ModuleType, function) -> types.ModuleType:
+    """The module with the function, and calls: how often it was called."""
+
+    @functools.wraps(function)
+    def counted(*args, **options):
+        module.calls += 1
+        return function(*args, **options)
+
+    module.calls, module.flash_attn_varlen_func = 0, counted
+    return module
+
+
+class _Fused(torch.autograd.Function):
+    """One of Liger's kernels: a result and gradients like its inputs."""
+
+    @staticmethod
+    def forward(ctx, like, *others):
+        ctx.save_for_backward(like, *others)
+        return torch.empty_like(like)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors)
+
+
+def liger() -> list[types.ModuleType]:
+    """The package liger_kernel as far as liger.py calls it, which puts kernels into an instance as Liger does."""
+
+    def norm(self, hidden):
+        assert hidden.is_cuda and hidden.dtype == self.weight.dtype
+        return _Fused.apply(hidden, self.weight)
+
+    def mlp(self, x):
+        return self.down_proj(_Fused.apply(self.gate_proj(x), self.up_proj(x)))
+
+    def rotary(q, k, cos, sin, unsqueeze_dim=1):
+        assert q.dim() == k.dim() == 4 and cos.shape == sin.shape and q.is_cuda and cos.is_cuda
+        return _Fused.apply(q), _Fused.apply(k)
+
+    def apply(model, cross_entropy, fused_linear_cross_entropy):
+        assert not cross_entropy and not fused_linear_cross_entropy
+        family = sys.modules[type(model).__module__]
+        family.apply_rotary_pos_emb = rotary
+        for module in model.modules():
+            kind = type(module).__name__
+            if kind.endswith("RMSNorm"):
+                module.forward = types.MethodType(norm, module)
+            elif kind.endswith("MLP"):
+                module.forward = types.MethodType(mlp, module)
+
+    patches = stand_in(
+        "liger_kernel.transformers.monkey_patch",
+        _apply_liger_kernel_to_instance=apply,
+        MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": None, "qwen2": None, "mistral": None},
+    )
+    return [stand_in("liger_kernel"), stand_in("liger_kernel.transformers"), patches]
