@@ -139,10 +139,13 @@ class Checker:
     def _row(self, one: "_Checked", answers: list[Encoded | DataError]) -> Row:
         """answers: the encoded conversation, or those with the chosen and the rejected answer."""
         sample = one.sample
+        targets = 0
         for coded in answers:
             if isinstance(coded, DataError):
                 return _rejected(sample.id, coded)
-            if coded.num_targets == 0:
+            own = coded.num_targets
+            targets += own
+            if own == 0:
                 limit = self.encoder.options.max_length
                 why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
                 return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
@@ -152,11 +155,11 @@ class Checker:
             "id": sample.id,
             "reason": None,
             "text_to_retry": None,
-            "input_ids": np.concatenate([coded.input_ids for coded in answers]),
-            "labels": np.concatenate([coded.labels for coded in answers]),
+            "input_ids": _joined([coded.input_ids for coded in answers]),
+            "labels": _joined([coded.labels for coded in answers]),
             "media": media_to_text(one.media),
             "length": sum(len(coded.input_ids) for coded in answers),
-            "num_targets": sum(coded.num_targets for coded in answers),
+            "num_targets": targets,
             "chosen_length": len(answers[0].input_ids),
             "num_turns": sum(message.role == "gpt" for message in sample.messages),
             "num_pictures": sum(len(sized.sizes) for sized in one.media),
@@ -180,6 +183,10 @@ class _Checked:
     def conversations(self) -> list[tuple[Message, ...]]:
         """The conversation, or those with the chosen and with the rejected answer."""
         return [each for each in (self.sample.messages, self.sample.rejected) if each]
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:

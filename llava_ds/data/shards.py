@@ -8,6 +8,7 @@ nothing: a shard that two processes encode is encoded alike. A shard may be read
 
 import atexit
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -103,6 +104,7 @@ def encode_together(
     most = num_workers or len(os.sched_getaffinity(0))
     claims = Claims(work.path)
     with (
+        _older_objects_passed_over(),
         _Helpers(work, checker, most) as helpers,
         progress_bar(desc="checking and encoding", delay=2, **({"disable": True} if order else {})) as bar,
     ):
@@ -330,6 +332,17 @@ class EncodingBeside:
                 encode()
         except Exception as error:
             self._errors.put(error)
+
+
+@contextlib.contextmanager
+def _older_objects_passed_over() -> Iterator[None]:
+    """Keep Python's search for cycles away from what exists by now: some 300,000 objects of libraries, which it would
+    go through again and again as records become objects, in forked processes too."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def encoded_shards(folder: Path, number: int) -> dict[int, Path]:
