@@ -12,6 +12,8 @@ from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import TUNABLE_PARTS, trained_parts
 from llava_ds.config.training_flags import TRACKERS
 from llava_ds.constants import ConfigError
+from llava_ds.files.object_store import is_remote, url_problem
+from llava_ds.files.places import local_path
 from llava_ds.files.writing import can_be_made, path_problem
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
@@ -21,6 +23,9 @@ _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local
 # Flags that change nothing without the one that they belong to.
 LORA_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_weight_path")
 QUANTIZATION_FLAGS = ("quant_type", "double_quant")
+
+# Flags that may name an object store.
+REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "sample_data_path")
 
 # Flags of preferences, with the values of --loss_type that read them; the rest of DPO_FLAGS all do.
 DPO_FLAGS = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "simpo_gamma")
@@ -79,6 +84,10 @@ def _missing_paths(args: Arguments, only_to_train: bool) -> Iterator[str]:
 def missing_path(name: str, value: str) -> str | None:
     """The rest of a message about a path that is not there, or None where it is as its flag needs it."""
     kind = FLAGS[name].path
+    if name in REMOTE_FLAGS:
+        if is_remote(value):
+            return None
+        value = local_path(value)
     if kind in ("folder", "model") and not os.path.isdir(value):
         return f": there is no such folder{_HUB_HINT if kind == 'model' and _HUB_NAME.fullmatch(value) else ''}"
     if kind in ("data", "pattern") and not os.path.exists(value):
@@ -90,6 +99,13 @@ def missing_path(name: str, value: str) -> str | None:
     if kind == "output" and not can_be_made(value):
         return " can't be written to: name another folder"
     return None
+
+
+def object_stores(args: Arguments) -> Iterator[str]:
+    for name in REMOTE_FLAGS:
+        value = getattr(args.data, name)
+        if value is not None and is_remote(value) and (problem := url_problem(value, args.data.allow_http)):
+            yield f"--{name} {value}{problem}"
 
 
 def image_shape(args: Arguments) -> Iterator[str]:
@@ -311,7 +327,7 @@ def streaming(args: Arguments) -> Iterator[str]:
         yield f"{flag} needs all samples before the first step, and --stream begins with some: {remedy}"
 
 
-DATA_RULES: tuple[Rule, ...] = (image_shape, sample_order)
+DATA_RULES: tuple[Rule, ...] = (object_stores, image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
     needed_flags,
     precision_and_memory,
