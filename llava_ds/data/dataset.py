@@ -318,7 +318,7 @@ def data_spec(
             template=resolve_template(model.version),
             max_length=data.model_max_length,
             mm_use_im_start_end=model.mm_use_im_start_end,
-            supervise_last_turn_only=data.supervise_last_turn_only or options.are_preferences,
+            supervise_last_turn_only=data.supervise_last_turn_only or args.training.objective != "sft",
             split_special_tokens=model.split_special_tokens,
         ),
         image_options,
