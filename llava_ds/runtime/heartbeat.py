@@ -41,7 +41,8 @@ class Beat:
     steps since the last progress; limit: of these seconds, or None; where: the innermost line of the main thread;
     waits: whether that is in a collective, or in a reading of the device; busy_s: of step_s seconds in steps so far,
     those in which it did not wait; ends: why it ends the run, if it does; hangs: whether because nothing progresses;
-    leaves: whether on a request; queues: whether it queues work for a GPU, whose queue may be full.
+    speaker: the rank that prints it then; leaves: whether on a request; queues: whether it queues work for a GPU, whose
+    queue may be full.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Beat:
     hangs: bool = False
     leaves: bool = False
     queues: bool = False
+    speaker: int | None = None
 
     @property
     def position(self) -> tuple[int, int]:

@@ -228,19 +228,22 @@ class Watchdog:
             return
         late = behind(known, silent_after_s)[0][:MOST_NAMED]
         samples = {each.beat.rank: self._on_samples(each.beat) for each in late}
-        message = standstill(known, silent_after_s, samples)
+        message = standstill(known, silent_after_s, samples) + self._about_limits()
+        alive = [each.beat.rank for each in known if each.silent_s <= silent_after_s]
+        self._beat = replace(self._beat, speaker=min(alive))
+        self._leave(message, speaks=self._ranks.rank == min(alive), hangs=True)
+
+    def _about_limits(self) -> str:
         limits = ", ".join(
             f"--watchdog_{name}_s {value:g}"
             for name in ("start", "step", "save")
             if (value := getattr(self._training, f"watchdog_{name}_s"))
         )
         stacks = Path(self._training.output_dir) / "hang-rank<rank>.txt"
-        message += (
-            f"\n  the limit is {self._beat.limit:.0f} s ({limits}; 0 is none). The stacks of all ranks that could "
+        return (
+            f"\n  the limit is {self._beat.limit or 0:.0f} s ({limits}; 0 is none). The stacks of all ranks that could "
             f"write them are in {stacks}. The same command goes on from the newest checkpoint"
         )
-        alive = [each.beat.rank for each in known if each.silent_s <= silent_after_s]
-        self._leave(message, speaks=self._ranks.rank == min(alive), hangs=True)
 
     def _report_unheard(self, known: list[Known]) -> None:
         """Report once, from the first rank that misses a beat, that a rank which hangs can't be found without it."""
@@ -304,6 +307,8 @@ class Watchdog:
         """End this process after another rank has ended the run, if no launcher does, as on another machine."""
         if beat.hangs:
             self._dump(beat.ends)
+        if beat.hangs and beat.speaker == self._ranks.rank:  # the other rank judged first, and leaves it to this one
+            say(f"run/train.py: error: {beat.ends}{self._about_limits()}")
         if beat.leaves and self._ranks.is_first:
             say(f"run/train.py: {beat.ends}; the others end, too")
         self._closed.wait(LAUNCHER_S)

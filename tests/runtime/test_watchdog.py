@@ -277,6 +277,7 @@ def test_a_rank_waits_as_long_as_another_is_in_time(start):
     run.thread.join(20)
     assert run.codes == [EXIT_RANK_LOST] and "rank 1 on here (pid 101) is behind (the others are further" in run.said[0]
     assert run.others.sent[-1].ends.startswith("the run stands still: rank 1") and run.others.sent[-1].hangs
+    assert run.others.sent[-1].speaker == 0 and len(run.said) == 1
 
 
 def test_without_every_ranks_beat_no_limit_ends_the_run_and_that_is_said_once(start):
@@ -342,6 +343,16 @@ def test_the_end_that_another_rank_tells_ends_this_one(start):
     run.thread.join(20)
     assert run.codes == [EXIT_RANK_LOST] and (run.folder / "hang-rank0.txt").exists()
     assert run.said == ["rank 3 on far died (so says rank 1 on far (pid 101)): this machine's ranks end, too"]
+
+
+def test_a_standstill_is_printed_whichever_rank_judges_first(start):
+    """The first rank alive prints it, for all judge at about the same moment."""
+    run = start(2, watchdog_step_s=0.3)
+    run.others.says = [peer(ends="the run stands still: rank 1 is behind", hangs=True, speaker=0)]
+    run.thread.join(20)
+    (message,) = run.said
+    assert message.startswith("run/train.py: error: the run stands still: rank 1 is behind\n  the limit is ")
+    assert "--watchdog_step_s 0.3" in message and run.codes == [EXIT_RANK_LOST]
 
 
 def test_an_error_is_told_to_the_others_with_the_ranks_name(start):
