@@ -116,7 +116,7 @@ def test_a_step_is_queued_under_a_mark(marks, monkeypatch):
 
     monkeypatch.setattr(loop, "micro_steps", micro_steps)
     monkeypatch.setattr(loop, "_on_device", lambda numbers, device: torch.tensor(numbers))
-    windows = iter([SimpleNamespace(counts=(1, 1), micro_batches=[])])
+    windows = iter([SimpleNamespace(counts=(1, 1), micro_batches=[], passes=1)])
     started = SimpleNamespace(**vars(engine()), optimizer=SimpleNamespace(param_groups=[]))
     with pytest.raises(StopHere):
         loop.run_steps(started, windows, TrainState(), 1, None, Mesh.of(RANKS), None)
