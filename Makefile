@@ -43,11 +43,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval lint clean help
+.PHONY: install pretrain finetune grpo evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval lint clean'
+	@echo 'targets: install pretrain finetune grpo evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval lint clean'
 
 install: $(VENV)/.installed
 
@@ -79,6 +79,15 @@ evaluate: install
 	$(ASK) run/evaluate.py --model_path $(OUTPUT)-finetune --compare_blank_image --compare_without_image \
 	  --output $(OUTPUT)-finetune/evaluation.json \
 	  $(if $(EVAL_DATA),--data_path '$(EVAL_DATA)') $(if $(EVAL_IMAGES),--image_folder '$(EVAL_IMAGES)')
+
+# After make finetune: the tiny model learns to count by rewards of its own answers; scores before and after.
+grpo: install
+	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
+	$(BIN)/python run/dev/write_questions.py output/questions
+	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-grpo.yaml \
+	  --model_name_or_path output/tiny-finetune --data_path output/questions/train.json --image_folder output/questions $(ARGS)
+	for model in tiny-finetune tiny-grpo; do $(BIN)/python run/evaluate.py --model_path output/$$model \
+	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
 
 # The same stage 2 with a fresh projector, for comparison.
 ablation: install

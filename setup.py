@@ -33,6 +33,7 @@ setup(
         "sentencepiece",  # Vicuna and others come with tokenizer.model only
         "protobuf",
         "datasets>=4",
+        "fsspec",  # comes with datasets
         "safetensors",
         "pillow>=11.2",
         "numpy",
@@ -49,6 +50,8 @@ setup(
         "lora": ["peft>=0.17"],
         "qlora": ["peft>=0.17", "bitsandbytes>=0.50"],  # from then on with CPU kernels for all of it
         "video": ["av>=14"],
+        "s3": ["s3fs"],  # data in object stores, and of other stores the package that a message names
+        "gs": ["gcsfs"],
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
         "trackio": ["trackio"],

@@ -56,4 +56,4 @@ class Batch:
 
     def _each(self, change) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Batch(**{k: change(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+        return type(self)(**{k: change(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()})

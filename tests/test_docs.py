@@ -80,6 +80,7 @@ def known(parsers) -> dict[str, set[str]]:
     }
     for name in ("encode.py", "estimate.py", "inspect_data.py"):  # which hand on what they don't know
         own[name] |= own["train.py"]
+    own["rl.py"] = own["train.py"]
     packages = Path(importlib.util.find_spec("torch").origin).parents[1]
     sources = {
         "deepspeed": packages / "deepspeed" / "launcher" / "runner.py",

@@ -21,6 +21,7 @@ __all__ = [
     "trained_parts",
     "trains_new_rows",
     "trains_projector_only",
+    "with_objective_defaults",
 ]
 
 SECTIONS = (ModelArguments, DataArguments, TrainingArguments)
@@ -58,6 +59,15 @@ class Arguments:
             for name, value in self.as_dict().items()
             if FLAGS[name].path is None and not FLAGS[name].per_machine
         }
+
+
+def with_objective_defaults(args: Arguments) -> Arguments:
+    """The flags whose default is another one for each objective, filled in."""
+    beta, loss_type = {"grpo": (0.0, "dapo")}.get(args.training.objective, (0.1, "sigmoid"))
+    training = args.training
+    return args.replaced(
+        beta=beta if training.beta is None else training.beta, loss_type=training.loss_type or loss_type
+    )
 
 
 def flags_free_on_resume(rewinds: bool = False) -> set[str]:

@@ -17,7 +17,7 @@ GROUPS = {
     "data": "the data",
     "images": "images and videos",
     "order": "order of the samples",
-    "objective": "what is learned: supervised answers, or preferences",
+    "objective": "what is learned: supervised answers, preferences, or rewards",
     "steps": "steps and batches",
     "optimizer": "optimizer and schedule",
     "speed": "precision, memory and speed",

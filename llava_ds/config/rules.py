@@ -12,6 +12,8 @@ from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import TUNABLE_PARTS, trained_parts
 from llava_ds.config.training_flags import TRACKERS
 from llava_ds.constants import ConfigError
+from llava_ds.files.object_store import is_remote, url_problem
+from llava_ds.files.places import local_path
 from llava_ds.files.writing import can_be_made, path_problem
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
@@ -22,9 +24,30 @@ _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local
 LORA_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_weight_path")
 QUANTIZATION_FLAGS = ("quant_type", "double_quant")
 
+# Flags that may name an object store.
+REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "sample_data_path")
+
 # Flags of preferences, with the values of --loss_type that read them; the rest of DPO_FLAGS all do.
 DPO_FLAGS = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "simpo_gamma")
 DPO_LOSS_TYPES = {"label_smoothing": ("sigmoid", "simpo"), "simpo_gamma": ("simpo",)}
+# Those of rewards.
+GRPO_FLAGS = (
+    "beta",
+    "loss_type",
+    "reward_funcs",
+    "reward_weights",
+    "num_generations",
+    "max_completion_length",
+    "per_device_generation_batch_size",
+    "num_iterations",
+    "epsilon",
+    "epsilon_high",
+    "importance_sampling_level",
+    "scale_rewards",
+    "mask_truncated_completions",
+)
+LOSS_TYPES = {"dpo": ("sigmoid", "hinge", "ipo", "simpo"), "grpo": ("dapo", "grpo", "dr_grpo")}
+OBJECTIVE_FLAGS = {"sft": (), "dpo": DPO_FLAGS, "grpo": GRPO_FLAGS}
 
 Rule = Callable[[Arguments], Iterator[str]]
 
@@ -61,6 +84,10 @@ def _missing_paths(args: Arguments, only_to_train: bool) -> Iterator[str]:
 def missing_path(name: str, value: str) -> str | None:
     """The rest of a message about a path that is not there, or None where it is as its flag needs it."""
     kind = FLAGS[name].path
+    if name in REMOTE_FLAGS:
+        if is_remote(value):
+            return None
+        value = local_path(value)
     if kind in ("folder", "model") and not os.path.isdir(value):
         return f": there is no such folder{_HUB_HINT if kind == 'model' and _HUB_NAME.fullmatch(value) else ''}"
     if kind in ("data", "pattern") and not os.path.exists(value):
@@ -72,6 +99,13 @@ def missing_path(name: str, value: str) -> str | None:
     if kind == "output" and not can_be_made(value):
         return " can't be written to: name another folder"
     return None
+
+
+def object_stores(args: Arguments) -> Iterator[str]:
+    for name in REMOTE_FLAGS:
+        value = getattr(args.data, name)
+        if value is not None and is_remote(value) and (problem := url_problem(value, args.data.allow_http)):
+            yield f"--{name} {value}{problem}"
 
 
 def image_shape(args: Arguments) -> Iterator[str]:
@@ -225,23 +259,53 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
 
 
 def objectives(args: Arguments) -> Iterator[str]:
-    training = args.training
-    given = [name for name in DPO_FLAGS if name in args.given]
-    if training.objective != "dpo":
-        if given:
-            names = ", ".join(f"--{name}" for name in given)
-            yield f"{names} belong to --objective dpo, which is {training.objective}: give that, or leave them out"
-        return
+    """Flags of an objective that another one has no use for, and what is for supervised answers alone."""
+    training, objective = args.training, args.training.objective
+    given = [name for name in dict.fromkeys((*DPO_FLAGS, *GRPO_FLAGS)) if name in args.given]
     for name in given:
-        known = DPO_LOSS_TYPES.get(name, (training.loss_type,))
-        if training.loss_type not in known:
-            yield f"--{name} has no effect with --loss_type {training.loss_type}: it is for {' and '.join(known)}"
+        known = [each for each, names in OBJECTIVE_FLAGS.items() if name in names]
+        if objective not in known:
+            yield f"--{name} belongs to --objective {' and '.join(known)}, which is {objective}: leave one of them out"
+    if objective == "sft":
+        return
+    if training.loss_type is not None and training.loss_type not in LOSS_TYPES[objective]:
+        known = ", ".join(LOSS_TYPES[objective])
+        yield f"--loss_type {training.loss_type} is not one of --objective {objective}: give one of {known}"
     if training.loss_reduction != "token":
-        yield "--loss_reduction micro_batch is for --objective sft: the loss of preferences is the mean over pairs"
+        yield f"--loss_reduction micro_batch is for --objective sft, which is {objective}: leave it out"
     if args.model.version == "plain":
         yield "--version plain is for captions, which have one answer: name the template of the model's conversations"
+    yield from _preferences(args, given) if objective == "dpo" else _rewards(args)
+
+
+def _preferences(args: Arguments, given: list[str]) -> Iterator[str]:
+    loss_type = args.training.loss_type or "sigmoid"
+    for name in given:
+        known = DPO_LOSS_TYPES.get(name, (loss_type,))
+        if loss_type not in known:
+            yield f"--{name} has no effect with --loss_type {loss_type}: it is for {' and '.join(known)}"
     if args.data.data_path is None:
         yield "--objective dpo needs --data_path with preferences: the generated scenes have one answer each"
+
+
+def _rewards(args: Arguments) -> Iterator[str]:
+    model, data, training = args.model, args.data, args.training
+    if training.reward_funcs is None:
+        yield "--objective grpo needs --reward_funcs: name what answers are judged by, like exact"
+    if training.epsilon >= 1:
+        yield f"--epsilon is {training.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
+    others = {
+        "--bits": model.bits != 16,
+        "--lora_enable": model.lora_enable,
+        "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
+        "--on_loss_spike rewind": training.on_loss_spike == "rewind",
+        "--steps_across_epochs": bool(training.steps_across_epochs),
+        "--torch_compile": training.torch_compile,
+        "--stream": data.stream,
+    }
+    for flag, is_set in others.items():
+        if is_set:
+            yield f"{flag} can't be used with --objective grpo: leave it out"
 
 
 def streaming(args: Arguments) -> Iterator[str]:
@@ -263,7 +327,7 @@ def streaming(args: Arguments) -> Iterator[str]:
         yield f"{flag} needs all samples before the first step, and --stream begins with some: {remedy}"
 
 
-DATA_RULES: tuple[Rule, ...] = (image_shape, sample_order)
+DATA_RULES: tuple[Rule, ...] = (object_stores, image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
     needed_flags,
     precision_and_memory,

@@ -49,16 +49,22 @@ class TrainingArguments:
     output_dir: str | None = _run_free(
         None, "Folder for everything that the run writes.", path="output", only_to_train=True
     )
-    objective: Literal["sft", "dpo"] = _objective(
+    objective: Literal["sft", "dpo", "grpo"] = _objective(
         "sft",
         "sft: the answers of conversations; dpo: of two answers the chosen one, from records with chosen and rejected "
-        "(docs/preference.md).",
+        "(docs/preference.md); grpo: answers that the model draws and rewards judge (run/rl.py, docs/rl.md).",
     )
-    beta: Rate = _objective(0.1, "dpo: how strongly the model is held to the reference model, which it begins as.")
-    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = _objective(
-        "sigmoid",
+    beta: Rate | None = _objective(
+        None,
+        "dpo and grpo: how strongly the model is held to the reference model, which it begins as. Absent: 0.1 with "
+        "dpo, 0 with grpo, which then needs no reference model.",
+    )
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "dapo", "grpo", "dr_grpo"] | None = _objective(
+        None,
         "dpo: the loss of a pair. sigmoid: DPO; hinge: SLiC; ipo: IPO, over mean log-probabilities; simpo: SimPO, the "
-        "same without a reference model.",
+        "same without a reference model. grpo: the mean of the loss. dapo: over all tokens of the step; grpo: over an "
+        "answer's tokens, then over answers; dr_grpo: over answers of --max_completion_length tokens. Absent: sigmoid "
+        "or dapo.",
     )
     label_smoothing: Annotated[float, Bounds(0, 0.5)] = _objective(
         0.0, "dpo with sigmoid or simpo: the share of pairs that may be the wrong way round."
@@ -67,6 +73,33 @@ class TrainingArguments:
         0.0, "dpo: weight of the chosen answer's own loss per token, which keeps its probability from falling."
     )
     simpo_gamma: Rate = _objective(0.5, "dpo with simpo: the margin by which the chosen answer shall be ahead.")
+    reward_funcs: str | None = _objective(
+        None,
+        "grpo: rewards, separated by commas: exact, numeric, choice, iou, format, length, or file.py:function, a "
+        "Python function that is run with your rights (docs/rl.md).",
+    )
+    reward_weights: str | None = _objective(
+        None, "grpo: a weight for each of --reward_funcs, separated by commas. Absent: 1 each."
+    )
+    num_generations: Annotated[int, Bounds(2, MOST)] = _objective(8, "grpo: answers that are drawn to each prompt.")
+    max_completion_length: Count = _objective(256, "grpo: longest answer in tokens.")
+    per_device_generation_batch_size: Count = _objective(
+        32, "grpo: prompts that a rank draws answers to at once.", resume="layout"
+    )
+    num_iterations: Count = _objective(1, "grpo: optimizer updates over the answers of a step.")
+    epsilon: Positive = _objective(0.2, "grpo: how far the ratio of new to old probability may fall and still count.")
+    epsilon_high: Positive | None = _objective(
+        None, "grpo: how far it may rise (DAPO's clip-higher: 0.28). Absent: --epsilon."
+    )
+    importance_sampling_level: Literal["token", "sequence"] = _objective(
+        "token", "grpo: token: a ratio for each token; sequence: one for each answer (GSPO)."
+    )
+    scale_rewards: Literal["group", "batch", "none"] = _objective(
+        "group", "grpo: divide advantages by the standard deviation of the rewards of a prompt, of the step, or not."
+    )
+    mask_truncated_completions: bool = _objective(
+        False, "grpo: leave answers that came to no end within --max_completion_length out of the loss."
+    )
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
     max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs.")
     per_device_train_batch_size: Count = _steps(8, "Samples per rank and micro-batch.", resume="layout")

@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,6 +49,8 @@ from llava_ds.data.sources.open import shown
 from llava_ds.data.sources.source import short_names
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns
+from llava_ds.files.object_store import configure
+from llava_ds.files.places import real_path
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, on_every_rank, print_first, printable
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
@@ -300,6 +301,7 @@ def data_spec(
 ) -> "DataSpec":
     """The data that the flags name, as open_data takes them."""
     model, data = args.model, args.data
+    configure(f"{data.object_cache_dir or data.cache_dir}/objects", int(data.object_cache_gb * 10**9), data.allow_http)
     options = SourceOptions(
         data_format=data.data_format,
         columns=parse_columns(data.data_columns),
@@ -316,7 +318,7 @@ def data_spec(
             template=resolve_template(model.version),
             max_length=data.model_max_length,
             mm_use_im_start_end=model.mm_use_im_start_end,
-            supervise_last_turn_only=data.supervise_last_turn_only or options.are_preferences,
+            supervise_last_turn_only=data.supervise_last_turn_only or args.training.objective != "sft",
             split_special_tokens=model.split_special_tokens,
         ),
         image_options,
@@ -388,7 +390,7 @@ class DataSpec:
         ]
         # The folders of images decide what is found, so they count for the cache; moved data have the same fingerprint.
         paths = [path for s in sources for path in (s.image_root, s.video_root, s.path) if path is not None]
-        roots = [str(os.path.realpath(path)) for path in paths]
+        roots = [real_path(path) for path in paths]
         with first_rank_first(ranks):  # rank 0 hashes the files, and the others find the hashes in the cache
             stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
             contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef
+from llava_ds.files.object_store import RemoteFile, is_remote
 
 # Errors of the machine, not of the file or disk that was used at that moment.
 LACKING = {
@@ -30,7 +31,8 @@ def read_errors(path: str | os.PathLike) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = LACKING.get(error.errno, "copy it again, or check its disk")
+        mend = "see that the store has it, and start again" if is_remote(path) else "copy it again, or check its disk"
+        remedy = LACKING.get(error.errno, mend)
         raise DataError(f"{path} can't be read: {error.strerror or error}: {remedy}") from error
 
 
@@ -97,6 +99,8 @@ def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader
 
     Decoders get no path, as some would map the file, which may shrink.
     """
+    if is_remote(ref.path):
+        return io.BufferedReader(BoundedFile(RemoteFile(ref.path, ref.offset, ref.num_bytes), max_bytes))
     file = io.FileIO(ref.path, opener=_open_without_waiting)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

@@ -15,6 +15,7 @@ from llava_ds.constants import DataError
 from llava_ds.data.file_slices import read_errors, write_errors
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import shard_contents
+from llava_ds.files.places import open_data, real_path
 from llava_ds.files.reading import FileState, read_json, state_of
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
@@ -75,10 +76,9 @@ class _Note(FileState):
 
 def file_digest(source: Source, path: str, cache_dir: Path) -> str:
     """A hash of a source's file, remembered in cache_dir while its stamp and some of its blocks stay the same."""
-    file = Path(path)
     with read_errors(path):
-        seen = state_of(file)
-    note = cache_dir / "hashes" / f"{digest_of([str(file.resolve()), source.kind])}.json"
+        seen = state_of(path)
+    note = cache_dir / "hashes" / f"{digest_of([real_path(path), source.kind])}.json"
     try:
         known = read_json(note, _Note)
         if seen.items() <= known.items():
@@ -87,7 +87,7 @@ def file_digest(source: Source, path: str, cache_dir: Path) -> str:
         pass  # not hashed before, or the note was cut short by a kill
     digest = hashlib.sha256()
     with read_errors(path):
-        for block in shard_contents(path) if source.kind == "webdataset" else _blocks(file):
+        for block in shard_contents(path) if source.kind == "webdataset" else _blocks(path):
             digest.update(block)
     sha256 = digest.hexdigest()
     with write_errors(cache_dir, "the hashes of files"):
@@ -96,7 +96,7 @@ def file_digest(source: Source, path: str, cache_dir: Path) -> str:
     return sha256
 
 
-def _blocks(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as stream:
+def _blocks(path: str) -> Iterator[bytes]:
+    with open_data(path) as stream:
         while block := stream.read(1 << 20):
             yield block

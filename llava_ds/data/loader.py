@@ -63,12 +63,15 @@ class MicroBatch:
 class Window:
     """This rank's micro-batches of one optimizer step, on the device.
 
-    num_planned: samples of the step over all ranks, broken ones included; data_wait_s: time spent waiting for them.
+    num_planned: samples of the step over all ranks, broken ones included; data_wait_s: time spent waiting for them;
+    passes: optimizer updates over all of them; metrics: sums that came with them, as those of MicroLoss.
     """
 
     micro_batches: list[MicroBatch]
     num_planned: int
     data_wait_s: float
+    passes: int = 1
+    metrics: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def batches(self) -> list[Batch]:

@@ -20,6 +20,7 @@ from llava_ds.constants import DataError
 from llava_ds.data.cache import RowTable
 from llava_ds.data.images.decode import used_files
 from llava_ds.data.sample import FileRef, Media
+from llava_ds.files.object_store import is_remote
 from llava_ds.files.reading import Stamp, blocks_digest, stamp_of, why_not_regular
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
@@ -31,6 +32,7 @@ LISTED = pa.schema({"path": pa.string(), "num_bytes": pa.int64(), "mtime_ns": pa
 # Files up to this size are hashed as a whole, which is faster than decoding them; larger ones are videos.
 WHOLE_BYTES = 32 << 20
 THREADS = 8  # for stamps and blocks: a network disk is slow to answer
+STORE_THREADS = 64  # an object store is slower, and answers any number at once
 NUM_SAMPLED = 256  # files to read again at every start, whatever their stamps
 NUM_REMEMBERED = 1 << 18  # stamps, of images that many records have: each takes some 300 bytes
 MOST_NAMED = 5
@@ -89,7 +91,7 @@ def changed_files(table: RowTable, options: ImageOptions, refs_of, numbers: Sequ
     sampled = np.bincount(rng.integers(max(1, len(numbers)), size=num_sampled), minlength=len(numbers))
     stamps: dict[bytes, tuple[int, ...]] = {}
     changed: dict[str, None] = {}
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(STORE_THREADS) as pool:
         for rows, num_sampled in zip(table.files(["media", "files", "stamps", "contents"], numbers), sampled):
             paths = _flat(rows, "files")
             if not len(paths):
@@ -133,14 +135,15 @@ def _refs(rows: pa.Table, entries: np.ndarray, options: ImageOptions, refs_of) -
 
 def _in_threads(act, items: list, pool: ThreadPoolExecutor) -> list:
     """Results of act for every item. In slices, as starting a task takes longer than a stamp."""
-    size = max(1, -(-len(items) // THREADS))
+    in_store = any(is_remote(os.fsdecode(getattr(item, "path", item))) for item in items[:1])
+    size = max(1, -(-len(items) // (STORE_THREADS if in_store else THREADS)))
     slices = [items[start : start + size] for start in range(0, len(items), size)]
     return [each for part in pool.map(lambda part: [act(item) for item in part], slices) for each in part]
 
 
 def _stamp_or_nothing(path: bytes) -> tuple[int, ...]:
     try:
-        return stamp_of(path)
+        return stamp_of(os.fsdecode(path))
     except OSError:
         return (-1,) * len(Stamp._fields)
 

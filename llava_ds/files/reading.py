@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -18,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
+from llava_ds.files.object_store import RemoteFile, identity_of, is_remote, known_identity
 
 MAX_JSON_BYTES = 16 << 20  # a manifest of 4,096 ranks has 3 MB; nested lists take twenty times their text in memory
 MAX_LINE_BYTES = 16 << 20
@@ -149,7 +151,10 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: str | Path) -> Stamp:
-    """The stamp of a file, links followed. Raises OSError."""
+    """The stamp of a file, links followed; of an object its size and the store's mark. Raises OSError."""
+    if is_remote(path):
+        size, mark = identity_of(path)
+        return Stamp(size, int(mark[:15], 16), 0, 0)
     stat = os.stat(path)
     return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino & (2**63 - 1))
 
@@ -166,7 +171,8 @@ def state_of(path: str | Path) -> FileState:
 
     Raises OSError, and DataError for what is no regular file.
     """
-    return {"stamp": list(stamp_of(path)), "blocks": blocks_digest(path)}
+    stamp = list(stamp_of(path))
+    return {"stamp": stamp, "blocks": known_identity(path).mark if is_remote(path) else blocks_digest(path)}
 
 
 def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_bytes: int = WHOLE_BYTES) -> str:
@@ -175,19 +181,27 @@ def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_
 
     32 hexadecimal digits. Raises OSError, and DataError for what is no regular file.
     """
+    if is_remote(path):
+        with RemoteFile(path, offset, num_bytes) as file:
+            return _digest(file.read_at, file.num_bytes, whole_bytes)
     with open_regular(path) as file:
         handle = file.fileno()
         if num_bytes < 0:
             num_bytes = os.fstat(handle).st_size - offset
-        digest = hashlib.sha256(num_bytes.to_bytes(8, "big"))
-        if num_bytes <= whole_bytes:
-            for start in range(0, num_bytes, READ_BYTES):
-                digest.update(os.pread(handle, min(READ_BYTES, num_bytes - start), offset + start))
-            return digest.hexdigest()[:32]
-        last = num_bytes - BLOCK_BYTES
-        for i in range(NUM_BLOCKS):
-            digest.update(os.pread(handle, BLOCK_BYTES, offset + last * i // (NUM_BLOCKS - 1)))
+        return _digest(lambda count, start: os.pread(handle, count, offset + start), num_bytes, whole_bytes)
+
+
+def _digest(read_at: Callable[[int, int], bytes], num_bytes: int, whole_bytes: int) -> str:
+    """The digest of blocks that read_at(count, start) gives."""
+    digest = hashlib.sha256(num_bytes.to_bytes(8, "big"))
+    if num_bytes <= whole_bytes:
+        for start in range(0, num_bytes, READ_BYTES):
+            digest.update(read_at(min(READ_BYTES, num_bytes - start), start))
         return digest.hexdigest()[:32]
+    last = num_bytes - BLOCK_BYTES
+    for i in range(NUM_BLOCKS):
+        digest.update(read_at(BLOCK_BYTES, last * i // (NUM_BLOCKS - 1)))
+    return digest.hexdigest()[:32]
 
 
 def sha256(path: Path) -> str:

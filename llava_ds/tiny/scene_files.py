@@ -95,6 +95,24 @@ def _write_splits(folder, seed, num_pretrain, num_finetune, num_heldout):
             job.get()
 
 
+def write_questions(folder, seed, splits):
+    """Write single questions about scenes of their own, as <name>.json and pictures beside it.
+
+    splits: name to (kinds of the questions in their order, whether the scenes are of the held-out ones).
+    """
+    folder = Path(folder)
+    with write_errors(folder, "the questions"):
+        for stream, (name, (kinds, heldout)) in enumerate(splits.items()):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            records = []
+            pairs = question_records(np.random.default_rng([seed, stream]), kinds, heldout)
+            for index, (record, scene) in enumerate(pairs):
+                picture = f"{name}/{index:06d}.png"
+                _save_picture(scene, folder / picture)
+                records.append({"id": f"{name}-{index:06d}", **record, "image": picture})
+            (folder / f"{name}.json").write_text(json.dumps(records, indent=1))
+
+
 def pretrain_records(rng, count):
     """Return `count` pairs (record without id and image, scene): one caption per picture."""
     pairs = []
@@ -125,13 +143,17 @@ def finetune_records(rng, count):
 
 def heldout_records(rng, count):
     """Return at least `count` pairs (record with its kind, scene), every kind of question equally often."""
+    return question_records(rng, [KINDS[i % len(KINDS)] for i in range(-(-count // len(KINDS)) * len(KINDS))], True)
+
+
+def question_records(rng, kinds, heldout):
+    """Return pairs (record with its kind, scene) of one question each, of these kinds in turn."""
     balance = Balance(form_slack=2, kind_slack=2)
     pairs = []
-    for index in range(-(-count // len(KINDS)) * len(KINDS)):
-        kind = KINDS[index % len(KINDS)]
+    for kind in kinds:
         question = None
         while question is None:
-            scene = sample_scene(rng, heldout=True)
+            scene = sample_scene(rng, heldout=heldout)
             question = balance.choose(all_questions(scene, kind), rng)
         turns = _turns([(f"<image>\n{question.text(rng)}", question.answer)])
         pairs.append(({"kind": kind, "conversations": turns}, scene))

@@ -43,6 +43,7 @@ ROWS = {
     "metrics.jsonl": _Metrics,
     "evals.jsonl": _Step,
     "samples.jsonl": _Step,
+    "rollouts.jsonl": _Step,
     "skipped_steps.jsonl": _Step,
     "loss_spikes.jsonl": _Spike,
     "skipped.jsonl": _Skipped,

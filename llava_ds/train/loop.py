@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llava_ds.data.loader import Window, windows
+from llava_ds.data.loader import Window
 from llava_ds.engine.non_finite import skipped_steps
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import queuing
@@ -35,13 +35,7 @@ def train(session: Session, hooks: Sequence[Hook]) -> None:
         watchdog.set_phase("step", result.step + 1)
         return end.paused_s()
 
-    steps = windows(
-        plan.steps,
-        session.mesh.dp_rank,
-        done=state.step,
-        num_workers=plan.args.data.dataloader_num_workers,
-        device=session.ranks.device,
-    )
+    steps = session.windows()
     with session.memory:
         for hook in hooks:
             hook.begin()
@@ -75,7 +69,8 @@ def run_steps(
         # An image may break after it was checked: only what the ranks really have is counted.
         counts = sum_over(mesh.data_group, _on_device(window.counts, engine.device))
         with queuing():
-            sums = micro_steps(engine, window, counts, objective)
+            passes = [micro_steps(engine, window, counts, objective) for _ in range(window.passes)]
+            sums = passes[0] if len(passes) == 1 else mean_of(passes)
         state.step += 1
         finished = time.perf_counter()
         result = StepResult(
@@ -121,8 +116,22 @@ def micro_steps(engine, window: Window, counts: torch.Tensor, objective: Objecti
     return StepSums(
         loss=losses.dot(torch.stack(scales)) / objective.grad_ranks,
         by_source=by_source.sum(0),
-        metrics={name: torch.stack([micro.metrics[name] for micro in done]).sum() for name in done[0].metrics},
+        metrics={
+            **window.metrics,
+            **{name: torch.stack([micro.metrics[name] for micro in done]).sum() for name in done[0].metrics},
+        },
         means=_means(losses, window) if objective.logs_means else None,
+    )
+
+
+def mean_of(passes: list[StepSums]) -> StepSums:
+    """The mean of several passes over one window."""
+    number = len(passes)
+    return StepSums(
+        loss=sum(each.loss for each in passes) / number,
+        by_source=sum(each.by_source for each in passes) / number,
+        metrics={name: sum(each.metrics[name] for each in passes) / number for name in passes[0].metrics},
+        means=None,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.arguments import Arguments, with_objective_defaults
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.data.dataset import EncodedDataset, open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
@@ -38,6 +38,7 @@ from llava_ds.runtime.ranks import (
     print_first,
 )
 from llava_ds.tiny import default as tiny
+from llava_ds.train.rewards import Reward, open_rewards
 from llava_ds.train.start import Start
 
 
@@ -52,7 +53,8 @@ class EvalSets:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of a run before a model is built. args: with every "auto" filled in."""
+    """All that is known of a run before a model is built. args: with every "auto" filled in; rewards: of
+    --reward_funcs."""
 
     args: Arguments
     resolved: ResolvedConfig
@@ -63,6 +65,7 @@ class Plan:
     evals: EvalSets
     resume: ResumePlan
     export: ExportPlan
+    rewards: tuple[Reward, ...] = ()
 
     @property
     def output_dir(self) -> Path:
@@ -92,7 +95,8 @@ def make_plan(start: Start) -> Plan:
     ranks, max_shard_bytes = start.ranks, parse_size(start.args.training.max_shard_size)
     with first_rank_first(ranks):
         args = tiny.fill_in(start.args)
-    args = args.replaced(version=resolve_template(args.model.version))
+    args = with_objective_defaults(args.replaced(version=resolve_template(args.model.version)))
+    rewards = on_every_rank(ranks, partial(open_rewards, args.training.reward_funcs, args.training.reward_weights))
     model, images, form = _plan_model(args)
     raw_config = start.raw_config
     if raw_config is None:
@@ -114,7 +118,7 @@ def make_plan(start: Start) -> Plan:
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
     args = resolved.args
     export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
-    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export)
+    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, rewards)
     print_first(*plan.describe(), *lines)
     return plan
 

@@ -1,5 +1,6 @@
 """A run while it trains: its model, its engine, and what watches over them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -9,6 +10,7 @@ from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
 from llava_ds.checkpoint.training_state import restore
 from llava_ds.data.file_slices import write_errors
+from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.activation_budget import choose_checkpointed_layers
 from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
@@ -34,18 +36,21 @@ from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
 from llava_ds.train.evals import Evaluation
 from llava_ds.train.objectives.dpo import DPO, PairLoss
+from llava_ds.train.objectives.grpo import GRPO, PolicyLoss
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
 from llava_ds.train.reference import add_reference
+from llava_ds.train.rollouts import Rollouts
 from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState
 
 
 @dataclass(frozen=True)
 class Session:
-    """All that lives while a run trains. trackers: of --report_to; memory: explains running out of it."""
+    """All that lives while a run trains. trackers: of --report_to; memory: explains running out of it; rollouts: None
+    unless answers are drawn to train on."""
 
     plan: Plan
     ranks: Ranks
@@ -60,6 +65,15 @@ class Session:
     memory: MemoryWatch
     watchdog: Watchdog
     stop: Stopping
+    rollouts: Rollouts | None = None
+
+    def windows(self) -> Iterator[Window]:
+        """This rank's micro-batches of every step that is left."""
+        plan, done = self.plan, self.state.step
+        if self.rollouts is not None:
+            return self.rollouts.windows(self.engine, done)
+        workers = plan.args.data.dataloader_num_workers
+        return windows(plan.steps, self.mesh.dp_rank, done=done, num_workers=workers, device=self.ranks.device)
 
     def saves_at(self, step: int, last: bool) -> bool:
         """True if a checkpoint is due after a step. last: nothing comes after it."""
@@ -77,7 +91,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
-    model, engine, checkpointed = _build_engine(plan, ranks)
+    model, engine, checkpointed, rollouts = _build_engine(plan, started)
     objective = _objective(plan, mesh)
     if plan.steps.dataset.are_pairs and objective.loss.has_reference:
         for dataset in plan.data_sets:
@@ -93,7 +107,20 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     evaluation = Evaluation(engine, plan, objective, trackers, ranks, mesh)
     saver = _saver(plan, engine, ranks)
     return Session(
-        plan, ranks, mesh, model, engine, objective, state, trackers, evaluation, saver, memory, watchdog, stop
+        plan,
+        ranks,
+        mesh,
+        model,
+        engine,
+        objective,
+        state,
+        trackers,
+        evaluation,
+        saver,
+        memory,
+        watchdog,
+        stop,
+        rollouts,
     )
 
 
@@ -136,9 +163,10 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
         print_first(broadcast_from_first(ranks, partial(try_export, plan.export, output_dir)))
 
 
-def _build_engine(plan: Plan, ranks: Ranks) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict]:
-    """Build the model and the engine over it. Returns them, and the parts whose layers may be checkpointed."""
-    args, resolved, text_config = plan.args, plan.resolved, plan.model.text_config
+def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None]:
+    """Build the model and the engine over it. Returns them, the parts whose layers may be checkpointed, and what draws
+    answers where that is the objective."""
+    args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     model = build_model(plan.model, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
     print_first(attention_report(text_config, ranks.device, resolved.compute_dtype), plan.model.last_layer_note())
     if args.training.use_liger_kernel:
@@ -149,9 +177,12 @@ def _build_engine(plan: Plan, ranks: Ranks) -> tuple[LlavaModel, deepspeed.DeepS
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe_parts(model, groups))
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
-    engine = start_engine(model, groups, resolved, plan.steps.num_steps, ranks.device)
+    draws = args.training.objective == "grpo"
+    rollouts = Rollouts(model, plan, ranks, started.mesh) if draws else None
+    num_updates = plan.steps.num_steps * (args.training.num_iterations if draws else 1)
+    engine = start_engine(model, groups, resolved, num_updates, ranks.device)
     check_engine(engine, resolved)
-    return model, engine, checkpointed
+    return model, engine, checkpointed, rollouts
 
 
 def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: MemoryWatch, ranks: Ranks) -> None:
@@ -185,6 +216,14 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
         names = (field.name for field in fields(PairLoss))
         loss = PairLoss(**{name: getattr(training, name) for name in names})
         return DPO(loss, num_sources, mesh.grad_ranks)
+    if training.objective == "grpo":
+        loss = PolicyLoss(
+            training.epsilon,
+            training.epsilon if training.epsilon_high is None else training.epsilon_high,
+            training.importance_sampling_level,
+            training.beta,
+        )
+        return GRPO(loss, num_sources, mesh.grad_ranks)
     return SFT(training.loss_reduction, num_sources, grad_ranks=mesh.grad_ranks)
 
 

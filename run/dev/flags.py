@@ -58,7 +58,7 @@ def page(parsers: dict[str, argparse.ArgumentParser]) -> str:
 
 def all_parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of every script in run/, the bench's and build_tiny's; run/train.py's without opening DeepSpeed."""
-    others = [path for path in sorted(RUN.glob("*.py")) if path.name != "train.py"]
+    others = [path for path in sorted(RUN.glob("*.py")) if path.name not in ("train.py", "rl.py")]
     others += [DEV / "bench.py", DEV / "build_tiny.py"]
     return {"train.py": build_parser(), **{path.name: parser_of(path) for path in others}}
 

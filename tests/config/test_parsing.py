@@ -16,6 +16,7 @@ from llava_ds.config.arguments import (
     flags_free_on_resume,
     trained_parts,
     trains_projector_only,
+    with_objective_defaults,
 )
 from llava_ds.config.bounds import Bounds, bounds_of
 from llava_ds.config.flags import GROUPS
@@ -344,6 +345,16 @@ def test_a_flag_out_of_bounds_is_said_once():
             ["--steps_across_epochs", "True", "--tokens_per_micro_batch", "900"],
             "--steps_across_epochs True counts in micro-batches of --per_device_train_batch_size samples",
         ),
+        (["--reward_funcs", "exact"], "--reward_funcs belongs to --objective grpo, which is sft"),
+        (["--beta", "1"], "--beta belongs to --objective dpo and grpo, which is sft"),
+        (["--objective", "grpo"], "--objective grpo needs --reward_funcs"),
+        (["--objective", "grpo", "--rpo_alpha", "1"], "--rpo_alpha belongs to --objective dpo, which is grpo"),
+        (["--objective", "grpo", "--loss_type", "ipo"], "ipo is not one of --objective grpo: give one of dapo, grpo"),
+        (["--objective", "grpo", "--epsilon", "1"], "--epsilon is 1: a ratio of probabilities can't fall by more"),
+        (["--objective", "grpo", "--num_generations", "1"], "--num_generations is 1: give 2 or more"),
+        (["--objective", "grpo", "--eval_fraction", "0.1"], "--eval_fraction can't be used with --objective grpo"),
+        (["--objective", "dpo", "--simpo_gamma", "1"], "--simpo_gamma has no effect with --loss_type sigmoid"),
+        (["--objective", "dpo", "--loss_type", "dapo"], "dapo is not one of --objective dpo: give one of sigmoid"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(argv, expected):
@@ -374,6 +385,16 @@ def test_tokens_of_a_micro_batch_are_a_number_auto_or_none():
     for word, meant in (("8192", 8192), ("auto", "auto"), ("none", None)):
         args, _ = parse_arguments([*map(str, NEEDED), "--tokens_per_micro_batch", word])
         assert args.training.tokens_per_micro_batch == meant
+
+
+def test_each_objective_has_defaults_of_its_own():
+    for argv, meant in (
+        ([], (0.1, "sigmoid")),
+        (["--objective", "grpo", "--reward_funcs", "exact"], (0.0, "dapo")),
+        (["--objective", "grpo", "--reward_funcs", "exact", "--beta", "0.5", "--loss_type", "grpo"], (0.5, "grpo")),
+    ):
+        training = with_objective_defaults(parse(*argv)).training
+        assert (training.beta, training.loss_type) == meant
 
 
 def test_missing_output_dir_and_config_are_named():

@@ -63,9 +63,9 @@ def flags_of(given: dict, output_dir: Path, stage: int, **more: object) -> dict[
         "max_steps": STEPS,
         "warmup_ratio": 0.1,
         "beta": BETA,
-        "learning_rate": 3e-3,
+        "learning_rate": 1e-3,
         "adam_epsilon": 1e-3,
-        "mm_projector_lr": 1.5e-3,
+        "mm_projector_lr": 5e-4,
         **more,
     }
     return toy_run(given, output_dir, ds_config(stage), train_batch_size=BATCH, objective="dpo", **more)
@@ -137,7 +137,7 @@ def loop(folder: Path, given: dict, pairs: list, **flags: object) -> list[dict[s
         {id(p) for p in model.model.multi_modal_projector.parameters()},
     )
     language = [p for p in model.parameters() if id(p) not in names and p.requires_grad]
-    groups = [{"params": language, "lr": 3e-3}, {"params": list(projector.parameters()), "lr": 1.5e-3}]
+    groups = [{"params": language, "lr": 1e-3}, {"params": list(projector.parameters()), "lr": 5e-4}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0)
     peak = [group["lr"] for group in optimizer.param_groups]
     per_epoch = math.ceil(len(pairs) / BATCH)
@@ -212,7 +212,9 @@ def test_training_is_the_textbooks(runs, textbook, at):
     found, wanted = read_metrics(runs[at] / "metrics.jsonl"), textbook[at[0]]
     assert len(found) == STEPS
     for name in wanted[0]:
-        most = max(abs(row[name] - other[name]) for row, other in zip(found, wanted))
+        # Before the first update, which warm-up delays to the second step, all margins are zero.
+        first = 2 if name == "rewards/accuracies" else 0
+        most = max(abs(row[name] - other[name]) for row, other in list(zip(found, wanted))[first:])
         limit = 1e-6 if name == "loss" else 4e-6
         assert most < limit * max(1.0, max(abs(other[name]) for other in wanted)), (name, most)
 

@@ -1,7 +1,6 @@
 """Detection of the format of a source's records, from the first of them."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from llava_ds.constants import IMAGE_TOKEN, ConfigError
 from llava_ds.data.sources.options import Columns, SourceOptions, short
 from llava_ds.data.sources.preferences import FORMS
+from llava_ds.files.places import local_path, real_path
 
 NUM_RECORDS = 100  # to detect the format from
 FORMATS_HELP = (
@@ -140,4 +140,4 @@ def _shown(keys: Iterable[str]) -> str:
 
 def folder_of(path: str | None) -> str | None:
     """The real path of a folder; None for None."""
-    return None if path is None else os.path.realpath(os.path.expanduser(path))
+    return None if path is None else real_path(local_path(path))

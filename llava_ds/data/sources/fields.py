@@ -13,6 +13,8 @@ from llava_ds.data.sources.embedded import REFERENCE
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import VIDEO_SUFFIXES
+from llava_ds.files.object_store import is_remote
+from llava_ds.files.places import inside, size_of
 from llava_ds.files.reading import KINDS
 
 MAX_PATH_BYTES = 4096  # Linux's own limit
@@ -49,9 +51,12 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
     """The real path of a file that a record names.
 
     root: the real path of the folder that name is relative to, and that the file has to be in once links are resolved.
-    Makes one system call if the folder is known; opens nothing. Raises DataError with the reason.
+    Makes one system call if the folder is known, and none for an object; opens nothing. Raises DataError with the
+    reason.
     """
     folder_name = flag.removeprefix("--").replace("_", " ")
+    if root is not None and is_remote(root):
+        return _find_object(name, root, what, folder_name)
     if name.startswith(("http://", "https://", "ftp://")):
         raise DataError(f"names the {what} {short(name)}, a remote URL, which is never fetched: download it first")
     if name.startswith("data:"):
@@ -87,6 +92,19 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
     return path
 
 
+def _find_object(name: str, root: str, what: str, folder_name: str) -> str:
+    """The URL of an object that a record names. Whether it is there shows when it is read."""
+    try:
+        if not name or len(name.encode()) > MAX_PATH_BYTES:
+            raise ValueError("it is empty" if not name else f"it is longer than {MAX_PATH_BYTES} bytes")
+        url = inside(root, name)
+    except ValueError as error:
+        raise DataError(f"names the {what} {short(name)}, which no file can be called: {error}") from error
+    if url is None:
+        raise FileProblem(f"names the {what} {short(name)}, which lies outside the {folder_name} {root}")
+    return url
+
+
 @functools.lru_cache(maxsize=8192)
 def _folder_inside(folder: str, root: str) -> str | None:
     """The real path of a folder; None if it is outside root."""
@@ -99,7 +117,7 @@ def _slice(value: dict, source: Source) -> FileRef:
     path, offset, num_bytes = (value.get(key) for key in (REFERENCE, "offset", "num_bytes"))
     if isinstance(path, str) and path in source.slices_of and type(offset) is int and type(num_bytes) is int:
         try:
-            size = os.stat(path).st_size
+            size = size_of(path)
         except OSError as error:
             raise DataError(f"has an image inside {path}, which can't be read: {error.strerror}") from None
         if num_bytes == 0 and 0 <= offset <= size:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from llava_ds.constants import DataError
+from llava_ds.files.places import open_data
 
 WINDOW_BYTES = 1 << 20
 MAX_RECORD_CHARS = 32 << 20
@@ -77,7 +78,7 @@ def read_json_list(path: str, window_bytes: int = WINDOW_BYTES) -> Iterator[tupl
 
     Raises DataError with line and column if the file is no JSON list.
     """
-    with open(path, "rb") as file:
+    with open_data(path) as file:
         window = _Window(file, path, window_bytes)
         if window.next_char() != "[":
             raise window.error("can't be read as JSON: a list of records was expected", window.at)
@@ -103,7 +104,7 @@ def read_json_list(path: str, window_bytes: int = WINDOW_BYTES) -> Iterator[tupl
 
 def read_jsonl(path: str) -> Iterator[tuple[int, str]]:
     """Number and text of every line that is not empty."""
-    with open(path, "rb") as file:
+    with open_data(path) as file:
         number = 0
         while line := file.readline(MAX_RECORD_CHARS + 1):
             number += 1
@@ -118,7 +119,7 @@ def read_jsonl(path: str) -> Iterator[tuple[int, str]]:
 
 def holds_data_uri(path: str) -> bool:
     """True if a JSON string of a file begins like an embedded image. Quotations inside a text don't count."""
-    with open(path, "rb") as file:
+    with open_data(path) as file:
         tail = b""
         while chunk := file.read(WINDOW_BYTES):
             window = tail + chunk
@@ -136,7 +137,7 @@ def first_value(path: str) -> tuple[str, str]:
 
     Distinguishes a list, JSONL, and a file with one object.
     """
-    with open(path, "rb") as file:
+    with open_data(path) as file:
         window = _Window(file, path, WINDOW_BYTES)
         first = window.next_char()
         if first != "{":

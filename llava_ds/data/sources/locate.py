@@ -9,6 +9,18 @@ from pathlib import Path
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.json_files import first_value, read_jsonl
 from llava_ds.data.sources.tables import open_saved
+from llava_ds.files.object_store import is_remote
+from llava_ds.files.places import (
+    exists,
+    files_in,
+    is_file,
+    is_folder,
+    join,
+    local_path,
+    matching,
+    names_in,
+    open_data,
+)
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 MAX_FILES = 100_000
@@ -35,11 +47,11 @@ def locate(data_path: str) -> tuple[str, tuple[str, ...]]:
 
     Raises ConfigError if there is nothing to read, and DataError for damaged files.
     """
-    path = os.path.expanduser(data_path)
-    if os.path.isdir(path):
+    path = local_path(data_path)
+    if is_folder(path):
         return _folder(path)
-    files = (path,) if os.path.exists(path) else expand(path)
-    irregular = [file for file in files if not os.path.isfile(file)]
+    files = (path,) if exists(path) else expand(path)
+    irregular = [file for file in files if not is_file(file)]
     if irregular:
         raise ConfigError(f"{irregular[0]} is no regular file: --data_path takes {_EXPECTED}")
     if len(files) == 1 and os.path.basename(files[0]) in METADATA:
@@ -58,8 +70,8 @@ def expand(pattern: str) -> tuple[str, ...]:
     """
     files: list[str] = []
     for each in _without_braces(pattern):
-        found = sorted(glob.glob(each, recursive=True)) if glob.has_magic(each) and not os.path.exists(each) else [each]
-        if not found or not os.path.exists(found[0]):
+        found = matching(each) if glob.has_magic(each) and not exists(each) else [each]
+        if not found or not exists(found[0]):
             raise ConfigError(f"{each}: there is no such file or folder; expected {_EXPECTED}")
         files += found
     return tuple(files)
@@ -90,22 +102,21 @@ def _without_braces(pattern: str) -> list[str]:
 
 def _folder(path: str) -> tuple[str, tuple[str, ...]]:
     folder = Path(path)
-    if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+    if any(is_file(join(path, name)) for name in ("state.json", "dataset_dict.json")):
+        if is_remote(path):
+            raise ConfigError(f"{path} was saved by datasets, which maps files of a disk: copy it, or write parquet")
         saved = open_saved(path)
         arrow = tuple(part["filename"] for part in saved.cache_files)
         state = Path(arrow[0]).parent if arrow else folder
         return "datasets", (str(state / "state.json"), str(state / "dataset_info.json"), *arrow)
-    for root in (folder, folder / "train"):
-        metadata = [str(root / name) for name in METADATA if (root / name).is_file()]
+    for root in (path, join(path, "train")):
+        metadata = [file for name in METADATA if is_file(file := join(root, name))]
         if len(metadata) > 1:
             names = ", ".join(map(os.path.basename, metadata))
             raise ConfigError(f"{root} holds {names}: leave one of them there")
         if metadata:
             return "imagefolder", tuple(metadata)
-    tars = sorted(str(file) for file in folder.glob("*.tar") if file.is_file())
-    tables = sorted(
-        str(file) for file in folder.rglob("*.parquet") if file.is_file()
-    )  # Spark writes folders of the name
+    tars, tables = files_in(path, "*.tar"), files_in(path, "*.parquet", recursive=True)
     if tars and tables:
         raise ConfigError(f"{path} holds .tar and .parquet files: name one kind, like {path}/*.tar")
     if tables:
@@ -116,7 +127,7 @@ def _folder(path: str) -> tuple[str, tuple[str, ...]]:
                 f"{os.path.dirname(tables[0])}/train-*.parquet"
             )
     if not tars and not tables:
-        some = sorted(os.listdir(path))[:5]
+        some = [os.path.basename(name) for name in names_in(path)[:5]]
         raise ConfigError(f"{path} holds nothing to read ({', '.join(some) or 'it is empty'}); expected {_EXPECTED}")
     return ("webdataset", tuple(tars)) if tars else ("parquet", tuple(tables))
 
@@ -132,7 +143,7 @@ def _first_line_is_whole(path: str) -> bool:
 
 
 def _kind_of_file(path: str) -> str:
-    with open(path, "rb") as file:
+    with open_data(path) as file:
         start = file.read(512)
     suffix = os.path.splitext(path)[1].lower()
     if start.startswith(b"PAR1") or suffix == ".parquet":

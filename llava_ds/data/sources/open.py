@@ -19,9 +19,12 @@ from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
 from llava_ds.data.sources.tables import open_saved, parquet_columns
+from llava_ds.files.object_store import is_remote
+from llava_ds.files.places import exists, is_file, join, local_path, open_data, real_path
 from llava_ds.files.reading import state_of
 
 MAX_SHOWN = 5  # problems listed in one message; the others are counted
+MAX_MIXTURE_BYTES = 64 << 20
 SPOOL_VERSION = 1  # raise it if the same files would be spooled differently
 MIXTURE_SUFFIXES = (".yaml", ".yml")
 ENTRY_KEYS = (
@@ -130,7 +133,7 @@ def _spool_name(source: Source) -> str:
         return "none"
     digest = hashlib.sha256(repr((SPOOL_VERSION, source.kind, source.columns)).encode())
     for path in source.files:
-        digest.update(repr((os.path.realpath(path), state_of(path))).encode())
+        digest.update(repr((real_path(path), state_of(path))).encode())
     return digest.hexdigest()[:20]
 
 
@@ -138,7 +141,7 @@ def _open_mixture(path: str, options: SourceOptions) -> list[Source]:
     sources, problems = [], []
     for i, entry in enumerate(_entries(path)):
         try:
-            sources.append(_open_entry(entry, Path(path).expanduser().parent, options))
+            sources.append(_open_entry(entry, os.path.dirname(local_path(path)), options))
         except (ConfigError, DataError) as error:
             problems.append(f"{path}, entry {i}: {error}")
     if problems:
@@ -147,10 +150,12 @@ def _open_mixture(path: str, options: SourceOptions) -> list[Source]:
 
 
 def _entries(path: str) -> list[object]:
-    if os.path.exists(os.path.expanduser(path)) and not os.path.isfile(os.path.expanduser(path)):
+    path = local_path(path)
+    if exists(path) and not is_file(path):
         raise ConfigError(f"{path} is no regular file: expected a YAML mixture")
     try:
-        mixture = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        with open_data(path) as file:
+            mixture = yaml.safe_load(file.read(MAX_MIXTURE_BYTES).decode("utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read as a YAML mixture: {error}") from error
     if isinstance(mixture, dict):
@@ -163,7 +168,7 @@ def _entries(path: str) -> list[object]:
     return mixture
 
 
-def _open_entry(entry: object, folder: Path, options: SourceOptions) -> Source:
+def _open_entry(entry: object, folder: str, options: SourceOptions) -> Source:
     if not isinstance(entry, dict):
         raise ConfigError(f"is {short(entry)}, expected keys and values like path: data.json")
     unknown = [f"unknown key {key!r}: {nearest(key, ENTRY_KEYS)}" for key in entry if key not in ENTRY_KEYS]
@@ -174,7 +179,7 @@ def _open_entry(entry: object, folder: Path, options: SourceOptions) -> Source:
             raise ConfigError(f"{key} is {short(entry[key])}, expected a text")
     if ("path" in entry) == ("json_path" in entry):
         raise ConfigError("names both path and json_path" if "path" in entry else "has no path")
-    data_path = str(folder / os.path.expanduser(entry.get("path") or entry.get("json_path") or ""))
+    data_path = join(folder, entry.get("path") or entry.get("json_path") or "")
     if data_path.endswith(MIXTURE_SUFFIXES):
         raise ConfigError(f"{data_path} is a mixture itself: list its entries here")
     known = ("auto", *FORMATS)
@@ -183,8 +188,8 @@ def _open_entry(entry: object, folder: Path, options: SourceOptions) -> Source:
     changed: dict[str, object] = {}
     for key in ("image_folder", "video_folder"):
         if key in entry:
-            changed[key] = str(folder / os.path.expanduser(entry[key]))
-            if not os.path.isdir(changed[key]):
+            changed[key] = join(folder, entry[key])
+            if not is_remote(changed[key]) and not os.path.isdir(changed[key]):
                 raise ConfigError(f"{key} {changed[key]}: there is no such folder")
     if "image_folder" in entry and "video_folder" not in entry and options.video_folder is None:
         changed["video_folder"] = None  # videos are in the entry's image folder

@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.embedded import ImageStore, Row, embed, rejected
 from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.options import Columns
+from llava_ds.files.object_store import is_remote
+from llava_ds.files.places import open_data
 
 BATCH_ROWS = 32  # of images of some 100 kB each: a few MB at a time
 READ_BYTES = 1 << 20
@@ -89,7 +92,7 @@ def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row
 
 def read_csv(path: str) -> Iterator[tuple[int, str]]:
     """Line and text of every row of a CSV file with a header line."""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with io.TextIOWrapper(open_data(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file)
         try:
             for row in reader:
@@ -101,8 +104,9 @@ def read_csv(path: str) -> Iterator[tuple[int, str]]:
 
 def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
     try:
+        file = open_data(path) if is_remote(path) else path
         # With a buffer the file is streamed; without one, whole column chunks are in memory.
-        return pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False)
+        return pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} can't be read as parquet: {error}") from error
 

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from llava_ds.constants import DataError
 from llava_ds.data.sources.embedded import embed, reference, rejected
 from llava_ds.data.sources.options import Columns
+from llava_ds.files.places import open_data
 
 BLOCK = 512
 MAX_NAME_BYTES = 1 << 20  # of an extended header; real ones have a few hundred
@@ -52,7 +53,7 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
     """
     if file.read(2) == b"\x1f\x8b":
         raise DataError(f"{path} is compressed: unpack it to a plain .tar, because images are read in place")
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
     offset, number, extended = 0, 0, {}
     while True:
         file.seek(offset)
@@ -84,7 +85,7 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
 
 def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
     """Member number and text of every record of a shard: consecutive members with the same key."""
-    with open(path, "rb") as file:
+    with open_data(path) as file:
         group: list[Member] = []
         for member in read_members(file, path):
             if not member.key.rpartition("/")[2]:
@@ -99,7 +100,7 @@ def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
 
 def shard_contents(path: str) -> Iterator[bytes]:
     """The contents of a shard that its hash covers: names, sizes and texts of members, but no pixels."""
-    with open(path, "rb") as file:
+    with open_data(path) as file:
         for member in read_members(file, path):
             yield json.dumps([member.name, member.num_bytes]).encode()
             if member.suffix in TEXT_SUFFIXES and member.num_bytes <= MAX_TEXT_BYTES:

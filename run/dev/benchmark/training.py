@@ -118,13 +118,14 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
     layout = training.gradient_accumulation_steps, training.per_device_train_batch_size
     order = sample_order(args, dataset, num_ranks)
     tiles = [dataset.row(int(row))["num_pictures"] for row in dataset.rows]
+    every_length, num_targets = dataset.lengths.tolist(), dataset.num_targets.tolist()  # squares overflow int32
     work = []
     for _, samples in zip(range(training.max_steps), order.steps()):
-        lengths = [dataset.lengths[i] for i in samples]
+        lengths = [every_length[i] for i in samples]
         pairs = sum(length * (length + 1) / 2 for length in lengths)
-        targets = sum(dataset.num_targets[i] for i in samples)
+        targets = sum(num_targets[i] for i in samples)
         batches = [batch for rank in plan_by_count(samples, num_ranks, *layout) for batch in rank]
-        padded = sum(len(batch) * max(dataset.lengths[i] for i in batch) for batch in batches)
+        padded = sum(len(batch) * max(every_length[i] for i in batch) for batch in batches)
         useful = flops.of(sum(lengths), pairs, sum(tiles[i] for i in samples), targets)
         work.append(StepWork(useful, sum(lengths), padded))
     return work
@@ -140,7 +141,7 @@ def estimated_bytes(flags: list[str], num_ranks: int) -> int:
     machine = {"dp": num_ranks, "device_type": "cuda", "is_local": False}
     resolved = resolve_ds_config(raw, args, hidden_size=shape.hidden_size, **machine)
     share = largest_share(sample_order(args, dataset, num_ranks), dataset.lengths, num_ranks)
-    data = Data(max(dataset.lengths), sum(dataset.num_targets) / sum(dataset.lengths), share)
+    data = Data(int(dataset.lengths.max()), float(dataset.num_targets.sum() / dataset.lengths.sum()), share)
     return planned_run(shape, resolved, data, Devices(num_ranks, num_ranks)).estimate().total
 
 

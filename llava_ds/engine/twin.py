@@ -1,0 +1,47 @@
+"""A second set of modules over a model's weights, without DeepSpeed's hooks: a rank may run it alone.
+
+transformers generates with it: under ZeRO-3 the engine's own modules gather weights together with the other ranks at
+every call, and ranks whose answers end at different lengths would wait for each other for ever.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+import deepspeed
+import torch
+from torch import nn
+
+from llava_ds.model.hf import attention_options
+from llava_ds.model.llava import LlavaModel
+
+
+def twin_of(model: LlavaModel) -> LlavaModel:
+    """New modules around the same parameters and buffers, with transformers' attention, which takes a cache.
+
+    Call it before the engine is started, which adds the hooks.
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    language_model = twin.language_model
+    own = attention_options(language_model.config) and "eager"  # soft caps
+    language_model.set_attn_implementation(own or "sdpa")
+    return twin.eval()
+
+
+def frozen_copy(model: LlavaModel) -> LlavaModel:
+    """A model of its own with the weights as they are now, whole on every rank. All ranks call it together.
+
+    Call it before the engine is started.
+    """
+    with whole_weights(model), torch.no_grad():
+        own = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in model.parameters()}
+        return copy.deepcopy(model, own | {id(buffer): buffer for buffer in model.buffers()}).eval()
+
+
+@contextlib.contextmanager
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """Hold all weights of the model, on every rank. All ranks enter and leave it together."""
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, enabled=any(hasattr(p, "ds_id") for p in parameters)):
+        yield

@@ -1,0 +1,242 @@
+"""Objects of stores (s3://, gs://, ...), read in blocks through fsspec and a cache on a local disk.
+
+An object is known by its URL, its size and the mark that the store gives its content (an ETag, or a time). Blocks are
+cached under these, so an object that is replaced is read again, and one that isn't is fetched once. Credentials and
+endpoints are fsspec's own: environment variables, the files of its implementations, ~/.config/fsspec.
+"""
+
+import contextlib
+import errno
+import functools
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from llava_ds.constants import ConfigError, FileChanged
+from llava_ds.files.object_cache import ObjectCache
+
+BLOCK_BYTES = 8 << 20  # fetched at a time: most images are one block
+TRIES, FIRST_WAIT_S, MOST_WAIT_S = 6, 0.5, 8.0  # some 16 s in all
+HTTP = ("http", "https")
+LOCAL = ("file", "local")
+# Names of what tells the content of an object, in the infos of fsspec's implementations, the surest first.
+MARKS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "generation", "Digest", "LastModified")
+MARKS += ("last_modified", "Last-Modified", "updated", "mtime", "modified", "created")
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+# The settings, which are for every process of a run, started by whichever library: a child inherits its environment.
+_FOLDER, _MAX_BYTES, _ALLOW_HTTP = (f"LLAVA_DS_OBJECT_{name}" for name in ("CACHE", "CACHE_BYTES", "HTTP"))
+_DEFAULT_FOLDER, _DEFAULT_BYTES = "~/.cache/llava_ds/objects", 100 * 10**9
+
+Result = TypeVar("Result")
+
+
+class Identity(NamedTuple):
+    """The size of an object, and a hash of the store's mark of its content."""
+
+    num_bytes: int
+    mark: str
+
+
+def configure(folder: str | os.PathLike, max_bytes: int, allow_http: bool) -> None:
+    """Set the cache, and whether web servers may be read, for this process and those that it starts."""
+    os.environ[_FOLDER] = str(Path(folder).expanduser().absolute())
+    os.environ[_MAX_BYTES] = str(max_bytes)
+    os.environ[_ALLOW_HTTP] = "1" if allow_http else "0"
+
+
+def is_remote(path: str | os.PathLike) -> bool:
+    """True for a URL of a store or server; False for paths, and for file://."""
+    match = _URL.match(path) if isinstance(path, str) else None
+    return match is not None and match[1].lower() not in LOCAL
+
+
+def url_problem(url: str, allow_http: bool) -> str | None:
+    """The reason why a URL can't be read from, to follow it in a message; None if it can, as far as its form tells."""
+    protocol = _URL.match(url)[1].lower()
+    if "::" in url:
+        return " chains several file systems: name the objects themselves"
+    if protocol in HTTP and not allow_http:
+        return " is on a web server, from which nothing is read: give --allow_http True, or download it first"
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        package = _PACKAGES.get(protocol)
+        remedy = f"pip install {package}" if package else str(error)
+        return f" needs a package that is not installed: {remedy}"
+    except ValueError:
+        return f": fsspec knows no protocol {protocol!r}; expected one like s3://, gs:// or abfs://, or a local path"
+    return None
+
+
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs"}
+_PACKAGES |= {"az": "adlfs", "adl": "adlfs", "http": "aiohttp", "https": "aiohttp", "oss": "ossfs", "oci": "ocifs"}
+
+
+def identity_of(url: str) -> Identity:
+    """Ask the store for an object. Raises OSError, FileNotFoundError where there is none."""
+
+    def ask(fs, path: str) -> Identity:
+        info = fs.info(path)
+        if info.get("type", "file") != "file":
+            raise IsADirectoryError(errno.EISDIR, "it is a folder of objects", url)
+        if not isinstance(info.get("size"), int):
+            raise OSError(errno.EOPNOTSUPP, "its server doesn't tell its size", url)
+        mark = next((f"{name}={info[name]}" for name in MARKS if info.get(name)), "")
+        return Identity(info["size"], hashlib.sha256(mark.encode()).hexdigest()[:32])
+
+    found = _tried(url, ask)
+    _keep(_key("identity", url), json.dumps(found).encode())
+    return found
+
+
+def known_identity(url: str) -> Identity:
+    """The identity of an object as it was last asked for, while the cache has it. Raises OSError."""
+    noted = _cache().get(_key("identity", url))
+    return identity_of(url) if noted is None else Identity(*json.loads(noted))
+
+
+class RemoteFile(io.RawIOBase):
+    """An object, or a slice of one, as a file. Raises OSError, and FileChanged if it is replaced meanwhile."""
+
+    def __init__(self, url: str, offset: int = 0, num_bytes: int = -1) -> None:
+        super().__init__()
+        self.url, self.offset, self._identity = url, offset, known_identity(url)
+        left = max(0, self._identity.num_bytes - offset)
+        self.num_bytes = left if num_bytes < 0 else min(num_bytes, left)
+        self._at, self._number, self._block = 0, -1, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:
+        number, first = divmod(self._at, BLOCK_BYTES)
+        if self._at >= self.num_bytes:
+            return 0
+        if number != self._number:
+            self._block, self._number = self._load(number), number
+        part = self._block[first : first + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def read_at(self, count: int, start: int) -> bytes:
+        """The bytes at a place; fewer at the end."""
+        self.seek(start)
+        found = b""
+        while len(found) < count and (part := self.read(count - len(found))):
+            found += part
+        return found
+
+    def _load(self, number: int) -> bytes:
+        start = number * BLOCK_BYTES
+        length = min(BLOCK_BYTES, self.num_bytes - start)
+        start += self.offset
+        key = _key("block", self.url, *map(str, (*self._identity, start, length)))
+        data = _cache().get(key)
+        if data is None:
+            if identity_of(self.url) != self._identity:
+                raise FileChanged(f"{self.url} was changed since it was checked; start again to have it checked")
+            data = _tried(self.url, lambda fs, path: self._fetch(fs, path, start, length))
+            _keep(key, data)
+        return data
+
+    def _fetch(self, fs, path: str, start: int, length: int) -> bytes:
+        is_whole = (start, length) == (0, self._identity.num_bytes)  # some servers give no ranges
+        data = fs.cat_file(path) if is_whole else fs.cat_file(path, start=start, end=start + length)
+        if len(data) != length:
+            raise OSError(errno.EIO, f"{len(data):,} bytes came where {length:,} were asked for", self.url)
+        return bytes(data)
+
+
+def found_in(url: str, look: Callable[[object, str], Result]) -> Result:
+    """The result of looking into a store anew, given the file system and the path in it. Raises OSError."""
+
+    def fresh(fs, path: str) -> Result:
+        fs.invalidate_cache()
+        try:
+            return look(fs, path)
+        finally:
+            fs.invalidate_cache()  # a listing holds every object of a folder
+
+    return _tried(url, fresh)
+
+
+def full_url(url: str, path: str) -> str:
+    """The URL of a path in a file system that the file system of another URL gave."""
+    return path if is_remote(path) else f"{_URL.match(url)[0]}{path}"
+
+
+def _tried(url: str, act: Callable[[object, str], Result]) -> Result:
+    """The result of act, which is tried again when the store fails."""
+    for attempt in range(1, TRIES + 1):
+        try:
+            return act(*_file_system(url))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", url) from error
+        except PermissionError as error:
+            raise PermissionError(errno.EACCES, f"the store refuses it ({_one_line(error)})", url) from error
+        except (ConfigError, IsADirectoryError):
+            raise
+        except Exception as error:  # each store's client has errors of its own
+            if isinstance(error, OSError) and error.errno == errno.EOPNOTSUPP:
+                raise
+            if attempt == TRIES:
+                failed = f"the store failed {TRIES} times, the last time with {_one_line(error)}"
+                raise OSError(errno.EIO, failed, url) from error
+            time.sleep(min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
+    raise AssertionError("not reached")
+
+
+def _file_system(url: str) -> tuple[object, str]:
+    """fsspec's file system of a URL, this process's own, and the path in it. Raises ConfigError."""
+    if problem := url_problem(url, os.environ.get(_ALLOW_HTTP) == "1"):
+        raise ConfigError(f"{url}{problem}")
+    import fsspec
+
+    return fsspec.core.url_to_fs(url)  # which keeps them by process
+
+
+def _cache() -> ObjectCache:
+    folder = os.environ.get(_FOLDER) or os.path.expanduser(_DEFAULT_FOLDER)
+    return ObjectCache(Path(folder), int(os.environ.get(_MAX_BYTES, _DEFAULT_BYTES)))
+
+
+def _keep(key: str, data: bytes) -> None:
+    """Put bytes into the cache; without one the run goes on, and fetches them again."""
+    try:
+        _cache().put(key, data)
+    except OSError as error:
+        _warn_once(f"{error.strerror or error}", str(_cache().folder))
+
+
+@functools.cache
+def _warn_once(reason: str, folder: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"objects can't be cached in {folder} ({reason}): they are fetched at every use", file=sys.stderr)
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

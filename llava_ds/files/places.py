@@ -1,0 +1,113 @@
+"""Paths of data, local or in an object store: the functions of `os.path` and `open` that take either."""
+
+import fnmatch
+import glob
+import io
+import os
+import posixpath
+import urllib.parse
+from pathlib import Path
+from typing import BinaryIO
+
+from llava_ds.files.object_store import HTTP, RemoteFile, found_in, full_url, is_remote, known_identity
+
+READ_BYTES = 1 << 20
+
+
+def open_data(path: str) -> BinaryIO:
+    """Open a file for reading. Raises OSError."""
+    if is_remote(path):
+        return io.BufferedReader(RemoteFile(path), READ_BYTES)
+    return open(path, "rb")
+
+
+def size_of(path: str) -> int:
+    """Bytes of a file. Raises OSError."""
+    return known_identity(path).num_bytes if is_remote(path) else os.stat(path).st_size
+
+
+def is_file(path: str) -> bool:
+    """True for a file, links followed."""
+    if not is_remote(path):
+        return os.path.isfile(path)
+    return bool(found_in(path, lambda fs, inner: fs.isfile(inner)))
+
+
+def is_folder(path: str) -> bool:
+    """True for a folder, or a prefix of objects. Web servers have none."""
+    if not is_remote(path):
+        return os.path.isdir(path)
+    if path.lower().startswith(HTTP):
+        return False
+    return bool(found_in(path, lambda fs, inner: fs.isdir(inner)))
+
+
+def exists(path: str) -> bool:
+    """True for anything that is there."""
+    return (is_file(path) or is_folder(path)) if is_remote(path) else os.path.exists(path)
+
+
+def real_path(path: str) -> str:
+    """The path with links resolved; a URL without slashes at its end."""
+    return path.rstrip("/") if is_remote(path) else os.path.realpath(path)
+
+
+def local_path(path: str) -> str:
+    """A path as it was given, with ~ and file:// resolved; a URL of a store as it is."""
+    if is_remote(path):
+        return path
+    for start in ("file://", "local://"):
+        if path.startswith(start):
+            return urllib.parse.unquote(path.removeprefix(start))
+    return os.path.expanduser(path)
+
+
+def join(folder: str, path: str) -> str:
+    """A path as seen from a folder, either of which may be remote."""
+    path = local_path(path)
+    if is_remote(path):
+        return path
+    return f"{folder.rstrip('/')}/{path}" if is_remote(folder) else str(Path(folder) / path)
+
+
+def files_in(folder: str, pattern: str, recursive: bool = False) -> list[str]:
+    """The files of a folder whose names match, sorted."""
+    if not is_remote(folder):
+        found = Path(folder).rglob(pattern) if recursive else Path(folder).glob(pattern)
+        return sorted(str(file) for file in found if file.is_file())  # Spark writes folders named so
+    depth = None if recursive else 1
+    names = found_in(folder, lambda fs, inner: fs.find(inner, maxdepth=depth))
+    return sorted(full_url(folder, name) for name in names if fnmatch.fnmatchcase(posixpath.basename(name), pattern))
+
+
+def names_in(folder: str) -> list[str]:
+    """What a folder has, sorted."""
+    if not is_remote(folder):
+        return sorted(os.listdir(folder))
+    return sorted(found_in(folder, lambda fs, inner: fs.ls(inner, detail=False)))
+
+
+def matching(pattern: str) -> list[str]:
+    """What matches a pattern, sorted."""
+    if not is_remote(pattern):
+        return sorted(glob.glob(pattern, recursive=True))
+    return sorted(full_url(pattern, name) for name in found_in(pattern, lambda fs, inner: fs.glob(inner)))
+
+
+def inside(root: str, name: str) -> str | None:
+    """The URL of an object that a record names; None if it is outside the root. Raises ValueError for no such name.
+
+    Keys have no links and no "..": a name with one is refused, whatever the store would make of it.
+    """
+    if name.startswith(f"{root}/"):
+        name = name[len(root) + 1 :]
+    if "://" in name or "::" in name or name.startswith("/"):
+        return None
+    if any(ord(letter) < 32 for letter in name) or name.endswith("/"):
+        raise ValueError("it is no key of an object")
+    parts = [part for part in name.replace("\\", "/").split("/") if part not in ("", ".")]
+    if ".." in parts:
+        return None
+    key = "/".join(part for part in name.split("/") if part not in ("", "."))
+    # A server would take ? and # for the end of the path, and %2e%2e for two dots.
+    return f"{root}/{urllib.parse.quote(key) if root.lower().startswith(HTTP) else key}"

@@ -1,0 +1,108 @@
+# S supervised positions of a micro-batch, A answers in it, P prompts, G answers to each
+"""Group relative policy optimisation: answers that are better than the others to their prompt gain probability."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from llava_ds.batch import Batch
+from llava_ds.data.loader import Window
+from llava_ds.train.objectives.dpo import sum_by_sample
+from llava_ds.train.objectives.objective import MicroLoss
+
+POLICY_LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
+
+
+@dataclass(frozen=True)
+class PolicyBatch(Batch):
+    """A micro-batch of answers that a model gave to prompts.
+
+    advantages (A,) float64; weights (S,) float64, of each token's loss in the loss of the step; shares (S,) float64, of
+    each token in a mean over the tokens that train, times the prompts of the step; sampled (S,) float64, the
+    log-probabilities when the answers were drawn; old (S,) float64, those of the model before the first of several
+    iterations, None if there is one; frozen (S,) float64, those of the reference model, None without one.
+    """
+
+    advantages: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    shares: torch.Tensor | None = None
+    sampled: torch.Tensor | None = None
+    old: torch.Tensor | None = None
+    frozen: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss of every token. epsilon, epsilon_high: how far the ratio of the new to the old probability counts;
+    importance_sampling_level: whether a token has a ratio, or an answer (the geometric mean of its tokens'); beta:
+    weight of the distance from the reference model. Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO
+    (2503.20783), GSPO (2507.18071); names and conventions are those of TRL.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float = 0.2
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    beta: float = 0.0
+
+
+@dataclass(frozen=True)
+class GRPO:
+    """Clipped policy gradient over drawn answers; see PolicyLoss. Their weights make it the loss of the step."""
+
+    loss: PolicyLoss
+    num_sources: int
+    grad_ranks: int
+    logs_means = False
+
+    def forward(self, engine, batch: PolicyBatch) -> MicroLoss:
+        """Run the model on the answers of every prompt, with one pass of the tower over its images."""
+        rows = engine(batch, log_probs=True)  # (S,)
+        losses, metrics = self._losses(rows, batch)
+        weighted = losses * batch.weights
+        sources = batch.sources[batch.target_samples]
+        is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, S)
+        parts = (weighted.detach(), batch.weights)
+        by_source = torch.stack([torch.where(is_from, part, 0.0).sum(1) for part in parts])
+        return MicroLoss(weighted.sum(), by_source, metrics)
+
+    def _losses(self, rows: torch.Tensor, batch: PolicyBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of every token (S,), and the sums of metrics."""
+        loss, old = self.loss, rows.detach() if batch.old is None else batch.old
+        log_ratio = rows - old
+        if loss.importance_sampling_level == "sequence":
+            sums, lengths = sum_by_sample(log_ratio, batch)  # (A,)
+            log_ratio = (sums / lengths.clamp(min=1))[batch.target_samples]
+        ratio, advantages = log_ratio.exp(), batch.advantages[batch.target_samples]
+        clipped = ratio.clamp(1 - loss.epsilon, 1 + loss.epsilon_high)
+        losses = -torch.minimum(ratio * advantages, clipped * advantages)
+        low = (ratio < 1 - loss.epsilon) & (advantages < 0)
+        high = (ratio > 1 + loss.epsilon_high) & (advantages > 0)
+        numbers = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+        numbers["sampling_gap"] = (old - batch.sampled).abs()
+        if loss.beta:
+            gap = batch.frozen - rows
+            distance = gap.exp() - gap - 1
+            losses = losses + loss.beta * distance
+            numbers["kl"] = distance.detach()
+        return losses, {name: (values * batch.shares).sum() for name, values in numbers.items()}
+
+    def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
+        """Return the factor of each micro-batch: the weights of its tokens are those of the whole step."""
+        return [torch.full_like(counts[0], self.grad_ranks)] * len(window.micro_batches)
+
+    def num_units(self, counts):
+        """Prompts: what the log's metrics are means over. counts: Counts, or a tensor in its order."""
+        return counts[0]
+
+
+def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"], spread: float) -> torch.Tensor:
+    """The advantage of each answer over the others to its prompt, (P, G), from the rewards (P, G) float64.
+
+    scale: divide by the standard deviation of the group, by `spread`, that of the step, or by nothing.
+    """
+    centred = rewards - rewards.mean(1, keepdim=True)
+    if scale == "none":
+        return centred
+    divisor = rewards.std(1, keepdim=True) if scale == "group" else spread
+    return centred / (divisor + 1e-4)

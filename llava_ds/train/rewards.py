@@ -1,0 +1,191 @@
+"""Rewards of answers: functions of this module by name, and functions of a Python file that the user trusts."""
+
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_ds.constants import ConfigError, DataError, in_short, nearest_name
+
+_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+NUMBER_WORDS = {word: i for i, word in enumerate(_WORDS)}
+LONG_SHARE = 0.8  # of the longest answer: what is longer loses, up to 1 at the longest
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?%?")
+_LETTER = re.compile(r"\(?\b([A-Z])\b\)?")
+_COORDINATE = r"\s*(-?\d+(?:\.\d+)?)\s*"
+_BOX = re.compile(rf"[\[(]{_COORDINATE},{_COORDINATE},{_COORDINATE},{_COORDINATE}[\])]")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer as its reward sees it. reference: the record's answer; tokens: the answer's, of at most max_tokens."""
+
+    prompt: str
+    text: str
+    reference: str
+    id: str
+    tokens: int
+    max_tokens: int
+
+
+def exact(one: Completion) -> float:
+    """1 where the answer is the reference, but for case, spaces and a full stop at the end."""
+    return float(_plain(final_answer(one.text)) == _plain(final_answer(one.reference)))
+
+
+def numeric(one: Completion) -> float:
+    """1 where the last number of the answer is that of the reference, in digits or as a word up to ten."""
+    found, wanted = (last_number(final_answer(text)) for text in (one.text, one.reference))
+    return float(found is not None and wanted is not None and math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9))
+
+
+def choice(one: Completion) -> float:
+    """1 where the answer names the option of the reference: its first capital letter that stands alone."""
+    found, wanted = (_LETTER.search(final_answer(text)) for text in (one.text, one.reference))
+    return float(found is not None and wanted is not None and found[1] == wanted[1])
+
+
+def iou(one: Completion) -> float:
+    """The overlap of the answer's first box [x1, y1, x2, y2] with the reference's: their intersection over union."""
+    found, wanted = (first_box(final_answer(text)) for text in (one.text, one.reference))
+    return 0.0 if found is None or wanted is None else overlap(found, wanted)
+
+
+def format(one: Completion) -> float:
+    """1 for an answer that is <think>...</think> and then <answer>...</answer>, and nothing else."""
+    return float(_FORMAT.fullmatch(one.text) is not None)
+
+
+def length(one: Completion) -> float:
+    """0 for answers up to LONG_SHARE of the longest, falling to -1 there. Source: DAPO (arXiv 2503.14476), 3.4."""
+    free = LONG_SHARE * one.max_tokens
+    return -max(0.0, one.tokens - free) / max(1e-9, one.max_tokens - free)
+
+
+REWARDS: dict[str, Callable[[Completion], float]] = {
+    each.__name__: each for each in (exact, numeric, choice, iou, format, length)
+}
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward with its weight in the sum. of_all: rewards of some answers."""
+
+    name: str
+    weight: float
+    of_all: Callable[[Sequence[Completion]], list[float]]
+
+
+def open_rewards(names: str | None, weights: str | None) -> tuple[Reward, ...]:
+    """Open the rewards of --reward_funcs, names or file.py:function separated by commas, with --reward_weights; none
+    without the flag.
+
+    Raises ConfigError for those that don't exist, and for weights that don't fit.
+    """
+    if names is None:
+        return ()
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted or len(set(wanted)) < len(wanted):
+        raise ConfigError(f"--reward_funcs {names!r} has to name at least one reward, and none twice")
+    try:
+        numbers = [1.0] * len(wanted) if weights is None else [float(text) for text in weights.split(",")]
+    except ValueError:
+        raise ConfigError(f"--reward_weights {weights}: expected numbers separated by commas, like 1,0.5") from None
+    if len(numbers) != len(wanted) or not all(map(math.isfinite, numbers)):
+        raise ConfigError(
+            f"--reward_weights {weights} has {len(numbers)} numbers for {len(wanted)} rewards ({', '.join(wanted)}): "
+            "give each a finite weight"
+        )
+    opened = [_of_file(name) if ":" in name else _own(name) for name in wanted]
+    shown = [name.rpartition(":")[2] for name in wanted]
+    if len(set(shown)) < len(shown):
+        raise ConfigError(f"--reward_funcs {names}: two rewards are called the same in the log: rename one")
+    return tuple(Reward(*each) for each in zip(shown, numbers, opened))
+
+
+def _own(name: str) -> Callable[[Sequence[Completion]], list[float]]:
+    if name not in REWARDS:
+        nearest = nearest_name(name, REWARDS)
+        hint = f"did you mean {nearest}?" if nearest else f"give some of {', '.join(REWARDS)}, or file.py:function"
+        raise ConfigError(f"--reward_funcs {name}: there is no such reward: {hint}")
+    return lambda answers: [REWARDS[name](one) for one in answers]
+
+
+def _of_file(name: str) -> Callable[[Sequence[Completion]], list[float]]:
+    """A function of a Python file, which is run: prompts, completions, references and ids to a list of numbers."""
+    path, _, function_name = name.rpartition(":")
+    file = Path(path).expanduser()
+    if file.suffix != ".py" or not file.is_file():
+        raise ConfigError(f"--reward_funcs {name}: there is no Python file {path}")
+    spec = importlib.util.spec_from_file_location(f"rewards_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"--reward_funcs {name}: {file} can't be run: {in_short(repr(error))}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"--reward_funcs {name}: {file} has no function {function_name}")
+
+    def of_all(answers: Sequence[Completion]) -> list[float]:
+        try:
+            found = function(
+                prompts=[one.prompt for one in answers],
+                completions=[one.text for one in answers],
+                references=[one.reference for one in answers],
+                ids=[one.id for one in answers],
+            )
+        except Exception as error:
+            raise DataError(f"--reward_funcs {name} failed: {in_short(repr(error))}") from error
+        try:
+            rewards = [float(value) for value in found]
+        except (TypeError, ValueError):
+            rewards = None
+        if rewards is None or len(rewards) != len(answers) or not all(map(math.isfinite, rewards)):
+            raise DataError(
+                f"--reward_funcs {name} gave {in_short(repr(found))} for {len(answers)} answers: return a list with "
+                "a finite number for each"
+            )
+        return rewards
+
+    return of_all
+
+
+def final_answer(text: str) -> str:
+    """The text within the last <answer>...</answer>, or all of it without."""
+    found = _ANSWER.findall(text)
+    return (found[-1] if found else text).strip()
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text; of words, the last one that is a number up to ten."""
+    if digits := _NUMBER.findall(text):
+        return float(digits[-1].replace(",", "").rstrip("%"))
+    words = [NUMBER_WORDS[word] for word in re.findall(r"[a-z]+", text.lower()) if word in NUMBER_WORDS]
+    return float(words[-1]) if words else None
+
+
+def first_box(text: str) -> tuple[float, ...] | None:
+    """The first four numbers in brackets, as (x1, y1, x2, y2) with the smaller ones first."""
+    found = _BOX.search(text)
+    if found is None:
+        return None
+    x1, y1, x2, y2 = map(float, found.groups())
+    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+
+
+def overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    """Intersection over union of two boxes."""
+    sides = [max(0.0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1)]
+    common = sides[0] * sides[1]
+    union = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b)) - common
+    return common / union if union > 0 else 0.0
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split()).rstrip(".").strip()

@@ -1,0 +1,193 @@
+"""Steps of reinforcement learning: prompts, answers that the model draws, their rewards, and batches to train on."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.data.collate import LoadedSample
+from llava_ds.data.dataset import BrokenSample
+from llava_ds.data.encode import end_markers
+from llava_ds.data.loader import Counts, MicroBatch, Window
+from llava_ds.data.templates import TEMPLATES
+from llava_ds.engine.twin import frozen_copy, twin_of, whole_weights
+from llava_ds.files.jsonl import RowLog, rows_of
+from llava_ds.model.llava import LlavaModel
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.ranks import Ranks, gather, on_every_rank
+from llava_ds.train.plan import Plan
+from llava_ds.train.policy_batches import (
+    AskedPrompt,
+    Group,
+    TrainedAnswer,
+    metrics_of,
+    pack,
+    policy_batch,
+    sums_of_ranks,
+    totals_of,
+    trained_answers,
+)
+from llava_ds.train.rewards import Completion
+from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
+
+
+@dataclass(frozen=True)
+class PolicyWindow(Window):
+    """A step of answers. num_prompts: of this rank, also those whose answers don't train."""
+
+    num_prompts: int = 0
+
+    @property
+    def counts(self) -> Counts:
+        """The counts of what trains, with all prompts as samples."""
+        return super().counts._replace(samples=self.num_prompts)
+
+
+class Rollouts:
+    """Draws the answers of each step from the weights as they are, and makes its batches of them."""
+
+    def __init__(self, model: LlavaModel, plan: Plan, ranks: Ranks, mesh: Mesh) -> None:
+        """All ranks call it together, before the engine is started, which changes the model's modules."""
+        training = plan.args.training
+        self._plan, self._ranks, self._mesh = plan, ranks, mesh
+        self._twin = twin_of(model)
+        self._reference = frozen_copy(model) if training.beta else None
+        self._rewards = plan.rewards
+        self._rules = DrawRules(
+            num_answers=training.num_generations,
+            max_new_tokens=training.max_completion_length,
+            max_length=plan.args.data.model_max_length,
+            ends=tuple(end_markers(plan.args.model.version, plan.model.tokenizer)),
+            images=plan.images,
+        )
+
+    def _log(self, done: int) -> RowLog | None:
+        """The log of answers on rank 0, without the steps that will come again."""
+        path = self._plan.output_dir / "rollouts.jsonl"
+        return RowLog(path, [row for row in rows_of(path) if row["step"] <= done]) if self._ranks.is_first else None
+
+    def windows(self, engine, done: int) -> Iterator[PolicyWindow]:
+        """This rank's window of every step that is left when `done` are done. All ranks run through it together."""
+        training, steps, log = self._plan.args.training, self._plan.steps, self._log(done)
+        for step, layout in enumerate(steps.after(done), done + 1):
+            started = time.perf_counter()
+            samples = [sample for micro in layout.of_ranks[self._mesh.dp_rank] for sample in micro]
+            prompts, broken = self._prompts(samples)
+            answers = self._draw(step, prompts)
+            groups = on_every_rank(self._ranks, lambda p=prompts, a=answers: self._score(p, a))
+            if log is not None and groups:
+                log.write([self._shown(step, groups[0])])
+            micro_batches = self._batches(engine, groups)
+            micro_batches[0] = replace(micro_batches[0], broken=tuple(broken))
+            yield PolicyWindow(
+                micro_batches,
+                num_planned=len(layout.samples),
+                data_wait_s=time.perf_counter() - started,
+                passes=training.num_iterations,
+                metrics=metrics_of(groups, [reward.name for reward in self._rewards], engine.device),
+                num_prompts=len(groups),
+            )
+
+    def _prompts(self, samples: list[int]) -> tuple[list[AskedPrompt], list[BrokenSample]]:
+        """The prompts of these samples, and those that can't be shown."""
+        found, broken = [], []
+        for index in samples:
+            item = self._plan.steps.dataset[index]
+            if not isinstance(item, BrokenSample):
+                item = self._asked(index, item)
+            (broken if isinstance(item, BrokenSample) else found).append(item)
+        return found, broken
+
+    def _asked(self, index: int, sample: LoadedSample) -> AskedPrompt | BrokenSample:
+        dataset, tokenizer = self._plan.steps.dataset, self._plan.model.tokenizer
+        row = dataset.row(int(dataset.rows[index]))
+        answer = (sample.labels != IGNORE_INDEX).nonzero()[:, 0]
+        begin = int(answer[0]) if len(answer) else len(sample.labels)
+        ids = sample.input_ids[:begin]
+        prompt = LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), sample.media, sample.source)
+        if not len(answer) or self._rules.room(prompt) < 1:
+            where = (row[name] for name in ("file", "line", "index", "id"))
+            return BrokenSample(*where, "no room is left for an answer: raise --model_max_length")
+        text = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
+        text = text.replace(TEMPLATES[self._plan.args.model.version].system, "", 1).strip()
+        reference = tokenizer.decode(sample.input_ids[answer], skip_special_tokens=True).strip()
+        return AskedPrompt(index, str(row["id"]), prompt, text, reference)
+
+    def _draw(self, step: int, prompts: list[AskedPrompt]) -> list[list[Answer]]:
+        """Draw the answers to each prompt, some prompts at a time."""
+        training, found = self._plan.args.training, []
+        size = training.per_device_generation_batch_size
+        with whole_weights(self._twin), self._precision():
+            for first in range(0, len(prompts), size):
+                some = prompts[first : first + size]
+                numbers = [numbers_for(self._rules, training.seed, step, prompt.index) for prompt in some]
+                found += draw_answers(self._twin, [prompt.sample for prompt in some], numbers, self._rules)
+        return found
+
+    def _score(self, prompts: list[AskedPrompt], answers: list[list[Answer]]) -> list[Group]:
+        """Reward the answers to each prompt."""
+        decode, most = self._plan.model.tokenizer.decode, self._rules.max_new_tokens
+        completions = [
+            Completion(
+                asked.text,
+                decode(one.ids, skip_special_tokens=True).strip(),
+                asked.reference,
+                asked.id,
+                len(one.ids),
+                most,
+            )
+            for asked, some in zip(prompts, answers)
+            for one in some
+        ]
+        shape = (len(self._rewards), len(prompts), self._rules.num_answers)
+        by_function = np.array([reward.of_all(completions) for reward in self._rewards]).reshape(shape)
+        weights = np.array([reward.weight for reward in self._rewards])
+        return [
+            Group(asked, some, by_function[:, i], weights @ by_function[:, i])
+            for i, (asked, some) in enumerate(zip(prompts, answers))
+        ]
+
+    def _shown(self, step: int, group: Group) -> dict[str, object]:
+        """A row of rollouts.jsonl: the distinct answers to a prompt, the most rewarded first."""
+        times = Counter(zip(group.answers, group.rewards.tolist()))
+        decode, asked = self._plan.model.tokenizer.decode, group.prompt
+        answers = [
+            {"text": decode(answer.ids, skip_special_tokens=True).strip(), "reward": reward, "times": number}
+            for (answer, reward), number in sorted(times.items(), key=lambda item: -item[0][1])
+        ]
+        return {"step": step, "id": asked.id, "prompt": asked.text, "reference": asked.reference, "answers": answers}
+
+    def _batches(self, engine, groups: list[Group]) -> list[MicroBatch]:
+        """As many micro-batches on every rank, on the device. Without answers that train they are empty."""
+        training, mesh = self._plan.args.training, self._mesh
+        totals = totals_of(groups, mesh, engine.device)
+        units = trained_answers(groups, totals, training)
+        tokens = sum(one.times * len(one.answer.ids) for unit in units for one in unit)
+        [trained_tokens] = sums_of_ranks([tokens], mesh, engine.device)
+        packs: list[list[TrainedAnswer]] = pack(units, self._plan.steps.packing)
+        most = max(1, *gather(len(packs), self._ranks))
+        packs += [[] for _ in range(most - len(packs))]
+        made = [policy_batch(each, totals, trained_tokens, training, self._plan.images) for each in packs]
+        return [replace(micro, batch=self._with_log_probs(engine, micro.batch.to(engine.device))) for micro in made]
+
+    @torch.no_grad()
+    def _with_log_probs(self, engine, batch):
+        """Add the log-probabilities that the loss compares with."""
+        if self._plan.args.training.num_iterations > 1:
+            engine.eval()
+            batch = replace(batch, old=engine(batch, log_probs=True))
+            engine.train()
+        if self._reference is not None:
+            with self._precision():
+                batch = replace(batch, frozen=self._reference(batch, log_probs=True))
+        return batch
+
+    def _precision(self) -> torch.autocast:
+        """The engine's own, which it enters by itself."""
+        resolved = self._plan.resolved
+        enabled = resolved.config.get("torch_autocast", {}).get("enabled", False)
+        return torch.autocast(self._ranks.device.type, resolved.compute_dtype, enabled=enabled)

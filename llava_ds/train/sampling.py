@@ -1,0 +1,128 @@
+# B prompts, G answers to each, L tokens of the longest prompt, D language-model width, V vocabulary, R cached rows
+"""Answers drawn from a model: what is equal so far, the prompt to begin with, is computed once for all of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.geometry import ImageOptions
+from llava_ds.model.families.language import final_logits
+from llava_ds.model.llava import LlavaModel
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that was drawn. ids: with the end marker, if it came to one; log_probs: of the ids; entropy: of the
+    distributions that they were drawn from, in nats, summed."""
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    entropy: float
+    ended: bool
+
+
+@dataclass(frozen=True)
+class DrawRules:
+    """Rules of drawing. ends: ids that end an answer; max_length: tokens of a prompt with its answer."""
+
+    num_answers: int
+    max_new_tokens: int
+    max_length: int
+    ends: tuple[int, ...]
+    images: ImageOptions
+
+    def room(self, prompt: LoadedSample) -> int:
+        """Tokens that an answer to the prompt may have."""
+        return min(self.max_new_tokens, self.max_length - len(prompt.input_ids))
+
+
+def numbers_for(rules: DrawRules, seed: int, step: int, sample: int) -> np.ndarray:
+    """The random numbers in [0, 1) by which the answers to a prompt are drawn in a step, (G, max_new_tokens).
+
+    They follow from their seeds alone, so that neither ranks nor a resume change them.
+    """
+    return np.random.default_rng([seed, step, sample]).random((rules.num_answers, rules.max_new_tokens))
+
+
+@torch.no_grad()
+def draw_answers(
+    model: LlavaModel, prompts: list[LoadedSample], numbers: list[np.ndarray], rules: DrawRules
+) -> list[list[Answer]]:
+    """Draw num_answers to every prompt at temperature 1. numbers: numbers_for each prompt.
+
+    Returns them by prompt. model: the twin of the one that trains, with whole weights.
+    """
+    device, times = model.language_model.get_input_embeddings().weight.device, rules.num_answers
+    logits, cache, mask = _read_prompts(model, prompts, rules, device)
+    lengths = mask.sum(1)  # (R,) of the prompts
+    uniform = torch.from_numpy(np.concatenate(numbers)).to(device)  # (B * G, max_new_tokens)
+    room = torch.tensor([rules.room(prompt) for prompt in prompts], device=device).repeat_interleave(times)
+    ends = torch.tensor(rules.ends, device=device)
+    going = torch.arange(len(uniform), device=device)  # answers that have not come to an end
+    rows = going // times  # of the cache: answers that are equal so far share one
+    found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(uniform))]
+    for step in range(rules.max_new_tokens):
+        tokens, log_probs, entropies = _draw(logits, rows, uniform[going, step])
+        for i, *drawn in zip(going.tolist(), tokens.tolist(), log_probs.tolist(), entropies.tolist()):
+            found[i].append(tuple(drawn))
+        stay = (~torch.isin(tokens, ends) & (room[going] > step + 1)).nonzero()[:, 0]
+        if not len(stay):
+            break
+        going, vocabulary = going[stay], logits.shape[1]
+        keys, rows = (rows[stay] * vocabulary + tokens[stay]).unique(return_inverse=True)
+        before = keys // vocabulary
+        cache.batch_select_indices(before)
+        lengths, mask = lengths[before], F.pad(mask[before], (0, 1), value=1)
+        output = model.language_model.base_model(
+            input_ids=(keys % vocabulary)[:, None],
+            attention_mask=mask,
+            position_ids=(lengths + step)[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits = _logits(model, output.last_hidden_state[:, -1])
+    answers = [_answer(each, rules.ends) for each in found]
+    return [answers[first : first + times] for first in range(0, len(answers), times)]
+
+
+def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRules, device: torch.device) -> tuple:
+    """The logits (B, V) after each prompt, the cache of all, and which of its positions are tokens, (B, L)."""
+    batch = collate(prompts, rules.images).to(device)
+    embeds = model.embed(batch)[0]  # (tokens of all prompts, D)
+    lengths = [len(prompt.input_ids) for prompt in prompts]
+    longest = max(lengths)
+    # Padding is masked, so its embedding does not matter.
+    padded = torch.stack([F.pad(row, (0, 0, longest - len(row), 0)) for row in embeds.split(lengths)])  # (B, L, D)
+    mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths], device=device)
+    output = model.language_model.base_model(
+        inputs_embeds=padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=True
+    )
+    return _logits(model, output.last_hidden_state[:, -1]), output.past_key_values, mask
+
+
+def _logits(model: LlavaModel, hidden: torch.Tensor) -> torch.Tensor:
+    """(R, D) to (R, V)."""
+    return final_logits(model.language_model.get_output_embeddings()(hidden), model.language_model.config)
+
+
+def _draw(
+    logits: torch.Tensor, rows: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw a token for each answer by its row of logits (R, V) and a number in [0, 1).
+
+    Returns the tokens, their log-probabilities and the entropies of the rows, as long as rows and uniform.
+    """
+    log_probs = logits.float().log_softmax(-1)
+    probs = log_probs.double().exp()
+    up_to = probs.cumsum(-1)[rows]
+    tokens = torch.searchsorted(up_to, uniform[:, None] * up_to[:, -1:], right=True).clamp(max=logits.shape[-1] - 1)
+    entropy = -(probs * log_probs.double().clamp(min=-1e9)).sum(-1)
+    return tokens[:, 0], log_probs[rows, tokens[:, 0]], entropy[rows]
+
+
+def _answer(drawn: list[tuple[int, float, float]], ends: tuple[int, ...]) -> Answer:
+    ids, log_probs, entropies = zip(*drawn)
+    return Answer(ids, log_probs, sum(entropies), ids[-1] in ends)

@@ -1,0 +1,29 @@
+"""Write questions about generated scenes, for make grpo: run/dev/write_questions.py FOLDER
+
+train.json: four of five ask for a number, which the tuned tiny model is worst at; the others ask all else, so that it
+is not forgotten. heldout.json: other scenes; 1,000 ask for a number, and --others of every other kind.
+"""
+
+import argparse
+
+from llava_ds.tiny.questions import KINDS
+from llava_ds.tiny.scene_files import write_questions
+
+OTHERS = [kind for kind in KINDS if kind != "count"]
+
+
+def main() -> None:
+    """Write both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--train", type=int, default=16_000)
+    parser.add_argument("--others", type=int, default=200)
+    args = parser.parse_args()
+    train = ["count" if i % 5 else OTHERS[i // 5 % len(OTHERS)] for i in range(args.train)]
+    heldout = ["count"] * 1000 + [kind for kind in OTHERS for _ in range(args.others)]
+    write_questions(args.folder, args.seed, {"train": (train, False), "heldout": (heldout, True)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""GRPO on real ranks: any ZeRO stage gives one run, a resumed run is the whole one, and run/rl.py starts it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import toys
+from launching import ROOT, command_line, ds_config, launch, run_many, toy_run
+
+from llava_ds.files.jsonl import read_metrics
+
+STEPS, SAVED = 4, 2
+TIMES = ("step_time_s", "data_wait_s", "tokens_per_s", "mfu", "peak_memory_bytes")
+RULES = '''
+def even(prompts, completions, references, ids):
+    """The share of letters in the first half of the alphabet: a random model draws answers of both kinds."""
+    shares = []
+    for text in completions:
+        letters = [c for c in text.lower() if c.isalpha()]
+        shares.append(sum(c < "n" for c in letters) / max(1, len(letters)))
+    return shares
+'''
+KINDS = {
+    "plain": {},
+    "held": {
+        "beta": 0.1,
+        "num_iterations": 2,
+        "epsilon_high": 0.28,
+        "loss_type": "dr_grpo",
+        "importance_sampling_level": "sequence",
+        "scale_rewards": "batch",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("rl")
+
+
+@pytest.fixture(scope="module")
+def given(folder) -> dict[str, str]:
+    (folder / "rules.py").write_text(RULES)
+    return {**toys.write_base(folder / "base"), **toys.write_data(folder / "data", "iitit")}
+
+
+def flags_of(folder: Path, given: dict, name: str, stage: int, **more: object) -> dict[str, object]:
+    more = {
+        "objective": "grpo",
+        "reward_funcs": f"{folder / 'rules.py'}:even,length",
+        "reward_weights": "1,0.5",
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "per_device_generation_batch_size": 2,
+        "tokens_per_micro_batch": 300,
+        "max_steps": STEPS,
+        "report_to": "none",
+        **more,
+    }
+    return toy_run(given, folder / name, ds_config(stage), **more)
+
+
+@pytest.fixture(scope="module")
+def runs(folder, given) -> dict[str, list[dict]]:
+    """The rows of the log of every run."""
+    saves = {"save_strategy": "steps", "save_steps": SAVED}
+    todo = [
+        flags_of(folder, given, f"{kind}-{stage}", stage, **more, **(saves if (kind, stage) == ("held", 2) else {}))
+        for kind, more in KINDS.items()
+        for stage in (2, 3)
+    ]
+    run_many(2, folder / "launch", todo, finished=False)
+    (folder / "resumed").mkdir()
+    shutil.copytree(folder / "held-2" / f"checkpoint-{SAVED}", folder / "resumed" / f"checkpoint-{SAVED}")
+    shutil.copy(folder / "held-2" / "metrics.jsonl", folder / "resumed")
+    run_many(2, folder / "again", [flags_of(folder, given, "resumed", 2, **KINDS["held"], **saves)], finished=False)
+    return {path.parent.name: read_metrics(path) for path in folder.glob("*/metrics.jsonl")}
+
+
+@pytest.mark.full
+def test_every_stage_gives_the_same_run(runs):
+    for kind in KINDS:
+        assert len(runs[f"{kind}-2"]) == STEPS
+        for row, other in zip(runs[f"{kind}-2"], runs[f"{kind}-3"]):
+            for name in set(row) - set(TIMES):
+                assert row[name] == pytest.approx(other[name], abs=2e-5, rel=2e-4), (kind, row["step"], name)
+
+
+@pytest.mark.full
+def test_the_first_iteration_has_every_ratio_1(runs):
+    for row in runs["plain-2"]:
+        assert row["clip_ratio/region_mean"] == 0.0
+        assert 0 < row["sampling_gap"] < 1e-5  # drawn by transformers' attention with a cache, trained in packs
+    assert runs["held-2"][0]["kl"] < runs["held-2"][-1]["kl"]  # of two iterations one has moved
+    assert runs["plain-2"][0]["samples"] == 4 and runs["plain-2"][0]["reward_std"] > 0
+
+
+@pytest.mark.full
+def test_a_resumed_run_is_bit_equal(folder, runs):
+    def rows(name: str) -> list[dict]:
+        return [{k: v for k, v in row.items() if k not in TIMES} for row in runs[name]]
+
+    assert rows("resumed") == rows("held-2")
+    end = f"checkpoint-{STEPS}"
+    hashes = [
+        json.loads((folder / name / end / "manifest.json").read_text())["files"] for name in ("held-2", "resumed")
+    ]
+    states = [{k: v for k, v in each.items() if k.endswith(".pt")} for each in hashes]
+    assert states[0] and states[0] == states[1]
+
+
+@pytest.mark.full
+def test_answers_are_kept_with_their_rewards(folder, runs):
+    rows = read_rollouts(folder / "resumed")
+    assert rows == read_rollouts(folder / "held-2")[SAVED:]  # the first ones were not copied
+    assert [row["step"] for row in rows] == [SAVED + 1, STEPS]
+    assert sum(answer["times"] for answer in rows[0]["answers"]) == 4 and rows[0]["reference"]
+
+
+def read_rollouts(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.full
+def test_the_script_starts_it_and_exports(folder, given):
+    flags = flags_of(folder, given, "script", 2, max_steps=1)
+    flags.pop("objective")
+    done = launch(2, ROOT / "run" / "rl.py", *command_line(flags))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "script" / "model.safetensors").is_file()

@@ -1,0 +1,265 @@
+"""Answers are drawn from what the packs compute, and the loss of their batches is TRL's over padded answers."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import toys
+
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.constants import IGNORE_INDEX
+from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.step_plan import Packing
+from llava_ds.engine.construct import build_model
+from llava_ds.engine.twin import frozen_copy, twin_of
+from llava_ds.geometry import ImageOptions
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.train.objectives.grpo import GRPO, PolicyLoss, advantages_of
+from llava_ds.train.policy_batches import (
+    AskedPrompt,
+    Group,
+    has_no_signal,
+    pack,
+    policy_batch,
+    totals_of,
+    trained_answers,
+)
+from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
+
+CPU = torch.device("cpu")
+MOST, GROUP = 5, 8
+ENDS = tuple(range(0, 400, 6))  # a random model would hardly draw the one of its tokenizer
+MESH = Mesh(dp=1, dp_rank=0)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    args = ModelArguments(**toys.write_base(folder / "base"))
+    plan = plan_model(args, 512)
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, Ranks(0, 0, 1, CPU))
+    spec = plan.images
+    options = ImageOptions(spec.size, spec.patch_size, spec.mean, "pad")
+    data = toys.encoded(
+        **toys.write_data(folder / "data", "iiti"), tokenizer=plan.tokenizer, cache_dir=folder / "cache", images=options
+    )
+    prompts = []
+    for i in range(len(data)):
+        sample = data[i]
+        begin = int((sample.labels != IGNORE_INDEX).nonzero()[0, 0])
+        ids = sample.input_ids[:begin]
+        prompts.append(LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), sample.media))
+    rules = DrawRules(GROUP, MOST, 512, ENDS, options)
+    twin = twin_of(model)
+    numbers = [numbers_for(rules, 0, 1, i) for i in range(len(prompts))]
+    drawn = draw_answers(twin, prompts, numbers, rules)
+    return SimpleNamespace(model=model, twin=twin, prompts=prompts, rules=rules, drawn=drawn, options=options)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """A process without a group sums over itself."""
+    monkeypatch.setattr("llava_ds.train.policy_batches.sum_over", lambda group, values: values)
+
+
+def groups_of(toy, seed: int = 0) -> list[Group]:
+    """Random rewards of the answers, equal for equal ones; those of the last group are all equal."""
+    rng, groups = np.random.default_rng(seed), []
+    for i, answers in enumerate(toy.drawn):
+        reward = {answer: float(rng.integers(4)) for answer in answers}
+        rewards = np.array([1.3 if i == len(toy.drawn) - 1 else reward[answer] for answer in answers])
+        groups.append(Group(AskedPrompt(i, str(i), toy.prompts[i], "?", "!"), answers, rewards[None], rewards))
+    return groups
+
+
+def flags(**changed: object) -> SimpleNamespace:
+    values = {"loss_type": "dapo", "beta": 0.0, "scale_rewards": "group", "max_completion_length": MOST}
+    return SimpleNamespace(**{**values, "mask_truncated_completions": False, **changed})
+
+
+def batches_of(toy, training, groups: list[Group], packing: Packing):
+    totals = totals_of(groups, MESH, CPU)
+    units = trained_answers(groups, totals, training)
+    tokens = sum(one.times * len(one.answer.ids) for unit in units for one in unit)
+    return [policy_batch(each, totals, tokens, training, toy.options) for each in pack(units, packing)]
+
+
+def rows_alone(toy, prompt: LoadedSample, answer: Answer) -> torch.Tensor:
+    """Log-probabilities of one answer alone, by its logits."""
+    ids = torch.tensor(answer.ids)
+    row = torch.cat([prompt.input_ids, ids])
+    sample = LoadedSample(row, torch.cat([torch.full_like(prompt.input_ids, IGNORE_INDEX), ids]), prompt.media)
+    batch = collate([sample], toy.options)
+    logits = toy.model(batch, logits_at=batch.target_positions)
+    return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+
+
+def test_answers_have_the_log_probabilities_of_the_packs(toy):
+    lengths = {len(answer.ids) for answers in toy.drawn for answer in answers}
+    assert len(lengths) > 1, "some answers have to end early for this test to say anything"
+    for prompt, answers in zip(toy.prompts, toy.drawn):
+        for answer in answers:
+            with torch.no_grad():
+                rows = rows_alone(toy, prompt, answer)
+            assert np.abs(rows.numpy() - np.array(answer.log_probs)).max() < 1e-4
+            assert answer.ended == (answer.ids[-1] in ENDS) and (answer.ended or len(answer.ids) == MOST)
+
+
+def test_answers_follow_from_their_own_seeds(toy):
+    """Not from what is drawn beside them."""
+    alone = draw_answers(toy.twin, toy.prompts[1:2], [numbers_for(toy.rules, 0, 1, 1)], toy.rules)
+    assert [one.ids for one in alone[0]] == [one.ids for one in toy.drawn[1]]
+    other = draw_answers(toy.twin, toy.prompts[1:2], [numbers_for(toy.rules, 0, 2, 1)], toy.rules)
+    assert [one.ids for one in other[0]] != [one.ids for one in toy.drawn[1]]
+
+
+def test_answers_are_drawn_as_often_as_they_are_likely(toy):
+    """The first token of many answers, against its distribution."""
+    rules = dataclasses.replace(toy.rules, num_answers=4000, max_new_tokens=1)
+    [answers] = draw_answers(toy.twin, toy.prompts[:1], [numbers_for(rules, 0, 1, 0)], rules)
+    first = np.array([answer.ids[0] for answer in answers])
+    for token in np.unique(first)[:20]:
+        share = np.exp(next(answer.log_probs[0] for answer in answers if answer.ids[0] == token))
+        assert abs((first == token).mean() - share) < 5 * (share * (1 - share) / 4000) ** 0.5
+    entropy = -np.mean([answer.log_probs[0] for answer in answers])
+    assert abs(entropy - answers[0].entropy) < 0.1
+
+
+@pytest.mark.parametrize("packing", [Packing(1, 1, 1, 10_000), Packing(1, 2, 1, None), Packing(1, 1, 1, 90)], ids=str)
+def test_the_first_gradient_is_that_of_advantages_times_log_probabilities(toy, packing):
+    """Every answer counted on its own, without merging or dropping any."""
+    groups, objective = groups_of(toy), GRPO(PolicyLoss(), 1, 1)
+    toy.model.zero_grad()
+    for micro in batches_of(toy, flags(), groups, packing):
+        objective.forward(toy.model, micro.batch).loss_sum.backward()
+    found = [None if p.grad is None else p.grad.clone() for p in toy.model.parameters()]
+    toy.model.zero_grad()
+    tokens = sum(len(answer.ids) for group in groups for answer in group.answers)
+    for group in groups:
+        rewards = torch.tensor(group.rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for answer, advantage in zip(group.answers, advantages):
+            (-advantage * rows_alone(toy, group.prompt.sample, answer).sum() / tokens).backward()
+    largest = max(p.grad.abs().max() for p in toy.model.parameters() if p.grad is not None)
+    assert largest > 0.01
+    for gradient, parameter in zip(found, toy.model.parameters()):
+        if parameter.grad is not None:
+            assert (gradient - parameter.grad).abs().max() < 1e-6
+
+
+def trl_loss(rows, old, frozen, advantages, mask, training, loss: PolicyLoss) -> torch.Tensor:
+    """TRL's GRPOTrainer._compute_loss, over rows (A, L) with a mask."""
+    log_ratio = rows - old
+    if loss.importance_sampling_level == "sequence":
+        log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+    one = torch.exp(log_ratio)
+    two = torch.clamp(one, 1 - loss.epsilon, 1 + loss.epsilon_high)
+    each = -torch.min(one * advantages.unsqueeze(1), two * advantages.unsqueeze(1))
+    if loss.beta:
+        each = each + loss.beta * (torch.exp(frozen - rows) - (frozen - rows) - 1)
+    each = each * mask
+    if training.loss_type == "grpo":
+        return (each.sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+    if training.loss_type == "dr_grpo":
+        return each.sum() / (each.size(0) * training.max_completion_length)
+    return each.sum() / mask.sum()
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_the_loss_after_an_update_is_trls(toy, loss_type, level, beta, scale):
+    groups, loss = groups_of(toy), PolicyLoss(0.2, 0.28, level, beta)
+    training = flags(loss_type=loss_type, beta=beta, scale_rewards=scale)
+    every = [answer for group in groups for answer in group.answers]
+    longest = max(len(answer.ids) for answer in every)
+    rows, old, frozen = (torch.zeros(len(every), longest, dtype=torch.float64) for _ in range(3))
+    mask, noise = torch.zeros_like(rows), {answer: i for i, answer in enumerate(dict.fromkeys(every))}
+    made: dict[Answer, tuple[torch.Tensor, ...]] = {}
+    for answer, number in noise.items():
+        drawn = torch.Generator().manual_seed(number)
+        sampled = torch.tensor(answer.log_probs, dtype=torch.float64)
+        parts = (sampled + 0.4 * torch.randn(len(sampled), generator=drawn) for _ in range(2))
+        made[answer] = (sampled, *parts)
+    for i, answer in enumerate(every):
+        size = len(answer.ids)
+        old[i, :size], rows[i, :size], frozen[i, :size] = made[answer]
+        mask[i, :size] = 1
+    rewards = torch.tensor(np.stack([group.rewards for group in groups]))
+    centred = rewards - rewards.mean(1, keepdim=True)
+    divisor = {"group": rewards.std(1, keepdim=True), "batch": rewards.std(), "none": 1 - 1e-4}[scale]
+    wanted = trl_loss(rows, old, frozen, (centred / (divisor + 1e-4)).flatten(), mask, training, loss)
+
+    total, clipped = 0.0, 0.0
+    for micro in batches_of(toy, training, groups, Packing(1, 1, 1, 200)):
+        batch = with_log_probs(micro.batch, made)
+        done = GRPO(loss, 1, 1).forward(lambda _, log_probs, rows=batch.rows: rows, batch.batch)
+        total += done.loss_sum.item()
+        clipped += done.metrics["clip_ratio/region_mean"].item()
+        assert done.by_source[0].sum().item() == pytest.approx(done.loss_sum.item(), abs=1e-12)
+    assert total == pytest.approx(wanted.item(), abs=1e-9)
+    assert clipped > 0
+
+
+def with_log_probs(batch, made: dict[Answer, tuple[torch.Tensor, ...]]) -> SimpleNamespace:
+    """The batch with made log-probabilities: of the answers, recognised by what was noted when they were drawn."""
+    sizes = torch.bincount(batch.target_samples).tolist()
+    keys = [tuple(part.tolist()) for part in batch.sampled.split(sizes)]
+    by_rows = {answer.log_probs: values for answer, values in made.items()}
+    old, rows, frozen = (torch.cat(parts) for parts in zip(*(by_rows[key] for key in keys)))
+    return SimpleNamespace(batch=dataclasses.replace(batch, old=old, frozen=frozen), rows=rows)
+
+
+def test_groups_without_signal_train_only_with_a_reference_and_truncated_answers_can_be_left_out(toy):
+    groups = groups_of(toy)
+    assert [has_no_signal(group) for group in groups][-1]
+    totals = totals_of(groups, MESH, CPU)
+    assert trained_answers(groups, totals, flags())[-1] == []
+    held = trained_answers(groups, totals, flags(beta=0.1))
+    assert sum(one.times for one in held[-1]) == GROUP and all(one.advantage == 0 for one in held[-1])
+    ended = trained_answers(groups, totals, flags(mask_truncated_completions=True, beta=0.1))
+    kept = [one for unit in ended for one in unit]
+    assert kept and all(one.answer.ended for one in kept) and len(kept) < sum(map(len, held))
+
+
+def test_packs_keep_a_prompts_answers_together_and_within_the_bound(toy):
+    groups = groups_of(toy)
+    units = trained_answers(groups, totals_of(groups, MESH, CPU), flags(beta=1.0))
+    whole = pack(units, Packing(1, 1, 1, 100_000))
+    assert len(whole) == 1 and len(whole[0]) == sum(map(len, units))
+    longest = max(len(one.sample.input_ids) for unit in units for one in unit)
+    for bound in (longest, 150, 250):
+        packs = pack(units, Packing(1, 1, 1, bound))
+        assert all(sum(len(one.sample.input_ids) for one in each) <= bound for each in packs)
+        assert sorted(map(id, (one for each in packs for one in each))) == sorted(id(o) for u in units for o in u)
+    [micro] = [policy_batch(each, totals_of(groups, MESH, CPU), 1, flags(), toy.options) for each in whole]
+    images = sum(bool(prompt.media) for prompt in toy.prompts)
+    assert micro.num_tiles == len(micro.batch.pixel_values) == images  # one pass of the tower for all answers
+
+
+def test_an_empty_micro_batch_takes_part_with_nothing(toy):
+    groups = groups_of(toy)
+    micro = policy_batch([], totals_of(groups, MESH, CPU), 0.0, flags(), toy.options)
+    toy.model.zero_grad()
+    done = GRPO(PolicyLoss(), 1, 1).forward(toy.model, micro.batch)
+    done.loss_sum.backward()
+    assert done.loss_sum.item() == 0.0 and all(p.grad is None or not p.grad.any() for p in toy.model.parameters())
+
+
+def test_advantages_of_one_group():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    assert advantages_of(rewards, "none", 9.0)[0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert advantages_of(rewards, "batch", 0.25)[0, 0].item() == pytest.approx(0.5 / 0.2501)
+    assert advantages_of(rewards, "group", 9.0)[0, 0].item() == pytest.approx(0.5 / (3**-0.5 + 1e-4))
+
+
+def test_the_reference_keeps_its_weights_and_the_twin_shares_the_models(toy):
+    parameter, frozen = next(toy.model.language_model.parameters()), frozen_copy(toy.model)
+    assert next(toy.twin.language_model.parameters()) is parameter
+    own = next(frozen.language_model.parameters())
+    assert own is not parameter and torch.equal(own, parameter) and not own.requires_grad

@@ -1,0 +1,87 @@
+"""Rewards judge answers as their docstrings say, and a file's function is run and checked."""
+
+import pytest
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.train.rewards import Completion, open_rewards
+
+
+def reward(name: str, text: str, reference: str = "", tokens: int = 1) -> float:
+    [opened] = open_rewards(name, None)
+    [value] = opened.of_all([Completion("?", text, reference, "r", tokens, 10)])
+    return value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reference", "wanted"),
+    [
+        ("exact", "Two.", "two", 1),
+        ("exact", " two  cats", "Two cats", 1),
+        ("exact", "two", "three", 0),
+        ("exact", "<think>3?</think><answer>two</answer>", "two", 1),
+        ("exact", "", "two", 0),
+        ("numeric", "There are 12 of them.", "12", 1),
+        ("numeric", "1,200.50", "1200.5", 1),
+        ("numeric", "3 and 4", "3", 0),
+        ("numeric", "I see two", "2", 1),
+        ("numeric", "-5", "5", 0),
+        ("numeric", "many", "5", 0),
+        ("choice", "(B)", "B", 1),
+        ("choice", "The answer is C.", "C. a cat", 1),
+        ("choice", "Cats", "C", 0),
+        ("choice", "no idea", "A", 0),
+        ("iou", "[0, 0, 2, 2]", "[1, 1, 3, 3]", 1 / 7),
+        ("iou", "it is at (2, 2, 0, 0)", "[0,0,2,2]", 1),
+        ("iou", "[0, 0, 1]", "[0, 0, 1, 1]", 0),
+        ("iou", "[0, 0, 0, 0]", "[0, 0, 0, 0]", 0),
+        ("format", "<think>a\nb</think>\n<answer>c</answer>", "", 1),
+        ("format", "<answer>c</answer>", "", 0),
+        ("format", "<think>a</think><answer>b</answer> c", "", 0),
+        ("format", "<think>a</think><think>b</think><answer>c</answer>", "", 0),
+    ],
+)
+def test_rewards_by_name(name, text, reference, wanted):
+    assert reward(name, text, reference) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("tokens", "wanted"), [(1, 0), (8, 0), (9, -0.5), (10, -1)])
+def test_long_answers_lose(tokens, wanted):
+    assert reward("length", "x", tokens=tokens) == pytest.approx(wanted)
+
+
+def test_a_function_of_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def same(prompts, completions, references, ids):\n"
+        "    return [0.5 * (c == r) + (i == 'b') for c, r, i in zip(completions, references, ids)]\n"
+    )
+    [one, other] = open_rewards(f"exact,{tmp_path}/mine.py:same", "1,-2")
+    answers = [Completion("?", "x", "x", "a", 1, 9), Completion("?", "y", "x", "b", 1, 9)]
+    assert (one.name, one.weight, one.of_all(answers)) == ("exact", 1.0, [1.0, 0.0])
+    assert (other.name, other.weight, other.of_all(answers)) == ("same", -2.0, [0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "words"),
+    [
+        ("exakt", None, "did you mean exact"),
+        ("exact,exact", None, "none twice"),
+        ("exact,format", "1", "1 numbers for 2 rewards"),
+        ("exact", "nan", "finite"),
+        ("exact", "one", "expected numbers"),
+        ("none.py:f", None, "no Python file"),
+        ("{}/mine.py:g", None, "has no function g"),
+        ("{}/broken.py:f", None, "can't be run"),
+    ],
+)
+def test_what_is_refused(tmp_path, names, weights, words):
+    (tmp_path / "mine.py").write_text("def f(**_): return []\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    with pytest.raises(ConfigError, match=words):
+        open_rewards(names.format(tmp_path), weights)
+
+
+@pytest.mark.parametrize("body", ["[]", "[float('nan')]", "['x']", "None", "1 / 0", "[1, 2]"])
+def test_a_function_that_gives_no_number_for_an_answer_ends_the_run(tmp_path, body):
+    (tmp_path / "mine.py").write_text(f"def f(**_): return {body}\n")
+    with pytest.raises(DataError, match=r"mine\.py:f"):
+        reward(f"{tmp_path}/mine.py:f", "x")
