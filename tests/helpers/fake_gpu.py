@@ -205,6 +205,7 @@ def gpu(
     *, declared: str = "", pageable: bool = False, capability: tuple[int, int] = (9, 0), tracks: bool = False
 ) -> Iterator[Rules]:
     """Run with a fake GPU; see Rules. tracks: rules.live has the bytes alive."""
+    import peft  # noqa: F401  # before there seems to be a GPU: bitsandbytes, which it imports, would ask for CUDA's library
     from transformers.utils import import_utils
 
     from llava_ds.model import attention
