@@ -19,12 +19,13 @@ from run_many import load_train
 
 from llava_ds.checkpoint.commit import newest_whole, step_of
 from llava_ds.files.jsonl import read_metrics
+from llava_ds.train import loop
 
 
 def main() -> None:
     train, task = load_train(), json.loads(Path(sys.argv[-1]).read_text())
     output_dir = Path(task["argv"][task["argv"].index("--output_dir") + 1])
-    draw, loop, seen, step_s = random.Random(task["seed"]), train.train, [], 0.1
+    draw, run_steps, seen, step_s = random.Random(task["seed"]), loop.run_steps, [], 0.1
     code = None
     while code != 0:
         stops = len(seen) < task["stops"]
@@ -35,9 +36,9 @@ def main() -> None:
         def timed(*args: object, timer=timer, **more: object) -> None:
             if timer is not None:
                 timer.start()
-            loop(*args, **more)
+            run_steps(*args, **more)
 
-        train.train = timed
+        loop.run_steps = timed  # before it, a request ends the run at once
         code = train.main(task["argv"])
         if timer is not None:
             timer.cancel()
