@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import chain
 
 from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
 from llava_ds.config.bounds import out_of_bounds, seconds_of
@@ -263,7 +264,7 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
 def objectives(args: Arguments) -> Iterator[str]:
     """Flags of an objective that another one has no use for, and what is for supervised answers alone."""
     training, objective = args.training, args.training.objective
-    given = [name for name in dict.fromkeys(sum(OBJECTIVE_FLAGS.values(), ())) if name in args.given]
+    given = [name for name in dict.fromkeys(chain(*OBJECTIVE_FLAGS.values())) if name in args.given]
     for name in given:
         known = [each for each, names in OBJECTIVE_FLAGS.items() if name in names]
         if objective not in known:

@@ -19,7 +19,7 @@ def made(margins: torch.Tensor | None = None) -> SimpleNamespace:
     return SimpleNamespace(
         cu_seqlens=torch.tensor(starts),
         target_positions=torch.tensor(places),
-        targets=torch.tensor(sum(ANSWERS, [])),
+        targets=torch.tensor([token for own in ANSWERS for token in own]),
         target_samples=torch.arange(4).repeat_interleave(torch.tensor([len(own) for own in ANSWERS])),
         sources=torch.tensor([0, 0, 1, 1]),
         margins=margins,
