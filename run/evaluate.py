@@ -32,8 +32,8 @@ from llava_ds.evaluation.answers import (
     write_answers,
     write_scores,
 )
-from llava_ds.evaluation.answers_identity import identity_of
-from llava_ds.evaluation.asking import ask, open_batches, plan_batches
+from llava_ds.evaluation.answers_identity import identity_of, model_digest
+from llava_ds.evaluation.asking import Answering, ask, ask_each, open_batches, plan_batches
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.llava_questions import TURNS
 from llava_ds.evaluation.question import Question, digest, with_blank_image, without_image
@@ -70,12 +70,11 @@ def main() -> None:
             questions=len(questions),
             batch_size=args.batch_size,
             max_new_tokens=args.max_new_tokens,
+            **drawn_by(args),
         )
         inputs = [path for path in (given.data_path, given.annotations) if path is not None]
         store, attempt = open_store(args.output, identity, inputs, ranks)
-    loaded = load_for_inference(args.model_path, options, ranks)
-    print_first(*loaded.notes)
-
+    asked = open_model(args, options, ranks)
     columns = {MAIN_COLUMN: questions}
     if args.compare_blank_image:
         columns[BLANK_IMAGE] = [with_blank_image(question) for question in questions]
@@ -83,7 +82,7 @@ def main() -> None:
         columns[WITHOUT_PICTURE] = [without_image(question) for question in questions]
     scored, rows = {}, {}
     for column, these in columns.items():
-        answers = answers_to(these, column, loaded, store, attempt, args, ranks)
+        answers = answers_to(these, column, asked, store, attempt, args, ranks)
         if ranks.is_first:
             scored[column] = METRICS[metric](these, [answer.text for answer in answers])
             model = os.path.basename(os.path.abspath(args.model_path))
@@ -109,10 +108,34 @@ def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]
     return given, questions
 
 
+def open_model(args: argparse.Namespace, options: EngineOptions, ranks: Ranks) -> LoadedModel | Answering:
+    """The model that answers, or what prefers or draws answers in its place."""
+    if args.task != "preference" and args.best_of is None:
+        loaded = load_for_inference(args.model_path, options, ranks)
+        print_first(*loaded.notes)
+        return loaded
+    from llava_ds.evaluation.judging import BestOfN, Judge, Preferring  # with DeepSpeed, which takes seconds
+
+    if args.best_of is None:
+        judge = Judge("--model_path", args.model_path, options, ranks)
+        print_first(judge.describe())
+        return Preferring(judge)
+    judge = Judge("--reward_model_name_or_path", args.reward_model_name_or_path, options, ranks, must_score=True)
+    return BestOfN(args.model_path, judge, (args.best_of, args.max_new_tokens, args.seed), options, ranks)
+
+
+def drawn_by(args: argparse.Namespace) -> dict[str, object]:
+    """What answers depend on where they are drawn and judged."""
+    if args.best_of is None:
+        return {}
+    judge = model_digest(args.reward_model_name_or_path, "--reward_model_name_or_path")
+    return {"best_of": args.best_of, "reward_model": judge, "seed": args.seed}
+
+
 def answers_to(
     questions: list[Question],
     column: str,
-    loaded: LoadedModel,
+    asked: LoadedModel | Answering,
     store: Store | None,
     attempt: int,
     args: argparse.Namespace,
@@ -123,8 +146,14 @@ def answers_to(
     if known:
         print_first(f"{column}: {len(known):,} of {len(questions):,} questions are answered already")
     part = Part(store, column, attempt, ranks)
-    batches = open_batches(plan_batches(loaded, questions, args.batch_size, ranks), known)
-    ask(loaded, questions, batches, part.keep, ranks, max_new_tokens=args.max_new_tokens, progress=column)
+    if isinstance(asked, LoadedModel):
+        batches = open_batches(plan_batches(asked, questions, args.batch_size, ranks), known)
+        ask(asked, questions, batches, part.keep, ranks, max_new_tokens=args.max_new_tokens, progress=column)
+    else:
+        numbers = list(range(len(questions)))
+        batches = [numbers[first : first + args.batch_size] for first in numbers[:: args.batch_size]]
+        own = open_batches(batches, known)[ranks.rank :: ranks.world_size]
+        ask_each(own, lambda batch: asked([questions[i] for i in batch], batch), part.keep, column)
     part.close()
     for answers in gather(part.answers, ranks):
         known |= answers
@@ -207,12 +236,19 @@ def parse() -> argparse.Namespace:
     add("--batch_size", type=number(Count), default=48, help="questions at a time on a device (default: %(default)s)")
     add("--max_new_tokens", type=number(Count), default=64, help="longest answer (default: %(default)s)")
     add(
+        "--best_of",
+        type=number(Count),
+        metavar="N",
+        help="draw N answers to each question (by --seed), and take the one with the highest score",
+    )
+    add("--reward_model_name_or_path", type=given_path, help="folder of the reward model that scores --best_of")
+    add(
         "--output",
         type=given_path,
         help="write the scores to this .json file and every answer to the .jsonl file beside it",
     )
     add("--resamples", type=number(Count), default=1000, help="of the bootstrap's intervals (default: %(default)s)")
-    add("--seed", type=number(Seed), default=0, help="of the bootstrap (default: %(default)s)")
+    add("--seed", type=number(Seed), default=0, help="of the bootstrap, and of --best_of (default: %(default)s)")
     add(
         "--cache_dir",
         type=new_folder,
@@ -221,6 +257,10 @@ def parse() -> argparse.Namespace:
     )
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
     args = parser.parse_args()
+    if (args.best_of is None) != (args.reward_model_name_or_path is None):
+        raise ConfigError("--best_of N and --reward_model_name_or_path FOLDER go together: give both, or neither")
+    if args.best_of is not None and args.task == "preference":
+        raise ConfigError("--best_of draws answers, and --task preference compares given ones: leave one of them out")
     if args.data_path is None and args.task != "llava":
         raise ConfigError(f"--data_path is missing: name {args.task}'s questions")
     if args.metric != "exact" and args.task != "llava":

@@ -53,6 +53,8 @@ class RunIdentity:
         for name in ("model_name_or_path", "model_base", "vision_tower"):
             folder = getattr(args.model, name)
             flags[name] = folder and folder_digest(Path(folder))
+        judge = args.training.reward_model_name_or_path
+        flags["reward_model_name_or_path"] = judge and folder_digest(Path(judge))
         if args.model.lora_weight_path is not None:
             flags["lora_weight_path"] = adapter_digest(Path(args.model.lora_weight_path))
         zero_stage = ds_config["zero_optimization"].get("stage", 0)

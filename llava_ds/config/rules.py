@@ -39,6 +39,7 @@ GRPO_FLAGS = (
     "loss_type",
     "reward_funcs",
     "reward_weights",
+    "reward_model_name_or_path",
     "num_generations",
     "max_completion_length",
     "per_device_generation_batch_size",
@@ -303,8 +304,11 @@ def _preferences(args: Arguments, given: list[str]) -> Iterator[str]:
 
 def _rewards(args: Arguments) -> Iterator[str]:
     model, data, training = args.model, args.data, args.training
-    if training.reward_funcs is None:
-        yield "--objective grpo needs --reward_funcs: name what answers are judged by, like exact"
+    if training.reward_funcs is None and training.reward_model_name_or_path is None:
+        yield (
+            f"--objective {training.objective} needs --reward_funcs or --reward_model_name_or_path: name what answers "
+            "are judged by, like --reward_funcs exact"
+        )
     if training.epsilon >= 1:
         yield f"--epsilon is {training.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
     others = {

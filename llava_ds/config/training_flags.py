@@ -92,6 +92,12 @@ class TrainingArguments:
     reward_weights: str | None = _objective(
         None, "grpo: a weight for each of --reward_funcs, separated by commas. Absent: 1 each."
     )
+    reward_model_name_or_path: str | None = _objective(
+        None,
+        "grpo and ppo: folder of a reward model (--objective reward), whose score is one more reward, with the last of "
+        "--reward_weights.",
+        path="model",
+    )
     num_generations: Annotated[int, Bounds(2, MOST)] = _objective(8, "grpo: answers that are drawn to each prompt.")
     max_completion_length: Count = _objective(256, "grpo: longest answer in tokens.")
     per_device_generation_batch_size: Count = _objective(

@@ -10,6 +10,7 @@ import torch
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data.templates import resolve_template
 from llava_ds.engine.construct import build_model
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.llava import LlavaModel
@@ -24,10 +25,30 @@ READING = ("max_pixels", "fast_decoding", "video_fps", "frames_upbound", "force_
 
 @dataclass(frozen=True)
 class FrozenPlan:
-    """The plan of a model that judges. args: flags that its folder stands for."""
+    """The plan of a model that judges. args: flags that its folder stands for; images: as it reads them."""
 
     model: ModelPlan
     args: ModelArguments
+    images: ImageOptions
+
+
+def plan_alone(flag: str, path: str, max_length: int, value_head: bool = False, **given: str) -> FrozenPlan:
+    """Read the folder of a model that takes batches of its own making; nothing is built.
+
+    flag: that names the folder, for messages; max_length: of samples in tokens; value_head: it needs one; given: flags
+    of the model that the folder does not stand for. Raises ConfigError and DataError for a folder that can't be used.
+    """
+    if value_head and value_head_file(path) is None:
+        raise ConfigError(f"{flag} {path} has no {FILE}: give the --output_dir of a run with --objective reward")
+    model = ModelArguments(model_name_or_path=path, **given)
+    args = Arguments(model, DataArguments(), TrainingArguments(), frozenset(given))
+    try:
+        args, _ = take_from_model(args)
+        args = args.replaced(version=resolve_template(args.model.version))
+        own = plan_model(args.model, max_length, value_head)
+        return FrozenPlan(own, args.model, own.tower.image_options(args))
+    except (ConfigError, DataError) as error:
+        raise type(error)(str(error).replace(f"{FLAG} {path}", f"{flag} {path}")) from error
 
 
 def plan_frozen(
@@ -35,24 +56,17 @@ def plan_frozen(
 ) -> FrozenPlan:
     """Read the folder of a model that takes the batches of another one; nothing is built.
 
-    flag: that names the folder, for messages; model, images, max_length: of the other one; value_head: it needs one.
-    Raises ConfigError and DataError where it has no head, another vocabulary or other image options.
+    model, images, max_length: of the other one; the others as for plan_alone. Raises ConfigError and DataError where it
+    has no head, another vocabulary or other image options.
     """
-    if value_head and value_head_file(path) is None:
-        raise ConfigError(f"{flag} {path} has no {FILE}: give the --output_dir of a run with --objective reward")
-    args = Arguments(ModelArguments(model_name_or_path=path), DataArguments(), TrainingArguments(), frozenset())
-    try:
-        args, _ = take_from_model(args)
-        own = plan_model(args.model, max_length, value_head)
-        problems = [*_vocabulary_problems(own, model), *_image_problems(own.tower.image_options(args), images)]
-    except (ConfigError, DataError) as error:
-        raise type(error)(str(error).replace(f"{FLAG} {path}", f"{flag} {path}")) from error
+    plan = plan_alone(flag, path, max_length, value_head)
+    problems = [*_vocabulary_problems(plan.model, model), *_image_problems(plan.images, images)]
     if problems:
         raise ConfigError(
             f"{flag} {path} can't judge what this run's model reads: {'; '.join(problems)}: give a model that was "
             "trained from the same start"
         )
-    return FrozenPlan(own, args.model)
+    return plan
 
 
 def open_frozen(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> LlavaModel:

@@ -7,6 +7,9 @@ from llava_ds.infer.generate import Answer, greedy_answers, make_encoder, prompt
 from llava_ds.infer.load import LoadedModel
 from llava_ds.runtime.ranks import Ranks, gather, progress_bar
 
+# Questions and their numbers to an answer each.
+Answering = Callable[[list[Question], list[int]], list[Answer]]
+
 
 def plan_batches(loaded: LoadedModel, questions: list[Question], batch_size: int, ranks: Ranks) -> list[list[int]]:
     """Choose the questions, by number, that are asked together: neighbours in length, the longest first.
@@ -43,12 +46,22 @@ def ask(
     """
     own = batches[ranks.rank :: ranks.world_size] if loaded.ranks is None else batches
     encoder = make_encoder(loaded)
-    with progress_bar(total=sum(map(len, own)), desc=progress, unit="question") as bar:
-        for batch in own:
-            prompts = [questions[number].prompt for number in batch]
-            answers = greedy_answers(
-                loaded, prompts, batch_size=len(batch), max_new_tokens=max_new_tokens, encoder=encoder
-            )
-            if loaded.ranks is None or ranks.is_first:
-                keep(dict(zip(batch, answers, strict=True)))
+
+    def greedy(batch: list[int]) -> list[Answer]:
+        prompts = [questions[number].prompt for number in batch]
+        return greedy_answers(loaded, prompts, batch_size=len(batch), max_new_tokens=max_new_tokens, encoder=encoder)
+
+    ask_each(own, greedy, keep if loaded.ranks is None or ranks.is_first else lambda _: None, progress)
+
+
+def ask_each(
+    batches: list[list[int]],
+    answers_to: Callable[[list[int]], list[Answer]],
+    keep: Callable[[dict[int, Answer]], None],
+    progress: str,
+) -> None:
+    """Hand the answers to each batch, questions by number, to keep."""
+    with progress_bar(total=sum(map(len, batches)), desc=progress, unit="question") as bar:
+        for batch in batches:
+            keep(dict(zip(batch, answers_to(batch), strict=True)))
             bar.update(len(batch))

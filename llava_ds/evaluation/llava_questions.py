@@ -52,6 +52,34 @@ def llava(given: Given) -> list[Question]:
     return questions if any(question.kinds for question in questions) else _grouped_by_words(questions)
 
 
+def preferences(given: Given) -> list[Question]:
+    """The pairs of answers in a file of preferences (docs/preference.md): which of the two does a model prefer?"""
+    questions, problems, total = [], [], 0
+    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir, are_preferences=True)
+    for source in open_sources(complete(given), options):
+        for record in source.read():
+            total += 1
+            try:
+                sample = to_sample(record.text, source, record.index)
+            except DataError as error:
+                problems.append(f"{record.file}, record {record.index}: {error}")
+                continue
+            *before, chosen = sample.messages
+            questions.append(
+                Question(
+                    sample.id,
+                    Prompt(tuple(before), tuple(map(_by_path, sample.media))),
+                    before[-1].text.replace(IMAGE_TOKEN, "").strip(),
+                    chosen.text,
+                    kinds=(sample.kind,) if sample.kind else (),
+                    more={"rejected": sample.rejected[-1].text},
+                )
+            )
+    if problems:
+        raise DataError(f"{given.data_path}: {len(problems)} of {total} records can't be used\n{shown(problems)}")
+    return questions
+
+
 @dataclass(frozen=True)
 class _Scoring:
     """The fields of a record beside its conversation. kinds: of its turns, "" where one has none."""

@@ -48,6 +48,11 @@ def exact_match(questions: list[Question], answers: list[str]) -> Scored:
     return _per_question("accuracy", right, questions)
 
 
+def preferred(questions: list[Question], answers: list[str]) -> Scored:
+    """Score pairs whose chosen answer, the reference, was preferred."""
+    return _per_question("accuracy", [a == q.reference for q, a in zip(questions, answers, strict=True)], questions)
+
+
 def gqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
     """As LLaVA hands answers to GQA's evaluation, which compares them to the letter."""
     right = [a.rstrip(".").lower() == q.reference for q, a in zip(questions, answers, strict=True)]
@@ -151,6 +156,7 @@ METRICS = {
     "circular": circular_choice,
     "gqa": gqa_accuracy,
     "caption": caption_scores,
+    "preference": preferred,
 }
 
 

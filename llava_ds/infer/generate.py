@@ -293,10 +293,15 @@ class _EncodedPrompt:
 
     def decode(self, image_options: ImageOptions) -> LoadedSample:
         row = torch.tensor(self.ids)
-        media = [(load_media(one, sizes, layout, image_options), layout) for one, sizes, layout in self.media]
-        if self.blank:
-            media = [(blank_like(tiles, image_options), layout) for tiles, layout in media]
-        return LoadedSample(row, row, media)
+        return LoadedSample(row, row, decode_media(self.media, self.blank, image_options))
+
+
+def decode_media(
+    media: list[tuple[Media, tuple[Size, ...], MediaLayout]], blank: bool, image_options: ImageOptions
+) -> list[tuple[torch.Tensor, MediaLayout]]:
+    """The tiles of each image or video of media_of; blank: in one colour."""
+    found = [(load_media(one, sizes, layout, image_options), layout) for one, sizes, layout in media]
+    return [(blank_like(tiles, image_options), layout) for tiles, layout in found] if blank else found
 
 
 def blank_like(tiles: torch.Tensor, image_options: ImageOptions) -> torch.Tensor:
@@ -305,12 +310,18 @@ def blank_like(tiles: torch.Tensor, image_options: ImageOptions) -> torch.Tensor
     return colour.view(3, 1, 1).expand_as(tiles).clone()
 
 
-def _encode(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _EncodedPrompt:
+def media_of(prompt: Prompt, image_options: ImageOptions) -> list[tuple[Media, tuple[Size, ...], MediaLayout]]:
+    """Each image or video of a prompt with its sizes and layout, not decoded yet."""
     media = []
     for item in prompt.images:
         one = item if isinstance(item, Media) else Media("image", (FileRef(item),))
-        sizes = probe(one, loaded.image_options)
-        media.append((one, sizes, media_layout(one.kind, sizes, len(prompt.images), loaded.image_options)))
+        sizes = probe(one, image_options)
+        media.append((one, sizes, media_layout(one.kind, sizes, len(prompt.images), image_options)))
+    return media
+
+
+def _encode(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _EncodedPrompt:
+    media = media_of(prompt, loaded.image_options)
     return _EncodedPrompt(
         encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in media]), media, prompt.blank
     )

@@ -6,6 +6,7 @@ an advantage, of groups whose rewards are all equal, are left out unless a refer
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -57,9 +58,14 @@ class TrainedAnswer:
     @property
     def sample(self) -> LoadedSample:
         """Prompt and answer, of which the answer is supervised. Those to one prompt share its images."""
-        asked, ids = self.prompt.sample, torch.tensor(self.answer.ids)
-        labels = torch.cat([torch.full_like(asked.input_ids, IGNORE_INDEX), ids])
-        return LoadedSample(torch.cat([asked.input_ids, ids]), labels, asked.media, asked.source)
+        return with_answer(self.prompt.sample, self.answer.ids)
+
+
+def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
+    """A prompt followed by the ids of an answer, which is supervised."""
+    ids = torch.tensor(answer)
+    labels = torch.cat([torch.full_like(asked.input_ids, IGNORE_INDEX), ids])
+    return LoadedSample(torch.cat([asked.input_ids, ids]), labels, asked.media, asked.source)
 
 
 @dataclass(frozen=True)

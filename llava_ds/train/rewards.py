@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError, in_short, nearest_name
+from llava_ds.data.collate import LoadedSample
 
+MODEL_REWARD = "reward_model"  # in the log
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NUMBER_WORDS = {word: i for i, word in enumerate(_WORDS)}
 LONG_SHARE = 0.8  # of the longest answer: what is longer loses, up to 1 at the longest
@@ -23,7 +25,8 @@ _BOX = re.compile(rf"[\[(]{_COORDINATE},{_COORDINATE},{_COORDINATE},{_COORDINATE
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer as its reward sees it. reference: the record's answer; tokens: the answer's, of at most max_tokens."""
+    """An answer as its reward sees it. reference: the record's answer; tokens: the answer's, of at most max_tokens;
+    sample: prompt and answer as tokens, with the images."""
 
     prompt: str
     text: str
@@ -31,6 +34,7 @@ class Completion:
     id: str
     tokens: int
     max_tokens: int
+    sample: LoadedSample | None = None
 
 
 def exact(one: Completion) -> float:
@@ -74,24 +78,26 @@ REWARDS: dict[str, Callable[[Completion], float]] = {
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward with its weight in the sum. of_all: rewards of some answers."""
+    """A reward with its weight in the sum. of_all: rewards of some answers; None for a reward model's until it is
+    built."""
 
     name: str
     weight: float
-    of_all: Callable[[Sequence[Completion]], list[float]]
+    of_all: Callable[[Sequence[Completion]], list[float]] | None
 
 
-def open_rewards(names: str | None, weights: str | None) -> tuple[Reward, ...]:
-    """Open the rewards of --reward_funcs, names or file.py:function separated by commas, with --reward_weights; none
-    without the flag.
+def open_rewards(names: str | None, weights: str | None, has_model: bool = False) -> tuple[Reward, ...]:
+    """Open the rewards of --reward_funcs, names or file.py:function separated by commas, with --reward_weights.
 
-    Raises ConfigError for those that don't exist, and for weights that don't fit.
+    has_model: a reward model's comes last. Raises ConfigError for those that don't exist, and for weights that don't
+    fit.
     """
-    if names is None:
-        return ()
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted or len(set(wanted)) < len(wanted):
+    wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
+    if (names is not None and not wanted) or len(set(wanted)) < len(wanted):
         raise ConfigError(f"--reward_funcs {names!r} has to name at least one reward, and none twice")
+    functions, wanted = wanted, wanted + [MODEL_REWARD] * has_model
+    if not wanted:
+        return ()
     try:
         numbers = [1.0] * len(wanted) if weights is None else [float(text) for text in weights.split(",")]
     except ValueError:
@@ -101,7 +107,7 @@ def open_rewards(names: str | None, weights: str | None) -> tuple[Reward, ...]:
             f"--reward_weights {weights} has {len(numbers)} numbers for {len(wanted)} rewards ({', '.join(wanted)}): "
             "give each a finite weight"
         )
-    opened = [_of_file(name) if ":" in name else _own(name) for name in wanted]
+    opened = [_of_file(name) if ":" in name else _own(name) for name in functions] + [None] * has_model
     shown = [name.rpartition(":")[2] for name in wanted]
     if len(set(shown)) < len(shown):
         raise ConfigError(f"--reward_funcs {names}: two rewards are called the same in the log: rename one")

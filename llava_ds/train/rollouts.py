@@ -30,7 +30,9 @@ from llava_ds.train.policy_batches import (
     sums_of_ranks,
     totals_of,
     trained_answers,
+    with_answer,
 )
+from llava_ds.train.reward_model import RewardModel
 from llava_ds.train.rewards import Completion
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
 
@@ -57,6 +59,9 @@ class Rollouts:
         self._twin = twin_of(model)
         self._reference = frozen_copy(model) if training.beta else None
         self._rewards = plan.rewards
+        if plan.reward_model is not None:
+            judge = RewardModel(plan.reward_model, plan.resolved.compute_dtype, ranks)
+            self._rewards = (*plan.rewards[:-1], replace(plan.rewards[-1], of_all=judge.rewards))
         self._rules = DrawRules(
             num_answers=training.num_generations,
             max_new_tokens=training.max_completion_length,
@@ -139,6 +144,7 @@ class Rollouts:
                 asked.id,
                 len(one.ids),
                 most,
+                with_answer(asked.sample, one.ids),
             )
             for asked, some in zip(prompts, answers)
             for one in some
