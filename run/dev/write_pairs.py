@@ -1,0 +1,84 @@
+"""Write pairs of answers to questions about generated scenes, for make dpo and make reward:
+run/dev/write_pairs.py FOLDER
+
+FOLDER has train.json and heldout.json of run/dev/write_questions.py. PREFIX-train.json and PREFIX-heldout.json beside
+them have the right answer as chosen. The rejected one is any wrong answer to such a question, all equally likely; or
+with --drawn_from a model's own, as likely as the model gives it among the wrong ones.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llava_ds.data.sample import Message
+from llava_ds.evaluation.judging import Judge
+from llava_ds.infer.engines import EngineOptions
+from llava_ds.infer.generate import Prompt
+from llava_ds.runtime.ranks import Ranks, progress_bar, quiet_libraries
+from llava_ds.tiny.questions import ANSWERS
+
+TOGETHER = 16  # questions judged at once
+
+
+def main() -> None:
+    """Write both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--prefix", default="pairs")
+    parser.add_argument("--drawn_from", help="folder of a model")
+    parser.add_argument("--train", type=int, default=16_000)
+    parser.add_argument("--heldout", type=int, default=2_000)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    quiet_libraries()
+    judge, device = None, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.drawn_from is not None:
+        judge = Judge("--drawn_from", args.drawn_from, EngineOptions(), Ranks(0, 0, 1, device))
+    for stream, name in enumerate(("train", "heldout")):
+        records = json.loads((args.folder / f"{name}.json").read_text())[: getattr(args, name)]
+        rng = np.random.default_rng([args.seed, stream])
+        pairs = [to_pair(record, answer) for record, answer in zip(records, wrong_answers(records, args, judge, rng))]
+        (args.folder / f"{args.prefix}-{name}.json").write_text(json.dumps(pairs, indent=1))
+
+
+def wrong_answers(
+    records: list[dict], args: argparse.Namespace, judge: Judge | None, rng: np.random.Generator
+) -> list[str]:
+    """A wrong answer to every record's question."""
+    wrong = [[answer for answer in ANSWERS[each["kind"]] if answer != right(each)] for each in records]
+    chances = [np.full(len(answers), 1 / len(answers)) for answers in wrong]
+    if judge is not None:
+        chances = []
+        with progress_bar(total=len(records), desc="wrong answers judged", unit="question") as bar:
+            for first in range(0, len(records), TOGETHER):
+                some = slice(first, first + TOGETHER)
+                prompts = [prompt_of(record, args.folder) for record in records[some]]
+                for scores in judge.scores(prompts, wrong[some]):
+                    weights = np.array([math.exp(score - max(scores)) for score in scores])
+                    chances.append(weights / weights.sum())
+                bar.update(len(prompts))
+    return [answers[rng.choice(len(answers), p=chance)] for answers, chance in zip(wrong, chances)]
+
+
+def prompt_of(record: dict, folder: Path) -> Prompt:
+    """The record's question and image."""
+    return Prompt((Message("human", record["conversations"][0]["value"]),), (str(folder / record["image"]),))
+
+
+def right(record: dict) -> str:
+    """The record's answer."""
+    return record["conversations"][1]["value"]
+
+
+def to_pair(record: dict, rejected: str) -> dict:
+    """The record with two answers."""
+    question = record["conversations"][:1]
+    return {**record, "conversations": question, "chosen": right(record), "rejected": rejected}
+
+
+if __name__ == "__main__":
+    main()
