@@ -30,24 +30,39 @@ REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "
 # Flags of preferences, with the values of --loss_type that read them; the rest of DPO_FLAGS all do.
 DPO_FLAGS = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "simpo_gamma")
 DPO_LOSS_TYPES = {"label_smoothing": ("sigmoid", "simpo"), "simpo_gamma": ("simpo",)}
-# Those of rewards.
-GRPO_FLAGS = (
-    "beta",
-    "loss_type",
+# Those of rewards: of both objectives that draw answers, then of each.
+DRAWING_FLAGS = (
     "reward_funcs",
     "reward_weights",
     "num_generations",
     "max_completion_length",
     "per_device_generation_batch_size",
     "num_iterations",
+)
+GRPO_FLAGS = (
+    *DRAWING_FLAGS,
+    "beta",
+    "loss_type",
     "epsilon",
     "epsilon_high",
     "importance_sampling_level",
     "scale_rewards",
     "mask_truncated_completions",
 )
+PPO_FLAGS = (
+    *DRAWING_FLAGS,
+    "critic_model_name_or_path",
+    "critic_learning_rate",
+    "kl_ctl",
+    "gamma",
+    "lam",
+    "cliprange",
+    "cliprange_value",
+    "vf_coef",
+    "clip_reward_value",
+)
 LOSS_TYPES = {"dpo": ("sigmoid", "hinge", "ipo", "simpo"), "grpo": ("dapo", "grpo", "dr_grpo")}
-OBJECTIVE_FLAGS = {"sft": (), "dpo": DPO_FLAGS, "grpo": GRPO_FLAGS}
+OBJECTIVE_FLAGS = {"sft": (), "dpo": DPO_FLAGS, "grpo": GRPO_FLAGS, "ppo": PPO_FLAGS}
 
 Rule = Callable[[Arguments], Iterator[str]]
 
@@ -261,15 +276,16 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
 def objectives(args: Arguments) -> Iterator[str]:
     """Flags of an objective that another one has no use for, and what is for supervised answers alone."""
     training, objective = args.training, args.training.objective
-    given = [name for name in dict.fromkeys((*DPO_FLAGS, *GRPO_FLAGS)) if name in args.given]
+    given = [name for name in dict.fromkeys(sum(OBJECTIVE_FLAGS.values(), ())) if name in args.given]
     for name in given:
         known = [each for each, names in OBJECTIVE_FLAGS.items() if name in names]
         if objective not in known:
             yield f"--{name} belongs to --objective {' and '.join(known)}, which is {objective}: leave one of them out"
     if objective == "sft":
         return
-    if training.loss_type is not None and training.loss_type not in LOSS_TYPES[objective]:
-        known = ", ".join(LOSS_TYPES[objective])
+    known = LOSS_TYPES.get(objective)
+    if training.loss_type is not None and known is not None and training.loss_type not in known:
+        known = ", ".join(known)
         yield f"--loss_type {training.loss_type} is not one of --objective {objective}: give one of {known}"
     if training.loss_reduction != "token":
         yield f"--loss_reduction micro_batch is for --objective sft, which is {objective}: leave it out"
@@ -291,7 +307,9 @@ def _preferences(args: Arguments, given: list[str]) -> Iterator[str]:
 def _rewards(args: Arguments) -> Iterator[str]:
     model, data, training = args.model, args.data, args.training
     if training.reward_funcs is None:
-        yield "--objective grpo needs --reward_funcs: name what answers are judged by, like exact"
+        yield f"--objective {training.objective} needs --reward_funcs: name what answers are judged by, like exact"
+    if training.objective == "grpo" and training.num_generations < 2:
+        yield "--num_generations is 1: grpo compares the answers to a prompt, give 2 or more"
     if training.epsilon >= 1:
         yield f"--epsilon is {training.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
     others = {
@@ -302,10 +320,12 @@ def _rewards(args: Arguments) -> Iterator[str]:
         "--steps_across_epochs": bool(training.steps_across_epochs),
         "--torch_compile": training.torch_compile,
         "--stream": data.stream,
+        # The estimate does not know of the critic's activations.
+        "--tokens_per_micro_batch auto": training.objective == "ppo" and training.tokens_per_micro_batch == "auto",
     }
     for flag, is_set in others.items():
         if is_set:
-            yield f"{flag} can't be used with --objective grpo: leave it out"
+            yield f"{flag} can't be used with --objective {training.objective}: leave it out"
 
 
 def streaming(args: Arguments) -> Iterator[str]:

@@ -18,6 +18,7 @@ from llava_ds.batch import Batch
 from llava_ds.data.collate import collate
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.step_plan import StepPlan
+from llava_ds.model.llava import has_critic
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
 STEPS_LOOKED_AT = 20  # to find out if steps have several micro-batches
@@ -57,7 +58,15 @@ def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
     """
     with discard_gradients(engine, held_bytes):
         for is_last in (False, True) if largest.accumulates else (True,):
-            backward_with_weight_zero(engine, engine(largest.batch), is_last)
+            backward_with_weight_zero(engine, loss_of(engine, largest.batch), is_last)
+
+
+def loss_of(engine, batch: Batch) -> torch.Tensor:
+    """A scalar that all that trains has a part in: the model's loss, which a critic has none in."""
+    if not has_critic(engine.module):
+        return engine(batch)
+    rows, values = engine(batch, log_probs=True)
+    return (rows.sum() + values.sum()).float()
 
 
 def backward_with_weight_zero(engine, loss_sum: torch.Tensor, is_last: bool) -> None:

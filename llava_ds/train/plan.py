@@ -22,6 +22,7 @@ from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.export.trial import try_export
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.critic_plan import CriticPlan, plan_critic
 from llava_ds.model.families.language import length_note
 from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.plan import ModelPlan, plan_model
@@ -54,7 +55,7 @@ class EvalSets:
 @dataclass(frozen=True)
 class Plan:
     """All that is known of a run before a model is built. args: with every "auto" filled in; rewards: of
-    --reward_funcs."""
+    --reward_funcs; critic: of PPO."""
 
     args: Arguments
     resolved: ResolvedConfig
@@ -66,6 +67,7 @@ class Plan:
     resume: ResumePlan
     export: ExportPlan
     rewards: tuple[Reward, ...] = ()
+    critic: CriticPlan | None = None
 
     @property
     def output_dir(self) -> Path:
@@ -98,6 +100,7 @@ def make_plan(start: Start) -> Plan:
     args = with_objective_defaults(args.replaced(version=resolve_template(args.model.version)))
     rewards = on_every_rank(ranks, partial(open_rewards, args.training.reward_funcs, args.training.reward_weights))
     model, images, form = _plan_model(args)
+    critic = plan_critic(args, model, images)
     raw_config = start.raw_config
     if raw_config is None:
         shape = shape_of(model.text_config, model.tower, args)
@@ -118,7 +121,7 @@ def make_plan(start: Start) -> Plan:
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
     args = resolved.args
     export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
-    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, rewards)
+    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, rewards, critic)
     print_first(*plan.describe(), *lines)
     return plan
 
