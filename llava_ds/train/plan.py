@@ -17,12 +17,13 @@ from llava_ds.data.splits import split_datasets
 from llava_ds.data.step_plan import Packing, StepPlan, sample_order, steps_per_epoch, total_steps, with_steps_of_epochs
 from llava_ds.data.stream import open_streamed
 from llava_ds.data.templates import resolve_template
+from llava_ds.engine.critic import plan_critic
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
+from llava_ds.engine.frozen import FrozenPlan
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.export.trial import try_export
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.critic_plan import CriticPlan, plan_critic
 from llava_ds.model.families.language import length_note
 from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.plan import ModelPlan, plan_model
@@ -67,7 +68,7 @@ class Plan:
     resume: ResumePlan
     export: ExportPlan
     rewards: tuple[Reward, ...] = ()
-    critic: CriticPlan | None = None
+    critic: FrozenPlan | None = None
 
     @property
     def output_dir(self) -> Path:
