@@ -62,8 +62,8 @@ class LlavaModel(nn.Module):
         With logits_at, (S,) indices into T, the output layer there instead: (S, V). With num_sources, that sum, and
         what it consists of: the cross-entropy and the number of positions of every data source, (2, num_sources)
         float64, without a gradient. With log_probs, the log-probability of every target: (S,) float64; of a model with
-        a critic, that and the critic's value before each: (S,) float32. With
-        values_at, (n,) ascending indices into T, the value head there, without the output layer: (n,) float32.
+        a critic, that and the critic's value before each: (S,) float32. With values_at, (n,) ascending indices into T,
+        the value head there, without the output layer: (n,) float32.
         """
         given = logits_at if values_at is None else values_at
         wanted = batch.target_positions if given is None else given
