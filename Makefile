@@ -89,7 +89,7 @@ grpo: install
 	for model in tiny-finetune tiny-grpo; do $(BIN)/python run/evaluate.py --model_path output/$$model \
 	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
 
-# The same with PPO, whose critic starts from the tuned model, or with REWARD_MODEL= from a reward model, which then judges.
+# The same with PPO, whose critic starts from the tuned model too.
 ppo: install
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
 	$(BIN)/python run/dev/write_questions.py output/questions
