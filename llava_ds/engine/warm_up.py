@@ -58,15 +58,18 @@ def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
     """
     with discard_gradients(engine, held_bytes):
         for is_last in (False, True) if largest.accumulates else (True,):
-            backward_with_weight_zero(engine, loss_of(engine, largest.batch), is_last)
+            backward_with_weight_zero(engine, summed_loss(engine, largest.batch), is_last)
 
 
-def loss_of(engine, batch: Batch) -> torch.Tensor:
-    """A scalar that all that trains has a part in: the model's loss, which a critic has none in."""
-    if not has_critic(engine.module):
-        return engine(batch)
-    rows, values = engine(batch, log_probs=True)
-    return (rows.sum() + values.sum()).float()
+def summed_loss(engine, batch: Batch) -> torch.Tensor:
+    """Run forward: the model's own loss, or the sum of the numbers of a value head, whose model has no logits; with a
+    critic, of log-probabilities and values, as both models train."""
+    if hasattr(engine.module, "value_head"):
+        return engine(batch, values_at=batch.target_positions).sum()
+    if has_critic(engine.module):
+        rows, values = engine(batch, log_probs=True)
+        return (rows.sum() + values.sum()).float()
+    return engine(batch)
 
 
 def backward_with_weight_zero(engine, loss_sum: torch.Tensor, is_last: bool) -> None:
