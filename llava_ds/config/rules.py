@@ -45,6 +45,7 @@ GRPO_FLAGS = (
     "importance_sampling_level",
     "scale_rewards",
     "mask_truncated_completions",
+    "use_bias_correction_kl",
 )
 LOSS_TYPES = {"dpo": ("sigmoid", "hinge", "ipo", "simpo"), "grpo": ("dapo", "grpo", "dr_grpo")}
 OBJECTIVE_FLAGS = {"sft": (), "dpo": DPO_FLAGS, "grpo": GRPO_FLAGS}
@@ -292,6 +293,8 @@ def _rewards(args: Arguments) -> Iterator[str]:
     model, data, training = args.model, args.data, args.training
     if training.reward_funcs is None:
         yield "--objective grpo needs --reward_funcs: name what answers are judged by, like exact"
+    if training.use_bias_correction_kl and not training.beta:
+        yield "--use_bias_correction_kl True has no effect without --beta: give that, or leave it out"
     if training.epsilon >= 1:
         yield f"--epsilon is {training.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
     others = {

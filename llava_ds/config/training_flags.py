@@ -100,6 +100,11 @@ class TrainingArguments:
     mask_truncated_completions: bool = _objective(
         False, "grpo: leave answers that came to no end within --max_completion_length out of the loss."
     )
+    use_bias_correction_kl: bool = _objective(
+        False,
+        "grpo with --beta: multiply the distance from the reference model by the ratio of new to old probability, as "
+        "TRL 1.16 does by default.",
+    )
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
     max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs.")
     per_device_train_batch_size: Count = _steps(8, "Samples per rank and micro-batch.", resume="layout")

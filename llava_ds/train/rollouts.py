@@ -164,7 +164,7 @@ class Rollouts:
     def _batches(self, engine, groups: list[Group]) -> list[MicroBatch]:
         """As many micro-batches on every rank, on the device. Without answers that train they are empty."""
         training, mesh = self._plan.args.training, self._mesh
-        totals = totals_of(groups, mesh, engine.device)
+        totals = totals_of(groups, mesh, engine.device, training.mask_truncated_completions)
         units = trained_answers(groups, totals, training)
         tokens = sum(one.times * len(one.answer.ids) for unit in units for one in unit)
         [trained_tokens] = sums_of_ranks([tokens], mesh, engine.device)

@@ -222,6 +222,7 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
             training.epsilon if training.epsilon_high is None else training.epsilon_high,
             training.importance_sampling_level,
             training.beta,
+            training.use_bias_correction_kl,
         )
         return GRPO(loss, num_sources, mesh.grad_ranks)
     return SFT(training.loss_reduction, num_sources, grad_ranks=mesh.grad_ranks)
