@@ -27,7 +27,8 @@ class Batch:
     that share an image use the same rows.
 
     Of preferences the samples come in pairs, first the chosen answer, then the rejected one, over the same images.
-    reference (samples,) float64: the log-probability of each one's targets under the reference model, or None.
+    reference (samples,) float64: the log-probability of each one's targets under the reference model, or None; margins
+    (samples,) float64: by which the chosen answer shall be ahead, at its place, or None where all are zero.
     """
 
     input_ids: torch.Tensor
@@ -45,6 +46,7 @@ class Batch:
     feature_index: torch.Tensor
     pools_by_max: bool = False
     reference: torch.Tensor | None = None
+    margins: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device; copies from pinned memory don't wait."""

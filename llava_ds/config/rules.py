@@ -5,12 +5,13 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import chain
 
 from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
 from llava_ds.config.bounds import out_of_bounds, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
-from llava_ds.config.model_flags import TUNABLE_PARTS, trained_parts
-from llava_ds.config.training_flags import TRACKERS
+from llava_ds.config.model_flags import TUNABLE_PARTS, trained_parts, trains_projector_only
+from llava_ds.config.training_flags import PAIR_OBJECTIVES, TRACKERS
 from llava_ds.constants import ConfigError
 from llava_ds.files.object_store import is_remote, url_problem
 from llava_ds.files.places import local_path
@@ -30,6 +31,8 @@ REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "
 # Flags of preferences, with the values of --loss_type that read them; the rest of DPO_FLAGS all do.
 DPO_FLAGS = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "simpo_gamma")
 DPO_LOSS_TYPES = {"label_smoothing": ("sigmoid", "simpo"), "simpo_gamma": ("simpo",)}
+# Those of reward models.
+REWARD_FLAGS = ("reward_loss", "center_rewards_coefficient")
 # Those of rewards.
 GRPO_FLAGS = (
     "beta",
@@ -48,7 +51,7 @@ GRPO_FLAGS = (
     "use_bias_correction_kl",
 )
 LOSS_TYPES = {"dpo": ("sigmoid", "hinge", "ipo", "simpo"), "grpo": ("dapo", "grpo", "dr_grpo")}
-OBJECTIVE_FLAGS = {"sft": (), "dpo": DPO_FLAGS, "grpo": GRPO_FLAGS}
+OBJECTIVE_FLAGS = {"sft": (), "dpo": DPO_FLAGS, "reward": REWARD_FLAGS, "grpo": GRPO_FLAGS}
 
 Rule = Callable[[Arguments], Iterator[str]]
 
@@ -262,31 +265,41 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
 def objectives(args: Arguments) -> Iterator[str]:
     """Flags of an objective that another one has no use for, and what is for supervised answers alone."""
     training, objective = args.training, args.training.objective
-    given = [name for name in dict.fromkeys((*DPO_FLAGS, *GRPO_FLAGS)) if name in args.given]
+    given = [name for name in dict.fromkeys(chain(*OBJECTIVE_FLAGS.values())) if name in args.given]
     for name in given:
         known = [each for each, names in OBJECTIVE_FLAGS.items() if name in names]
         if objective not in known:
             yield f"--{name} belongs to --objective {' and '.join(known)}, which is {objective}: leave one of them out"
     if objective == "sft":
         return
-    if training.loss_type is not None and training.loss_type not in LOSS_TYPES[objective]:
+    if objective in LOSS_TYPES and training.loss_type is not None and training.loss_type not in LOSS_TYPES[objective]:
         known = ", ".join(LOSS_TYPES[objective])
         yield f"--loss_type {training.loss_type} is not one of --objective {objective}: give one of {known}"
     if training.loss_reduction != "token":
         yield f"--loss_reduction micro_batch is for --objective sft, which is {objective}: leave it out"
     if args.model.version == "plain":
         yield "--version plain is for captions, which have one answer: name the template of the model's conversations"
-    yield from _preferences(args, given) if objective == "dpo" else _rewards(args)
+    yield from _preferences(args, given) if objective in PAIR_OBJECTIVES else _rewards(args)
 
 
 def _preferences(args: Arguments, given: list[str]) -> Iterator[str]:
-    loss_type = args.training.loss_type or "sigmoid"
+    training, loss_type = args.training, args.training.loss_type or "sigmoid"
     for name in given:
         known = DPO_LOSS_TYPES.get(name, (loss_type,))
         if loss_type not in known:
             yield f"--{name} has no effect with --loss_type {loss_type}: it is for {' and '.join(known)}"
     if args.data.data_path is None:
-        yield "--objective dpo needs --data_path with preferences: the generated scenes have one answer each"
+        yield (
+            f"--objective {training.objective} needs --data_path with preferences: the generated scenes have one "
+            "answer each"
+        )
+    if training.objective == "reward" and training.sample_steps:
+        yield "--sample_steps can't be used with --objective reward, whose model scores answers and gives none"
+    if training.objective == "reward" and trains_projector_only(args.model):
+        yield (
+            "--objective reward trains a value head beside the language model, and a projector's file can't hold it: "
+            "let the language model train, too, or --lora_enable True"
+        )
 
 
 def _rewards(args: Arguments) -> Iterator[str]:
@@ -322,8 +335,8 @@ def streaming(args: Arguments) -> Iterator[str]:
     remedies = {f"--{name}": "give False, and --tokens_per_micro_batch N in its place" for name in groupings}
     if training.tokens_per_micro_batch == "auto":
         remedies["--tokens_per_micro_batch auto"] = "give a number"
-    if training.objective == "dpo":
-        remedies["--objective dpo"] = "run run/encode.py first, and train without --stream"
+    if training.objective in PAIR_OBJECTIVES:
+        remedies[f"--objective {training.objective}"] = "run run/encode.py first, and train without --stream"
     if training.dry_run:
         remedies["--dry_run"] = "leave --stream out of the dry run"
     for flag, remedy in remedies.items():

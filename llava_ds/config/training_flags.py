@@ -21,6 +21,8 @@ from llava_ds.config.flags import flags_of
 # The values of --report_to, which are also the names of the packages and of the extras.
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
+PAIR_OBJECTIVES = ("dpo", "reward")  # whose data are pairs of answers
+
 # Declarations of flags by their group; _free: of those that a resumed run may change freely.
 _, _run_free = flags_of("run")
 _objective, _ = flags_of("objective")
@@ -49,10 +51,11 @@ class TrainingArguments:
     output_dir: str | None = _run_free(
         None, "Folder for everything that the run writes.", path="output", only_to_train=True
     )
-    objective: Literal["sft", "dpo", "grpo"] = _objective(
+    objective: Literal["sft", "dpo", "reward", "grpo"] = _objective(
         "sft",
-        "sft: the answers of conversations; dpo: of two answers the chosen one, from records with chosen and rejected "
-        "(docs/preference.md); grpo: answers that the model draws and rewards judge (run/rl.py, docs/rl.md).",
+        "sft: the answers of conversations; dpo: of two answers the chosen one, from records with chosen and rejected; "
+        "reward: a score of answers, from such records too (docs/preference.md); grpo: answers that the model draws "
+        "and rewards judge (run/rl.py, docs/rl.md).",
     )
     beta: Rate | None = _objective(
         None,
@@ -73,6 +76,14 @@ class TrainingArguments:
         0.0, "dpo: weight of the chosen answer's own loss per token, which keeps its probability from falling."
     )
     simpo_gamma: Rate = _objective(0.5, "dpo with simpo: the margin by which the chosen answer shall be ahead.")
+    reward_loss: Literal["last", "tokens"] = _objective(
+        "last",
+        "reward: compare the scores of two answers at their last tokens, or at every token from the first that differs "
+        "on (DeepSpeed-Chat's).",
+    )
+    center_rewards_coefficient: Rate = _objective(
+        0.0, "reward: weight of the square of the sum of both scores, which keeps scores around zero (0.01 in TRL)."
+    )
     reward_funcs: str | None = _objective(
         None,
         "grpo: rewards, separated by commas: exact, numeric, choice, iou, format, length, or file.py:function, a "

@@ -18,7 +18,8 @@ class LoadedSample:
 
     media: per image or video in reading order, its tiles (n, 3, S, S) uint8 and their layout. Samples that share an
     image hold the same tensor, which is computed once. source: the number of the data source of the sample; reference:
-    the log-probability of its targets under the reference model, None without one.
+    the log-probability of its targets under the reference model, None without one; margin: of a chosen answer, by which
+    it shall be ahead of the rejected one.
     """
 
     input_ids: torch.Tensor
@@ -26,6 +27,7 @@ class LoadedSample:
     media: list[tuple[torch.Tensor, MediaLayout]]
     source: int = 0
     reference: float | None = None
+    margin: float = 0.0
 
     @property
     def samples(self) -> tuple["LoadedSample", ...]:
@@ -88,6 +90,7 @@ def collate(samples: list[LoadedSample], options: ImageOptions) -> Batch:
         feature_index=rows[~is_newline],
         pools_by_max=any(layout.pools_by_max for layout in layouts.values()),
         reference=_references(samples),
+        margins=_margins(samples),
     )
 
 
@@ -95,6 +98,12 @@ def _references(samples: list[LoadedSample]) -> torch.Tensor | None:
     """(samples,) float64; None if some sample has none."""
     found = [sample.reference for sample in samples if sample.reference is not None]
     return torch.tensor(found, dtype=torch.float64) if len(found) == len(samples) else None
+
+
+def _margins(samples: list[LoadedSample]) -> torch.Tensor | None:
+    """(samples,) float64; None if all are zero."""
+    found = [sample.margin for sample in samples]
+    return torch.tensor(found, dtype=torch.float64) if any(found) else None
 
 
 def _feature_table(

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
+from llava_ds.config.training_flags import PAIR_OBJECTIVES
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
@@ -55,6 +56,7 @@ from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, on_every_ran
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
 ROWS_FORMAT = "shards 2"  # of the files; another one is another cache, and no other data
+PAIR_ROWS_FORMAT = "pairs 2"  # the same of preferences
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -148,7 +150,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         reference = None if self.reference is None else self.reference[self.rows[index]].tolist()
         if reference is not None and math.isnan(sum(reference)):
             return broken(row, "its images could not be read when the reference model answered")
-        return _pair(sample, row.column("chosen_length")[0].as_py(), reference)
+        chosen_length, margin = (row.column(name)[0].as_py() for name in ("chosen_length", "margin"))
+        return _pair(sample, chosen_length, reference, margin)
 
     @property
     def is_streamed(self) -> bool:
@@ -309,7 +312,7 @@ def data_spec(
         video_folder=data.video_folder,
         cache_dir=data.cache_dir,
         on_unmarked_image=data.on_unmarked_image,
-        are_preferences=args.training.objective == "dpo",
+        are_preferences=args.training.objective in PAIR_OBJECTIVES,
     )
     return DataSpec.of(
         open_sources(data.data_path, options),
@@ -394,8 +397,9 @@ class DataSpec:
         with first_rank_first(ranks):  # rank 0 hashes the files, and the others find the hashes in the cache
             stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
             contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
-        folder = cache_dir / "encoded" / digest_of([ROWS_FORMAT, *common, options_part(image_options), *stamps, *roots])
         checker = Checker(tuple(sources), Encoder(tokenizer, encoding), image_options)
+        form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
+        folder = cache_dir / "encoded" / digest_of([form, *common, options_part(image_options), *stamps, *roots])
         return cls(checker, options, folder, common, contents)
 
     @property
@@ -528,13 +532,13 @@ def broken(row: pa.Table, reason: str) -> BrokenSample:
     return BrokenSample(*(row.column(name)[0].as_py() for name in ("file", "line", "index", "id")), reason)
 
 
-def _pair(both: LoadedSample, chosen_length: int, reference: list[float] | None) -> LoadedPair:
+def _pair(both: LoadedSample, chosen_length: int, reference: list[float] | None, margin: float) -> LoadedPair:
     """Split the ids and labels of two answers, which lie one after the other."""
-    chosen, rejected = slice(chosen_length), slice(chosen_length, None)
+    parts = (slice(chosen_length), slice(chosen_length, None)), reference or (None, None), (margin, 0.0)
     return LoadedPair(
         *(
-            LoadedSample(both.input_ids[part], both.labels[part], both.media, both.source, value)
-            for part, value in zip((chosen, rejected), reference or (None, None))
+            LoadedSample(both.input_ids[part], both.labels[part], both.media, both.source, value, ahead)
+            for part, value, ahead in zip(*parts)
         )
     )
 

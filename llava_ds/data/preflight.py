@@ -67,8 +67,9 @@ ROWS = pa.schema(
 )
 
 
-# Of preferences: ids and labels of the chosen and then of the rejected answer, and the number of the first ones.
-PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32()))
+# Of preferences: ids and labels of the chosen and then of the rejected answer, the number of the first ones, and by how
+# much the chosen answer is better.
+PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("margin", pa.float64()))
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,14 @@ class Checker:
     image_options: geometry.ImageOptions
 
     @property
+    def takes_pairs(self) -> bool:
+        """True for preferences."""
+        return any(source.format == "preference" for source in self.sources)
+
+    @property
     def schema(self) -> pa.Schema:
         """ROWS, or PAIR_ROWS for preferences."""
-        return PAIR_ROWS if any(source.format == "preference" for source in self.sources) else ROWS
+        return PAIR_ROWS if self.takes_pairs else ROWS
 
     def __call__(self, records: pa.Table) -> pa.Table:
         parts = [self._rows(records.slice(first, last - first)) for first, last in _parts(records.column("text"))]
@@ -161,6 +167,7 @@ class Checker:
             "length": sum(len(coded.input_ids) for coded in answers),
             "num_targets": targets,
             "chosen_length": len(answers[0].input_ids),
+            "margin": sample.margin,
             "num_turns": sum(message.role == "gpt" for message in sample.messages),
             "num_pictures": sum(len(sized.sizes) for sized in one.media),
             "words": words if has_field else -words,
@@ -193,7 +200,7 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
     """The row of a rejected record, empty but for its id and the reason."""
     nothing = np.empty(0, np.int32)
     return {
-        **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words", "chosen_length"), 0),
+        **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words", "chosen_length", "margin"), 0),
         **{"input_ids": nothing, "labels": nothing, "media": "[]", "truncated": False, "unmarked": "", "seen": []},
         "id": printable(id),
         "reason": printable(str(error)),

@@ -42,7 +42,8 @@ UNMARKED_TEXTS = {
 class Sample:
     """One record. Paths are real and inside the given folders; media are in the order of the marks.
 
-    rejected: of a preference, the messages with the rejected answer at their end; the chosen one ends messages.
+    rejected: of a preference, the messages with the rejected answer at their end; the chosen one ends messages; margin:
+    by how much the chosen one is better.
     """
 
     id: str
@@ -51,3 +52,4 @@ class Sample:
     kind: str = ""  # of question, in files to evaluate on
     unmarked: str = ""  # one of the outcomes above
     rejected: tuple[Message, ...] = ()
+    margin: float = 0.0

@@ -287,7 +287,7 @@ class _Helpers:
                 self._processes[-1].start()
 
     def _help(self, parent: int) -> None:
-        end_with_parent()
+        end_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent ends this one
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -322,14 +322,13 @@ class EncodingBeside:
             )
 
     def _run(self, encode: Callable[[], None], parent: int) -> None:
-        end_with_parent()
+        end_with_parent(parent)
         # Who stops a run sends these to all of its processes; the run still saves, and may need another shard for it.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         os.nice(NICENESS)
         try:
-            if os.getppid() == parent:
-                encode()
+            encode()
         except Exception as error:
             self._errors.put(error)
 

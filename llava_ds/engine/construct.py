@@ -46,7 +46,7 @@ def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: to
     # Weights that will be packed are never written: on the CPU they take no memory.
     device = ranks.device if args.bits == 16 else torch.device("cpu")
     with construction(ds_config, dtype, device, zero3):
-        model = assemble(plan.text_config, plan.tower, args, mean, std)
+        model = assemble(plan.text_config, plan.tower, args, mean, std, plan.has_value_head)
     if plan.whole_last_layer is None:
         model.shorten_last_layer()
     assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"

@@ -15,7 +15,8 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
 
     With tokens around images stage 1 trains all input embeddings too, as LLaVA does, unless the output layer is tied to
     them. The newline trains with the projector or the language model; in LLaVA's own stage 1 it stays at its random
-    values. Raises ConfigError when nothing is left to train.
+    values. A value head trains always, and the output layer of a model with one never: its loss has no logits. Raises
+    ConfigError when nothing is left to train.
     """
     parts = trained_parts(args.model)
     model.vision_tower.requires_grad_("vision_tower" in parts)
@@ -32,6 +33,10 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
     if trains_new_rows(args.model):
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
         inputs.requires_grad_(outputs.weight is not inputs.weight)
+    if hasattr(model, "value_head"):
+        inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
+        if outputs.weight is not inputs.weight:
+            outputs.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(
             "nothing is left to train: of what the flags leave to train "
@@ -40,8 +45,8 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
 
 
 def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None = None) -> list[dict]:
-    """The optimizer's groups: language model and newline, then projector, then tower, each at its own rate, with and
-    without decay.
+    """The optimizer's groups: language model, newline and value head, then projector, then tower, each at its own rate,
+    with and without decay.
 
     Biases and norms do not decay. Empty groups are left out.
     optimizer: the block of the resolved JSON; Muon's has more groups.
@@ -50,7 +55,7 @@ def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None 
     training = args.training
     groups = []
     for name, parts, lr in (
-        ("language_model", ["language_model", "newline"], None),
+        ("language_model", ["language_model", "newline", "value_head"], None),
         ("projector", ["projector"], training.mm_projector_lr),
         ("vision_tower", ["vision_tower"], training.mm_vision_tower_lr),
     ):
@@ -85,10 +90,12 @@ def _muon_groups(model: LlavaModel, groups: list[dict], params: dict, own_rates:
 
     DeepSpeed tells the two apart by itself and would do the same, but lets the rate of a group win over both.
     own_rates: groups with a rate of their own, which wins.
-    Source: Muon (Jordan 2024): embeddings, output layer, norms and biases stay with Adam.
+    Source: Muon (Jordan 2024): embeddings, output layer (a value head, too), norms and biases stay with Adam.
     """
     llm = model.language_model
     ends = [end for end in (llm.get_input_embeddings(), llm.get_output_embeddings()) if end is not None]
+    if hasattr(model, "value_head"):
+        ends.append(model.value_head)
     adams = {id(p) for end in ends for p in end.parameters()}
     split = []
     for group in groups:

@@ -57,7 +57,14 @@ def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
     """
     with discard_gradients(engine, held_bytes):
         for is_last in (False, True) if largest.accumulates else (True,):
-            backward_with_weight_zero(engine, engine(largest.batch), is_last)
+            backward_with_weight_zero(engine, summed_loss(engine, largest.batch), is_last)
+
+
+def summed_loss(engine, batch: Batch) -> torch.Tensor:
+    """Run forward: the model's own loss, or the sum of the numbers of a value head, whose model has no logits."""
+    if hasattr(engine.module, "value_head"):
+        return engine(batch, values_at=batch.target_positions).sum()
+    return engine(batch)
 
 
 def backward_with_weight_zero(engine, loss_sum: torch.Tensor, is_last: bool) -> None:

@@ -20,7 +20,7 @@ from llava_ds.export.llava_folder import llava_config
 from llava_ds.export.output_folder import planned_entries
 from llava_ds.export.reload_check import check_room, compare_logits
 from llava_ds.export.safetensors_shards import num_bytes
-from llava_ds.export.tensors import Entry
+from llava_ds.export.tensors import Entry, write_value_head
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model import lora, quantize
 from llava_ds.model.llava import LlavaModel
@@ -45,10 +45,13 @@ def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, rank
     adapters = {n: p for n, p in named.items() if n.startswith(formats.LANGUAGE_MODEL) and p.requires_grad}
     towers = {n: p for n, p in named.items() if n.startswith(formats.TOWER) and p.requires_grad}
     others = {n: p for n, p in named.items() if n.startswith(PROJECTOR)}
+    head = {n: p for n, p in named.items() if n.startswith(formats.VALUE_HEAD)}
+    heads = dict(gathered(head.items(), ranks))
     tensors, beside = dict(gathered(adapters.items(), ranks)), dict(gathered({**others, **towers}.items(), ranks))
     if ranks.is_first:
         layers = [name for name, _ in lora.lora_layers(model.language_model)]
         write_adapter(export, layers, tensors, beside, output_dir)
+        write_value_head(heads, output_dir)
 
 
 def write_restored_adapter(export: ExportPlan, trained: list[Entry], base: Iterable[Entry], output_dir: Path) -> None:
@@ -64,6 +67,7 @@ def write_restored_adapter(export: ExportPlan, trained: list[Entry], base: Itera
     adapters = read(formats.LANGUAGE_MODEL)
     layers = [name.removeprefix(formats.LANGUAGE_MODEL).removesuffix(_A) for name in adapters if name.endswith(_A)]
     write_adapter(export, layers, adapters, read(PROJECTOR + tower), output_dir)
+    write_value_head(read(formats.VALUE_HEAD), output_dir)
 
 
 def write_adapter(

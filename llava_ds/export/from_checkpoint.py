@@ -52,13 +52,14 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
         run = run.replaced(pretrain_mm_mlp_adapter=None)
     _check_bases(run, read_trainer(checkpoint)["identity"]["flags"])
     weight_hashes(run.replaced(dry_run=True), run_dir, checkpoint)
-    plan = plan_model(run.model, run.data.model_max_length)
+    plan = plan_model(run.model, run.data.model_max_length, run.training.objective == "reward")
     image_options = plan.tower.image_options(run)
     # Form "hf" gives way to "llava" even where a flag asked for it: --format can choose another one.
     form, _ = export_format(dataclasses.replace(run, given=run.given - {"export_format"}), plan, image_options)
     export = ExportPlan(plan, run.model, image_options, dtype or trained_in, run.data.model_max_length, form)
 
     parts = ["vision_tower", "projector", "language_model"] + ["newline"] * image_options.has_newline
+    parts += ["value_head"] * plan.has_value_head
     frozen = [
         entry
         for part in parts

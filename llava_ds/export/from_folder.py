@@ -13,6 +13,7 @@ from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.files.model_files import own_file, read_config, read_json, shown
 from llava_ds.model.open.folder import FLAG, read_folder, take_from_model
 from llava_ds.model.plan import plan_model
+from llava_ds.model.value_head import value_head_file
 
 DEFAULT_LENGTH = 2048  # LLaVA-1.5's
 # Fields of config.json that only an export reads.
@@ -51,7 +52,7 @@ def open_folder(
     args = Arguments(model, DataArguments(), TrainingArguments(), frozenset(given))
     args, lines = take_from_model(args)
     args = args.replaced(version=resolve_template(args.model.version))
-    plan = plan_model(args.model, 1)
+    plan = plan_model(args.model, 1, value_head_file(source) is not None)
     length = config.get("tokenizer_model_max_length") or plan.tokenizer.model_max_length
     template = None
     if "version" not in given and "llava_ds_version" not in config:
@@ -65,6 +66,8 @@ def open_folder(
     }
     if plan.sources.newline is not None and "unpad" in args.model.mm_patch_merge_type:
         parts["newline"] = plan.sources.newline.open()
+    if plan.has_value_head:
+        parts["value_head"] = plan.sources.value_head.open()
     entries = [entry for part, weights in parts.items() for entry in read_entries(part, weights)]
     export = ExportPlan(
         plan,

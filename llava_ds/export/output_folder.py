@@ -13,19 +13,20 @@ from transformers.initialization import no_init_weights
 from llava_ds.constants import ConfigError
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.llava_folder import PROJECTOR_FILES, llava_entries, projector_entries, write_llava, write_projector
-from llava_ds.export.tensors import Counted, Entry, live_entries, take_part
+from llava_ds.export.tensors import Counted, Entry, live_entries, take_part, without_value_head, write_value_head
 from llava_ds.export.tokenizer_files import ORIGINAL_FILES
 from llava_ds.export.transformers_folder import hf_entries, write_hf
 from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.loading import return_freed_memory
 from llava_ds.model.lora import ADAPTER_FILES, NON_LORA
+from llava_ds.model.value_head import FILE as VALUE_HEAD_FILE
 from llava_ds.runtime.ranks import Ranks
 
 # Files that readers take for parts of a folder's model. Parts of two models side by side would be read as one.
 MODEL_FILES = (
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
-    *ADAPTER_FILES, NON_LORA, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
+    *ADAPTER_FILES, NON_LORA, VALUE_HEAD_FILE, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
     f"{ORIGINAL_FILES}/*", f"{TEMPLATES_FOLDER}/*",
 )  # fmt: skip
 
@@ -34,16 +35,24 @@ ENTRIES = {"hf": hf_entries, "llava": llava_entries, "projector": projector_entr
 
 
 def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """List the tensors of a folder by their names there. entries: of the model; form: "hf", "llava" or "projector"."""
-    return ENTRIES[export.form](export, entries)
+    """List the tensors of a folder by their names there, a value head's last.
+
+    entries: of the model; form: "hf", "llava" or "projector".
+    """
+    rest, head = without_value_head(entries)
+    return ENTRIES[export.form](export, rest) + head
 
 
 def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
     """Write a model's entries as a folder, "hf", "llava" or "projector".
 
-    holes: write files of weights that have the size, and holes in the place of the numbers; not of a projector.
+    holes: write files of weights that have the size, and holes in the place of the numbers; not of a projector or a
+    value head, which has a file of its own.
     """
-    WRITERS[export.form](export, entries, output_dir, **({"holes": True} if holes else {}))
+    rest, head = without_value_head(entries)
+    WRITERS[export.form](export, rest, output_dir, **({"holes": True} if holes else {}))
+    if not holes:
+        write_value_head({entry.name: entry.read().to(export.dtype) for entry in head}, output_dir)
 
 
 def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> None:
@@ -68,7 +77,8 @@ def planned_entries(export: ExportPlan) -> list[Entry]:
     """Names and shapes of the model that will be trained, before it is built. They can't be read."""
     plan = export.model
     with torch.device("meta"), no_init_weights():
-        model = assemble(plan.text_config, plan.tower, export.args, torch.empty(3), torch.empty(3))
+        mean, std = torch.empty(3), torch.empty(3)
+        model = assemble(plan.text_config, plan.tower, export.args, mean, std, plan.has_value_head)
     return [Entry(name, tuple(p.shape), p.detach) for name, p in model.named_parameters()]
 
 

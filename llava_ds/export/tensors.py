@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -14,10 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from llava_ds.engine.gather import on_host
+from llava_ds.files.writing import write_tensors
 from llava_ds.model.families.language import embedding_name, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.weights import Weights
+from llava_ds.model.value_head import FILE
 from llava_ds.runtime.ranks import Ranks
 
 
@@ -179,6 +182,24 @@ def _with_rows(entry: Entry, rows: int) -> Entry:
         return torch.cat([tensor, mean.expand(rows - len(tensor), *tensor.shape[1:])])  # (V, D)
 
     return Entry(entry.name, (rows, *entry.shape[1:]), read)
+
+
+def without_value_head(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """The entries but the value head's, and the value head's: one, or none."""
+    rest, head = [], []
+    for entry in entries:
+        (head if entry.name.startswith(formats.VALUE_HEAD) else rest).append(entry)
+    return rest, head
+
+
+def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> None:
+    """Write the value head's file, if there is one: other programs open the folder as if it were not there.
+
+    head: its tensors by their names in the model.
+    """
+    if head:
+        tensors = {name.removeprefix(formats.VALUE_HEAD): tensor for name, tensor in head.items()}
+        write_tensors(output_dir / FILE, tensors)
 
 
 def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entry]:

@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, N image tiles, P patches each, C tower width, D language-model width,
-# M image positions (F of them features, the rest newlines), S supervised positions, V vocabulary,
+# M image positions (F of them features, the rest newlines), S supervised positions, n positions, V vocabulary,
 # R pooled features made of up to K others
 """The composition: tower, projector, language model, and the loss of one micro-batch."""
 
@@ -14,6 +14,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import attention, last_layer, output_loss
 from llava_ds.model.families.language import final_logits, hold_rotary_angles
 from llava_ds.model.projector import Newline, Projector, build_projector
+from llava_ds.model.value_head import ValueHead
 from llava_ds.model.vision import TowerPlan, VisionTower
 
 
@@ -26,6 +27,7 @@ class LlavaModel(nn.Module):
         projector: Projector,
         language_model: nn.Module,
         newline: Newline | None = None,
+        value_head: ValueHead | None = None,
     ) -> None:
         super().__init__()
         self.vision_tower = vision_tower
@@ -33,6 +35,8 @@ class LlavaModel(nn.Module):
         if newline is not None:
             self.newline = newline
         self.language_model = language_model
+        if value_head is not None:
+            self.value_head = value_head
         self._softcap = getattr(language_model.config, "final_logit_softcapping", None)
         self._short_last_layer = False
         output_loss.add_loss(language_model.get_output_embeddings())
@@ -51,14 +55,17 @@ class LlavaModel(nn.Module):
         logits_at: torch.Tensor | None = None,
         num_sources: int | None = None,
         log_probs: bool = False,
+        values_at: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The cross-entropy summed over the S supervised positions, float32, a scalar.
 
         With logits_at, (S,) indices into T, the output layer there instead: (S, V). With num_sources, that sum, and
         what it consists of: the cross-entropy and the number of positions of every data source, (2, num_sources)
-        float64, without a gradient. With log_probs, the log-probability of every target: (S,) float64.
+        float64, without a gradient. With log_probs, the log-probability of every target: (S,) float64. With
+        values_at, (n,) ascending indices into T, the value head there, without the output layer: (n,) float32.
         """
-        wanted = batch.target_positions if logits_at is None else logits_at
+        given = logits_at if values_at is None else values_at
+        wanted = batch.target_positions if given is None else given
         options = {}
         if self._short_last_layer and logits_at is None:
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
@@ -74,6 +81,8 @@ class LlavaModel(nn.Module):
         )
         hidden = trunk.last_hidden_state[0]  # (1, T, D) to (T, D), or at query_positions
         hidden = hidden[: len(wanted)] if options else hidden.index_select(0, wanted)  # (S, D)
+        if values_at is not None:
+            return self.value_head(hidden)
         output_layer = self.language_model.get_output_embeddings()
         if logits_at is not None:
             return final_logits(output_layer(hidden), self.language_model.config)
@@ -154,8 +163,10 @@ def assemble(
     args: ModelArguments,
     mean: torch.Tensor,
     std: torch.Tensor,
+    value_head: bool = False,
 ) -> LlavaModel:
-    """The composition, uninitialised, in torch's default dtype; mean and std (3,) as VisionTower takes them."""
+    """The composition, uninitialised, in torch's default dtype; mean and std (3,) as VisionTower takes them;
+    value_head: with one."""
     language_model = AutoModelForCausalLM.from_config(
         text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
     )
@@ -163,7 +174,8 @@ def assemble(
     language_model.tie_weights()  # from_config ties in its initialisation, which callers switch off
     projector = build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)
     newline = Newline(text_config.hidden_size) if "unpad" in args.mm_patch_merge_type else None
-    return LlavaModel(VisionTower(tower, mean, std), projector, language_model, newline)
+    head = ValueHead(text_config.hidden_size) if value_head else None
+    return LlavaModel(VisionTower(tower, mean, std), projector, language_model, newline, head)
 
 
 def layer_classes(model: nn.Module) -> list[type[nn.Module]]:

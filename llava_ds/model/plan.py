@@ -20,6 +20,7 @@ from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFil
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.rows import resize_vocabulary
+from llava_ds.model.value_head import ValueHead, value_head_file
 from llava_ds.model.vision import ImageSpec, TowerPlan, plan_tower, read_processor, read_tower
 from llava_ds.tokenizer import add_image_tokens, open_tokenizer
 
@@ -59,7 +60,9 @@ def read_parts(args: ModelArguments) -> Parts:
         trained = Source("--lora_weight_path", beside, without_prefix(formats.tower_from_llava))
         if trained.open().shapes:
             own, rest = trained, rest or own
-    sources = Sources(folder.language_model, own, projector, newline, rest)
+    head = value_head_file(folder.path)
+    value_head = None if head is None else Source(FLAG, str(head), lambda name: name)
+    sources = Sources(folder.language_model, own, projector, newline, rest, value_head=value_head)
     return Parts(folder, folder.text_config, tower, sources)
 
 
@@ -111,6 +114,7 @@ class ModelPlan:
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
     whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
+    has_value_head: bool = False
 
     def last_layer_note(self) -> str:
         """A line about the positions of the last layer."""
@@ -120,6 +124,8 @@ class ModelPlan:
 
     def fresh_note(self, part: str) -> str:
         """A line about a part that starts from random numbers."""
+        if part == "value_head":
+            return "the value head starts from zeros"
         source: Source | None = getattr(self.sources, part)
         lacks = "" if source is None else f"{source.path} holds no {formats.LLAVA_NEWLINE}: "
         return f"{lacks}the {part} starts from random numbers"
@@ -135,10 +141,11 @@ class ModelPlan:
         return self.text_config.hidden_size
 
 
-def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
+def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) -> ModelPlan:
     """Read configurations and tokenizer, and compare names and shapes of all weights with the model's.
 
-    Raises ConfigError for unusable folders and missing packages, and DataError for weights that don't fit.
+    value_head: give the model one, from its folder or of zeros. Raises ConfigError for unusable folders and missing
+    packages, and DataError for weights that don't fit.
     """
     lora.check_lora(args)
     parts = read_parts(args)
@@ -152,10 +159,10 @@ def plan_model(args: ModelArguments, max_length: int) -> ModelPlan:
         text_config, sources = resize_vocabulary(text_config, sources, tokenizer, added, args)
     with torch.device("meta"):
         build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises if impossible
-    plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer)
+    plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer, value_head)
     check_depth(text_config, sources.language_model.open(), sources.language_model.flag)
     with no_init_weights(), torch.device("meta"), library_errors(f"--model_name_or_path {args.model_name_or_path}"):
-        model = assemble(text_config, plan.tower, args, torch.zeros(3), torch.zeros(3))
+        model = assemble(text_config, plan.tower, args, torch.zeros(3), torch.zeros(3), value_head)
     for name, part in model.named_children():
         opened = open_part(name, plan)
         if opened is not None:
@@ -182,7 +189,7 @@ class OpenedPart:
 
 
 def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
-    """Open the weights of a part; None for a projector or newline that starts from random numbers.
+    """Open the weights of a part; None for one that starts from random numbers, or a value head from zeros.
 
     Files of LLaVA-1.5's stage 1 hold no newline.
     """
@@ -199,13 +206,16 @@ def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
 
 
 def part_weights(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> Weights:
-    """The weights of a part: from its source, or initialised at random."""
+    """The weights of a part: from its source, or initialised."""
     opened = open_part(name, plan)
     return TensorSource(_fresh(name, plan, args, seed).state_dict(), "(fresh)") if opened is None else opened.weights
 
 
 def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch.nn.Module:
-    """A projector or newline initialised at random: the same for any stage, precision and number of ranks."""
+    """A projector or newline initialised at random, or a value head: the same for any stage, precision and number of
+    ranks."""
+    if name == "value_head":
+        return ValueHead(plan.hidden_size)
     with torch.random.fork_rng(devices=[]):  # drawn on the CPU
         torch.manual_seed(seed)
         projector = build_projector(args.mm_projector_type, plan.tower.width, plan.hidden_size)

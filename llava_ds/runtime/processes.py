@@ -220,10 +220,15 @@ def hold(pid: int) -> subprocess.Popen:
     return keeper
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends (on Linux only)."""
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends (on Linux only).
+
+    parent: its process; if that has ended already, this one ends now.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def obey_only_parent(_: int = 0) -> None:

@@ -266,14 +266,20 @@ class Stopping:
 def _prepare_children() -> None:
     """Separate forked processes from this one's signals, and let them end with it."""
 
+    parent = 0
+
+    def before() -> None:
+        nonlocal parent
+        parent = os.getpid()
+
     def in_child() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pools end their workers with it
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # which the terminal sends to all
             signal.signal(number, signal.SIG_IGN)
-        end_with_parent()
+        end_with_parent(parent)
 
-    os.register_at_fork(after_in_child=in_child)
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def _name_of(reason: int) -> str:

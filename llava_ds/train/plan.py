@@ -125,7 +125,7 @@ def make_plan(start: Start) -> Plan:
 
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
-    model = plan_model(args.model, args.data.model_max_length)
+    model = plan_model(args.model, args.data.model_max_length, args.training.objective == "reward")
     if note := length_note(model.text_config, args.data.model_max_length):
         print_first(note)
     refuse_unfit_tokenizer(args.model, model.tokenizer)

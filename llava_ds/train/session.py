@@ -38,6 +38,7 @@ from llava_ds.train.evals import Evaluation
 from llava_ds.train.objectives.dpo import DPO, PairLoss
 from llava_ds.train.objectives.grpo import GRPO, PolicyLoss
 from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.objectives.reward import Reward, RewardLoss
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
@@ -93,7 +94,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     model, engine, checkpointed, rollouts = _build_engine(plan, started)
     objective = _objective(plan, mesh)
-    if plan.steps.dataset.are_pairs and objective.loss.has_reference:
+    if training.objective == "dpo" and objective.loss.has_reference:
         for dataset in plan.data_sets:
             workers = plan.args.data.dataloader_num_workers
             print_first(add_reference(engine, dataset, plan.steps.packing, workers, ranks, mesh))
@@ -216,6 +217,9 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
         names = (field.name for field in fields(PairLoss))
         loss = PairLoss(**{name: getattr(training, name) for name in names})
         return DPO(loss, num_sources, mesh.grad_ranks)
+    if training.objective == "reward":
+        loss = RewardLoss(training.center_rewards_coefficient, training.reward_loss)
+        return Reward(loss, num_sources, mesh.grad_ranks)
     if training.objective == "grpo":
         loss = PolicyLoss(
             training.epsilon,

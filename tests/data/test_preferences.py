@@ -104,6 +104,7 @@ BAD = {
     "two questions": ({**GOOD, "prompt": "What?"}, "both"),
     "a missing image": ({**GOOD, "image": "b.png"}, "there is no file"),
     "two messages": ({**GOOD, "chosen": [QUESTION, {"from": "gpt", "value": YES}]}, "2 messages under 'chosen'"),
+    "a margin in words": ({**GOOD, "margin": "much"}, "'much' under 'margin', expected a number"),
     "a mark in an answer": ({**GOOD, "chosen": "<image> yes"}, "<image>"),
 }
 
@@ -114,6 +115,12 @@ def test_a_bad_record_is_left_out_with_the_reason(tmp_path, tokenizer, name):
     dataset = opened(tmp_path, [GOOD, record], tokenizer)
     (found,) = dataset.rejections()
     assert len(dataset) == 1 and reason in found["reason"]
+
+
+def test_a_margin_goes_with_the_chosen_answer(tmp_path, tokenizer):
+    dataset = opened(tmp_path, [GOOD, {**GOOD, "margin": 2}], tokenizer)
+    margins = [collate(list(dataset[i].samples), dataset.image_options).margins for i in (0, 1)]
+    assert margins[0] is None and margins[1].tolist() == [2.0, 0.0]
 
 
 def test_conversations_are_no_preferences(tmp_path, tokenizer):

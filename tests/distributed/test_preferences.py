@@ -1,27 +1,20 @@
 """Preference optimisation on real ranks is the textbook's: padded batches of transformers' model and a frozen one."""
 
 import copy
-import json
 import math
 from pathlib import Path
 
 import llavas
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import toys
 from launching import ds_config, launch, losses, run_many, toy_run
-from PIL import Image
-from transformers import AutoTokenizer
+from textbook_pairs import BATCH, padded, read_pairs, scheduled, write_pairs
 
-from llava_ds.data.dataset import PreflightOptions, open_encoded
-from llava_ds.data.sample_order import SampleOrder
-from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.files.jsonl import read_metrics
 
-STEPS, BATCH, BETA = 20, 4, 0.3
-IMAGE_ID = 3
+STEPS, BETA = 20, 0.3
 KINDS = {
     "sigmoid": {},
     "smoothed": {"label_smoothing": 0.1, "rpo_alpha": 0.5},
@@ -29,33 +22,6 @@ KINDS = {
     "ipo": {"loss_type": "ipo"},
     "simpo": {"loss_type": "simpo", "simpo_gamma": 0.7, "label_smoothing": 0.2},
 }
-
-
-def write_pairs(folder: Path, number: int) -> dict[str, str]:
-    """Preferences in all forms, two of three with an image; the rejected answers differ in length."""
-    rng = np.random.default_rng(3)
-    (folder / "images").mkdir(parents=True)
-    records = []
-    for i in range(number):
-        question, form = f"What is it, number {i}?", i % 3
-        good, bad = (toys.ANSWERS[int(rng.integers(4))] + end for end in ("", " No.", " Two cats.")[:2])
-        record: dict[str, object] = {"id": f"p{i}", "chosen": good, "rejected": bad}
-        if i % 3:
-            pixels = rng.integers(0, 256, (*rng.integers(20, 50, 2), 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / "images" / f"{i}.png")
-            record["image"], question = f"{i}.png", f"<image>\n{question}"
-        turns = [{"from": "human", "value": question}]
-        if form == 0:
-            turns = [{"from": "human", "value": "two"}, {"from": "gpt", "value": "yes"}, *turns]
-            record |= {"conversations": turns}
-        elif form == 1:
-            answers = [{"chosen": {"from": "gpt", "value": good}, "rejected": {"from": "gpt", "value": bad}}]
-            record |= {"conversations": turns, **answers[0]}
-        else:
-            record |= {"prompt": question}
-        records.append(record)
-    (folder / "data.json").write_text(json.dumps(records))
-    return {"data_path": str(folder / "data.json"), "image_folder": str(folder / "images")}
 
 
 def flags_of(given: dict, output_dir: Path, stage: int, **more: object) -> dict[str, object]:
@@ -107,23 +73,8 @@ def runs(folder, given) -> dict[tuple[str, int, int], Path]:
 @pytest.fixture(scope="module")
 def textbook(folder, given) -> dict[str, list[dict[str, float]]]:
     """Loss and metrics of every step, by kind."""
-    tokenizer = AutoTokenizer.from_pretrained(folder / "base" / "llama")
-    sources = open_sources(
-        given["data_path"],
-        SourceOptions(image_folder=given["image_folder"], cache_dir=str(folder / "own"), are_preferences=True),
-    )
-    dataset = open_encoded(
-        sources,
-        tokenizer,
-        toys.encoding_options(supervise_last_turn_only=True),
-        toys.image_options(mean=tuple(CLIP_MEAN)),
-        PreflightOptions(cache_dir=str(folder / "own")),
-    )
-    pairs = [dataset[i] for i in range(len(dataset))]
+    pairs = read_pairs(folder, given)
     return {kind: loop(folder, given, pairs, **flags) for kind, flags in KINDS.items()}
-
-
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def loop(folder: Path, given: dict, pairs: list, **flags: object) -> list[dict[str, float]]:
@@ -139,17 +90,8 @@ def loop(folder: Path, given: dict, pairs: list, **flags: object) -> list[dict[s
     language = [p for p in model.parameters() if id(p) not in names and p.requires_grad]
     groups = [{"params": language, "lr": 1e-3}, {"params": list(projector.parameters()), "lr": 5e-4}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0)
-    peak = [group["lr"] for group in optimizer.param_groups]
-    per_epoch = math.ceil(len(pairs) / BATCH)
-    steps = []
-    for epoch in range(math.ceil(STEPS / per_epoch)):
-        of_epoch = SampleOrder(len(pairs), BATCH, seed=42).epoch(epoch)
-        steps += [of_epoch[i : i + BATCH] for i in range(0, len(of_epoch), BATCH)]
     curve = []
-    for step, indices in enumerate(steps[:STEPS]):
-        factor = step / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 18))
-        for group, rate in zip(optimizer.param_groups, peak):
-            group["lr"] = rate * factor
+    for indices in scheduled(optimizer, len(pairs), STEPS):
         batch = [pairs[i].chosen for i in indices] + [pairs[i].rejected for i in indices]
         sums, lengths = answers(model, batch)
         with torch.no_grad():
@@ -166,17 +108,8 @@ def loop(folder: Path, given: dict, pairs: list, **flags: object) -> list[dict[s
 
 def answers(model, batch: list) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed log-probabilities of the answers, and their numbers of tokens, in one padded batch as TRL has it."""
-    longest = max(len(sample.input_ids) for sample in batch)
-    ids, labels = torch.zeros(len(batch), longest, dtype=torch.int64), torch.full((len(batch), longest), -100)
-    mask = torch.zeros_like(ids)
-    for row, sample in enumerate(batch):
-        length = len(sample.input_ids)
-        ids[row, :length] = sample.input_ids.masked_fill(sample.input_ids < 0, IMAGE_ID)
-        labels[row, :length], mask[row, :length] = sample.labels, 1
-    tiles = [tile for sample in batch for one, _ in sample.media for tile in one]
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
-    pixels = {"pixel_values": torch.stack([(tile.float() / 255 - mean) / std for tile in tiles])} if tiles else {}
-    logits = model(input_ids=ids, attention_mask=mask, **pixels).logits[:, :-1].float()
+    labels, inputs = padded(batch)
+    logits = model(**inputs).logits[:, :-1].float()
     wanted = labels[:, 1:]
     rows = torch.gather(logits.log_softmax(-1), 2, wanted.clamp(min=0)[..., None])[..., 0] * (wanted >= 0)
     return rows.sum(1), (wanted >= 0).sum(1)

@@ -16,7 +16,7 @@ import torch
 from llava_ds.config.bounds import seconds_of
 from llava_ds.constants import EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError
 from llava_ds.runtime import stopping
-from llava_ds.runtime.processes import Above, LauncherWatch, hold, look_above, obey_only_parent
+from llava_ds.runtime.processes import Above, LauncherWatch, end_with_parent, hold, look_above, obey_only_parent
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.stopping import Agreement, Stopping
 
@@ -179,6 +179,14 @@ def test_signals_of_children_are_not_this_processes_and_they_end_with_it():
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_child_whose_parent_ended_while_it_was_forked_ends_too():
+    def child() -> None:
+        end_with_parent(os.getppid() + 1)  # as it is when another process has inherited the child
+        time.sleep(30)
+
+    assert in_child(child) == -signal.SIGKILL
 
 
 def test_a_loader_worker_obeys_only_its_parent():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 from llava_ds.constants import DataError
 from llava_ds.data.sources.fields import field_of, is_text, keys_of
@@ -44,6 +45,16 @@ def as_conversations(record: dict, source: Source) -> tuple[dict, dict]:
     turns = source.columns.turns[0]
     chosen, rejected = ({**rest, turns: [*question, *messages]} for messages in answers)
     return chosen, rejected
+
+
+def margin_of(record: dict) -> float:
+    """By how much the chosen answer is better, as TRL's column says it; 0 without one. Raises DataError."""
+    margin = _unpacked(record).get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+        raise DataError(f"has {short(margin)} under 'margin', expected a number")
+    return float(margin)
 
 
 def _unpacked(record: dict) -> dict:

@@ -25,7 +25,7 @@ from llava_ds.data.sources.fields import (
     videos,
 )
 from llava_ds.data.sources.options import short
-from llava_ds.data.sources.preferences import as_conversations
+from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.source import Source
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
@@ -66,7 +66,7 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
     if source.format != "preference":
         return _sample(record, source, index)
     chosen, rejected = (_sample(each, source, index) for each in as_conversations(record, source))
-    return replace(chosen, rejected=rejected.messages)
+    return replace(chosen, rejected=rejected.messages, margin=margin_of(record))
 
 
 def _sample(record: dict, source: Source, index: int) -> Sample:

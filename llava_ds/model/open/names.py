@@ -18,6 +18,7 @@ NEWLINE = "newline.embedding"
 TOWER = "vision_tower.tower."
 LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
 LANGUAGE_MODEL = "language_model."
+VALUE_HEAD = "value_head."  # in a file of its own, without this
 LLAVA_NEWLINE = "model.image_newline"
 
 

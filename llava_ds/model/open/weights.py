@@ -261,7 +261,7 @@ class Sources:
     """Sources of the weights of each part; None for a part that starts from random numbers.
 
     rest_of_tower: the tower's own folder, where the model's folder has the weights of the tower; export takes from it
-    what the model lacks. new_rows: a projector's file with rows for new tokens.
+    what the model lacks. new_rows: a projector's file with rows for new tokens. value_head: of a reward model's folder.
     """
 
     language_model: Source
@@ -270,6 +270,7 @@ class Sources:
     newline: Source | None = None
     rest_of_tower: Source | None = None
     new_rows: Source | None = None
+    value_head: Source | None = None
 
     def whole_tower(self) -> Weights:
         """All of the tower on disk, with layers that never run and are not built."""

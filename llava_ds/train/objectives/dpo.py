@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from llava_ds.batch import Batch
-from llava_ds.data.loader import Window
 from llava_ds.train.objectives.objective import MicroLoss
+from llava_ds.train.objectives.pairs import PairObjective
 
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo"]
 MEAN_LOSS_TYPES = ("ipo", "simpo")  # take the mean log-probability of an answer's tokens, the others their sum
@@ -68,16 +68,10 @@ class PairLoss:
 
 
 @dataclass(frozen=True)
-class DPO:
-    """Preference optimisation over pairs of answers, which stay together in a micro-batch; see PairLoss.
-
-    The loss of a step is the mean over its pairs on all ranks. num_sources: of the data.
-    """
+class DPO(PairObjective):
+    """Preference optimisation over pairs of answers; see PairLoss."""
 
     loss: PairLoss
-    num_sources: int
-    grad_ranks: int
-    logs_means = False
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model on both answers of every pair, with one pass of the tower over their images."""
@@ -87,12 +81,7 @@ class DPO:
         log_probs, lengths = answers[: 2 * pairs].view(pairs, 2), lengths[: 2 * pairs].view(pairs, 2)
         reference = torch.zeros_like(log_probs) if batch.reference is None else batch.reference.view(pairs, 2)
         losses = self.loss(log_probs, reference, lengths)  # (pairs,)
-        sources = batch.sources[: 2 * pairs : 2]
-        is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, pairs)
-        by_source = torch.stack([torch.where(is_from, losses.detach(), 0.0).sum(1), is_from.sum(1).double()])
-        # Without pairs too the model takes part in backward, with gradients of zero.
-        loss_sum = losses.sum() + 0.0 * rows.sum()
-        return MicroLoss(loss_sum, by_source, self._metrics(log_probs.detach(), reference, lengths))
+        return self.micro_loss(losses, rows, batch, self._metrics(log_probs.detach(), reference, lengths))
 
     def _metrics(
         self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
@@ -107,14 +96,6 @@ class DPO:
             "logps/chosen": log_probs[:, 0].sum(),
             "logps/rejected": log_probs[:, 1].sum(),
         }
-
-    def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
-        """Return the factor of each micro-batch: grad_ranks / pairs of the step (see Objective)."""
-        return [self.grad_ranks / self.num_units(counts.clamp(min=1))] * len(window.micro_batches)
-
-    def num_units(self, counts):
-        """Pairs: what the log's metrics are means over. counts: Counts, or a tensor in its order."""
-        return counts[0]
 
 
 def sum_by_sample(rows: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,78 @@
+"""A model from a folder that only judges: a reference or reward model, or what a critic begins with.
+
+Every rank holds all of it, without DeepSpeed: a rank may run it alone.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.engine.construct import build_model
+from llava_ds.geometry import ImageOptions
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.open.folder import FLAG, take_from_model
+from llava_ds.model.plan import ModelPlan, plan_model
+from llava_ds.model.value_head import FILE, value_head_file
+from llava_ds.runtime.ranks import Ranks
+
+# Image options that say how files are read, and nothing of the model.
+READING = ("max_pixels", "fast_decoding", "video_fps", "frames_upbound", "force_sample")
+
+
+@dataclass(frozen=True)
+class FrozenPlan:
+    """The plan of a model that judges. args: flags that its folder stands for."""
+
+    model: ModelPlan
+    args: ModelArguments
+
+
+def plan_frozen(
+    flag: str, path: str, model: ModelPlan, images: ImageOptions, max_length: int, value_head: bool = False
+) -> FrozenPlan:
+    """Read the folder of a model that takes the batches of another one; nothing is built.
+
+    flag: that names the folder, for messages; model, images, max_length: of the other one; value_head: it needs one.
+    Raises ConfigError and DataError where it has no head, another vocabulary or other image options.
+    """
+    if value_head and value_head_file(path) is None:
+        raise ConfigError(f"{flag} {path} has no {FILE}: give the --output_dir of a run with --objective reward")
+    args = Arguments(ModelArguments(model_name_or_path=path), DataArguments(), TrainingArguments(), frozenset())
+    try:
+        args, _ = take_from_model(args)
+        own = plan_model(args.model, max_length, value_head)
+        problems = [*_vocabulary_problems(own, model), *_image_problems(own.tower.image_options(args), images)]
+    except (ConfigError, DataError) as error:
+        raise type(error)(str(error).replace(f"{FLAG} {path}", f"{flag} {path}")) from error
+    if problems:
+        raise ConfigError(
+            f"{flag} {path} can't judge what this run's model reads: {'; '.join(problems)}: give a model that was "
+            "trained from the same start"
+        )
+    return FrozenPlan(own, args.model)
+
+
+def open_frozen(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> LlavaModel:
+    """Build it on this rank's device, without gradients. All ranks call it together, before or after their engine."""
+    model = build_model(plan.model, plan.args, {"zero_optimization": {"stage": 0}}, dtype, 0, ranks)
+    return model.requires_grad_(False).eval()
+
+
+def _vocabulary_problems(own: ModelPlan, other: ModelPlan) -> list[str]:
+    """Tokens that mean something else. An exported folder has one more for images, which is in no batch."""
+    known = own.tokenizer.get_vocab()
+    missing = [
+        token for token, i in other.tokenizer.get_vocab().items() if known.get(token) != i and token != IMAGE_TOKEN
+    ]
+    if not missing:
+        return []
+    return [f"its vocabulary is another ({len(missing)} tokens differ, the first is {min(missing)!r})"]
+
+
+def _image_problems(own: ImageOptions, other: ImageOptions) -> list[str]:
+    """Options that are different, by their names."""
+    pairs = zip(dataclasses.asdict(own).items(), dataclasses.asdict(other).values())
+    return [f"{name} of images is {a}, and {b} here" for (name, a), b in pairs if a != b and name not in READING]

@@ -1,0 +1,32 @@
+# n positions, D width of the language model
+"""The value head: one number for a position, from the language model's last hidden state there."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from llava_ds.files.model_files import is_there
+
+FILE = "value_head.safetensors"  # beside a model's other files; its one tensor is the head's weight
+
+
+class ValueHead(nn.Module):
+    """A linear layer without bias, to one number: the score of an answer, or the value of a state.
+
+    It begins with zeros, so that all scores do. It is a module, so that ZeRO-3 gathers it exactly where it is used.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(n, D) to (n,), in float32 whatever the precision of both."""
+        return (hidden.float() * self.weight.float()).sum(1)
+
+
+def value_head_file(folder: str | Path) -> Path | None:
+    """The file of a model folder's value head; None for a model without."""
+    file = Path(folder) / FILE
+    return file if is_there(file) else None

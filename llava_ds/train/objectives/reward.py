@@ -1,0 +1,120 @@
+# S supervised positions of a micro-batch, A answers of it, two for each pair, K tokens of an answer at most
+"""Reward models: of two answers to a prompt the value head gives the chosen one the higher score."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from llava_ds.batch import Batch
+from llava_ds.train.objectives.objective import MicroLoss
+from llava_ds.train.objectives.pairs import PairObjective
+
+
+@dataclass(frozen=True)
+class RewardLoss:
+    """The loss of pairs of answers, from the value head's numbers at their tokens.
+
+    An answer's score is the number at its last supervised token, the end marker. reward_loss "last" compares the
+    scores: -logsigmoid(chosen - rejected - margin). "tokens" is DeepSpeed-Chat's, the mean of that over tokens: the
+    k-th of one answer against the k-th of the other, from the first in which they differ to the last of the longer
+    answer. Behind the shorter answer's end DeepSpeed-Chat takes its numbers from padding; here, where there is none, it
+    stays at its score. center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps scores around zero.
+    Sources: Bradley-Terry as in InstructGPT (arXiv 2203.02155), margins as in Llama 2 (2307.09288), TRL's
+    RewardTrainer, DeepSpeed-Chat's reward_model.py.
+    """
+
+    center_rewards_coefficient: float = 0.0
+    reward_loss: Literal["last", "tokens"] = "last"
+
+    def __call__(self, scores: torch.Tensor, gaps: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        """Return the loss of every pair, (pairs,).
+
+        scores (pairs, 2): of the chosen and the rejected answer; gaps (pairs, K): chosen less rejected number, less the
+        margin, at every position that is compared; counted (pairs, K) bool: which of them are.
+        """
+        losses = torch.where(counted, -F.logsigmoid(gaps), 0.0).sum(1) / counted.sum(1).clamp(min=1)
+        if self.center_rewards_coefficient:
+            losses = losses + self.center_rewards_coefficient * scores.sum(1) ** 2
+        return losses
+
+
+@dataclass(frozen=True)
+class Reward(PairObjective):
+    """Training of a reward model over pairs of answers; see RewardLoss."""
+
+    loss: RewardLoss
+
+    def forward(self, engine, batch: Batch) -> MicroLoss:
+        """Run the model on both answers of every pair, with one pass of the tower over their images."""
+        pairs = (len(batch.cu_seqlens) - 1) // 2  # a rank without pairs has one sample that counts for nothing
+        ends = last_targets(batch)[: 2 * pairs]
+        if self.loss.reward_loss == "tokens":
+            rows = engine(batch, values_at=batch.target_positions + 1)  # (S,)
+            gaps, counted = aligned(rows.double(), batch, pairs)
+            scores = rows.double()[ends].view(pairs, 2)
+        else:
+            rows = engine(batch, values_at=answer_ends(batch)[: 2 * pairs])
+            scores = rows.double().view(pairs, 2)
+            gaps = scores[:, :1] - scores[:, 1:]
+            counted = torch.ones_like(gaps, dtype=torch.bool)
+        if batch.margins is not None:
+            gaps = gaps - batch.margins[: 2 * pairs : 2, None]
+        losses = self.loss(scores, gaps, counted)
+        return self.micro_loss(losses, rows, batch, metrics_of(scores.detach()))
+
+
+def metrics_of(scores: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums over pairs, by the names of TRL: DPOTrainer's where they mean the same, else RewardTrainer's.
+
+    scores (pairs, 2). min_reward and max_reward are of the micro-batch, once for each of its pairs.
+    """
+    chosen, rejected = scores.unbind(1)
+    none = torch.zeros((), dtype=torch.float64, device=scores.device)
+    return {
+        "rewards/chosen": chosen.sum(),
+        "rewards/rejected": rejected.sum(),
+        "rewards/accuracies": (chosen > rejected).double().sum(),
+        "rewards/margins": (chosen - rejected).sum(),
+        "mean_reward": scores.sum() / 2,
+        "min_reward": scores.min() * len(scores) if len(scores) else none,
+        "max_reward": scores.max() * len(scores) if len(scores) else none,
+    }
+
+
+def last_targets(batch: Batch) -> torch.Tensor:
+    """The index into S of each sample's last supervised position, (A,); each sample has one, but that of an empty
+    micro-batch."""
+    return _counts(batch).cumsum(0) - 1
+
+
+def answer_ends(batch: Batch) -> torch.Tensor:
+    """The index into T of each answer's last token, at which its score is taken, (A,); none without answers."""
+    return (batch.target_positions + 1)[last_targets(batch)] if len(batch.targets) else batch.target_positions
+
+
+def aligned(rows: torch.Tensor, batch: Batch, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chosen less rejected numbers token by token (pairs, K), and which of them count (pairs, K) bool.
+
+    rows (S,): at every supervised token. K is S, which is at least an answer's length, so that nothing waits for the
+    device. Answers of one pair begin at the same place, behind the same prompt.
+    """
+    if not pairs:
+        return rows.view(0, 1), rows.view(0, 1).bool()
+    counts = _counts(batch)[: 2 * pairs]
+    steps = torch.arange(len(rows), device=rows.device)  # (K,)
+    firsts = (counts.cumsum(0) - counts)[:, None]
+    index = firsts + torch.minimum(steps, counts[:, None] - 1)  # (A, K): the shorter answer stays at its last token
+    values = rows[index].view(pairs, 2, -1)
+    targets = torch.where(steps < counts[:, None], batch.targets[index], -1).view(pairs, 2, -1)
+    differ = targets[:, 0] != targets[:, 1]
+    longest = counts.view(pairs, 2).amax(1, keepdim=True)
+    first = torch.where(differ.any(1, keepdim=True), differ.int().argmax(1, keepdim=True), longest - 1)
+    return values[:, 0] - values[:, 1], (steps >= first) & (steps < longest)
+
+
+def _counts(batch: Batch) -> torch.Tensor:
+    """Supervised positions of each sample, (A,)."""
+    samples = torch.arange(len(batch.cu_seqlens) - 1, device=batch.targets.device)
+    return (batch.target_samples == samples[:, None]).sum(1)
