@@ -51,6 +51,7 @@ GRPO_FLAGS = (
     "importance_sampling_level",
     "scale_rewards",
     "mask_truncated_completions",
+    "use_bias_correction_kl",
 )
 PPO_FLAGS = (
     *DRAWING_FLAGS,
@@ -322,6 +323,8 @@ def _rewards(args: Arguments) -> Iterator[str]:
         yield f"--objective {training.objective} needs --reward_funcs: name what answers are judged by, like exact"
     if training.objective == "grpo" and training.num_generations < 2:
         yield "--num_generations is 1: grpo compares the answers to a prompt, give 2 or more"
+    if training.use_bias_correction_kl and not training.beta:
+        yield "--use_bias_correction_kl True has no effect without --beta: give that, or leave it out"
     if training.epsilon >= 1:
         yield f"--epsilon is {training.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
     others = {

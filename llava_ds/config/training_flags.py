@@ -111,6 +111,11 @@ class TrainingArguments:
     mask_truncated_completions: bool = _objective(
         False, "grpo: leave answers that came to no end within --max_completion_length out of the loss."
     )
+    use_bias_correction_kl: bool = _objective(
+        False,
+        "grpo with --beta: multiply the distance from the reference model by the ratio of new to old probability, as "
+        "TRL 1.16 does by default.",
+    )
     critic_model_name_or_path: str | None = _objective(
         None,
         "ppo: folder of the model that the critic starts from, which has to read the same tokens and images. Absent: "

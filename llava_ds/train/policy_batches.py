@@ -64,7 +64,8 @@ class TrainedAnswer:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Numbers of a step over all ranks. tokens: of all answers; spread: the standard deviation of their rewards."""
+    """Numbers of a step over all ranks. tokens: of the answers whose loss counts, also those without an advantage;
+    spread: the standard deviation of all rewards."""
 
     prompts: float
     answers: float
@@ -72,11 +73,12 @@ class StepTotals:
     spread: float
 
 
-def totals_of(groups: list[Group], mesh: Mesh, device: torch.device) -> StepTotals:
-    """Count the answers of a step. All ranks call it together."""
-    lengths = [len(answer.ids) for group in groups for answer in group.answers]
+def totals_of(groups: list[Group], mesh: Mesh, device: torch.device, only_ended: bool = False) -> StepTotals:
+    """Count the answers of a step, and the tokens of all, or of those that ended. All ranks call it together."""
+    answers = [answer for group in groups for answer in group.answers]
     rewards = np.concatenate([np.zeros(0), *(group.rewards for group in groups)])
-    own = [len(groups), len(lengths), sum(lengths), rewards.sum()]
+    tokens = sum(len(answer.ids) for answer in answers if answer.ended or not only_ended)
+    own = [len(groups), len(answers), tokens, rewards.sum()]
     prompts, answers, tokens, total = sums_of_ranks(own, mesh, device)
     [squares] = sums_of_ranks([((rewards - total / max(1.0, answers)) ** 2).sum()], mesh, device)
     return StepTotals(prompts, answers, tokens, (squares / max(1.0, answers - 1)) ** 0.5)

@@ -171,7 +171,7 @@ class Rollouts:
         Without answers that train micro-batches are empty.
         """
         training, mesh = self._plan.args.training, self._mesh
-        totals = totals_of(groups, mesh, engine.device)
+        totals = totals_of(groups, mesh, engine.device, training.mask_truncated_completions)
         if self._has_critic:
             units = rewarded_answers(groups, training.clip_reward_value)
         else:

@@ -230,6 +230,7 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
             training.epsilon if training.epsilon_high is None else training.epsilon_high,
             training.importance_sampling_level,
             training.beta,
+            training.use_bias_correction_kl,
         )
         return GRPO(loss, num_sources, mesh.grad_ranks)
     if training.objective == "ppo":

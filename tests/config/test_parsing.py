@@ -351,6 +351,7 @@ def test_a_flag_out_of_bounds_is_said_once():
         (["--objective", "grpo", "--rpo_alpha", "1"], "--rpo_alpha belongs to --objective dpo, which is grpo"),
         (["--objective", "grpo", "--loss_type", "ipo"], "ipo is not one of --objective grpo: give one of dapo, grpo"),
         (["--objective", "grpo", "--epsilon", "1"], "--epsilon is 1: a ratio of probabilities can't fall by more"),
+        (["--objective", "grpo", "--use_bias_correction_kl", "True"], "has no effect without --beta"),
         (
             ["--objective", "grpo", "--num_generations", "1"],
             "--num_generations is 1: grpo compares the answers to a prompt",

@@ -37,14 +37,16 @@ class PolicyBatch(Batch):
 class PolicyLoss:
     """The loss of every token. epsilon, epsilon_high: how far the ratio of the new to the old probability counts;
     importance_sampling_level: whether a token has a ratio, or an answer (the geometric mean of its tokens'); beta:
-    weight of the distance from the reference model. Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO
-    (2503.20783), GSPO (2507.18071); names and conventions are those of TRL.
+    weight of the distance from the reference model; corrects_kl: whether the distance is multiplied by the ratio, which
+    makes its gradient unbiased. Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
+    (2507.18071), the correction (2512.02556, 3.1); names and conventions are those of TRL.
     """
 
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     importance_sampling_level: Literal["token", "sequence"] = "token"
     beta: float = 0.0
+    corrects_kl: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class GRPO:
         if loss.beta:
             gap = batch.frozen - rows
             distance = gap.exp() - gap - 1
+            if loss.corrects_kl:
+                distance = distance * ratio
             losses = losses + loss.beta * distance
             numbers["kl"] = distance.detach()
         return losses, numbers
