@@ -43,11 +43,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune dpo reward grpo evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval lint clean help
+.PHONY: install pretrain finetune dpo reward grpo ppo evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune dpo reward grpo evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval lint clean'
+	@echo 'targets: install pretrain finetune dpo reward grpo ppo evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean'
 
 install: $(VENV)/.installed
 
@@ -116,6 +116,15 @@ grpo: install
 	for model in tiny-finetune tiny-grpo; do $(BIN)/python run/evaluate.py --model_path output/$$model \
 	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
 
+# The same with PPO, whose critic starts from the tuned model too.
+ppo: install
+	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
+	$(BIN)/python run/dev/write_questions.py output/questions
+	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-ppo.yaml \
+	  --model_name_or_path output/tiny-finetune --data_path output/questions/train.json --image_folder output/questions $(ARGS)
+	for model in tiny-finetune tiny-ppo; do $(BIN)/python run/evaluate.py --model_path output/$$model \
+	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
+
 # The same stage 2 with a fresh projector, for comparison.
 ablation: install
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero3.json --recipe run/recipes/tiny-finetune.yaml \
@@ -178,9 +187,21 @@ $(LMMS)/.installed: tests/evaluation/lmms_eval.txt constraints.txt
 	$(LMMS)/bin/python -m pip install $(PIP_ARGS) --no-deps lmms-eval==0.7.3
 	touch $@
 
+# DPO and GRPO beside TRL, which gets its own environment, after make finetune: equal losses, then the speed, which wants an
+# idle machine. run/dev/compare_trl.py fixture renews the numbers by which make test notices a drift.
+TRL ?= .trl
+compare-trl: install $(TRL)/.installed
+	for what in equal speed; do \
+	  $(BIN)/python run/dev/compare_trl.py $$what --trl_python '$(abspath $(TRL))/bin/python' $(ARGS) || exit; done
+
+$(TRL)/.installed: run/dev/benchmark/trl.txt constraints.txt
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -r run/dev/benchmark/trl.txt
+	touch $@
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(LMMS) output .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(LMMS) $(TRL) output .pytest_cache .ruff_cache *.egg-info

@@ -12,6 +12,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.reading import FileState, move_aside, read_json, state_of, why_not_regular
 from llava_ds.files.writing import sha256, write_whole
 from llava_ds.model.open.weights import weight_files
+from llava_ds.model.value_head import value_head_file
 
 HASHES_FILE = "weight_hashes.json"  # in a run's folder
 HASHING_THREADS = 8
@@ -35,7 +36,11 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
     if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
         return {}
     folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base", "vision_tower")}
+    folders["critic_model_name_or_path"] = args.training.critic_model_name_or_path
     files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
+    judge = args.training.reward_model_name_or_path
+    if judge is not None:  # it stays frozen, its head too
+        files["reward_model_name_or_path"] = [*_files(Path(judge)), *filter(None, [value_head_file(judge)])]
     note = output_dir / HASHES_FILE
     known = _read_hashes(note)
     paths = {path: str(path.resolve()) for group in files.values() for path in group}
@@ -67,10 +72,11 @@ def _read_hashes(note: Path) -> dict[str, _Known]:
 def _compare(checkpoint: Path, found: Hashes) -> None:
     saved: Hashes = read_trainer(checkpoint).get("weights", {})
     lines = [
-        f"  --{name}: {file} {'is gone' if file not in found.get(name, {}) else 'has changed'}"
+        f"  --{name}: {file} {'is gone' if file not in found[name] else 'has changed'}"
         for name, files in saved.items()
+        if name in found
         for file, digest in files.items()
-        if found.get(name, {}).get(file) != digest
+        if found[name].get(file) != digest
     ]
     if lines:
         raise ConfigError(

@@ -53,8 +53,9 @@ class RunIdentity:
         for name in ("model_name_or_path", "model_base", "vision_tower"):
             folder = getattr(args.model, name)
             flags[name] = folder and folder_digest(Path(folder))
-        judge = args.training.reward_model_name_or_path
-        flags["reward_model_name_or_path"] = judge and folder_digest(Path(judge))
+        for name in ("critic_model_name_or_path", "reward_model_name_or_path"):
+            folder = getattr(args.training, name)
+            flags[name] = folder and folder_digest(Path(folder))
         if args.model.lora_weight_path is not None:
             flags["lora_weight_path"] = adapter_digest(Path(args.model.lora_weight_path))
         zero_stage = ds_config["zero_optimization"].get("stage", 0)

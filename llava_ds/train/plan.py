@@ -17,6 +17,7 @@ from llava_ds.data.splits import split_datasets
 from llava_ds.data.step_plan import Packing, StepPlan, sample_order, steps_per_epoch, total_steps, with_steps_of_epochs
 from llava_ds.data.stream import open_streamed
 from llava_ds.data.templates import resolve_template
+from llava_ds.engine.critic import plan_critic
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.engine.frozen import FrozenPlan, plan_frozen
 from llava_ds.export.export_plan import ExportPlan, export_format
@@ -55,7 +56,7 @@ class EvalSets:
 @dataclass(frozen=True)
 class Plan:
     """All that is known of a run before a model is built. args: with every "auto" filled in; rewards: of
-    --reward_funcs, and of reward_model."""
+    --reward_funcs, and of reward_model; critic: of PPO."""
 
     args: Arguments
     resolved: ResolvedConfig
@@ -67,6 +68,7 @@ class Plan:
     resume: ResumePlan
     export: ExportPlan
     rewards: tuple[Reward, ...] = ()
+    critic: FrozenPlan | None = None
     reward_model: FrozenPlan | None = None
 
     @property
@@ -106,6 +108,7 @@ def make_plan(start: Start) -> Plan:
     if judge is not None:
         flag, length = "--reward_model_name_or_path", args.data.model_max_length
         reward_model = plan_frozen(flag, judge, model, images, length, value_head=True)
+    critic = plan_critic(args, model, images)
     raw_config = start.raw_config
     if raw_config is None:
         shape = shape_of(model.text_config, model.tower, args)
@@ -126,7 +129,8 @@ def make_plan(start: Start) -> Plan:
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
     args = resolved.args
     export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
-    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, rewards, reward_model)
+    judges = critic, reward_model
+    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, rewards, *judges)
     print_first(*plan.describe(), *lines)
     return plan
 

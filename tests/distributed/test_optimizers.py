@@ -69,7 +69,7 @@ def possible(name: str, precision: str, stage: int) -> bool:
     return not (name == "Muon" and precision == "autocast, fp16" and stage > 0)
 
 
-def ask(folder: Path, cases: list[dict], timeout_s: int = 300) -> dict[str, dict]:
+def ask(folder: Path, cases: list[dict], timeout_s: int = 1200) -> dict[str, dict]:
     folder.mkdir(exist_ok=True)
     listed = folder / "cases.json"
     listed.write_text(json.dumps(cases))
@@ -180,7 +180,7 @@ def test_an_overflow_is_skipped_and_lowers_the_scale(daily):
 @pytest.mark.full
 def test_all_optimizers_in_all_precisions_at_all_stages(tmp_path):
     keys = [(n, p, s) for p in PRECISIONS for n in BLOCKS for s in STAGES if possible(n, p, s)]
-    answers = ask(tmp_path, [case(*key) for key in keys], timeout_s=1200)
+    answers = ask(tmp_path, [case(*key) for key in keys])
     wrong = []
     for key in keys:
         try:

@@ -60,22 +60,22 @@ RECOMPUTED = {"gradient_checkpointing": "auto", "activation_memory_gb": 0.0011}
 BY_TOKENS = {"tokens_per_micro_batch": 90}
 MICRO_BATCH = {"per_device_train_batch_size": 2, "loss_reduction": "micro_batch"}
 DAILY = {
-    **{("mixed", stage, ranks): {} for stage, ranks in ((0, 1), (3, 1), (2, 2), (3, 2))},
+    **{("mixed", stage, ranks): {} for stage, ranks in ((0, 1), (3, 2))},
     **{("alternating", 3, ranks): {} for ranks in (1, 2)},
     ("accumulated", 2, 2): ACCUMULATED,
     ("by_tokens", 3, 2): BY_TOKENS,
     ("recomputed", 3, 2): RECOMPUTED,
-    ("micro_batch", 2, 1): MICRO_BATCH,
     ("micro_batch", 2, 2): MICRO_BATCH,
     ("bf16", 1, 2): {"bf16": True},
     ("bf16", 3, 2): {"bf16": True},
 }
 MORE = {
-    **{("mixed", stage, ranks): {} for stage, ranks in ((1, 1), (2, 1), (0, 2), (1, 2))},
+    **{("mixed", stage, ranks): {} for stage, ranks in ((1, 1), (2, 1), (3, 1), (0, 2), (1, 2), (2, 2))},
     **{(pattern, 3, ranks): {} for pattern in ("all_text", "one_rank_text") for ranks in (1, 2)},
     ("anyres", 0, 1): ANYRES,
     ("anyres", 3, 2): ANYRES,
     ("accumulated", 2, 1): ACCUMULATED,
+    ("micro_batch", 2, 1): MICRO_BATCH,
     ("by_tokens", 3, 1): BY_TOKENS,
 }
 
@@ -176,14 +176,22 @@ def test_training_is_what_a_plain_torch_loop_computes(runs, plain_torch):
     assert largest_difference(plain_torch["token"], losses(runs["mixed", 0, 1])) < 1e-5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_micro_batch_reduction_is_the_mean_of_the_micro_batches_means(runs, plain_torch, ranks):
+def check_micro_batch_means(runs, plain_torch, ranks: int) -> None:
     assert largest_difference(plain_torch["micro_batch"], plain_torch["token"]) > 1e-3
     assert largest_difference(plain_torch["micro_batch"], losses(runs["micro_batch", 2, ranks])) < 1e-5
     for row in read_metrics(runs["micro_batch", 2, ranks] / "metrics.jsonl"):
         means = row["micro_batch_losses"]  # by rank, in order
         assert [len(own) for own in means] == [2 // ranks] * ranks
         assert abs(sum(map(sum, means)) / 2 - row["loss"]) < 1e-6
+
+
+def test_micro_batch_reduction_is_the_mean_of_the_micro_batches_means(runs, plain_torch):
+    check_micro_batch_means(runs, plain_torch, 2)
+
+
+@pytest.mark.full
+def test_on_one_rank_it_is_too(more_runs, plain_torch):
+    check_micro_batch_means(more_runs, plain_torch, 1)
 
 
 SAME = ("mixed", "accumulated", "by_tokens", "recomputed")

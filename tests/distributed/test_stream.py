@@ -47,6 +47,7 @@ def wait_until(done, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.full
 def test_a_run_that_begins_with_two_shards_is_that_of_a_whole_cache(tmp_path):
     given, gate = write_given(tmp_path, 6 * SHARD), tmp_path / "gate"
     more = {"eval_fraction": 0.1, "tokens_per_micro_batch": 600}

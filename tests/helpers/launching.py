@@ -15,7 +15,7 @@ SECRET = "planted-4f1c2e77"  # in the environment of all that is started: it may
 RUN_MANY = ROOT / "tests" / "workers" / "run_many.py"
 
 
-def launch(num_ranks: int, script: Path, *arguments: str, timeout_s: int = 300) -> subprocess.CompletedProcess:
+def launch(num_ranks: int, script: Path, *arguments: str, timeout_s: int = 900) -> subprocess.CompletedProcess:
     """Run a script on some CPU ranks through the deepspeed launcher, and return when it ended."""
     command = [*DEEPSPEED, "--num_accelerators", str(num_ranks), "--master_port", str(free_port())]
     return subprocess.run(
@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 def run_many(
-    num_ranks: int, folder: Path, runs: list[dict[str, object]], timeout_s: int = 300, finished: bool = True
+    num_ranks: int, folder: Path, runs: list[dict[str, object]], timeout_s: int = 900, finished: bool = True
 ) -> str:
     """Run run/train.py once per dict of flags, all in one launch. Returns the output; fails with it if a run failed.
 

@@ -181,17 +181,17 @@ def test_other_kinds_of_adapters_are_refused(changed, expected, base, tmp_path):
 HOSTILE = (".*a.*a.*b", "a?" * 40 + "a" * 40 + "b", "(a|a)" * 40 + "b", "a{1,99}a{1,99}a{1,99}b")
 
 
-@pytest.mark.parametrize("pattern", HOSTILE)
-def test_a_pattern_of_layer_names_takes_time_in_proportion_to_them(pattern, tmp_path):
+def test_a_pattern_of_layer_names_takes_time_in_proportion_to_them():
     """Names and patterns may both be a stranger's. In a process of its own: re does not let go of one."""
     code = f"""
 from pathlib import Path
 from llava_ds.model.lora import Adapter
-adapter = Adapter(Path("a"), Path("a/b"), None, 8.0, {{{pattern!r}: 4.0, "x.q": 2.0, "q": 1.0}}, False)
-print(adapter.alphas_of(["a" * 100_000, "x.q", "y.q", "xq", "layers.0.v"]))
+for pattern in {HOSTILE!r}:
+    adapter = Adapter(Path("a"), Path("a/b"), None, 8.0, {{pattern: 4.0, "x.q": 2.0, "q": 1.0}}, False)
+    print(adapter.alphas_of(["a" * 100_000, "x.q", "y.q", "xq", "layers.0.v"]))
 """
     ended = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True)
-    assert json.loads(ended.stdout) == [8.0, 2.0, 1.0, 8.0, 8.0]
+    assert ended.stdout.splitlines() == ["[8.0, 2.0, 1.0, 8.0, 8.0]"] * len(HOSTILE)
 
 
 @pytest.mark.parametrize(

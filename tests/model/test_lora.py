@@ -284,7 +284,7 @@ def merged_tensors(model: nn.Module, plan: ModelPlan, args: ModelArguments) -> d
     return tensors
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, pytest.param(8, marks=pytest.mark.full), 4])
 def test_merged_weights_compute_what_lora_beside_them_did(base, batch, bits):
     if bits < 16:
         pytest.importorskip("bitsandbytes")

@@ -96,7 +96,7 @@ def test_any_json_of_known_keys_resolves_or_is_refused_once(wildness):
     rng = random.Random(f"any {wildness}")
     resolved = refused = 0
     flags = [arguments(), arguments(bf16=True), arguments(train_batch_size=8, max_grad_norm=1.0)]
-    for _ in range(1200):
+    for _ in range(400):
         raw = drawn(rng, DeepSpeedJson, wildness)
         raw.pop("optimizer", None), raw.pop("scheduler", None)  # test_hostile.py draws them
         device = rng.choice(["cpu", "cuda"])
@@ -113,4 +113,4 @@ def test_any_json_of_known_keys_resolves_or_is_refused_once(wildness):
         if config.get("aio", {}).get("use_gds"):
             continue  # DeepSpeed asks the machine for a GPU
         DeepSpeedConfig(config)
-    assert refused > 50 and (resolved > 50 or wildness > 0.1)
+    assert refused > 15 and (resolved > 15 or wildness > 0.1)

@@ -1,0 +1,88 @@
+"""The losses are those of TRL's DPOTrainer, CPOTrainer and GRPOTrainer: numbers that they gave, without TRL.
+
+run/dev/compare_trl.py fixture writes the file, by TRL's own code.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import toys
+
+from llava_ds.constants import IGNORE_INDEX
+from llava_ds.data.collate import LoadedSample
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.train.objectives.dpo import PairLoss
+from llava_ds.train.objectives.grpo import GRPO, PolicyLoss, advantages_of
+from llava_ds.train.policy_batches import AskedPrompt, Group, policy_batch, totals_of, trained_answers
+from llava_ds.train.sampling import Answer
+
+GIVEN = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
+PAIRS, POLICY = GIVEN["pairs"], GIVEN["policy"]
+FLOAT32 = 1e-6  # TRL computes in it, relative to the largest loss of some
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: f"{case['trainer']}-{'-'.join(case.get('loss_types', []))}")
+def test_the_loss_of_pairs(case):
+    names = {"aot": "sigmoid"}  # of one pair aot is the sigmoid, and smoothed
+    kind = "simpo" if case["trainer"] == "cpo" else names.get(case["loss_types"][0], case["loss_types"][0])
+    alpha = (case["loss_weights"] or [1.0, 0.0])[1]
+    loss = PairLoss(kind, case["beta"], case["label_smoothing"], alpha, case["simpo_gamma"])
+    lengths = torch.tensor(case["lengths"], dtype=torch.float64)
+    sums = torch.tensor([sum(row) for row in case["rows"]], dtype=torch.float64).view(2, -1).T
+    found = loss(sums, torch.tensor(case["reference"], dtype=torch.float64), lengths).mean().item()
+    assert found == pytest.approx(case["loss"], rel=FLOAT32, abs=FLOAT32)
+
+
+def groups() -> list[Group]:
+    found = []
+    for i, group in enumerate(POLICY["groups"]):
+        ids = torch.tensor(group["prompt_ids"])
+        prompt = AskedPrompt(i, str(i), LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), []), "?", "!")
+        answers = [Answer(tuple(a["ids"]), tuple(a["log_probs"]), 0.0, a["ended"]) for a in group["answers"]]
+        rewards = np.array(group["rewards"])
+        found.append(Group(prompt, answers, rewards[None], rewards))
+    return found
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_the_advantages(scale):
+    rewards = torch.tensor([group["rewards"] for group in POLICY["groups"]], dtype=torch.float64)
+    wanted = next(r["advantages"] for r in POLICY["results"] if r["settings"]["scale_rewards"] == scale)
+    found = advantages_of(rewards, scale, rewards.std().item())
+    assert found.flatten().tolist() == pytest.approx(wanted, abs=FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "result", POLICY["results"], ids=lambda result: "-".join(map(str, result["settings"].values()))
+)
+def test_the_loss_of_answers(result, monkeypatch):
+    monkeypatch.setattr("llava_ds.train.policy_batches.sum_over", lambda group, values: values)
+    defaults = {"beta": 0.0, "epsilon": 0.2, "mask_truncated_completions": False, "use_bias_correction_kl": False}
+    settings = {**defaults, **result["settings"]}
+    longest = max(len(answer["ids"]) for group in POLICY["groups"] for answer in group["answers"])
+    training = SimpleNamespace(**settings, max_completion_length=longest)
+    made = groups()
+    masks = settings["mask_truncated_completions"]
+    totals = totals_of(made, Mesh(dp=1, dp_rank=0), torch.device("cpu"), only_ended=masks)
+    units = trained_answers(made, totals, training)
+    every = [one for unit in units for one in unit]
+    # Every answer is recognised by the log-probabilities that it was drawn with.
+    numbers = [answer["log_probs"] for group in POLICY["groups"] for answer in group["answers"]]
+    micro = policy_batch(every, totals, 1.0, training, toys.image_options())
+    parts = [part.tolist() for part in micro.batch.sampled.split([len(one.answer.ids) for one in every])]
+    named = {
+        name: torch.tensor([value for part in parts for value in POLICY[name][numbers.index(part)]]).double()
+        for name in ("rows", "old", "frozen")
+    }
+    rows = named.pop("rows")
+    batch = dataclasses.replace(micro.batch, **named)
+    high = settings.get("epsilon_high", settings["epsilon"])
+    others = (settings[name] for name in ("importance_sampling_level", "beta", "use_bias_correction_kl"))
+    loss = PolicyLoss(settings["epsilon"], high, *others)
+    found = GRPO(loss, 1, 1).forward(lambda _, log_probs: rows, batch).loss_sum.item()
+    assert found == pytest.approx(result["loss"], rel=3 * FLOAT32, abs=3 * FLOAT32)
