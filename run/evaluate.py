@@ -257,6 +257,12 @@ def parse() -> argparse.Namespace:
     )
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
     args = parser.parse_args()
+    refuse_contradictions(args)
+    return args
+
+
+def refuse_contradictions(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that don't go together."""
     if (args.best_of is None) != (args.reward_model_name_or_path is None):
         raise ConfigError("--best_of N and --reward_model_name_or_path FOLDER go together: give both, or neither")
     if args.best_of is not None and args.task == "preference":
@@ -269,7 +275,6 @@ def parse() -> argparse.Namespace:
         raise ConfigError(f"--turns goes with --task llava: {args.task}'s questions are one turn each, leave it out")
     if args.split is not None and args.task != "scienceqa":
         raise ConfigError(f"--split goes with --task scienceqa: {args.task}'s files are one split each, leave it out")
-    return args
 
 
 if __name__ == "__main__":

@@ -358,6 +358,12 @@ def test_a_flag_out_of_bounds_is_said_once():
         ),
         (["--objective", "grpo", "--eval_fraction", "0.1"], "--eval_fraction can't be used with --objective grpo"),
         (["--objective", "ppo"], "--objective ppo needs --reward_funcs"),
+        (["--objective", "reward"], "--objective reward needs --data_path with preferences"),
+        (["--objective", "reward", "--beta", "1"], "--beta belongs to --objective dpo and grpo, which is reward"),
+        (["--reward_loss", "tokens"], "--reward_loss belongs to --objective reward, which is sft"),
+        (["--objective", "reward", "--sample_steps", "1"], "--sample_steps can't be used with --objective reward"),
+        (["--objective", "reward", "--tune_mm_mlp_adapter", "True"], "let the language model train, too"),
+        (["--objective", "reward", "--stream"], "--objective reward needs all samples before the first step"),
         (["--objective", "ppo", "--beta", "1"], "--beta belongs to --objective dpo and grpo, which is ppo"),
         (
             ["--objective", "ppo", "--loss_type", "dapo"],

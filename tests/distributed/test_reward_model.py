@@ -166,6 +166,28 @@ def test_a_resumed_run_is_bit_equal(runs):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_it_rewards_drawn_answers_at_any_stage(runs, folder, given):
+    """With a function's reward beside it; its log has both, and their weighted sum."""
+    asked = {**toys.write_data(folder / "asked", "iitit"), "model_name_or_path": given["model_name_or_path"]}
+    more = {
+        "objective": "grpo",
+        "reward_funcs": "length",
+        "reward_weights": "0.5,2",
+        "reward_model_name_or_path": runs["whole"],
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_steps": 2,
+    }
+    outputs = {stage: folder / f"grpo-{stage}" for stage in (2, 3)}
+    todo = [toy_run(asked, output, ds_config(stage), **more) for stage, output in outputs.items()]
+    run_many(2, folder / "drawing", todo)
+    rows = {stage: read_metrics(output / "metrics.jsonl") for stage, output in outputs.items()}
+    for row, other in zip(rows[2], rows[3], strict=True):
+        score, length = row["rewards/reward_model/mean"], row["rewards/length/mean"]
+        assert score != 0 and row["reward"] == pytest.approx(2 * score + 0.5 * length, rel=1e-6)
+        assert score == pytest.approx(other["rewards/reward_model/mean"], rel=2e-4, abs=2e-5)
+
+
 def test_the_eval_set_has_loss_and_accuracy(runs):
     rows = [json.loads(line) for line in (runs["whole"] / "evals.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 8]

@@ -18,6 +18,7 @@ from llava_ds.data.collate import collate
 from llava_ds.data.dataset import PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.frozen import open_frozen, plan_alone
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.judging import BestOfN, Judge, Preferring
 from llava_ds.evaluation.llava_questions import preferences
@@ -27,6 +28,8 @@ from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.objectives.dpo import sum_by_sample
 from llava_ds.train.objectives.reward import answer_ends
+from llava_ds.train.reward_model import RewardModel
+from llava_ds.train.rewards import Completion
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 STAGE_0 = {"zero_optimization": {"stage": 0}}
@@ -61,8 +64,11 @@ def toy(tmp_path_factory):
         PreflightOptions(cache_dir=str(folder / "cache")),
     )
     given = Given(data["data_path"], None, data["image_folder"], "test", "exact", "together", str(folder / "cache"))
-    batches = [collate(list(pairs[i].samples), images) for i in range(3)]
-    return SimpleNamespace(folder=folder, model=model, batches=batches, questions=preferences(given), data=data)
+    pairs = [pairs[i] for i in range(3)]
+    batches = [collate(list(pair.samples), images) for pair in pairs]
+    return SimpleNamespace(
+        folder=folder, model=model, pairs=pairs, batches=batches, questions=preferences(given), data=data
+    )
 
 
 @torch.no_grad()
@@ -83,8 +89,10 @@ def test_without_a_head_it_is_the_log_probability(toy):
     judge = Judge("--model_path", str(toy.folder / "plain"), EngineOptions(), RANKS)
     texts = [[question.reference, question.more["rejected"]] for question in toy.questions]
     found = judge.scores([question.prompt for question in toy.questions], texts)
+    # Not toy.model, whose vocabulary lacks the folder's token for images.
+    model = open_frozen(plan_alone("--model_path", str(toy.folder / "plain"), 512), torch.float32, RANKS)
     with torch.no_grad():
-        wanted = [sum_by_sample(toy.model(batch, log_probs=True), batch)[0].tolist() for batch in toy.batches]
+        wanted = [sum_by_sample(model(batch, log_probs=True), batch)[0].tolist() for batch in toy.batches]
     for own, each in zip(found, wanted, strict=True):
         assert own == pytest.approx(each, abs=1e-3)
 
@@ -96,6 +104,19 @@ def test_the_preferred_answer_is_the_one_with_the_higher_score(toy):
     for question, answer, (chosen, rejected) in zip(toy.questions, answers, trained_scores(toy)):
         assert answer.text == (question.reference if chosen >= rejected else question.more["rejected"])
         assert answer.logprob == pytest.approx(-math.log1p(math.exp(-abs(chosen - rejected))), abs=1e-4)
+
+
+def test_as_a_reward_equal_answers_are_computed_once(toy, monkeypatch):
+    plan = plan_alone("--reward_model_name_or_path", str(toy.folder / "scoring"), 512, value_head=True)
+    model = RewardModel(plan, torch.float32, RANKS)
+    samples = [sample for pair in toy.pairs for sample in pair.samples]
+    given = [samples[i] for i in (0, 1, 0, 3, 1)]
+    seen = []
+    scores = model.scores
+    monkeypatch.setattr(model, "scores", lambda some: seen.append(len(some)) or scores(some))
+    found = model.rewards([Completion("", "", "", "", 1, 9, sample) for sample in given])
+    flat = [score for own in trained_scores(toy) for score in own]
+    assert found == pytest.approx([flat[i] for i in (0, 1, 0, 3, 1)], abs=1e-4) and seen == [3]
 
 
 def test_images_can_be_withheld(toy):

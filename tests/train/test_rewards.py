@@ -60,6 +60,15 @@ def test_a_function_of_a_file(tmp_path):
     assert (other.name, other.weight, other.of_all(answers)) == ("same", -2.0, [0.5, 1.0])
 
 
+def test_a_reward_model_comes_last_with_the_last_weight():
+    [one, model] = open_rewards("exact", "1,-2", has_model=True)
+    assert (one.name, one.weight) == ("exact", 1.0)
+    assert (model.name, model.weight, model.of_all) == ("reward_model", -2.0, None)
+    assert [each.name for each in open_rewards(None, None, has_model=True)] == ["reward_model"]
+    with pytest.raises(ConfigError, match="1 numbers for 2 rewards"):
+        open_rewards("exact", "1", has_model=True)
+
+
 @pytest.mark.parametrize(
     ("names", "weights", "words"),
     [
