@@ -47,7 +47,14 @@ ELSEWHERE = {
         "--model_max_length": "--cutoff_len --max_length --max_seq_len --max_seq_length",
         "--version": "--template",
         "--lora_enable": "--finetuning_type --use_peft",
-        "--lora_r": "--lora_rank",
+        "--lora_r": "--lora_dim --lora_rank",
+        "--lora_enable True, which takes all linear layers of the language model": "--lora_module_name",
+        "--lora_enable True --freeze_mm_mlp_adapter True": "--only_optimize_lora",
+        "--cache_dir": "--data_output_path",
+        "--eval_steps": "--eval_interval",
+        "--bf16 True": "--dtype",
+        "--report_to tensorboard": "--enable_tensorboard",
+        "--output_dir, which has a folder tensorboard": "--tensorboard_path",
         "--bits": "--quantization_bit",
         "--resume": "--resume_from_checkpoint",
         "--stream": "--streaming",
@@ -63,7 +70,7 @@ ELSEWHERE = {
         ),
         "--deepspeed_config ds_configs/zero2_offload.json": "--offload",
         "--model_name_or_path": "--actor_model_name_or_path --sft_model_path",
-        "--learning_rate": "--actor_learning_rate",
+        "--learning_rate": "--actor_learning_rate --lora_learning_rate",
         "--weight_decay": "--actor_weight_decay --critic_weight_decay",
         "--gradient_checkpointing": "--actor_gradient_checkpointing --critic_gradient_checkpointing",
         "--per_device_train_batch_size": "--per_device_training_batch_size",
@@ -77,6 +84,17 @@ ELSEWHERE = {
         "the variable DEEPSPEED_TIMEOUT (minutes)": "--ddp_timeout",
     }.items()
     for theirs in names.split()
+}
+
+
+# Other trainers' flags for what needs none here, and why.
+NEEDLESS = {
+    "--num_padding_at_beginning": "nothing is padded",
+    "--compute_fp32_loss": "losses are always computed in float32",
+    "--add_eot_token": "the template of --version ends every answer",
+    "--print_loss": "every loss is logged",
+    "--eval_iters": "the eval loss is of all eval samples",
+    "--disable_dropout": "language models have the dropout of their config.json, which is usually none",
 }
 
 
@@ -106,6 +124,9 @@ def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
         after_flag = "=" not in token
         if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
             yield f"unknown flag {flag}: leave it out, for ZeRO over all ranks is the only parallelism here"
+            continue
+        if flag in NEEDLESS:
+            yield f"unknown flag {flag}: leave it out, for {NEEDLESS[flag]}"
             continue
         nearest = ELSEWHERE.get(flag) or nearest_name(flag, known)
         hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help lists all flags"

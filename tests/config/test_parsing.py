@@ -473,8 +473,10 @@ def test_every_recipe_in_the_package_parses():
     recipes = sorted((Path(__file__).parents[2] / "run" / "recipes").glob("*.yaml"))
     assert recipes
     for path in recipes:
-        training = parse("--recipe", path).training
-        assert (training.sample_steps, training.num_sample_questions) == (0.1, 4), path
+        pairs = ["--data_path", path] if path.stem in ("tiny-dpo", "tiny-reward") else []
+        training = parse("--recipe", path, *pairs).training
+        answers = (None, 4) if training.objective == "reward" else (0.1, 4)
+        assert (training.sample_steps, training.num_sample_questions) == answers, path
 
 
 def test_eval_samples_named_on_the_command_line_take_the_place_of_a_recipes_fraction(tmp_path):
@@ -770,6 +772,9 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
             "--offload_reference_model",
             ": did you mean --kl_ctl 0 (no reference model), for one is whole on every rank?",
         ),
+        ("--num_padding_at_beginning", ": leave it out, for nothing is padded"),
+        ("--lora_dim", ": did you mean --lora_r?"),
+        ("--eval_iters", ": leave it out, for the eval loss is of all eval samples"),
         ("--zero_stage", ': did you mean "stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)?'),
         *[
             (flag, ": leave it out, for ZeRO over all ranks is the only parallelism here")
