@@ -74,9 +74,28 @@ ELSEWHERE = {
         "--kl_ctl": "--kl_coef --init_kl_coef",
         "--num_generations": "--num_return_sequences",
         "--warmup_steps": "--num_warmup_steps",
+        "--bf16 True or --fp16 True": "--dtype",
+        "--cache_dir": "--data_output_path",
+        "--report_to tensorboard": "--enable_tensorboard",
         "the variable DEEPSPEED_TIMEOUT (minutes)": "--ddp_timeout",
     }.items()
     for theirs in names.split()
+}
+
+# Flags that have no counterpart here, and why.
+NOT_HERE = {
+    name: reason
+    for reason, names in {
+        "answers are drawn over the engine's own tensors": (
+            "--enable_hybrid_engine --inference_tp_size --release_inference_cache --tp_gather_partition_size "
+            "--unpin_actor_parameters"
+        ),
+        "rollouts.jsonl has answers of every step with their rewards": "--print_answers --print_answers_interval",
+        "LoRA can't be used with rewards yet": "--actor_lora_dim --critic_lora_dim --only_optimize_lora",
+        "averages of weights are not there yet": "--enable_ema",
+        "no loss of other text can be added to that of rewards yet": "--unsup_coef --unsupervised_dataset_name",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -106,6 +125,9 @@ def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
         after_flag = "=" not in token
         if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
             yield f"unknown flag {flag}: leave it out, for ZeRO over all ranks is the only parallelism here"
+            continue
+        if flag in NOT_HERE:
+            yield f"unknown flag {flag}: leave it out, for {NOT_HERE[flag]}"
             continue
         nearest = ELSEWHERE.get(flag) or nearest_name(flag, known)
         hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help lists all flags"
