@@ -81,20 +81,34 @@ ELSEWHERE = {
         "--kl_ctl": "--kl_coef --init_kl_coef",
         "--num_generations": "--num_return_sequences",
         "--warmup_steps": "--num_warmup_steps",
+        "--bf16 True or --fp16 True": "--dtype",
+        "--cache_dir": "--data_output_path",
+        "--report_to tensorboard": "--enable_tensorboard",
         "the variable DEEPSPEED_TIMEOUT (minutes)": "--ddp_timeout",
     }.items()
     for theirs in names.split()
 }
 
-
-# Other trainers' flags for what needs none here, and why.
-NEEDLESS = {
-    "--num_padding_at_beginning": "nothing is padded",
-    "--compute_fp32_loss": "losses are always computed in float32",
-    "--add_eot_token": "the template of --version ends every answer",
-    "--print_loss": "every loss is logged",
-    "--eval_iters": "the eval loss is of all eval samples",
-    "--disable_dropout": "language models have the dropout of their config.json, which is usually none",
+# Flags that have no counterpart here, and why.
+NOT_HERE = {
+    name: reason
+    for reason, names in {
+        "answers are drawn over the engine's own tensors": (
+            "--enable_hybrid_engine --inference_tp_size --release_inference_cache --tp_gather_partition_size "
+            "--unpin_actor_parameters"
+        ),
+        "rollouts.jsonl has answers of every step with their rewards": "--print_answers --print_answers_interval",
+        "LoRA can't be used with rewards yet": "--actor_lora_dim --critic_lora_dim",
+        "averages of weights are not there yet": "--enable_ema",
+        "nothing is padded": "--num_padding_at_beginning",
+        "losses are always computed in float32": "--compute_fp32_loss",
+        "the template of --version ends every answer": "--add_eot_token",
+        "every loss is logged": "--print_loss",
+        "the eval loss is of all eval samples": "--eval_iters",
+        "language models have the dropout of their config.json, which is usually none": "--disable_dropout",
+        "no loss of other text can be added to that of rewards yet": "--unsup_coef --unsupervised_dataset_name",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -125,8 +139,8 @@ def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
         if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
             yield f"unknown flag {flag}: leave it out, for ZeRO over all ranks is the only parallelism here"
             continue
-        if flag in NEEDLESS:
-            yield f"unknown flag {flag}: leave it out, for {NEEDLESS[flag]}"
+        if flag in NOT_HERE:
+            yield f"unknown flag {flag}: leave it out, for {NOT_HERE[flag]}"
             continue
         nearest = ELSEWHERE.get(flag) or nearest_name(flag, known)
         hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help lists all flags"

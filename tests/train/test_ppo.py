@@ -1,19 +1,25 @@
 """Advantages are those of a loop over each answer, and the loss of a step is the textbook's over padded answers."""
 
 import dataclasses
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import toys
+from launching import ROOT
 
-from llava_ds.config.arguments import ModelArguments
-from llava_ds.constants import IGNORE_INDEX
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import IGNORE_INDEX, ConfigError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.critic import plan_critic
+from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.twin import twin_of
+from llava_ds.export.tensors import live_entries
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.mesh import Mesh
@@ -277,3 +283,57 @@ def test_an_empty_micro_batch_takes_part_with_nothing(toy):
 
 def test_drawing_has_no_part_in_the_critic(toy):
     assert not hasattr(toy.twin, "critic")
+
+
+def test_a_critic_of_another_vocabulary_is_refused(tmp_path):
+    own = ModelArguments(**toys.write_base(tmp_path / "base"))
+    other = toys.write_base(tmp_path / "other")["model_name_or_path"]
+    toys.add_tokens(Path(other), "<more>")
+    plan = plan_model(own, 512)
+    args = Arguments(own, DataArguments(), TrainingArguments(objective="ppo"), frozenset())
+    images = plan.tower.image_options(args)
+    assert plan_critic(args, plan, images).model.has_value_head
+    assert plan_critic(args.replaced(objective="grpo"), plan, images) is None
+    with pytest.raises(ConfigError, match="--critic_model_name_or_path"):
+        plan_critic(args.replaced(critic_model_name_or_path=other), plan, images)
+
+
+def test_the_critic_has_groups_of_its_own_and_is_not_exported(toy):
+    """Its output layer does not train: no value comes through it."""
+    args = Arguments(
+        ModelArguments(), DataArguments(), TrainingArguments(learning_rate=1e-3, critic_learning_rate=5e-4), frozenset()
+    )
+    for model in (toy.model, toy.model.critic):
+        choose_trainable(model, args)
+    groups = parameter_groups(toy.model, args)
+    own = {id(p) for p in toy.model.critic.parameters()}
+    for group in groups:
+        of_critic = group["name"].startswith("critic_")
+        assert group["lr"] == (5e-4 if of_critic else 1e-3)
+        assert {id(p) in own for p in group["params"]} == {of_critic}
+    held = {id(p) for group in groups for p in group["params"]}
+    assert held == {id(p) for p in toy.model.parameters() if p.requires_grad}
+    assert not toy.model.critic.language_model.lm_head.weight.requires_grad
+    names = {entry.name for entry in live_entries(toy.model, Ranks(0, 0, 1, CPU))}
+    assert names == {name for name, _ in toy.model.named_parameters() if not name.startswith("critic.")}
+
+
+@pytest.mark.parametrize(
+    ("argv", "recipe", "names"),
+    [
+        ([], None, False),
+        (["--objective", "ppo"], None, True),
+        (["--objective=ppo"], None, True),
+        ([], "objective: ppo", True),
+        ([], "seed: 1", False),
+    ],
+)
+def test_rl_takes_grpo_where_nothing_is_named(tmp_path, argv, recipe, names):
+    spec = importlib.util.spec_from_file_location("rl", ROOT / "run" / "rl.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    if recipe is not None:
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        argv = [*argv, "--recipe", str(tmp_path / "recipe.yaml")]
+    assert script.names_objective(argv) == names
+    assert not script.names_objective(["--recipe", str(tmp_path / "missing.yaml")])
