@@ -35,6 +35,7 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
     if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
         return {}
     folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base", "vision_tower")}
+    folders["critic_model_name_or_path"] = args.training.critic_model_name_or_path
     files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
     note = output_dir / HASHES_FILE
     known = _read_hashes(note)
@@ -67,10 +68,11 @@ def _read_hashes(note: Path) -> dict[str, _Known]:
 def _compare(checkpoint: Path, found: Hashes) -> None:
     saved: Hashes = read_trainer(checkpoint).get("weights", {})
     lines = [
-        f"  --{name}: {file} {'is gone' if file not in found.get(name, {}) else 'has changed'}"
+        f"  --{name}: {file} {'is gone' if file not in found[name] else 'has changed'}"
         for name, files in saved.items()
+        if name in found
         for file, digest in files.items()
-        if found.get(name, {}).get(file) != digest
+        if found[name].get(file) != digest
     ]
     if lines:
         raise ConfigError(

@@ -53,6 +53,8 @@ class RunIdentity:
         for name in ("model_name_or_path", "model_base", "vision_tower"):
             folder = getattr(args.model, name)
             flags[name] = folder and folder_digest(Path(folder))
+        critic = args.training.critic_model_name_or_path
+        flags["critic_model_name_or_path"] = critic and folder_digest(Path(critic))
         if args.model.lora_weight_path is not None:
             flags["lora_weight_path"] = adapter_digest(Path(args.model.lora_weight_path))
         zero_stage = ds_config["zero_optimization"].get("stage", 0)

@@ -63,7 +63,7 @@ class Arguments:
 
 def with_objective_defaults(args: Arguments) -> Arguments:
     """The flags whose default is another one for each objective, filled in."""
-    beta, loss_type = {"grpo": (0.0, "dapo")}.get(args.training.objective, (0.1, "sigmoid"))
+    beta, loss_type = dict.fromkeys(("grpo", "ppo"), (0.0, "dapo")).get(args.training.objective, (0.1, "sigmoid"))
     training = args.training
     return args.replaced(
         beta=beta if training.beta is None else training.beta, loss_type=training.loss_type or loss_type

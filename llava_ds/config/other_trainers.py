@@ -1,6 +1,7 @@
 """Flags and words of other trainers' scripts: those that are accepted without effect, and those that have another name.
 
-LLaVA's and LLaVA-NeXT's scripts run as they are; ms-swift's, TRL's and LLaMA-Factory's names lead to ours.
+LLaVA's and LLaVA-NeXT's scripts run as they are; the names of ms-swift, TRL, LLaMA-Factory and DeepSpeed-Chat lead to
+ours.
 """
 
 import re
@@ -54,9 +55,47 @@ ELSEWHERE = {
         "--resume never": "--overwrite_output_dir",
         "an optimizer in the DeepSpeed JSON": "--optim",
         '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)': "--zero_stage",
+        '"stage" in the DeepSpeed JSON, which actor and critic share (--deepspeed_config ds_configs/zero2.json)': (
+            "--actor_zero_stage --critic_zero_stage"
+        ),
+        "--kl_ctl 0 (no reference model), for one is whole on every rank": (
+            "--offload_reference_model --reference_zero_stage"
+        ),
+        "--deepspeed_config ds_configs/zero2_offload.json": "--offload",
+        "--model_name_or_path": "--actor_model_name_or_path --sft_model_path",
+        "--learning_rate": "--actor_learning_rate",
+        "--weight_decay": "--actor_weight_decay --critic_weight_decay",
+        "--gradient_checkpointing": "--actor_gradient_checkpointing --critic_gradient_checkpointing",
+        "--per_device_train_batch_size": "--per_device_training_batch_size",
+        "--train_batch_size (which counts prompts)": "--generation_batches",
+        "--num_iterations": "--ppo_epochs --num_ppo_epochs",
+        "--max_completion_length": "--max_answer_seq_len --response_length --max_new_tokens",
+        "--model_max_length (of prompt and answer)": "--max_prompt_seq_len --max_prompt_length",
+        "--kl_ctl": "--kl_coef --init_kl_coef",
+        "--num_generations": "--num_return_sequences",
+        "--warmup_steps": "--num_warmup_steps",
+        "--bf16 True or --fp16 True": "--dtype",
+        "--cache_dir": "--data_output_path",
+        "--report_to tensorboard": "--enable_tensorboard",
         "the variable DEEPSPEED_TIMEOUT (minutes)": "--ddp_timeout",
     }.items()
     for theirs in names.split()
+}
+
+# Flags that have no counterpart here, and why.
+NOT_HERE = {
+    name: reason
+    for reason, names in {
+        "answers are drawn over the engine's own tensors": (
+            "--enable_hybrid_engine --inference_tp_size --release_inference_cache --tp_gather_partition_size "
+            "--unpin_actor_parameters"
+        ),
+        "rollouts.jsonl has answers of every step with their rewards": "--print_answers --print_answers_interval",
+        "LoRA can't be used with rewards yet": "--actor_lora_dim --critic_lora_dim --only_optimize_lora",
+        "averages of weights are not there yet": "--enable_ema",
+        "no loss of other text can be added to that of rewards yet": "--unsup_coef --unsupervised_dataset_name",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -86,6 +125,9 @@ def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
         after_flag = "=" not in token
         if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
             yield f"unknown flag {flag}: leave it out, for ZeRO over all ranks is the only parallelism here"
+            continue
+        if flag in NOT_HERE:
+            yield f"unknown flag {flag}: leave it out, for {NOT_HERE[flag]}"
             continue
         nearest = ELSEWHERE.get(flag) or nearest_name(flag, known)
         hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help lists all flags"

@@ -33,16 +33,19 @@ DPO_FLAGS = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "simpo_gamma")
 DPO_LOSS_TYPES = {"label_smoothing": ("sigmoid", "simpo"), "simpo_gamma": ("simpo",)}
 # Those of reward models.
 REWARD_FLAGS = ("reward_loss", "center_rewards_coefficient")
-# Those of rewards.
-GRPO_FLAGS = (
-    "beta",
-    "loss_type",
+# Those of rewards: of both objectives that draw answers, then of each.
+DRAWING_FLAGS = (
     "reward_funcs",
     "reward_weights",
     "num_generations",
     "max_completion_length",
     "per_device_generation_batch_size",
     "num_iterations",
+)
+GRPO_FLAGS = (
+    *DRAWING_FLAGS,
+    "beta",
+    "loss_type",
     "epsilon",
     "epsilon_high",
     "importance_sampling_level",
@@ -50,8 +53,20 @@ GRPO_FLAGS = (
     "mask_truncated_completions",
     "use_bias_correction_kl",
 )
+PPO_FLAGS = (
+    *DRAWING_FLAGS,
+    "critic_model_name_or_path",
+    "critic_learning_rate",
+    "kl_ctl",
+    "gamma",
+    "lam",
+    "cliprange",
+    "cliprange_value",
+    "vf_coef",
+    "clip_reward_value",
+)
 LOSS_TYPES = {"dpo": ("sigmoid", "hinge", "ipo", "simpo"), "grpo": ("dapo", "grpo", "dr_grpo")}
-OBJECTIVE_FLAGS = {"sft": (), "dpo": DPO_FLAGS, "reward": REWARD_FLAGS, "grpo": GRPO_FLAGS}
+OBJECTIVE_FLAGS = {"sft": (), "dpo": DPO_FLAGS, "reward": REWARD_FLAGS, "grpo": GRPO_FLAGS, "ppo": PPO_FLAGS}
 
 Rule = Callable[[Arguments], Iterator[str]]
 
@@ -305,7 +320,9 @@ def _preferences(args: Arguments, given: list[str]) -> Iterator[str]:
 def _rewards(args: Arguments) -> Iterator[str]:
     model, data, training = args.model, args.data, args.training
     if training.reward_funcs is None:
-        yield "--objective grpo needs --reward_funcs: name what answers are judged by, like exact"
+        yield f"--objective {training.objective} needs --reward_funcs: name what answers are judged by, like exact"
+    if training.objective == "grpo" and training.num_generations < 2:
+        yield "--num_generations is 1: grpo compares the answers to a prompt, give 2 or more"
     if training.use_bias_correction_kl and not training.beta:
         yield "--use_bias_correction_kl True has no effect without --beta: give that, or leave it out"
     if training.epsilon >= 1:
@@ -318,10 +335,12 @@ def _rewards(args: Arguments) -> Iterator[str]:
         "--steps_across_epochs": bool(training.steps_across_epochs),
         "--torch_compile": training.torch_compile,
         "--stream": data.stream,
+        # The estimate does not know of the critic's activations.
+        "--tokens_per_micro_batch auto": training.objective == "ppo" and training.tokens_per_micro_batch == "auto",
     }
     for flag, is_set in others.items():
         if is_set:
-            yield f"{flag} can't be used with --objective grpo: leave it out"
+            yield f"{flag} can't be used with --objective {training.objective}: leave it out"
 
 
 def streaming(args: Arguments) -> Iterator[str]:

@@ -51,11 +51,11 @@ class TrainingArguments:
     output_dir: str | None = _run_free(
         None, "Folder for everything that the run writes.", path="output", only_to_train=True
     )
-    objective: Literal["sft", "dpo", "reward", "grpo"] = _objective(
+    objective: Literal["sft", "dpo", "reward", "grpo", "ppo"] = _objective(
         "sft",
         "sft: the answers of conversations; dpo: of two answers the chosen one, from records with chosen and rejected; "
         "reward: a score of answers, from such records too (docs/preference.md); grpo: answers that the model draws "
-        "and rewards judge (run/rl.py, docs/rl.md).",
+        "and rewards judge (run/rl.py, docs/rl.md); ppo: the same with a critic.",
     )
     beta: Rate | None = _objective(
         None,
@@ -86,18 +86,18 @@ class TrainingArguments:
     )
     reward_funcs: str | None = _objective(
         None,
-        "grpo: rewards, separated by commas: exact, numeric, choice, iou, format, length, or file.py:function, a "
-        "Python function that is run with your rights (docs/rl.md).",
+        "grpo and ppo: rewards, separated by commas: exact, numeric, choice, iou, format, length, or file.py:function, "
+        "a Python function that is run with your rights (docs/rl.md).",
     )
     reward_weights: str | None = _objective(
-        None, "grpo: a weight for each of --reward_funcs, separated by commas. Absent: 1 each."
+        None, "grpo and ppo: a weight for each of --reward_funcs, separated by commas. Absent: 1 each."
     )
-    num_generations: Annotated[int, Bounds(2, MOST)] = _objective(8, "grpo: answers that are drawn to each prompt.")
-    max_completion_length: Count = _objective(256, "grpo: longest answer in tokens.")
+    num_generations: Count = _objective(8, "grpo (2 or more) and ppo: answers that are drawn to each prompt.")
+    max_completion_length: Count = _objective(256, "grpo and ppo: longest answer in tokens.")
     per_device_generation_batch_size: Count = _objective(
-        32, "grpo: prompts that a rank draws answers to at once.", resume="layout"
+        32, "grpo and ppo: prompts that a rank draws answers to at once.", resume="layout"
     )
-    num_iterations: Count = _objective(1, "grpo: optimizer updates over the answers of a step.")
+    num_iterations: Count = _objective(1, "grpo and ppo: optimizer updates over the answers of a step.")
     epsilon: Positive = _objective(0.2, "grpo: how far the ratio of new to old probability may fall and still count.")
     epsilon_high: Positive | None = _objective(
         None, "grpo: how far it may rise (DAPO's clip-higher: 0.28). Absent: --epsilon."
@@ -116,6 +116,27 @@ class TrainingArguments:
         "grpo with --beta: multiply the distance from the reference model by the ratio of new to old probability, as "
         "TRL 1.16 does by default.",
     )
+    critic_model_name_or_path: str | None = _objective(
+        None,
+        "ppo: folder of the model that the critic starts from, which has to read the same tokens and images. Absent: "
+        "--model_name_or_path, and a value head of zeros.",
+        path="model",
+        only_to_train=True,
+    )
+    critic_learning_rate: Rate | None = _objective(
+        None, "ppo: peak learning rate of the critic. Absent: --learning_rate."
+    )
+    kl_ctl: Rate = _objective(
+        0.1,
+        "ppo: what a token costs of its reward by which it is more likely than under the reference model, the one that "
+        "the run starts from. 0 needs no reference model.",
+    )
+    gamma: Part = _objective(1.0, "ppo: what a reward counts one token earlier.")
+    lam: Part = _objective(0.95, "ppo: lambda of the generalised advantages; 1: by rewards alone, 0: by the critic's.")
+    cliprange: PartBelowOne = _objective(0.2, "ppo: how far the ratio of new to old probability may move and count.")
+    cliprange_value: Positive = _objective(0.2, "ppo: how far a value may move from the old one and count.")
+    vf_coef: Rate = _objective(0.1, "ppo: weight of the critic's loss beside the actor's.")
+    clip_reward_value: Positive = _objective(5.0, "ppo: most that the reward of an answer counts, either way.")
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
     max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs.")
     per_device_train_batch_size: Count = _steps(8, "Samples per rank and micro-batch.", resume="layout")

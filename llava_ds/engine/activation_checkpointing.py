@@ -7,7 +7,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.engine.ds_config.activation import switched_on
-from llava_ds.model.llava import LlavaModel
+from llava_ds.model.llava import LlavaModel, has_critic
 
 
 def mark_checkpointed_layers(
@@ -22,11 +22,13 @@ def mark_checkpointed_layers(
         return {}, []
     every = args.training.gradient_checkpointing_every_n_layers
     block = ds_config.get("activation_checkpointing") if switched_on(ds_config) else None
-    parts = {"language model": model.language_model}
-    counts = [checkpoint_layers(model.language_model, every, block)]
-    if "vision_tower" in trained_parts(args.model):
-        parts["vision tower"] = model.vision_tower.tower
-        counts.append(checkpoint_layers(model.vision_tower.tower, every))
+    parts, counts = {}, []
+    for whose, each in {"": model, **({"critic's ": model.critic} if has_critic(model) else {})}.items():
+        parts[f"{whose}language model"] = each.language_model
+        counts.append(checkpoint_layers(each.language_model, every, block))
+        if "vision_tower" in trained_parts(args.model):
+            parts[f"{whose}vision tower"] = each.vision_tower.tower
+            counts.append(checkpoint_layers(each.vision_tower.tower, every))
     lines = [f"{count} layers of the {name} are checkpointed" for name, count in zip(parts, counts)]
     return parts, lines if args.training.gradient_checkpointing == "all" else []
 

@@ -5,7 +5,7 @@ from torch import nn
 from llava_ds.config.arguments import Arguments, TrainingArguments, trained_parts, trains_new_rows
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
-from llava_ds.model.llava import LlavaModel
+from llava_ds.model.llava import LlavaModel, has_critic
 from llava_ds.model.lora import choose_adapters
 from llava_ds.model.quantize import is_packed, num_packed
 
@@ -46,7 +46,7 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
 
 def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None = None) -> list[dict]:
     """The optimizer's groups: language model, newline and value head, then projector, then tower, each at its own rate,
-    with and without decay.
+    with and without decay; then those of a critic, all at its rate.
 
     Biases and norms do not decay. Empty groups are left out.
     optimizer: the block of the resolved JSON; Muon's has more groups.
@@ -69,7 +69,11 @@ def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None 
                 rate = training.learning_rate if lr is None else lr
                 groups.append({"name": name + suffix, "params": params, "lr": rate, "weight_decay": decay})
     if optimizer is not None and optimizer_name(optimizer) == "Muon":
-        return _muon_groups(model, groups, optimizer["params"], _own_rates(training))
+        groups = _muon_groups(model, groups, optimizer["params"], _own_rates(training))
+    if has_critic(model):
+        rate = training.learning_rate if training.critic_learning_rate is None else training.critic_learning_rate
+        own = parameter_groups(model.critic, args, optimizer)
+        groups += [{**group, "name": f"critic_{group['name']}", "lr": rate} for group in own]
     return groups
 
 

@@ -18,6 +18,7 @@ from llava_ds.batch import Batch
 from llava_ds.data.collate import collate
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.step_plan import StepPlan
+from llava_ds.model.llava import has_critic
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
 STEPS_LOOKED_AT = 20  # to find out if steps have several micro-batches
@@ -61,9 +62,13 @@ def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
 
 
 def summed_loss(engine, batch: Batch) -> torch.Tensor:
-    """Run forward: the model's own loss, or the sum of the numbers of a value head, whose model has no logits."""
+    """Run forward: the model's own loss, or the sum of the numbers of a value head, whose model has no logits; with a
+    critic, of log-probabilities and values, as both models train."""
     if hasattr(engine.module, "value_head"):
         return engine(batch, values_at=batch.target_positions).sum()
+    if has_critic(engine.module):
+        rows, values = engine(batch, log_probs=True)
+        return (rows.sum() + values.sum()).float()
     return engine(batch)
 
 

@@ -16,6 +16,7 @@ from llava_ds.export.adapter import merged_entries
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.tensors import Entry, completed, read_entries
 from llava_ds.files.writing import sha256
+from llava_ds.model.open import names as formats
 from llava_ds.model.plan import part_weights, plan_model
 from llava_ds.tracking.run_record import located, read_run_record
 
@@ -47,11 +48,11 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     run, record = read_run_record(run_dir)
     run = located(run, record, run_dir).replaced(**moved)
     weights, trained_in = trained_weights(checkpoint / ENGINE)
-    trained = [Entry(*weight) for weight in weights]
+    trained = [Entry(*weight) for weight in weights if not weight.name.startswith(formats.CRITIC)]
     if _holds_projector(trained, run):
         run = run.replaced(pretrain_mm_mlp_adapter=None)
     _check_bases(run, read_trainer(checkpoint)["identity"]["flags"])
-    weight_hashes(run.replaced(dry_run=True), run_dir, checkpoint)
+    weight_hashes(run.replaced(dry_run=True, critic_model_name_or_path=None), run_dir, checkpoint)
     plan = plan_model(run.model, run.data.model_max_length, run.training.objective == "reward")
     image_options = plan.tower.image_options(run)
     # Form "hf" gives way to "llava" even where a flag asked for it: --format can choose another one.

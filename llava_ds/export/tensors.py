@@ -39,7 +39,7 @@ class Entry:
 
 
 def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
-    """The parameters of a model that may be partitioned, by their names here; a tied one once.
+    """The parameters of a model that may be partitioned, by their names here; a tied one once, a critic's not.
 
     Reading is done by all ranks together and in the same order, and gives the tensor on rank 0 only. One parameter is
     whole at a time.
@@ -47,6 +47,7 @@ def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
     return [
         Entry(name, tuple(getattr(p, "ds_shape", p.shape)), partial(_gathered, p, ranks))
         for name, p in model.named_parameters()
+        if not name.startswith(formats.CRITIC)
     ]
 
 

@@ -61,8 +61,9 @@ class LlavaModel(nn.Module):
 
         With logits_at, (S,) indices into T, the output layer there instead: (S, V). With num_sources, that sum, and
         what it consists of: the cross-entropy and the number of positions of every data source, (2, num_sources)
-        float64, without a gradient. With log_probs, the log-probability of every target: (S,) float64. With
-        values_at, (n,) ascending indices into T, the value head there, without the output layer: (n,) float32.
+        float64, without a gradient. With log_probs, the log-probability of every target: (S,) float64; of a model with
+        a critic, that and the critic's value before each: (S,) float32. With values_at, (n,) ascending indices into T,
+        the value head there, without the output layer: (n,) float32.
         """
         given = logits_at if values_at is None else values_at
         wanted = batch.target_positions if given is None else given
@@ -87,7 +88,8 @@ class LlavaModel(nn.Module):
         if logits_at is not None:
             return final_logits(output_layer(hidden), self.language_model.config)
         if log_probs:
-            return output_layer(hidden, targets=batch.targets, softcap=self._softcap, by_row=True)
+            rows = output_layer(hidden, targets=batch.targets, softcap=self._softcap, by_row=True)
+            return (rows, self.critic(batch, values_at=batch.target_positions)) if has_critic(self) else rows
         loss, row_losses = output_layer(hidden, targets=batch.targets, softcap=self._softcap)
         if num_sources is None:
             return loss
@@ -109,6 +111,11 @@ class LlavaModel(nn.Module):
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
             features = self.vision_tower(pixel_values)  # (N, P, C)
         return self.projector(features)
+
+
+def has_critic(model: nn.Module) -> bool:
+    """True for a model that trains with PPO: a second one, with a value head, is its child `critic`."""
+    return hasattr(model, "critic")
 
 
 def merge_features(

@@ -209,6 +209,8 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             check_lora(args.model)
             names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
             add_lora(model.language_model, args.model, seed=0)
+        if args.training.objective == "ppo":
+            _add_critic(model, text, tower, args)
     packed = names if args.model.bits < 16 else set()
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
@@ -254,6 +256,12 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         scale_bits=scale_bits(args.model),
         flops=flops,
     )
+
+
+def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
+    """Add a critic as large as the actor, which it is unless another model is named."""
+    model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
+    choose_trainable(model.critic, args)
 
 
 def _has_llamas_layers(language_model: nn.Module) -> bool:

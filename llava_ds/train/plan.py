@@ -17,7 +17,9 @@ from llava_ds.data.splits import split_datasets
 from llava_ds.data.step_plan import Packing, StepPlan, sample_order, steps_per_epoch, total_steps, with_steps_of_epochs
 from llava_ds.data.stream import open_streamed
 from llava_ds.data.templates import resolve_template
+from llava_ds.engine.critic import plan_critic
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
+from llava_ds.engine.frozen import FrozenPlan
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.export.trial import try_export
@@ -54,7 +56,7 @@ class EvalSets:
 @dataclass(frozen=True)
 class Plan:
     """All that is known of a run before a model is built. args: with every "auto" filled in; rewards: of
-    --reward_funcs."""
+    --reward_funcs; critic: of PPO."""
 
     args: Arguments
     resolved: ResolvedConfig
@@ -66,6 +68,7 @@ class Plan:
     resume: ResumePlan
     export: ExportPlan
     rewards: tuple[Reward, ...] = ()
+    critic: FrozenPlan | None = None
 
     @property
     def output_dir(self) -> Path:
@@ -98,6 +101,7 @@ def make_plan(start: Start) -> Plan:
     args = with_objective_defaults(args.replaced(version=resolve_template(args.model.version)))
     rewards = on_every_rank(ranks, partial(open_rewards, args.training.reward_funcs, args.training.reward_weights))
     model, images, form = _plan_model(args)
+    critic = plan_critic(args, model, images)
     raw_config = start.raw_config
     if raw_config is None:
         shape = shape_of(model.text_config, model.tower, args)
@@ -118,7 +122,7 @@ def make_plan(start: Start) -> Plan:
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
     args = resolved.args
     export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
-    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, rewards)
+    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, rewards, critic)
     print_first(*plan.describe(), *lines)
     return plan
 

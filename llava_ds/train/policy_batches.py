@@ -47,11 +47,11 @@ class Group:
 
 @dataclass(frozen=True)
 class TrainedAnswer:
-    """An answer that trains, with its prompt, and how often it was given with this advantage."""
+    """An answer that trains, with its prompt, and how often it was given with this score (PolicyBatch)."""
 
     prompt: AskedPrompt
     answer: Answer
-    advantage: float
+    score: float
     times: int
 
     @property
@@ -92,15 +92,20 @@ def trained_answers(groups: list[Group], totals: StepTotals, training: TrainingA
         advantages = advantages_of(rewards, training.scale_rewards, totals.spread)[0].tolist()
         if has_no_signal(group):
             advantages = [0.0] * len(advantages)  # not what rounding of the mean leaves
-        times = Counter(zip(group.answers, advantages))
         found.append(
             [
-                TrainedAnswer(group.prompt, answer, advantage, number)
-                for (answer, advantage), number in times.items()
-                if (advantage or training.beta) and (answer.ended or not training.mask_truncated_completions)
+                one
+                for one in distinct_answers(group, advantages)
+                if (one.score or training.beta) and (one.answer.ended or not training.mask_truncated_completions)
             ]
         )
     return found
+
+
+def distinct_answers(group: Group, scores: list[float]) -> list[TrainedAnswer]:
+    """The answers of a group, equal ones with one score once."""
+    times = Counter(zip(group.answers, scores))
+    return [TrainedAnswer(group.prompt, answer, score, number) for (answer, score), number in times.items()]
 
 
 def has_no_signal(group: Group) -> bool:
@@ -153,11 +158,11 @@ def policy_batch(
         "grpo": times / lengths.clamp(min=1) / max(1.0, totals.answers),
         "dr_grpo": times / (max(1.0, totals.answers) * training.max_completion_length),
     }[training.loss_type]
-    advantages = torch.tensor([one.advantage for one in answers] or [0.0], dtype=torch.float64)
+    scores = torch.tensor([one.score for one in answers] or [0.0], dtype=torch.float64)
     sampled = torch.tensor([value for one in answers for value in one.answer.log_probs], dtype=torch.float64)
     batch = PolicyBatch(
         **{field.name: getattr(plain, field.name) for field in fields(Batch)},
-        advantages=advantages,
+        scores=scores,
         weights=weights.repeat_interleave(lengths),
         shares=(times * totals.prompts / max(1.0, trained_tokens)).repeat_interleave(lengths),
         sampled=sampled,
@@ -178,7 +183,7 @@ def metrics_of(groups: list[Group], names: list[str], device: torch.device) -> d
     means = {f"rewards/{name}/mean": [group.by_function[i].mean() for group in groups] for i, name in enumerate(names)}
     return {
         "reward": total(group.rewards.mean() for group in groups),
-        "reward_std": total(group.rewards.std(ddof=1) for group in groups),
+        "reward_std": total(group.rewards.std(ddof=min(1, len(group.rewards) - 1)) for group in groups),
         "frac_reward_zero_std": total(has_no_signal(group) for group in groups),
         "completions/mean_length": total(np.mean(each) for each in lengths),
         "completions/clipped_ratio": total(np.mean([not one.ended for one in group.answers]) for group in groups),

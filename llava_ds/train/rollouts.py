@@ -19,6 +19,7 @@ from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, gather, on_every_rank
+from llava_ds.train.objectives.grpo import PolicyBatch
 from llava_ds.train.plan import Plan
 from llava_ds.train.policy_batches import (
     AskedPrompt,
@@ -33,6 +34,7 @@ from llava_ds.train.policy_batches import (
 )
 from llava_ds.train.rewards import Completion
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
+from llava_ds.train.value_batches import rewarded_answers, value_batches
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Rollouts:
         training = plan.args.training
         self._plan, self._ranks, self._mesh = plan, ranks, mesh
         self._twin = twin_of(model)
-        self._reference = frozen_copy(model) if training.beta else None
+        self._has_critic = training.objective == "ppo"
+        holds = training.kl_ctl if self._has_critic else training.beta
+        self._reference = frozen_copy(model) if holds else None
         self._rewards = plan.rewards
         self._rules = DrawRules(
             num_answers=training.num_generations,
@@ -81,14 +85,14 @@ class Rollouts:
             groups = on_every_rank(self._ranks, lambda p=prompts, a=answers: self._score(p, a))
             if log is not None and groups:
                 log.write([self._shown(step, groups[0])])
-            micro_batches = self._batches(engine, groups)
+            micro_batches, metrics = self._batches(engine, groups)
             micro_batches[0] = replace(micro_batches[0], broken=tuple(broken))
             yield PolicyWindow(
                 micro_batches,
                 num_planned=len(layout.samples),
                 data_wait_s=time.perf_counter() - started,
                 passes=training.num_iterations,
-                metrics=metrics_of(groups, [reward.name for reward in self._rewards], engine.device),
+                metrics=metrics,
                 num_prompts=len(groups),
             )
 
@@ -161,30 +165,46 @@ class Rollouts:
         ]
         return {"step": step, "id": asked.id, "prompt": asked.text, "reference": asked.reference, "answers": answers}
 
-    def _batches(self, engine, groups: list[Group]) -> list[MicroBatch]:
-        """As many micro-batches on every rank, on the device. Without answers that train they are empty."""
+    def _batches(self, engine, groups: list[Group]) -> tuple[list[MicroBatch], dict[str, torch.Tensor]]:
+        """As many micro-batches on every rank, on the device, and the numbers of the step, as sums over prompts.
+
+        Without answers that train micro-batches are empty.
+        """
         training, mesh = self._plan.args.training, self._mesh
         totals = totals_of(groups, mesh, engine.device, training.mask_truncated_completions)
-        units = trained_answers(groups, totals, training)
+        if self._has_critic:
+            units = rewarded_answers(groups, training.clip_reward_value)
+        else:
+            units = trained_answers(groups, totals, training)
         tokens = sum(one.times * len(one.answer.ids) for unit in units for one in unit)
         [trained_tokens] = sums_of_ranks([tokens], mesh, engine.device)
         packs: list[list[TrainedAnswer]] = pack(units, self._plan.steps.packing)
         most = max(1, *gather(len(packs), self._ranks))
         packs += [[] for _ in range(most - len(packs))]
         made = [policy_batch(each, totals, trained_tokens, training, self._plan.images) for each in packs]
-        return [replace(micro, batch=self._with_log_probs(engine, micro.batch.to(engine.device))) for micro in made]
+        metrics = metrics_of(groups, [reward.name for reward in self._rewards], engine.device)
+        found = [self._with_log_probs(engine, micro.batch.to(engine.device)) for micro in made]
+        batches = [batch for batch, _ in found]
+        if self._has_critic:
+            batches, more = value_batches(batches, [values for _, values in found], totals, training, mesh)
+            metrics |= more
+        return [replace(micro, batch=batch) for micro, batch in zip(made, batches)], metrics
 
     @torch.no_grad()
-    def _with_log_probs(self, engine, batch):
-        """Add the log-probabilities that the loss compares with."""
-        if self._plan.args.training.num_iterations > 1:
+    def _with_log_probs(self, engine, batch: PolicyBatch) -> tuple[PolicyBatch, torch.Tensor | None]:
+        """Add the log-probabilities that the loss compares with. Returns also the critic's values (S,), if there is
+        one."""
+        values = None
+        if self._has_critic or self._plan.args.training.num_iterations > 1:
             engine.eval()
-            batch = replace(batch, old=engine(batch, log_probs=True))
+            found = engine(batch, log_probs=True)
             engine.train()
+            old, values = found if self._has_critic else (found, None)
+            batch = replace(batch, old=old)
         if self._reference is not None:
             with self._precision():
                 batch = replace(batch, frozen=self._reference(batch, log_probs=True))
-        return batch
+        return batch, values
 
     def _precision(self) -> torch.autocast:
         """The engine's own, which it enters by itself."""

@@ -16,6 +16,7 @@ from llava_ds.engine.activation_budget import choose_checkpointed_layers
 from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
 from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.critic import add_critic
 from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.native_ops import compiling_notes
@@ -38,6 +39,7 @@ from llava_ds.train.evals import Evaluation
 from llava_ds.train.objectives.dpo import DPO, PairLoss
 from llava_ds.train.objectives.grpo import GRPO, PolicyLoss
 from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.objectives.ppo import PPO, ActorCriticLoss
 from llava_ds.train.objectives.reward import Reward, RewardLoss
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
@@ -173,13 +175,15 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
     choose_trainable(model, args)
+    draws = args.training.objective in ("grpo", "ppo")
+    rollouts = Rollouts(model, plan, ranks, started.mesh) if draws else None
+    if plan.critic is not None:  # after what draws was made, which has no part in it
+        add_critic(model, plan.critic, resolved, args, ranks)
     checkpointed, lines = mark_checkpointed_layers(model, args, resolved.config)
     print_first(*lines)
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe_parts(model, groups))
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
-    draws = args.training.objective == "grpo"
-    rollouts = Rollouts(model, plan, ranks, started.mesh) if draws else None
     num_updates = plan.steps.num_steps * (args.training.num_iterations if draws else 1)
     engine = start_engine(model, groups, resolved, num_updates, ranks.device)
     check_engine(engine, resolved)
@@ -229,6 +233,9 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
             training.use_bias_correction_kl,
         )
         return GRPO(loss, num_sources, mesh.grad_ranks)
+    if training.objective == "ppo":
+        loss = ActorCriticLoss(training.cliprange, training.cliprange_value, training.vf_coef)
+        return PPO(loss, num_sources, mesh.grad_ranks)
     return SFT(training.loss_reduction, num_sources, grad_ranks=mesh.grad_ranks)
 
 

@@ -345,15 +345,30 @@ def test_a_flag_out_of_bounds_is_said_once():
             ["--steps_across_epochs", "True", "--tokens_per_micro_batch", "900"],
             "--steps_across_epochs True counts in micro-batches of --per_device_train_batch_size samples",
         ),
-        (["--reward_funcs", "exact"], "--reward_funcs belongs to --objective grpo, which is sft"),
+        (["--reward_funcs", "exact"], "--reward_funcs belongs to --objective grpo and ppo, which is sft"),
         (["--beta", "1"], "--beta belongs to --objective dpo and grpo, which is sft"),
         (["--objective", "grpo"], "--objective grpo needs --reward_funcs"),
         (["--objective", "grpo", "--rpo_alpha", "1"], "--rpo_alpha belongs to --objective dpo, which is grpo"),
         (["--objective", "grpo", "--loss_type", "ipo"], "ipo is not one of --objective grpo: give one of dapo, grpo"),
         (["--objective", "grpo", "--epsilon", "1"], "--epsilon is 1: a ratio of probabilities can't fall by more"),
         (["--objective", "grpo", "--use_bias_correction_kl", "True"], "has no effect without --beta"),
-        (["--objective", "grpo", "--num_generations", "1"], "--num_generations is 1: give 2 or more"),
+        (
+            ["--objective", "grpo", "--num_generations", "1"],
+            "--num_generations is 1: grpo compares the answers to a prompt",
+        ),
         (["--objective", "grpo", "--eval_fraction", "0.1"], "--eval_fraction can't be used with --objective grpo"),
+        (["--objective", "ppo"], "--objective ppo needs --reward_funcs"),
+        (["--objective", "ppo", "--beta", "1"], "--beta belongs to --objective dpo and grpo, which is ppo"),
+        (
+            ["--objective", "ppo", "--loss_type", "dapo"],
+            "--loss_type belongs to --objective dpo and grpo, which is ppo",
+        ),
+        (["--objective", "grpo", "--kl_ctl", "1"], "--kl_ctl belongs to --objective ppo, which is grpo"),
+        (["--objective", "ppo", "--lora_enable", "True"], "--lora_enable can't be used with --objective ppo"),
+        (
+            ["--objective", "ppo", "--tokens_per_micro_batch", "auto"],
+            "--tokens_per_micro_batch auto can't be used with --objective ppo",
+        ),
         (["--objective", "dpo", "--simpo_gamma", "1"], "--simpo_gamma has no effect with --loss_type sigmoid"),
         (["--objective", "dpo", "--loss_type", "dapo"], "dapo is not one of --objective dpo: give one of sigmoid"),
     ],
@@ -393,6 +408,7 @@ def test_each_objective_has_defaults_of_its_own():
         ([], (0.1, "sigmoid")),
         (["--objective", "grpo", "--reward_funcs", "exact"], (0.0, "dapo")),
         (["--objective", "grpo", "--reward_funcs", "exact", "--beta", "0.5", "--loss_type", "grpo"], (0.5, "grpo")),
+        (["--objective", "ppo", "--reward_funcs", "exact", "--num_generations", "1"], (0.0, "dapo")),
     ):
         training = with_objective_defaults(parse(*argv)).training
         assert (training.beta, training.loss_type) == meant
@@ -742,6 +758,13 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--data_split", ": did you mean --data_path with the files of that split?"),
         ("--max_seq_len", ": did you mean --model_max_length?"),
         ("--streaming", ": did you mean --stream?"),
+        ("--ppo_epochs", ": did you mean --num_iterations?"),
+        ("--enable_ema", ": leave it out, for averages of weights are not there yet"),
+        ("--actor_learning_rate", ": did you mean --learning_rate?"),
+        (
+            "--offload_reference_model",
+            ": did you mean --kl_ctl 0 (no reference model), for one is whole on every rank?",
+        ),
         ("--zero_stage", ': did you mean "stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)?'),
         *[
             (flag, ": leave it out, for ZeRO over all ranks is the only parallelism here")

@@ -1,4 +1,4 @@
-"""GRPO on real ranks: any ZeRO stage gives one run, a resumed run is the whole one, and run/rl.py starts it."""
+"""GRPO and PPO on real ranks: any ZeRO stage gives one run, a resumed run is the whole one, and run/rl.py starts it."""
 
 import json
 import shutil
@@ -31,7 +31,17 @@ KINDS = {
         "importance_sampling_level": "sequence",
         "scale_rewards": "batch",
     },
+    "critic": {
+        "objective": "ppo",
+        "num_iterations": 2,
+        "critic_learning_rate": 5e-4,
+        "vf_coef": 0.5,
+        "max_grad_norm": 1.0,
+        "gradient_checkpointing": "all",
+        "check_divergence_steps": 1,
+    },
 }
+SAVING = ("held", "critic")
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +76,20 @@ def runs(folder, given) -> dict[str, list[dict]]:
     """The rows of the log of every run."""
     saves = {"save_strategy": "steps", "save_steps": SAVED}
     todo = [
-        flags_of(folder, given, f"{kind}-{stage}", stage, **more, **(saves if (kind, stage) == ("held", 2) else {}))
+        flags_of(folder, given, f"{kind}-{stage}", stage, **more, **(saves if kind in SAVING and stage == 2 else {}))
         for kind, more in KINDS.items()
         for stage in (2, 3)
     ]
     run_many(2, folder / "launch", todo, finished=False)
-    (folder / "resumed").mkdir()
-    shutil.copytree(folder / "held-2" / f"checkpoint-{SAVED}", folder / "resumed" / f"checkpoint-{SAVED}")
-    shutil.copy(folder / "held-2" / "metrics.jsonl", folder / "resumed")
-    run_many(2, folder / "again", [flags_of(folder, given, "resumed", 2, **KINDS["held"], **saves)], finished=False)
+    for name, kind in (("resumed", "held"), ("resumed-critic", "critic"), ("resharded-critic", "critic")):
+        (folder / name).mkdir()
+        shutil.copytree(folder / f"{kind}-2" / f"checkpoint-{SAVED}", folder / name / f"checkpoint-{SAVED}")
+        shutil.copy(folder / f"{kind}-2" / "metrics.jsonl", folder / name)
+    again = [("resumed", "held"), ("resumed-critic", "critic")]
+    todo = [flags_of(folder, given, name, 2, **KINDS[kind], **saves) for name, kind in again]
+    run_many(2, folder / "again", todo, finished=False)
+    todo = [flags_of(folder, given, "resharded-critic", 2, **KINDS["critic"], **saves)]
+    run_many(1, folder / "resharded", todo, finished=False)
     return {path.parent.name: read_metrics(path) for path in folder.glob("*/metrics.jsonl")}
 
 
@@ -97,17 +112,34 @@ def test_the_first_iteration_has_every_ratio_1(runs):
 
 
 @pytest.mark.full
-def test_a_resumed_run_is_bit_equal(folder, runs):
+@pytest.mark.parametrize(("whole", "resumed"), [("held-2", "resumed"), ("critic-2", "resumed-critic")])
+def test_a_resumed_run_is_bit_equal(folder, runs, whole, resumed):
     def rows(name: str) -> list[dict]:
         return [{k: v for k, v in row.items() if k not in TIMES} for row in runs[name]]
 
-    assert rows("resumed") == rows("held-2")
+    assert rows(resumed) == rows(whole)
     end = f"checkpoint-{STEPS}"
-    hashes = [
-        json.loads((folder / name / end / "manifest.json").read_text())["files"] for name in ("held-2", "resumed")
-    ]
+    hashes = [json.loads((folder / name / end / "manifest.json").read_text())["files"] for name in (whole, resumed)]
     states = [{k: v for k, v in each.items() if k.endswith(".pt")} for each in hashes]
     assert states[0] and states[0] == states[1]
+
+
+@pytest.mark.full
+def test_a_critic_resumes_on_another_number_of_ranks(runs):
+    """To rounding: one rank adds up in another order."""
+    for row, other in zip(runs["critic-2"], runs["resharded-critic"], strict=True):
+        for name in set(row) - set(TIMES) - {"val/clipfrac_avg"}:
+            assert row[name] == pytest.approx(other[name], abs=2e-5, rel=2e-4), (row["step"], name)
+
+
+@pytest.mark.full
+def test_the_critic_learns_with_its_own_rate(runs):
+    rows = runs["critic-2"]
+    assert rows[0]["lr"] == [2e-3, 2e-3, 1e-3, 1e-3, *4 * [5e-4]]  # language model, projector, then all of the critic
+    assert rows[0]["objective/kl"] == 0.0 and rows[-1]["objective/kl"] != 0.0
+    assert rows[0]["val/mean"] == 0.0 and rows[-1]["val/mean"] != 0.0
+    # Two updates a step: the first has every ratio 1.
+    assert all(0 < row["policy/approxkl_avg"] < 1 for row in rows)
 
 
 @pytest.mark.full

@@ -221,7 +221,7 @@ def test_groups_without_signal_train_only_with_a_reference_and_truncated_answers
     totals = totals_of(groups, MESH, CPU)
     assert trained_answers(groups, totals, flags())[-1] == []
     held = trained_answers(groups, totals, flags(beta=0.1))
-    assert sum(one.times for one in held[-1]) == GROUP and all(one.advantage == 0 for one in held[-1])
+    assert sum(one.times for one in held[-1]) == GROUP and all(one.score == 0 for one in held[-1])
     ended = trained_answers(groups, totals, flags(mask_truncated_completions=True, beta=0.1))
     kept = [one for unit in ended for one in unit]
     assert kept and all(one.answer.ended for one in kept) and len(kept) < sum(map(len, held))

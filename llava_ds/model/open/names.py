@@ -20,6 +20,7 @@ LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
 LANGUAGE_MODEL = "language_model."
 VALUE_HEAD = "value_head."  # in a file of its own, without this
 LLAVA_NEWLINE = "model.image_newline"
+CRITIC = "critic."  # of PPO, which no file of a model has
 
 
 def projector_to_llava(name: str, kind: str) -> str:

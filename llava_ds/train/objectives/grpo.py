@@ -18,13 +18,14 @@ POLICY_LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
 class PolicyBatch(Batch):
     """A micro-batch of answers that a model gave to prompts.
 
-    advantages (A,) float64; weights (S,) float64, of each token's loss in the loss of the step; shares (S,) float64, of
-    each token in a mean over the tokens that train, times the prompts of the step; sampled (S,) float64, the
-    log-probabilities when the answers were drawn; old (S,) float64, those of the model before the first of several
-    iterations, None if there is one; frozen (S,) float64, those of the reference model, None without one.
+    scores (A,) float64: the advantage of each answer, with PPO its reward; weights (S,) float64, of each token's loss
+    in the loss of the step; shares (S,) float64, of each token in a mean over the tokens that train, times the prompts
+    of the step; sampled (S,) float64, the log-probabilities when the answers were drawn; old (S,) float64, those of the
+    model before the first of several iterations, None if there is one; frozen (S,) float64, those of the reference
+    model, None without one.
     """
 
-    advantages: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     shares: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
@@ -59,27 +60,26 @@ class GRPO:
 
     def forward(self, engine, batch: PolicyBatch) -> MicroLoss:
         """Run the model on the answers of every prompt, with one pass of the tower over its images."""
-        rows = engine(batch, log_probs=True)  # (S,)
-        losses, metrics = self._losses(rows, batch)
+        losses, metrics = self._losses(engine, batch)
         weighted = losses * batch.weights
         sources = batch.sources[batch.target_samples]
         is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, S)
         parts = (weighted.detach(), batch.weights)
         by_source = torch.stack([torch.where(is_from, part, 0.0).sum(1) for part in parts])
-        return MicroLoss(weighted.sum(), by_source, metrics)
+        return MicroLoss(
+            weighted.sum(), by_source, {name: (each * batch.shares).sum() for name, each in metrics.items()}
+        )
 
-    def _losses(self, rows: torch.Tensor, batch: PolicyBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of every token (S,), and the sums of metrics."""
+    def _losses(self, engine, batch: PolicyBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of every token (S,), and metrics of every token, (S,) each."""
+        rows = engine(batch, log_probs=True)  # (S,)
         loss, old = self.loss, rows.detach() if batch.old is None else batch.old
         log_ratio = rows - old
         if loss.importance_sampling_level == "sequence":
             sums, lengths = sum_by_sample(log_ratio, batch)  # (A,)
             log_ratio = (sums / lengths.clamp(min=1))[batch.target_samples]
-        ratio, advantages = log_ratio.exp(), batch.advantages[batch.target_samples]
-        clipped = ratio.clamp(1 - loss.epsilon, 1 + loss.epsilon_high)
-        losses = -torch.minimum(ratio * advantages, clipped * advantages)
-        low = (ratio < 1 - loss.epsilon) & (advantages < 0)
-        high = (ratio > 1 + loss.epsilon_high) & (advantages > 0)
+        ratio, advantages = log_ratio.exp(), batch.scores[batch.target_samples]
+        losses, low, high = clipped_losses(ratio, advantages, loss.epsilon, loss.epsilon_high)
         numbers = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
         numbers["sampling_gap"] = (old - batch.sampled).abs()
         if loss.beta:
@@ -89,7 +89,7 @@ class GRPO:
                 distance = distance * ratio
             losses = losses + loss.beta * distance
             numbers["kl"] = distance.detach()
-        return losses, {name: (values * batch.shares).sum() for name, values in numbers.items()}
+        return losses, numbers
 
     def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
         """Return the factor of each micro-batch: the weights of its tokens are those of the whole step."""
@@ -98,6 +98,19 @@ class GRPO:
     def num_units(self, counts):
         """Prompts: what the log's metrics are means over. counts: Counts, or a tensor in its order."""
         return counts[0]
+
+
+def clipped_losses(
+    ratio: torch.Tensor, advantages: torch.Tensor, epsilon: float, epsilon_high: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The losses of tokens, (S,), by the ratios of their new to their old probabilities.
+
+    Beside them, which of the ratios don't count: too low with a negative advantage, too high with a positive one.
+    Source: PPO (arXiv 1707.06347), equation 7.
+    """
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    return losses, (ratio < 1 - epsilon) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
 
 
 def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"], spread: float) -> torch.Tensor:

@@ -1,0 +1,62 @@
+# P prompts of a rank in a step, S tokens of a micro-batch's answers
+"""The critic's part of a step: advantages and returns of every token, whitened over all ranks, and their numbers."""
+
+import numpy as np
+import torch
+
+from llava_ds.config.arguments import TrainingArguments
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.train.objectives.grpo import PolicyBatch
+from llava_ds.train.objectives.ppo import ValueBatch, token_rewards, whitened, with_advantages
+from llava_ds.train.policy_batches import Group, StepTotals, TrainedAnswer, distinct_answers, sums_of_ranks
+
+
+def rewarded_answers(groups: list[Group], clip: float) -> list[list[TrainedAnswer]]:
+    """The distinct answers of each group with their rewards, of which none counts as more than `clip` either way."""
+    return [distinct_answers(group, np.clip(group.rewards, -clip, clip).tolist()) for group in groups]
+
+
+def value_batches(
+    batches: list[PolicyBatch], values: list[torch.Tensor], totals: StepTotals, training: TrainingArguments, mesh: Mesh
+) -> tuple[list[ValueBatch], dict[str, torch.Tensor]]:
+    """Add advantages and returns to this rank's micro-batches of a step, by the critic's values (S,) of each.
+
+    Returns also the step's numbers, as sums over prompts, by TRL's names. All ranks call it together.
+    """
+    rules = training.kl_ctl, training.gamma, training.lam
+    found = [with_advantages(batch, own, *rules) for batch, own in zip(batches, values)]
+    device, each = found[0].values.device, _joined(found, training.kl_ctl)
+    variances, means = moments([each["advantages"], each["returns"], each["errors"]], each["weights"], totals, mesh)
+    explained = 0.0 if variances[1] == 0 else 1 - variances[2] / variances[1]
+    # Of answers, where shares are of tokens: a sum over an answer counts as often as it has tokens.
+    per_answer = each["shares"] * (totals.tokens / max(1.0, totals.answers))
+    prompts = float(each["shares"].sum())  # of this rank, by tokens: over all ranks they are the step's
+    metrics = {
+        "objective/kl": (each["kl"] * per_answer).sum(),
+        "objective/entropy": (-each["old"] * per_answer).sum(),
+        "objective/non_score_reward": (-training.kl_ctl * each["kl"] * per_answer).sum(),
+        "objective/rlhf_reward": (each["rewards"] * per_answer).sum(),
+        "val/mean": (each["values"] * each["shares"]).sum(),
+        "val/explained_variance": torch.tensor(explained * prompts, dtype=torch.float64, device=device),
+    }
+    return [whitened(batch, means[0], variances[0]) for batch in found], metrics
+
+
+def _joined(batches: list[ValueBatch], kl_ctl: float) -> dict[str, torch.Tensor]:
+    """Numbers of every token of all micro-batches, (tokens,) each."""
+    names = ("old", "values", "returns", "advantages", "weights", "shares")
+    found = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    found["errors"] = found["returns"] - found["values"]
+    found["rewards"] = torch.cat([token_rewards(batch, kl_ctl) for batch in batches])
+    kl = [torch.zeros_like(batch.old) if batch.frozen is None else batch.old - batch.frozen for batch in batches]
+    return {**found, "kl": torch.cat(kl)}
+
+
+def moments(
+    numbers: list[torch.Tensor], weights: torch.Tensor, totals: StepTotals, mesh: Mesh
+) -> tuple[list[float], list[float]]:
+    """Variances and means of numbers of tokens over all ranks. weights: of the tokens, which sum to 1."""
+    means = sums_of_ranks([float((each * weights).sum()) for each in numbers], mesh, weights.device)
+    squares = [float(((each - mean) ** 2 * weights).sum()) for each, mean in zip(numbers, means)]
+    unbiased = totals.tokens / max(1.0, totals.tokens - 1)
+    return [found * unbiased for found in sums_of_ranks(squares, mesh, weights.device)], means
