@@ -11,8 +11,8 @@ from benchmark.comparison import Spread, turns
 from benchmark.trl_equal import REWARD, write_rollouts
 from benchmark.trl_runs import Sides
 
-STEPS = 10  # the first of which only warms up
-PAIRS, PROMPTS, GENERATIONS = 16, 16, 16  # of a step
+STEPS = 7  # the first of which only warms up
+PAIRS, PROMPTS, GENERATIONS = 16, 8, 16  # of a step
 OURS, TRL = "llava_ds", "TRL"
 OPTIMIZER = {"learning_rate": 1e-4, "max_grad_norm": 1.0}
 TOKENS = 4096  # of one of our micro-batches
@@ -43,7 +43,7 @@ def pairs(sides: Sides) -> Case:
     trl_data.write_pairs(data, (STEPS + 1) * PAIRS, has_images=True)
     flags = {"objective": "dpo", "train_batch_size": PAIRS, "per_device_train_batch_size": PAIRS}
     job = {"kind": "preferences", "trainer": "dpo", "data": data / "trl.json", "settings": {"max_length": None}}
-    return Case({**sides.flags(data, "dpo"), **flags}, job, PAIRS, PAIRS, (4, 8, 16))
+    return Case({**sides.flags(data, "dpo"), **flags}, job, PAIRS, PAIRS, (2, 4, 8))
 
 
 def policies(sides: Sides, name: str, reward: str, most_tokens: int, **kinds: int) -> Case:
@@ -59,7 +59,7 @@ def policies(sides: Sides, name: str, reward: str, most_tokens: int, **kinds: in
     drawn = sides.ours({"drawn": {"flags": with_layout(flags)}})["drawn"]["rollouts"]
     write_rollouts(sides, rollouts, drawn, records, data)
     job = {"kind": "policy", "data": rollouts, "settings": {"max_completion_length": most_tokens}}
-    return Case(flags, job, PROMPTS, PROMPTS * GENERATIONS, (16, 64, 256), rollouts)
+    return Case(flags, job, PROMPTS, PROMPTS * GENERATIONS, (8, 32, 128), rollouts)
 
 
 CASES: dict[str, Callable[[Sides], Case]] = {
