@@ -5,9 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import toys
 from launching import ROOT, command_line, ds_config, launch, run_many, toy_run
+from safetensors.torch import load_file
 
+from llava_ds.export.from_checkpoint import restore
+from llava_ds.export.output_folder import folder_entries
 from llava_ds.files.jsonl import read_metrics
 
 STEPS, SAVED = 4, 2
@@ -37,7 +41,7 @@ KINDS = {
         "critic_learning_rate": 5e-4,
         "vf_coef": 0.5,
         "max_grad_norm": 1.0,
-        "gradient_checkpointing": "all",
+        "gradient_checkpointing": "auto",
         "check_divergence_steps": 1,
     },
 }
@@ -161,3 +165,18 @@ def test_the_script_starts_it_and_exports(folder, given):
     done = launch(2, ROOT / "run" / "rl.py", *command_line(flags))
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "script" / "model.safetensors").is_file()
+
+
+@pytest.mark.full
+def test_the_actor_is_exported_without_its_critic(folder, given):
+    """At the end of the run, and from its checkpoint."""
+    more = {"num_generations": 1, "max_steps": 1, "save_strategy": "steps"}
+    flags = flags_of(folder, given, "alone", 3, **KINDS["critic"] | more)
+    done = launch(2, ROOT / "run" / "rl.py", *command_line(flags))
+    assert done.returncode == 0, done.stdout + done.stderr
+    exported = load_file(folder / "alone" / "model.safetensors")
+    assert not any("critic" in name or "value_head" in name for name in exported)
+    found = restore(folder / "alone" / "checkpoint-1", {}, None)
+    written = {entry.name: entry.read() for entry in folder_entries(found.export, found.entries)}
+    assert written.keys() == exported.keys()
+    assert all(torch.equal(written[name], exported[name]) for name in exported)
