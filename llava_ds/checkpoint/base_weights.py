@@ -36,7 +36,8 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
     if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
         return {}
     folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base", "vision_tower")}
-    folders["critic_model_name_or_path"] = args.training.critic_model_name_or_path
+    others = ("critic_model_name_or_path", "ref_model_name_or_path")
+    folders |= {name: getattr(args.training, name) for name in others}
     files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
     judge = args.training.reward_model_name_or_path
     if judge is not None:  # it stays frozen, its head too

@@ -53,7 +53,7 @@ class RunIdentity:
         for name in ("model_name_or_path", "model_base", "vision_tower"):
             folder = getattr(args.model, name)
             flags[name] = folder and folder_digest(Path(folder))
-        for name in ("critic_model_name_or_path", "reward_model_name_or_path"):
+        for name in ("critic_model_name_or_path", "ref_model_name_or_path", "reward_model_name_or_path"):
             folder = getattr(args.training, name)
             flags[name] = folder and folder_digest(Path(folder))
         if args.model.lora_weight_path is not None:

@@ -29,8 +29,12 @@ QUANTIZATION_FLAGS = ("quant_type", "double_quant")
 REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "sample_data_path")
 
 # Flags of preferences, with the values of --loss_type that read them; the rest of DPO_FLAGS all do.
-DPO_FLAGS = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "simpo_gamma")
-DPO_LOSS_TYPES = {"label_smoothing": ("sigmoid", "simpo"), "simpo_gamma": ("simpo",)}
+DPO_FLAGS = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "simpo_gamma", "ref_model_name_or_path")
+DPO_LOSS_TYPES = {
+    "label_smoothing": ("sigmoid", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "ref_model_name_or_path": ("sigmoid", "hinge", "ipo"),
+}
 # Those of reward models.
 REWARD_FLAGS = ("reward_loss", "center_rewards_coefficient")
 # Those of rewards: of both objectives that draw answers, then of each.

@@ -99,6 +99,12 @@ class TrainingArguments:
         "--reward_weights.",
         path="model",
     )
+    ref_model_name_or_path: str | None = _objective(
+        None,
+        "dpo: folder of the reference model. Absent: the model that the run starts from. It is in memory, whole on "
+        "every rank, until its log-probabilities are computed, at every start.",
+        path="model",
+    )
     num_generations: Count = _objective(8, "grpo (2 or more) and ppo: answers that are drawn to each prompt.")
     max_completion_length: Count = _objective(256, "grpo and ppo: longest answer in tokens.")
     per_device_generation_batch_size: Count = _objective(

@@ -56,7 +56,7 @@ class EvalSets:
 @dataclass(frozen=True)
 class Plan:
     """All that is known of a run before a model is built. args: with every "auto" filled in; rewards: of
-    --reward_funcs, and of reward_model; critic: of PPO."""
+    --reward_funcs, and of reward_model; critic: of PPO; reference: of DPO, where it is not what the run starts from."""
 
     args: Arguments
     resolved: ResolvedConfig
@@ -70,6 +70,7 @@ class Plan:
     rewards: tuple[Reward, ...] = ()
     critic: FrozenPlan | None = None
     reward_model: FrozenPlan | None = None
+    reference: FrozenPlan | None = None
 
     @property
     def output_dir(self) -> Path:
@@ -104,10 +105,10 @@ def make_plan(start: Start) -> Plan:
     named = args.training.reward_funcs, args.training.reward_weights, judge is not None
     rewards = on_every_rank(ranks, partial(open_rewards, *named))
     model, images, form = _plan_model(args)
-    reward_model = None
-    if judge is not None:
-        flag, length = "--reward_model_name_or_path", args.data.model_max_length
-        reward_model = plan_frozen(flag, judge, model, images, length, value_head=True)
+    judging = model, images, args.data.model_max_length
+    reward_model = judge and plan_frozen("--reward_model_name_or_path", judge, *judging, value_head=True)
+    reference = args.training.ref_model_name_or_path
+    reference = reference and plan_frozen("--ref_model_name_or_path", reference, *judging)
     critic = plan_critic(args, model, images)
     raw_config = start.raw_config
     if raw_config is None:
@@ -129,7 +130,7 @@ def make_plan(start: Start) -> Plan:
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
     args = resolved.args
     export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
-    judges = critic, reward_model
+    judges = critic, reward_model, reference
     plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, rewards, *judges)
     print_first(*plan.describe(), *lines)
     return plan

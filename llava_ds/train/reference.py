@@ -1,8 +1,9 @@
 # N records of the data, each with two answers
-"""Log-probabilities under the reference model: the model that preference optimisation begins with.
+"""Log-probabilities under the reference model: the model that preference optimisation begins with, or another.
 
 They are computed once, before the first step and before a checkpoint is restored, and kept beside the encoded data: no
-second model is in memory, and a resumed run reads them. With LoRA they are the base model's, as adapters begin at zero.
+second model is in memory when training begins, and a resumed run reads them. With LoRA they are the base model's, as
+adapters begin at zero.
 """
 
 import time
@@ -28,20 +29,27 @@ from llava_ds.train.objectives.dpo import sum_by_sample
 VERSION = 1  # raise it when the same data and weights would give other numbers
 
 
-def add_reference(engine, dataset: EncodedDataset, packing: Packing, num_workers: int, ranks: Ranks, mesh: Mesh) -> str:
-    """Set dataset.reference, from the cache or computed now. Returns a line about it. All ranks call it together."""
-    parts = [
-        str(VERSION),
-        dataset.fingerprint,
-        weights_digest(engine.module, ranks, mesh),
-        str(engine.communication_data_type),
-    ]
+def add_reference(
+    model: torch.nn.Module,
+    dtype: torch.dtype,
+    dataset: EncodedDataset,
+    packing: Packing,
+    num_workers: int,
+    ranks: Ranks,
+    mesh: Mesh,
+) -> str:
+    """Set dataset.reference, from the cache or computed now by a model, which may be an engine, that computes in dtype.
+
+    Returns a line about it. All ranks call it together.
+    """
+    weights = weights_digest(getattr(model, "module", model), ranks, mesh)
+    parts = [str(VERSION), dataset.fingerprint, weights, str(dtype)]
     path = dataset.folder / f"reference-{digest_of(parts)}.npy"
     if all(gather(path.is_file(), ranks)):
         dataset.reference = _read(path, dataset.num_records)
         return f"reference log-probabilities of {len(dataset):,} pairs: {path}"
     began = time.perf_counter()
-    dataset.reference = log_probs(engine, dataset, packing, num_workers, mesh)
+    dataset.reference = log_probs(model, dataset, packing, num_workers, ranks.device, mesh)
     if ranks.local_rank == 0:
         with write_errors(dataset.folder, "the reference log-probabilities"):
             write_whole(path, partial(_write, dataset.reference), shared=True)
@@ -50,21 +58,28 @@ def add_reference(engine, dataset: EncodedDataset, packing: Packing, num_workers
 
 
 @torch.no_grad()
-def log_probs(engine, dataset: EncodedDataset, packing: Packing, num_workers: int, mesh: Mesh) -> np.ndarray:
+def log_probs(
+    model: torch.nn.Module,
+    dataset: EncodedDataset,
+    packing: Packing,
+    num_workers: int,
+    device: torch.device,
+    mesh: Mesh,
+) -> np.ndarray:
     """Summed log-probabilities of both answers of every record, (N, 2) float64; NaN for those that can't be shown.
 
     The data are laid out as one optimizer step that takes all of them. All ranks call it together.
     """
-    engine.eval()
+    model.eval()
     of_rank = packing.lay_out_all(dataset.lengths)[mesh.dp_rank]
-    found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=engine.device)  # the last: 1 if computed
-    for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, engine.device)):
+    found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=device)  # the last: 1 if computed
+    for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, device)):
         with queuing():
-            sums, _ = sum_by_sample(engine(micro.batch, log_probs=True), micro.batch)
-        rows = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=engine.device)
+            sums, _ = sum_by_sample(model(micro.batch, log_probs=True), micro.batch)
+        rows = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=device)
         found[rows, :2] = sums[: 2 * len(rows)].view(-1, 2)
         found[rows, 2] = 1.0
-    engine.train()
+    model.train()
     with waiting("the reference log-probabilities"):
         values = sum_over(mesh.data_group, found).cpu().numpy()
     return np.where(values[:, 2:] == 1.0, values[:, :2], np.nan)

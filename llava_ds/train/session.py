@@ -19,6 +19,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.critic import add_critic
 from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
+from llava_ds.engine.frozen import open_frozen
 from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
@@ -97,9 +98,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     model, engine, checkpointed, rollouts = _build_engine(plan, started)
     objective = _objective(plan, mesh)
     if training.objective == "dpo" and objective.loss.has_reference:
-        for dataset in plan.data_sets:
-            workers = plan.args.data.dataloader_num_workers
-            print_first(add_reference(engine, dataset, plan.steps.packing, workers, ranks, mesh))
+        _add_reference(plan, engine, ranks, mesh)
     if point.path is not None:
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)
@@ -125,6 +124,15 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
         stop,
         rollouts,
     )
+
+
+def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, mesh: Mesh) -> None:
+    """Give all data sets the log-probabilities of the reference model, which is gone afterwards if it is another."""
+    dtype = plan.resolved.compute_dtype
+    model = engine if plan.reference is None else open_frozen(plan.reference, dtype, ranks)
+    for dataset in plan.data_sets:
+        workers = plan.args.data.dataloader_num_workers
+        print_first(add_reference(model, dtype, dataset, plan.steps.packing, workers, ranks, mesh))
 
 
 def finish(session: Session) -> int:

@@ -21,18 +21,6 @@ from llava_ds.train.reference import log_probs
 pytest.importorskip("peft")
 
 
-class Engine:
-    """What computing the reference asks of an engine, over a model in this process."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.eval, self.train, self.model = model.eval, model.train, model
-
-    def __call__(self, batch, **options):
-        return self.model(batch, **options)
-
-
 def test_the_cached_reference_is_the_model_with_its_adapters_off(tmp_path: Path, one_rank):
     args = arguments({**write_base(tmp_path / "base"), "lora_enable": True, "lora_r": 4, "lora_dropout": 0.3})
     plan = plan_model(args.model, 512)
@@ -49,7 +37,7 @@ def test_the_cached_reference_is_the_model_with_its_adapters_off(tmp_path: Path,
     packing = Packing(1, 1, 1, 400)
 
     def found() -> np.ndarray:
-        return log_probs(Engine(model), dataset, packing, 0, Mesh(dp=1, dp_rank=0))
+        return log_probs(model, dataset, packing, 0, torch.device("cpu"), Mesh(dp=1, dp_rank=0))
 
     cached = found()
     assert np.isfinite(cached).all()
