@@ -218,8 +218,8 @@ def parse() -> argparse.Namespace:
     add(
         "--metric",
         default="exact",
-        help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function, a function as --reward_funcs of "
-        "run/rl.py takes them (default: %(default)s)",
+        help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function, as --reward_funcs of run/rl.py "
+        "takes it (default: %(default)s)",
     )
     add("--split", help="of ScienceQA (default: test)")
     add("--limit", type=number(Count), help="ask the first questions only")
