@@ -218,7 +218,7 @@ def parse() -> argparse.Namespace:
     add(
         "--metric",
         default="exact",
-        help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function, as --reward_funcs of run/rl.py "
+        help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function as --reward_funcs of run/rl.py "
         "takes it (default: %(default)s)",
     )
     add("--split", help="of ScienceQA (default: test)")
