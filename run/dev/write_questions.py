@@ -1,8 +1,8 @@
 """Write questions about generated scenes, for make grpo and its like: run/dev/write_questions.py FOLDER
 
 train.json: four of five ask for a number, which the tuned tiny model is worst at; the others ask all else, so that it
-is not forgotten; with --even all kinds come equally often. heldout.json: other scenes; 1,000 ask for a number, and --others of every other kind. With
---descriptions all ask for a description of the picture, 1,000 of them held out.
+is not forgotten. With --even all kinds come equally often. heldout.json: other scenes; 1,000 ask for a number, and
+--others of every other kind. With --descriptions all ask for a description of the picture, 1,000 of them held out.
 """
 
 import argparse
