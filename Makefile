@@ -43,11 +43,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune dpo reward grpo ppo evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean help
+.PHONY: install pretrain finetune dpo reward grpo ppo ppo-descriptions evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune dpo reward grpo ppo evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean'
+	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-descriptions evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean'
 
 install: $(VENV)/.installed
 
@@ -124,6 +124,16 @@ ppo: install
 	  --model_name_or_path output/tiny-finetune --data_path output/questions/train.json --image_folder output/questions $(ARGS)
 	for model in tiny-finetune tiny-ppo; do $(BIN)/python run/evaluate.py --model_path output/$$model \
 	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
+
+# Answers of many tokens: PPO with a price on leaving the start, rewarded for right facts in descriptions of scenes.
+ppo-descriptions: install
+	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
+	$(BIN)/python run/dev/write_questions.py output/descriptions --descriptions --train 6000
+	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-ppo-descriptions.yaml \
+	  --model_name_or_path output/tiny-finetune --data_path output/descriptions/train.json --image_folder output/descriptions $(ARGS)
+	for model in tiny-finetune tiny-ppo-descriptions; do $(BIN)/python run/evaluate.py --model_path output/$$model \
+	  --data_path output/descriptions/heldout.json --image_folder output/descriptions --metric run/recipes/facts.py:facts \
+	  --output output/$$model/descriptions.json; done
 
 # The same stage 2 with a fresh projector, for comparison.
 ablation: install

@@ -38,7 +38,7 @@ from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.llava_questions import TURNS
 from llava_ds.evaluation.question import Question, digest, with_blank_image, without_image
 from llava_ds.evaluation.score_table import as_json, interval_lines, legend, table
-from llava_ds.evaluation.scores import METRICS, Scored
+from llava_ds.evaluation.scores import Scored, metric_of
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
 from llava_ds.export.card import add_evaluation
 from llava_ds.infer.engines import EngineOptions, add_engine_flags, load_for_inference, parse_engine_options
@@ -58,6 +58,7 @@ def main() -> None:
     ranks = start(options)
     given, questions = read(args, ranks)
     metric = TASKS[args.task].metric or args.metric
+    score = metric_of(metric)
     store, attempt = None, 1
     if args.output is not None:
         identity = identity_of(
@@ -84,7 +85,7 @@ def main() -> None:
     for column, these in columns.items():
         answers = answers_to(these, column, asked, store, attempt, args, ranks)
         if ranks.is_first:
-            scored[column] = METRICS[metric](these, [answer.text for answer in answers])
+            scored[column] = score(these, [answer.text for answer in answers])
             model = os.path.basename(os.path.abspath(args.model_path))
             rows[column] = answer_rows(these, answers, scored[column], metric, model)
             if store is not None:
@@ -214,7 +215,12 @@ def parse() -> argparse.Namespace:
     add("--data_path", type=given_path, help="the questions; in LLaVA's format 'kind' groups the scores")
     add("--annotations", type=given_path, help="the answers, where the benchmark has them in another file or folder")
     add("--image_folder", type=given_path, help="folder that the image paths are relative to")
-    add("--metric", choices=CHOSEN_METRICS, default="exact", help="of --task llava (default: %(default)s)")
+    add(
+        "--metric",
+        default="exact",
+        help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function as --reward_funcs of run/rl.py "
+        "takes it (default: %(default)s)",
+    )
     add("--split", help="of ScienceQA (default: test)")
     add("--limit", type=number(Count), help="ask the first questions only")
     add(
@@ -269,6 +275,8 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise ConfigError("--best_of draws answers, and --task preference compares given ones: leave one of them out")
     if args.data_path is None and args.task != "llava":
         raise ConfigError(f"--data_path is missing: name {args.task}'s questions")
+    if ":" not in args.metric and args.metric not in CHOSEN_METRICS:
+        raise ConfigError(f"--metric {args.metric}: give one of {', '.join(CHOSEN_METRICS)}, or file.py:function")
     if args.metric != "exact" and args.task != "llava":
         raise ConfigError(f"--metric goes with --task llava: {args.task} has its own scoring, leave it out")
     if args.turns != "together" and args.task != "llava":

@@ -85,7 +85,10 @@ def known(parsers) -> dict[str, set[str]]:
     sources = {
         "deepspeed": packages / "deepspeed" / "launcher" / "runner.py",
         "torchrun": packages / "torch" / "distributed" / "run.py",
-        **{name: ROOT / "run" / "dev" / name for name in ("room_graph.py", "compare_trl.py", "write_pairs.py")},
+        **{
+            name: ROOT / "run" / "dev" / name
+            for name in ("room_graph.py", "compare_trl.py", "write_pairs.py", "write_questions.py")
+        },
         **{path.name: path for path in (ROOT / "run" / "dev").glob("measure_*.py")},
     }
     theirs = {name: set(re.findall(r"[\"'](--[\w-]+)[\"']", path.read_text())) for name, path in sources.items()}

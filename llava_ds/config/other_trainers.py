@@ -41,6 +41,7 @@ ELSEWHERE = {
     theirs: ours
     for ours, names in {
         "--data_path": "--dataset --dataset_config --dataset_dir --dataset_name",
+        "--data_path with a mixture of several files": "--sft_only_data_path",
         "--data_path with the files of that split": "--data_split --dataset_split --dataset_train_split",
         "--image_folder": "--media_dir",
         "--eval_fraction": "--val_size",
@@ -102,7 +103,7 @@ NOT_HERE = {
         "the template of --version ends every answer": "--add_eot_token",
         "every loss is logged": "--print_loss",
         "the eval loss is of all eval samples": "--eval_iters",
-        "language models have the dropout of their config.json, which is usually none": "--disable_dropout",
+        "language models have the dropout of their config.json, which is usually none": "--disable_dropout --dropout",
         "no loss of other text can be added to that of rewards yet": "--unsup_coef --unsupervised_dataset_name",
     }.items()
     for name in names.split()

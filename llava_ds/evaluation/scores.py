@@ -13,6 +13,7 @@ from llava_ds.evaluation.captions import cider, rouge_l
 from llava_ds.evaluation.normalise import evalai_answer, plain_answer, vqa_answer, vqa_punctuation
 from llava_ds.evaluation.option_letters import LETTERS, matched_letter, named_letter, says_yes
 from llava_ds.evaluation.question import Question
+from llava_ds.train.rewards import function_of_file
 
 LEAST_REFERENCES = 4  # for VQA accuracy: with fewer no answer could count in full
 
@@ -158,6 +159,23 @@ METRICS = {
     "caption": caption_scores,
     "preference": preferred,
 }
+
+
+def metric_of(name: str) -> Callable[[list[Question], list[str]], Scored]:
+    """The metric of a name: of METRICS, or path.py:function, a function as --reward_funcs takes them.
+
+    Raises ConfigError where there is none.
+    """
+    if ":" not in name:
+        return METRICS[name]
+    function = function_of_file("--metric", name)
+
+    def score(questions: list[Question], answers: list[str]) -> Scored:
+        prompts, references, ids = zip(*[(q.asked, q.reference, str(q.id)) for q in questions])
+        values = function(list(prompts), answers, list(references), list(ids))
+        return _per_question(name.rpartition(":")[2], values, questions)
+
+    return score
 
 
 def shown_reference(metric: str, reference: object) -> object:

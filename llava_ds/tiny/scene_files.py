@@ -22,6 +22,7 @@ GENERATOR_VERSION = 1  # raise it when the same seed gives other data: folders o
 RECORD_FILE = "dataset.json"
 TEXT_ONLY_SHARE = 0.1
 MIN_TURNS, MAX_TURNS = 4, 8
+DESCRIBE = "describe"  # a kind beside those of questions: say all that the picture shows
 
 
 def write_dataset(folder, *, seed=0, num_pretrain=5760, num_finetune=7200, num_heldout=1200):
@@ -147,16 +148,18 @@ def heldout_records(rng, count):
 
 
 def question_records(rng, kinds, heldout):
-    """Return pairs (record with its kind, scene) of one question each, of these kinds in turn."""
+    """Return pairs (record with its kind, scene) of one question each, of these kinds in turn: KINDS, or DESCRIBE."""
     balance = Balance(form_slack=2, kind_slack=2)
     pairs = []
     for kind in kinds:
         question = None
         while question is None:
             scene = sample_scene(rng, heldout=heldout)
-            question = balance.choose(all_questions(scene, kind), rng)
-        turns = _turns([(f"<image>\n{question.text(rng)}", question.answer)])
-        pairs.append(({"kind": kind, "conversations": turns}, scene))
+            if kind == DESCRIBE:
+                question, answer = CAPTION_REQUESTS[0], caption(scene, rng)
+            elif chosen := balance.choose(all_questions(scene, kind), rng):
+                question, answer = chosen.text(rng), chosen.answer
+        pairs.append(({"kind": kind, "conversations": _turns([(f"<image>\n{question}", answer)])}, scene))
     return pairs
 
 

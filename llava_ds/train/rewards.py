@@ -123,41 +123,47 @@ def _own(name: str) -> Callable[[Sequence[Completion]], list[float]]:
 
 
 def _of_file(name: str) -> Callable[[Sequence[Completion]], list[float]]:
-    """A function of a Python file, which is run: prompts, completions, references and ids to a list of numbers."""
+    function = function_of_file("--reward_funcs", name)
+    return lambda answers: function(
+        [one.prompt for one in answers],
+        [one.text for one in answers],
+        [one.reference for one in answers],
+        [one.id for one in answers],
+    )
+
+
+def function_of_file(flag: str, name: str) -> Callable[[list[str], list[str], list[str], list[str]], list[float]]:
+    """A function of a Python file, path.py:function, which is run: prompts, completions, references and ids to a list
+    of numbers. Raises ConfigError where there is none; what it returns, DataError where that is no such list."""
     path, _, function_name = name.rpartition(":")
     file = Path(path).expanduser()
     if file.suffix != ".py" or not file.is_file():
-        raise ConfigError(f"--reward_funcs {name}: there is no Python file {path}")
+        raise ConfigError(f"{flag} {name}: there is no Python file {path}")
     spec = importlib.util.spec_from_file_location(f"rewards_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"--reward_funcs {name}: {file} can't be run: {in_short(repr(error))}") from error
+        raise ConfigError(f"{flag} {name}: {file} can't be run: {in_short(repr(error))}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"--reward_funcs {name}: {file} has no function {function_name}")
+        raise ConfigError(f"{flag} {name}: {file} has no function {function_name}")
 
-    def of_all(answers: Sequence[Completion]) -> list[float]:
+    def of_all(prompts: list[str], completions: list[str], references: list[str], ids: list[str]) -> list[float]:
         try:
-            found = function(
-                prompts=[one.prompt for one in answers],
-                completions=[one.text for one in answers],
-                references=[one.reference for one in answers],
-                ids=[one.id for one in answers],
-            )
+            found = function(prompts=prompts, completions=completions, references=references, ids=ids)
         except Exception as error:
-            raise DataError(f"--reward_funcs {name} failed: {in_short(repr(error))}") from error
+            raise DataError(f"{flag} {name} failed: {in_short(repr(error))}") from error
         try:
-            rewards = [float(value) for value in found]
+            numbers = [float(value) for value in found]
         except (TypeError, ValueError):
-            rewards = None
-        if rewards is None or len(rewards) != len(answers) or not all(map(math.isfinite, rewards)):
+            numbers = None
+        if numbers is None or len(numbers) != len(completions) or not all(map(math.isfinite, numbers)):
             raise DataError(
-                f"--reward_funcs {name} gave {in_short(repr(found))} for {len(answers)} answers: return a list with "
-                "a finite number for each"
+                f"{flag} {name} gave {in_short(repr(found))} for {len(completions)} answers: return a list with a "
+                "finite number for each"
             )
-        return rewards
+        return numbers
 
     return of_all
 

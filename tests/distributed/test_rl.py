@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from launching import ROOT, command_line, ds_config, launch, run_many, toy_run
+from drawing_runs import KINDS, RULES, TIMES, flags_of, read_rollouts
+from launching import ROOT, command_line, launch, run_many
 from safetensors.torch import load_file
 
 from llava_ds.export.from_checkpoint import restore
@@ -15,36 +16,6 @@ from llava_ds.export.output_folder import folder_entries
 from llava_ds.files.jsonl import read_metrics
 
 STEPS, SAVED = 4, 2
-TIMES = ("step_time_s", "data_wait_s", "tokens_per_s", "mfu", "peak_memory_bytes")
-RULES = '''
-def even(prompts, completions, references, ids):
-    """The share of letters in the first half of the alphabet: a random model draws answers of both kinds."""
-    shares = []
-    for text in completions:
-        letters = [c for c in text.lower() if c.isalpha()]
-        shares.append(sum(c < "n" for c in letters) / max(1, len(letters)))
-    return shares
-'''
-KINDS = {
-    "plain": {},
-    "held": {
-        "beta": 0.1,
-        "num_iterations": 2,
-        "epsilon_high": 0.28,
-        "loss_type": "dr_grpo",
-        "importance_sampling_level": "sequence",
-        "scale_rewards": "batch",
-    },
-    "critic": {
-        "objective": "ppo",
-        "num_iterations": 2,
-        "critic_learning_rate": 5e-4,
-        "vf_coef": 0.5,
-        "max_grad_norm": 1.0,
-        "gradient_checkpointing": "auto",
-        "check_divergence_steps": 1,
-    },
-}
 SAVING = ("held", "critic")
 
 
@@ -57,22 +28,6 @@ def folder(tmp_path_factory) -> Path:
 def given(folder) -> dict[str, str]:
     (folder / "rules.py").write_text(RULES)
     return {**toys.write_base(folder / "base"), **toys.write_data(folder / "data", "iitit")}
-
-
-def flags_of(folder: Path, given: dict, name: str, stage: int, **more: object) -> dict[str, object]:
-    more = {
-        "objective": "grpo",
-        "reward_funcs": f"{folder / 'rules.py'}:even,length",
-        "reward_weights": "1,0.5",
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "per_device_generation_batch_size": 2,
-        "tokens_per_micro_batch": 300,
-        "max_steps": STEPS,
-        "report_to": "none",
-        **more,
-    }
-    return toy_run(given, folder / name, ds_config(stage), **more)
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +107,6 @@ def test_answers_are_kept_with_their_rewards(folder, runs):
     assert rows == read_rollouts(folder / "held-2")[SAVED:]  # the first ones were not copied
     assert [row["step"] for row in rows] == [SAVED + 1, STEPS]
     assert sum(answer["times"] for answer in rows[0]["answers"]) == 4 and rows[0]["reference"]
-
-
-def read_rollouts(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.full

@@ -254,7 +254,7 @@ def test_without_kinds_the_questions_that_many_records_ask_are_groups(tmp_path):
     assert [q.kinds for q in questions([*names[1:], one])] == [()] * 8 + [("k",)] * 2
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task not in ("llava", "scienceqa")])
+@pytest.mark.parametrize("task", [task for task in TASKS if task not in ("llava", "preference", "scienceqa")])
 def test_a_file_of_another_format_is_refused_in_one_sentence(task, tmp_path, vqav2):
     for name, content in [("list.json", [{"a": 1}]), ("object.json", {"b": {"c": 1}}), ("text.json", "text")]:
         file = dump(tmp_path / name, content)
@@ -262,6 +262,11 @@ def test_a_file_of_another_format_is_refused_in_one_sentence(task, tmp_path, vqa
             read(task, file, tmp_path, vqav2[1] if task == "vqav2" else None)
         assert file in str(caught.value) and "is not" in str(caught.value) and "expected" in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_file_without_pairs_is_refused_with_the_forms_that_are_known(tmp_path):
+    with pytest.raises(ConfigError, match=r"list.json: .* \(keys found: 'a'\), as pairs have; known are LLaVA"):
+        read("preference", dump(tmp_path / "list.json", [{"a": 1}]), tmp_path)
 
 
 def test_what_is_missing_is_named(tmp_path, vqav2):

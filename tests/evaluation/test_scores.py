@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import ROOT
 
-from llava_ds.constants import DataError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.evaluation.caption_words import caption_words
 from llava_ds.evaluation.normalise import evalai_answer, vqa_answer
 from llava_ds.evaluation.option_letters import matched_letter, named_letter, says_yes
 from llava_ds.evaluation.question import Question
-from llava_ds.evaluation.scores import METRICS, reference_for
+from llava_ds.evaluation.scores import METRICS, metric_of, reference_for
 from llava_ds.infer.generate import Prompt
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -127,3 +128,28 @@ def test_references_of_a_record_are_what_the_metric_compares_with():
     ]:
         with pytest.raises(DataError, match=message):
             reference_for(metric, texts)
+
+
+def test_a_function_of_ones_own_is_a_metric(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def halves(prompts, completions, references, ids):\n"
+        "    return [0.5 * (a == r) + 0.25 * (i == '1') for a, r, i in zip(completions, references, ids)]\n"
+    )
+    result = metric_of(f"{tmp_path / 'mine.py'}:halves")(asked(["a", "b", "c"]), ["a", "x", "c"])
+    assert result.per_question.tolist() == [0.5, 0.25, 0.5] and list(result.metrics) == ["halves"]
+    with pytest.raises(ConfigError, match=r"--metric .*mine.py:wholes: .* has no function wholes"):
+        metric_of(f"{tmp_path / 'mine.py'}:wholes")
+
+
+def test_facts_of_descriptions_are_scored_whatever_their_order():
+    facts = metric_of(f"{ROOT / 'run' / 'recipes' / 'facts.py'}:facts")
+    reference = "At the top left is a red cross and in the centre is a purple circle."
+    answers = {
+        "There is a purple circle in the centre and a red cross at the top left.": 1.0,
+        "Two shapes: a red cross at the top left and a blue circle in the centre.": 0.5,
+        "A red cross at the top left.": 2 / 3,
+        "A red cross at the top left, a red cross at the top left and a red cross at the top left.": 0.4,
+        "yes": 0.0,
+    }
+    result = facts(asked([reference] * len(answers)), list(answers))
+    assert result.per_question.tolist() == pytest.approx(list(answers.values()))

@@ -70,8 +70,8 @@ def _refuse_no_preferences(records: list[dict], keys: Iterable[str], path: str) 
     """Raise ConfigError where none of the first records has two answers."""
     if not any('"chosen"' in str(record.get("text")) or "chosen" in record for record in records):
         raise ConfigError(
-            f"{path}: none of its first records has a chosen and a rejected answer ({_shown(keys)}), as "
-            f"--objective needs them; known are {FORMS}"
+            f"{path}: none of its first records has a chosen and a rejected answer ({_shown(keys)}), "
+            f"as pairs have; known are {FORMS}"
         )
 
 

@@ -1,0 +1,59 @@
+"""Runs of GRPO and PPO on toy models, small enough to be started by the dozen."""
+
+import json
+from pathlib import Path
+
+from launching import ds_config, toy_run
+
+TIMES = ("step_time_s", "data_wait_s", "tokens_per_s", "mfu", "peak_memory_bytes")
+RULES = '''
+def even(prompts, completions, references, ids):
+    """The share of letters in the first half of the alphabet: a random model draws answers of both kinds."""
+    shares = []
+    for text in completions:
+        letters = [c for c in text.lower() if c.isalpha()]
+        shares.append(sum(c < "n" for c in letters) / max(1, len(letters)))
+    return shares
+'''
+# Flags of runs.
+KINDS = {
+    "plain": {},
+    "held": {
+        "beta": 0.1,
+        "num_iterations": 2,
+        "epsilon_high": 0.28,
+        "loss_type": "dr_grpo",
+        "importance_sampling_level": "sequence",
+        "scale_rewards": "batch",
+    },
+    "critic": {
+        "objective": "ppo",
+        "num_iterations": 2,
+        "critic_learning_rate": 5e-4,
+        "vf_coef": 0.5,
+        "max_grad_norm": 1.0,
+        "gradient_checkpointing": "auto",
+        "check_divergence_steps": 1,
+    },
+}
+
+
+def flags_of(folder: Path, given: dict, name: str, stage: int, **more: object) -> dict[str, object]:
+    """Flags of a run in folder/name, 4 steps long. The folder has rules.py with RULES; given: base model and data."""
+    more = {
+        "objective": "grpo",
+        "reward_funcs": f"{folder / 'rules.py'}:even,length",
+        "reward_weights": "1,0.5",
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "per_device_generation_batch_size": 2,
+        "tokens_per_micro_batch": 300,
+        "max_steps": 4,
+        "report_to": "none",
+        **more,
+    }
+    return toy_run(given, folder / name, ds_config(stage), **more)
+
+
+def read_rollouts(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
