@@ -17,6 +17,7 @@ from torch import nn
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
+from llava_ds.data.loader import MicroBatch, Window
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.non_finite import skipped_steps
 from llava_ds.engine.param_groups import parameter_groups
@@ -76,14 +77,13 @@ def windows(rank: int):
             )
             for _ in range(2)
         ]
-        yield SimpleNamespace(
-            batches=batches,
-            micro_batches=batches,
-            counts=[2, 12, 12, 2, 50, 0],
-            num_planned=2,
-            broken=[],
-            data_wait_s=0.0,
-        )
+        yield Window([micro_batch(batch) for batch in batches], num_planned=2, data_wait_s=0.0)
+
+
+def micro_batch(batch: SimpleNamespace) -> MicroBatch:
+    """What the loop counts of such a batch: one sample."""
+    size = len(batch.ids)
+    return MicroBatch(batch, (0,), size, batch.num_targets, size * (size + 1) // 2, num_tiles=0, broken=())
 
 
 def run(case: dict, folder: Path, ranks) -> dict:

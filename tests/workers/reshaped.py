@@ -13,12 +13,13 @@ from types import SimpleNamespace
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from optimizers import WIDTH, Small
+from optimizers import WIDTH, Small, micro_batch
 from torch import nn
 
 from llava_ds.checkpoint.resume import ResumePoint
 from llava_ds.checkpoint.training_state import random_states, restore
 from llava_ds.config.parsing import parse_arguments
+from llava_ds.data.loader import Window
 from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.gather import gathered
@@ -62,14 +63,7 @@ def windows(ranks: Ranks, start_step: int):
                     num_targets=6,
                 )
             )
-        yield SimpleNamespace(
-            batches=batches,
-            micro_batches=batches,
-            counts=[share, 6 * share, 6 * share, share, 25 * share, 0],
-            num_planned=MICRO_BATCHES,
-            broken=[],
-            data_wait_s=0.0,
-        )
+        yield Window([micro_batch(batch) for batch in batches], num_planned=MICRO_BATCHES, data_wait_s=0.0)
 
 
 def remove_slices(file: Path) -> None:
