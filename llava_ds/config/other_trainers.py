@@ -77,6 +77,8 @@ ELSEWHERE = {
         "--max_completion_length": "--max_answer_seq_len --response_length --max_new_tokens",
         "--model_max_length (of prompt and answer)": "--max_prompt_seq_len --max_prompt_length",
         "--kl_ctl": "--kl_coef --init_kl_coef",
+        "--lora_enable True --lora_r (of actor and critic)": "--actor_lora_dim --critic_lora_dim",
+        "--max_resample_times": "--max_num_gen_batches",
         "--num_generations": "--num_return_sequences",
         "--warmup_steps": "--num_warmup_steps",
         "--bf16 True or --fp16 True": "--dtype",
@@ -96,7 +98,6 @@ NOT_HERE = {
             "--unpin_actor_parameters"
         ),
         "rollouts.jsonl has answers of every step with their rewards": "--print_answers --print_answers_interval",
-        "LoRA can't be used with rewards yet": "--actor_lora_dim --critic_lora_dim",
         "averages of weights are not there yet": "--enable_ema",
         "nothing is padded": "--num_padding_at_beginning",
         "losses are always computed in float32": "--compute_fp32_loss",

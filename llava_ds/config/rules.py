@@ -45,6 +45,9 @@ DRAWING_FLAGS = (
     "num_generations",
     "max_completion_length",
     "per_device_generation_batch_size",
+    "temperature",
+    "top_k",
+    "top_p",
     "num_iterations",
 )
 GRPO_FLAGS = (
@@ -56,6 +59,8 @@ GRPO_FLAGS = (
     "importance_sampling_level",
     "scale_rewards",
     "mask_truncated_completions",
+    "dynamic_sample",
+    "max_resample_times",
     "use_bias_correction_kl",
 )
 PPO_FLAGS = (
@@ -333,18 +338,17 @@ def _rewards(args: Arguments) -> Iterator[str]:
         yield "--num_generations is 1: grpo compares the answers to a prompt, give 2 or more"
     if training.use_bias_correction_kl and not training.beta:
         yield "--use_bias_correction_kl True has no effect without --beta: give that, or leave it out"
+    if "max_resample_times" in args.given and not training.dynamic_sample:
+        yield "--max_resample_times has no effect without --dynamic_sample True: give that, or leave it out"
     if training.epsilon >= 1:
         yield f"--epsilon is {training.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
     others = {
         "--bits": model.bits != 16,
-        "--lora_enable": model.lora_enable,
         "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
         "--on_loss_spike rewind": training.on_loss_spike == "rewind",
         "--steps_across_epochs": bool(training.steps_across_epochs),
         "--torch_compile": training.torch_compile,
         "--stream": data.stream,
-        # The estimate does not know of the critic's activations.
-        "--tokens_per_micro_batch auto": training.objective == "ppo" and training.tokens_per_micro_batch == "auto",
     }
     for flag, is_set in others.items():
         if is_set:

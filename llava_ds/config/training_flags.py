@@ -110,6 +110,20 @@ class TrainingArguments:
     per_device_generation_batch_size: Count = _objective(
         32, "grpo and ppo: prompts that a rank draws answers to at once.", resume="layout"
     )
+    temperature: Positive = _objective(
+        1.0,
+        "grpo and ppo: what logits are divided by, when answers are drawn and in the probabilities that train; below 1 "
+        "answers differ less.",
+    )
+    top_k: NotNegative = _objective(0, "grpo and ppo: draw among so many of the most probable tokens. 0: among all.")
+    top_p: Annotated[float, Bounds(0, 1, above=True)] = _objective(
+        1.0, "grpo and ppo: draw among the fewest most probable tokens whose probabilities add up to this."
+    )
+    dynamic_sample: bool = _objective(
+        False,
+        "grpo: in place of a prompt whose answers are all rewarded alike, draw answers to another prompt of the data.",
+    )
+    max_resample_times: Count = _objective(3, "grpo with --dynamic_sample: how often another prompt is tried.")
     num_iterations: Count = _objective(1, "grpo and ppo: optimizer updates over the answers of a step.")
     epsilon: Positive = _objective(0.2, "grpo: how far the ratio of new to old probability may fall and still count.")
     epsilon_high: Positive | None = _objective(

@@ -55,14 +55,16 @@ class LlavaModel(nn.Module):
         logits_at: torch.Tensor | None = None,
         num_sources: int | None = None,
         log_probs: bool = False,
+        temperature: float = 1.0,
         values_at: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The cross-entropy summed over the S supervised positions, float32, a scalar.
 
         With logits_at, (S,) indices into T, the output layer there instead: (S, V). With num_sources, that sum, and
         what it consists of: the cross-entropy and the number of positions of every data source, (2, num_sources)
-        float64, without a gradient. With log_probs, the log-probability of every target: (S,) float64; of a model with
-        a critic, that and the critic's value before each: (S,) float32. With values_at, (n,) ascending indices into T,
+        float64, without a gradient. With log_probs, the log-probability of every target under logits that are divided
+        by temperature: (S,) float64; of a model with a critic, that and the critic's value before each: (S,) float32.
+        With values_at, (n,) ascending indices into T,
         the value head there, without the output layer: (n,) float32.
         """
         given = logits_at if values_at is None else values_at
@@ -88,7 +90,10 @@ class LlavaModel(nn.Module):
         if logits_at is not None:
             return final_logits(output_layer(hidden), self.language_model.config)
         if log_probs:
-            rows = output_layer(hidden, targets=batch.targets, softcap=self._softcap, by_row=True)
+            # c tanh(x / c) / t is (c / t) tanh((x / t) / (c / t)).
+            softcap = None if self._softcap is None else self._softcap / temperature
+            hidden = hidden if temperature == 1 else hidden / temperature
+            rows = output_layer(hidden, targets=batch.targets, softcap=softcap, by_row=True)
             return (rows, self.critic(batch, values_at=batch.target_positions)) if has_critic(self) else rows
         loss, row_losses = output_layer(hidden, targets=batch.targets, softcap=self._softcap)
         if num_sources is None:

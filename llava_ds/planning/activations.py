@@ -45,10 +45,14 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     text, w = shape.text, weight_bytes
     tokens = batch.num_tokens
     again = layer_bytes(text, tokens, w) if batch.num_recomputed else 0  # the layer that is computed once more
-    saved = saved_bytes(shape, batch, w)
-    below = saved - head_bytes(text, batch, w)
-    at_the_loss = saved + loss_bytes(text, batch.num_supervised, w)
-    in_a_layer = below + again + tokens * (w * (3 * text.intermediate + 2 * text.hidden) + 8 * text.hidden)
+    saved, head = saved_bytes(shape, batch, w), head_bytes(text, batch, w)
+    # A critic goes backward before the actor's loss does, while the actor keeps all that it saved.
+    below = saved if shape.has_critic else saved - head
+    at_the_loss = head + (saved - head) // (2 if shape.has_critic else 1) + loss_bytes(text, batch.num_supervised, w)
+    # What dropout saved for the MLP's first two matrices to go backward is gone by then.
+    gone = (w + 1) * (text.intermediate + text.hidden) if text.lora_dropped else 0
+    passing = w * (3 * text.intermediate + 2 * text.hidden) + 8 * text.hidden - gone
+    in_a_layer = below + again + tokens * passing
     return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w))
 
 
@@ -60,7 +64,7 @@ def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
     width = tower.hidden + (2 * text.hidden if tower.projector_layers > 1 else 0)
     projector = batch.num_tiles * w * (tower.num_patches * width + tower.hidden)
     rotary = 2 * tokens * w * text.query // text.num_heads
-    return layers + projector + rotary + head_bytes(text, batch, w)
+    return (layers + projector + rotary) * (2 if shape.has_critic else 1) + head_bytes(text, batch, w)
 
 
 def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int) -> int:

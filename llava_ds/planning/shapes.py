@@ -126,7 +126,8 @@ class ModelShape:
     groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others but the packed;
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
     the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
-    that no stage shares out. flops: None when only the number of parameters is known.
+    that no stage shares out. flops: None when only the number of parameters is known; has_critic: a second model trains
+    beside the first on the same batches.
     """
 
     parts: tuple[Part, ...]
@@ -139,6 +140,7 @@ class ModelShape:
     packed_bits: int = 16
     scale_bits: float = 0
     flops: ModelFlops | None = None
+    has_critic: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -255,12 +257,15 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         packed_bits=args.model.bits,
         scale_bits=scale_bits(args.model),
         flops=flops,
+        has_critic=hasattr(model, "critic"),
     )
 
 
 def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
     """Add a critic as large as the actor, which it is unless another model is named."""
     model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
+    if args.model.lora_enable:
+        add_lora(model.critic.language_model, args.model, seed=0)
     choose_trainable(model.critic, args)
 
 

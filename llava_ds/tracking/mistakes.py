@@ -102,7 +102,8 @@ def _card(row: dict, turns: object, output_dir: Path) -> dict[str, object]:
             *([("score", f"{row['score']:.3g}")] if row["score"] > 0 else []),
             ("id", ", ".join(map(str, [row.get("question_id", ""), *kinds]))),
         ],
-        "earlier": [],
+        "folded": "",
+        "others": [],
     }
 
 

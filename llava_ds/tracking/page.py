@@ -15,6 +15,7 @@ from llava_ds.tracking.chart import bar_chart
 from llava_ds.tracking.curves import learning_curves, machine_curves
 from llava_ds.tracking.mistakes import mistakes_part
 from llava_ds.tracking.result import evaluation_part, result_card
+from llava_ds.tracking.rewarded import rewarded_answers
 from llava_ds.tracking.run_files import RunFiles, is_number, read_run
 from llava_ds.tracking.sampled import sampled_answers
 from llava_ds.tracking.wording import NUMBERS, model_of, num_bytes
@@ -54,6 +55,7 @@ def report_page(run: RunFiles) -> str:
     """The page, as HTML: the result of the run first, then how it learnt, then what the machine did."""
     sections = {
         "Answers while training": _answers(run),
+        "Rewarded answers": _rewarded(run),
         "Mistakes": mistakes_part(run),
         "Learning": learning_curves(run),
         "Evaluation": evaluation_part(run),
@@ -103,6 +105,12 @@ def _answers(run: RunFiles) -> list[Block]:
     if "samples.jsonl" in run.problems:
         return [note(run.problems["samples.jsonl"], "warn")]
     return sampled_answers(run.samples, run.output_dir) if run.samples else []
+
+
+def _rewarded(run: RunFiles) -> list[Block]:
+    if "rollouts.jsonl" in run.problems:
+        return [note(run.problems["rollouts.jsonl"], "warn")]
+    return rewarded_answers(run.rollouts, run.output_dir) if run.rollouts else []
 
 
 def _data(run: RunFiles) -> list[Block]:

@@ -28,8 +28,8 @@ class Checkpoint:
 class RunFiles:
     """All that a report shows of a run.
 
-    record: run.json; metrics, evals, samples, skipped, skipped_steps: the rows of these .jsonl; evaluations: what
-    run/evaluate.py wrote, by file name; problems: by file name, why it is not here.
+    record: run.json; metrics, evals, samples, rollouts, skipped, skipped_steps: the rows of these .jsonl; evaluations:
+    what run/evaluate.py wrote, by file name; problems: by file name, why it is not here.
     """
 
     output_dir: Path
@@ -38,6 +38,7 @@ class RunFiles:
     metrics: list[dict]
     evals: list[dict]
     samples: list[dict]
+    rollouts: list[dict]
     skipped: list[dict]
     skipped_steps: list[dict]
     evaluations: dict[str, dict]
@@ -119,6 +120,7 @@ def read_run(output_dir: Path) -> RunFiles:
         metrics=stepped("metrics.jsonl", required=True),
         evals=stepped("evals.jsonl"),
         samples=stepped("samples.jsonl"),
+        rollouts=stepped("rollouts.jsonl"),
         skipped=rows("skipped.jsonl"),
         skipped_steps=stepped("skipped_steps.jsonl"),
         evaluations={path.name: whole(path.name) for path in sorted(output_dir.glob("evaluation*.json"))},

@@ -45,13 +45,14 @@ def _card(asked: list[dict], output_dir: Path) -> dict[str, object]:
     reference = last.get("reference")
     question = str(last.get("question", "")).replace(IMAGE_TOKEN, "").strip()  # the image is shown
     question = re.sub(r"^USER:\s*|\s*ASSISTANT:$", "", question)  # LLaVA's words for who speaks
-    *earlier, final = [_answer_line(*stretch, reference) for stretch in _spread(_stretches(asked), MOST_ANSWERS)]
+    *earlier, final = [_answer_line(*stretch, reference) for stretch in spread(_stretches(asked), MOST_ANSWERS)]
     return {
         "images": [shown_image(place, output_dir) for place in places],
         "question": question,
         "note": "",
         "lines": [final] if reference is None else [final, ("reference", reference)],
-        "earlier": earlier,
+        "folded": "Earlier answers",
+        "others": earlier,
     }
 
 
@@ -81,7 +82,7 @@ def _stretches(asked: list[dict]) -> list[tuple[int, int, str]]:
     return found
 
 
-def _spread(rows: list, most: int) -> list:
+def spread(rows: list, most: int) -> list:
     """Choose at most so many rows, evenly, the first and the last included."""
     if len(rows) <= most:
         return rows

@@ -25,6 +25,7 @@ from llava_ds.train.policy_batches import (
     AskedPrompt,
     Group,
     TrainedAnswer,
+    has_no_signal,
     metrics_of,
     pack,
     policy_batch,
@@ -72,6 +73,9 @@ class Rollouts:
             max_length=plan.args.data.model_max_length,
             ends=tuple(end_markers(plan.args.model.version, plan.model.tokenizer)),
             images=plan.images,
+            temperature=training.temperature,
+            top_k=training.top_k,
+            top_p=training.top_p,
         )
 
     def _log(self, done: int) -> RowLog | None:
@@ -86,8 +90,7 @@ class Rollouts:
             started = time.perf_counter()
             samples = [sample for micro in layout.of_ranks[self._mesh.dp_rank] for sample in micro]
             prompts, broken = self._prompts(samples)
-            answers = self._draw(step, prompts)
-            groups = on_every_rank(self._ranks, lambda p=prompts, a=answers: self._score(p, a))
+            groups, more = self._groups(step, prompts)
             if log is not None and groups:
                 log.write([self._shown(step, groups[0])])
             micro_batches, metrics = self._batches(engine, groups)
@@ -97,7 +100,7 @@ class Rollouts:
                 num_planned=len(layout.samples),
                 data_wait_s=time.perf_counter() - started,
                 passes=training.num_iterations,
-                metrics=metrics,
+                metrics=metrics | more,
                 num_prompts=len(groups),
             )
 
@@ -126,14 +129,49 @@ class Rollouts:
         reference = tokenizer.decode(sample.input_ids[answer], skip_special_tokens=True).strip()
         return AskedPrompt(index, str(row["id"]), prompt, text, reference)
 
-    def _draw(self, step: int, prompts: list[AskedPrompt]) -> list[list[Answer]]:
+    def _groups(self, step: int, prompts: list[AskedPrompt]) -> tuple[list[Group], dict[str, torch.Tensor]]:
+        """Draw answers to each prompt, and reward them; with --dynamic_sample those to another prompt, too, where a
+        group has no signal. Returns also how many prompts others stand for. All ranks call it together.
+
+        Which others follows from --seed, the step and the prompt alone.
+        """
+        training, places = self._plan.args.training, list(range(len(prompts)))
+        groups = self._answered((step, 0), prompts, prompts)
+        if not training.dynamic_sample:
+            return groups, {}
+        for attempt in range(1, training.max_resample_times + 1):
+            places = [i for i in places if has_no_signal(groups[i])]
+            if not any(gather(len(places), self._ranks)):
+                break
+            found = [(i, other) for i in places if (other := self._another((step, attempt), prompts[i])) is not None]
+            new = self._answered((step, attempt), [prompts[i] for i, _ in found], [other for _, other in found])
+            for (i, _), group in zip(found, new):
+                groups[i] = groups[i] if has_no_signal(group) else group
+        replaced = sum(group.prompt is not prompt for group, prompt in zip(groups, prompts))
+        return groups, {"frac_resampled": torch.tensor(float(replaced), dtype=torch.float64, device=self._ranks.device)}
+
+    def _another(self, turn: tuple[int, int], prompt: AskedPrompt) -> AskedPrompt | None:
+        """A prompt in place of this one; None if it can't be shown, which its own step will report."""
+        dataset = self._plan.steps.dataset
+        rng = np.random.default_rng([self._plan.args.training.seed, *turn, prompt.index])
+        found, _ = self._prompts([int(rng.integers(len(dataset)))])
+        return found[0] if found else None
+
+    def _answered(self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]) -> list[Group]:
+        """Answers to each prompt, with rewards. turn: step and attempt; slots: the prompts of the step that these stand
+        for. All ranks call it together."""
+        answers = self._draw(turn, slots, prompts)
+        return on_every_rank(self._ranks, lambda: self._score(prompts, answers))
+
+    def _draw(self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]) -> list[list[Answer]]:
         """Draw the answers to each prompt, some prompts at a time."""
-        training, found = self._plan.args.training, []
+        training, found, (step, attempt) = self._plan.args.training, [], turn
         size = training.per_device_generation_batch_size
         with whole_weights(self._twin), self._precision():
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]
-                numbers = [numbers_for(self._rules, training.seed, step, prompt.index) for prompt in some]
+                seeds = [(training.seed, step, slot.index, attempt) for slot in slots[first : first + size]]
+                numbers = [numbers_for(self._rules, *each) for each in seeds]
                 found += draw_answers(self._twin, [prompt.sample for prompt in some], numbers, self._rules)
         return found
 
@@ -169,7 +207,9 @@ class Rollouts:
             {"text": decode(answer.ids, skip_special_tokens=True).strip(), "reward": reward, "times": number}
             for (answer, reward), number in sorted(times.items(), key=lambda item: -item[0][1])
         ]
-        return {"step": step, "id": asked.id, "prompt": asked.text, "reference": asked.reference, "answers": answers}
+        images = self._plan.steps.dataset.images_of(asked.index)[: len(asked.sample.media)]
+        shown = {"id": asked.id, "prompt": asked.text, "images": images, "reference": asked.reference}
+        return {"step": step, **shown, "answers": answers}
 
     def _batches(self, engine, groups: list[Group]) -> tuple[list[MicroBatch], dict[str, torch.Tensor]]:
         """As many micro-batches on every rank, on the device, and the numbers of the step, as sums over prompts.
@@ -203,13 +243,14 @@ class Rollouts:
         values = None
         if self._has_critic or self._plan.args.training.num_iterations > 1:
             engine.eval()
-            found = engine(batch, log_probs=True)
+            found = engine(batch, log_probs=True, temperature=self._rules.temperature)
             engine.train()
             old, values = found if self._has_critic else (found, None)
             batch = replace(batch, old=old)
         if self._reference is not None:
             with self._precision():
-                batch = replace(batch, frozen=self._reference(batch, log_probs=True))
+                frozen = self._reference(batch, log_probs=True, temperature=self._rules.temperature)
+            batch = replace(batch, frozen=frozen)
         return batch, values
 
     def _precision(self) -> torch.autocast:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.geometry import ImageOptions
@@ -16,7 +17,8 @@ from llava_ds.model.llava import LlavaModel
 @dataclass(frozen=True)
 class Answer:
     """An answer that was drawn. ids: with the end marker, if it came to one; log_probs: of the ids; entropy: of the
-    distributions that they were drawn from, in nats, summed."""
+    model's distributions where they were drawn, in nats, summed. Both are at the temperature, and without top_k and
+    top_p, as in training."""
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -26,32 +28,36 @@ class Answer:
 
 @dataclass(frozen=True)
 class DrawRules:
-    """Rules of drawing. ends: ids that end an answer; max_length: tokens of a prompt with its answer."""
+    """Rules of drawing. ends: ids that end an answer; max_length: tokens of a prompt with its answer; the others are
+    transformers' for generation, top_k 0 and top_p 1 for all tokens."""
 
     num_answers: int
     max_new_tokens: int
     max_length: int
     ends: tuple[int, ...]
     images: ImageOptions
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
 
     def room(self, prompt: LoadedSample) -> int:
         """Tokens that an answer to the prompt may have."""
         return min(self.max_new_tokens, self.max_length - len(prompt.input_ids))
 
 
-def numbers_for(rules: DrawRules, seed: int, step: int, sample: int) -> np.ndarray:
+def numbers_for(rules: DrawRules, seed: int, step: int, sample: int, attempt: int = 0) -> np.ndarray:
     """The random numbers in [0, 1) by which the answers to a prompt are drawn in a step, (G, max_new_tokens).
 
     They follow from their seeds alone, so that neither ranks nor a resume change them.
     """
-    return np.random.default_rng([seed, step, sample]).random((rules.num_answers, rules.max_new_tokens))
+    return np.random.default_rng([seed, step, sample, attempt]).random((rules.num_answers, rules.max_new_tokens))
 
 
 @torch.no_grad()
 def draw_answers(
     model: LlavaModel, prompts: list[LoadedSample], numbers: list[np.ndarray], rules: DrawRules
 ) -> list[list[Answer]]:
-    """Draw num_answers to every prompt at temperature 1. numbers: numbers_for each prompt.
+    """Draw num_answers to every prompt. numbers: numbers_for each prompt.
 
     Returns them by prompt. model: the twin of the one that trains, with whole weights.
     """
@@ -65,7 +71,7 @@ def draw_answers(
     rows = going // times  # of the cache: answers that are equal so far share one
     found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(uniform))]
     for step in range(rules.max_new_tokens):
-        tokens, log_probs, entropies = _draw(logits, rows, uniform[going, step])
+        tokens, log_probs, entropies = _draw(logits, rows, uniform[going, step], rules)
         for i, *drawn in zip(going.tolist(), tokens.tolist(), log_probs.tolist(), entropies.tolist()):
             found[i].append(tuple(drawn))
         stay = (~torch.isin(tokens, ends) & (room[going] > step + 1)).nonzero()[:, 0]
@@ -109,18 +115,28 @@ def _logits(model: LlavaModel, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(
-    logits: torch.Tensor, rows: torch.Tensor, uniform: torch.Tensor
+    logits: torch.Tensor, rows: torch.Tensor, uniform: torch.Tensor, rules: DrawRules
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw a token for each answer by its row of logits (R, V) and a number in [0, 1).
 
     Returns the tokens, their log-probabilities and the entropies of the rows, as long as rows and uniform.
     """
-    log_probs = logits.float().log_softmax(-1)
+    log_probs = (logits.float() / rules.temperature).log_softmax(-1)
     probs = log_probs.double().exp()
-    up_to = probs.cumsum(-1)[rows]
+    up_to = _candidates(log_probs, rules).double().exp().cumsum(-1)[rows]
     tokens = torch.searchsorted(up_to, uniform[:, None] * up_to[:, -1:], right=True).clamp(max=logits.shape[-1] - 1)
     entropy = -(probs * log_probs.double().clamp(min=-1e9)).sum(-1)
     return tokens[:, 0], log_probs[rows, tokens[:, 0]], entropy[rows]
+
+
+def _candidates(log_probs: torch.Tensor, rules: DrawRules) -> torch.Tensor:
+    """The log-probabilities (R, V), with -inf for tokens that top_k and top_p leave out."""
+    warpers = LogitsProcessorList()
+    if rules.top_k:
+        warpers.append(TopKLogitsWarper(rules.top_k))
+    if rules.top_p < 1:
+        warpers.append(TopPLogitsWarper(rules.top_p))
+    return warpers(None, log_probs)
 
 
 def _answer(drawn: list[tuple[int, float, float]], ends: tuple[int, ...]) -> Answer:

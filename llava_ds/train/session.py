@@ -239,10 +239,11 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
             training.importance_sampling_level,
             training.beta,
             training.use_bias_correction_kl,
+            training.temperature,
         )
         return GRPO(loss, num_sources, mesh.grad_ranks)
     if training.objective == "ppo":
-        loss = ActorCriticLoss(training.cliprange, training.cliprange_value, training.vf_coef)
+        loss = ActorCriticLoss(training.cliprange, training.cliprange_value, training.vf_coef, training.temperature)
         return PPO(loss, num_sources, mesh.grad_ranks)
     return SFT(training.loss_reduction, num_sources, grad_ranks=mesh.grad_ranks)
 

@@ -3,7 +3,8 @@ run/dev/write_pairs.py FOLDER
 
 FOLDER has train.json and heldout.json of run/dev/write_questions.py. PREFIX-train.json and PREFIX-heldout.json beside
 them have the right answer as chosen. The rejected one is any wrong answer to such a question, all equally likely; or
-with --drawn_from a model's own, as likely as the model gives it among the wrong ones.
+with --drawn_from a model's own, as likely as the model gives it among the wrong ones; with --drawn_kinds only to
+questions of these kinds.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from llava_ds.evaluation.judging import Judge
 from llava_ds.infer.engines import EngineOptions
 from llava_ds.infer.generate import Prompt
 from llava_ds.runtime.ranks import Ranks, progress_bar, quiet_libraries
-from llava_ds.tiny.questions import ANSWERS
+from llava_ds.tiny.questions import ANSWERS, KINDS
 
 TOGETHER = 16  # questions judged at once
 
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prefix", default="pairs")
     parser.add_argument("--drawn_from", help="folder of a model")
+    parser.add_argument("--drawn_kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--train", type=int, default=16_000)
     parser.add_argument("--heldout", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -52,15 +54,15 @@ def wrong_answers(
     wrong = [[answer for answer in ANSWERS[each["kind"]] if answer != right(each)] for each in records]
     chances = [np.full(len(answers), 1 / len(answers)) for answers in wrong]
     if judge is not None:
-        chances = []
-        with progress_bar(total=len(records), desc="wrong answers judged", unit="question") as bar:
-            for first in range(0, len(records), TOGETHER):
-                some = slice(first, first + TOGETHER)
-                prompts = [prompt_of(record, args.folder) for record in records[some]]
-                for scores in judge.scores(prompts, wrong[some]):
+        judged = [i for i, record in enumerate(records) if record["kind"] in args.drawn_kinds]
+        with progress_bar(total=len(judged), desc="wrong answers judged", unit="question") as bar:
+            for first in range(0, len(judged), TOGETHER):
+                some = judged[first : first + TOGETHER]
+                prompts = [prompt_of(records[i], args.folder) for i in some]
+                for i, scores in zip(some, judge.scores(prompts, [wrong[i] for i in some])):
                     weights = np.array([math.exp(score - max(scores)) for score in scores])
-                    chances.append(weights / weights.sum())
-                bar.update(len(prompts))
+                    chances[i] = weights / weights.sum()
+                bar.update(len(some))
     return [answers[rng.choice(len(answers), p=chance)] for answers, chance in zip(wrong, chances)]
 
 

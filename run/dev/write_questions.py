@@ -1,7 +1,7 @@
 """Write questions about generated scenes, for make grpo and its like: run/dev/write_questions.py FOLDER
 
 train.json: four of five ask for a number, which the tuned tiny model is worst at; the others ask all else, so that it
-is not forgotten. With --even all kinds come equally often. heldout.json: other scenes; 1,000 ask for a number, and
+is not forgotten. --counting gives another share. heldout.json: other scenes; 1,000 ask for a number, and
 --others of every other kind. With --descriptions all ask for a description of the picture, 1,000 of them held out.
 """
 
@@ -20,13 +20,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--train", type=int, default=16_000)
     parser.add_argument("--others", type=int, default=200)
-    parser.add_argument("--even", action="store_true")
+    parser.add_argument("--counting", type=float, default=0.8)
     parser.add_argument("--descriptions", action="store_true")
     args = parser.parse_args()
-    train = ["count" if i % 5 else OTHERS[i // 5 % len(OTHERS)] for i in range(args.train)]
+    upto = [int(i * args.counting + 1e-9) for i in range(args.train + 1)]  # questions before i that ask for a number
+    train = ["count" if upto[i + 1] > upto[i] else OTHERS[(i - upto[i]) % len(OTHERS)] for i in range(args.train)]
     heldout = ["count"] * 1000 + [kind for kind in OTHERS for _ in range(args.others)]
-    if args.even:
-        train = [KINDS[i % len(KINDS)] for i in range(args.train)]
     if args.descriptions:
         train, heldout = [DESCRIBE] * args.train, [DESCRIBE] * 1000
     write_questions(args.folder, args.seed, {"train": (train, False), "heldout": (heldout, True)})

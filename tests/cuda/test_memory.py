@@ -14,13 +14,19 @@ from llava_ds.planning.shapes import CLIP_L_336, NAMED, shape_of
 pytestmark = pytest.mark.cuda
 
 TOKENS, IMAGES, WEIGHT_BYTES = 8192, 4, 2
-PARTS = {"both": {}, "projector": {"tune_mm_mlp_adapter": True}, "lora": {"lora_enable": True, "lora_r": 128}}
+PARTS = {
+    "both": {},
+    "projector": {"tune_mm_mlp_adapter": True},
+    "lora": {"lora_enable": True, "lora_r": 128},
+    "critic": {},
+}
 QUICK = {("qwen2-0.5b", "both", False), ("qwen2-0.5b", "both", True)}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full)
     for name in NAMED
     for case in [(name, "both", False), (name, "both", True)]
     + [(name, trained, True) for trained in ("projector", "lora") if name in ("llava-v1.5-7b", "qwen2-7b")]
+    + [(name, "critic", recomputes) for recomputes in (False, True) if name in ("qwen2-0.5b", "llava-v1.5-7b")]
 ]
 
 
@@ -36,18 +42,22 @@ def test_the_peak_of_a_micro_batch_is_as_estimated(name, trained, recomputes):
     with gpu(tracks=True) as rules:
         with rules.building():
             model = built(text, tower, args, short=True)
-            if recomputes:
-                checkpoint_layers(model.language_model)
+            if trained == "critic":
+                args = args.replaced(objective="ppo")
+                model.critic = built(text, tower, args, short=True, value_head=True)
+            for module in (model, *([model.critic] if trained == "critic" else [])):
+                if recomputes:
+                    checkpoint_layers(module.language_model)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
         (micro,) = on_gpu(samples, options)
-        loss, _ = model(micro.batch, num_sources=1)
-        loss.backward()
+        parts = model(micro.batch, log_probs=True) if trained == "critic" else model(micro.batch, num_sources=1)[:1]
+        sum(part.sum() for part in parts).backward()
         found = rules.live.peak
     shape = shape_of(text, tower, args)
     batch = MicroBatch(micro.num_tokens, micro.num_targets, IMAGES, text.num_hidden_layers if recomputes else 0)
     weights = sum(part.num_parameters for part in shape.parts) * WEIGHT_BYTES
     expected = weights + activation_bytes(shape, batch, WEIGHT_BYTES)
-    # With LoRA the estimate lies some 3 % above.
-    assert found == pytest.approx(expected, rel=0.04 if trained == "lora" else 0.02)
+    # The last layer is counted whole, though it saves less where nothing is supervised: with a critic twice.
+    assert found == pytest.approx(expected, rel=0.03 if trained == "critic" else 0.02)

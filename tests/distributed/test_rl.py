@@ -16,7 +16,7 @@ from llava_ds.export.output_folder import folder_entries
 from llava_ds.files.jsonl import read_metrics
 
 STEPS, SAVED = 4, 2
-SAVING = ("held", "critic")
+SAVING = ("held", "critic", "adapters", "refilled", "critic-adapters")
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,15 @@ def runs(folder, given) -> dict[str, list[dict]]:
         for stage in (2, 3)
     ]
     run_many(2, folder / "launch", todo, finished=False)
-    for name, kind in (("resumed", "held"), ("resumed-critic", "critic"), ("resharded-critic", "critic")):
+    again = [(f"resumed-{kind}", kind) for kind in SAVING]
+    for name, kind in [*again, ("resharded-critic", "critic")]:
         (folder / name).mkdir()
         shutil.copytree(folder / f"{kind}-2" / f"checkpoint-{SAVED}", folder / name / f"checkpoint-{SAVED}")
         shutil.copy(folder / f"{kind}-2" / "metrics.jsonl", folder / name)
-    again = [("resumed", "held"), ("resumed-critic", "critic")]
     todo = [flags_of(folder, given, name, 2, **KINDS[kind], **saves) for name, kind in again]
     run_many(2, folder / "again", todo, finished=False)
     todo = [flags_of(folder, given, "resharded-critic", 2, **KINDS["critic"], **saves)]
+    todo.append(flags_of(folder, given, "alone-refilled", 2, **KINDS["refilled"]))
     run_many(1, folder / "resharded", todo, finished=False)
     return {path.parent.name: read_metrics(path) for path in folder.glob("*/metrics.jsonl")}
 
@@ -71,8 +72,10 @@ def test_the_first_iteration_has_every_ratio_1(runs):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("whole", "resumed"), [("held-2", "resumed"), ("critic-2", "resumed-critic")])
-def test_a_resumed_run_is_bit_equal(folder, runs, whole, resumed):
+@pytest.mark.parametrize("kind", SAVING)
+def test_a_resumed_run_is_bit_equal(folder, runs, kind):
+    whole, resumed = f"{kind}-2", f"resumed-{kind}"
+
     def rows(name: str) -> list[dict]:
         return [{k: v for k, v in row.items() if k not in TIMES} for row in runs[name]]
 
@@ -92,6 +95,15 @@ def test_a_critic_resumes_on_another_number_of_ranks(runs):
 
 
 @pytest.mark.full
+def test_prompts_without_signal_are_replaced_the_same_on_any_number_of_ranks(runs):
+    rows, alone = runs["refilled-2"], runs["alone-refilled"]
+    assert 0 < sum(row["frac_resampled"] for row in rows) < len(rows)
+    for row, other in zip(rows, alone, strict=True):
+        for name in set(row) - set(TIMES):
+            assert row[name] == pytest.approx(other[name], abs=2e-5, rel=2e-4), (row["step"], name)
+
+
+@pytest.mark.full
 def test_the_critic_learns_with_its_own_rate(runs):
     rows = runs["critic-2"]
     assert rows[0]["lr"] == [2e-3, 2e-3, 1e-3, 1e-3, *4 * [5e-4]]  # language model, projector, then all of the critic
@@ -103,7 +115,7 @@ def test_the_critic_learns_with_its_own_rate(runs):
 
 @pytest.mark.full
 def test_answers_are_kept_with_their_rewards(folder, runs):
-    rows = read_rollouts(folder / "resumed")
+    rows = read_rollouts(folder / "resumed-held")
     assert rows == read_rollouts(folder / "held-2")[SAVED:]  # the first ones were not copied
     assert [row["step"] for row in rows] == [SAVED + 1, STEPS]
     assert sum(answer["times"] for answer in rows[0]["answers"]) == 4 and rows[0]["reference"]

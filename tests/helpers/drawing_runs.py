@@ -14,7 +14,12 @@ def even(prompts, completions, references, ids):
         letters = [c for c in text.lower() if c.isalpha()]
         shares.append(sum(c < "n" for c in letters) / max(1, len(letters)))
     return shares
+
+
+def half(**lists):
+    return [float(share > 0.75) for share in even(**lists)]
 '''
+LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 16, "lora_dropout": 0.0}
 # Flags of runs.
 KINDS = {
     "plain": {},
@@ -35,6 +40,9 @@ KINDS = {
         "gradient_checkpointing": "auto",
         "check_divergence_steps": 1,
     },
+    "adapters": {**LORA, "beta": 0.1, "temperature": 0.7, "top_k": 300, "top_p": 0.9},
+    "refilled": {"reward_funcs": "rules.py:half", "reward_weights": "1", "dynamic_sample": True},
+    "critic-adapters": {**LORA, "objective": "ppo", "temperature": 1.3},
 }
 
 
@@ -42,7 +50,7 @@ def flags_of(folder: Path, given: dict, name: str, stage: int, **more: object) -
     """Flags of a run in folder/name, 4 steps long. The folder has rules.py with RULES; given: base model and data."""
     more = {
         "objective": "grpo",
-        "reward_funcs": f"{folder / 'rules.py'}:even,length",
+        "reward_funcs": "rules.py:even,length",
         "reward_weights": "1,0.5",
         "num_generations": 4,
         "max_completion_length": 6,
@@ -52,6 +60,7 @@ def flags_of(folder: Path, given: dict, name: str, stage: int, **more: object) -
         "report_to": "none",
         **more,
     }
+    more["reward_funcs"] = more["reward_funcs"].replace("rules.py", str(folder / "rules.py"))
     return toy_run(given, folder / name, ds_config(stage), **more)
 
 

@@ -39,13 +39,18 @@ def tower_plan(kind: str, args: Arguments) -> TowerPlan:
 
 
 def built(
-    text: PreTrainedConfig, tower: TowerPlan, args: Arguments, dtype: torch.dtype = torch.bfloat16, short: bool = False
+    text: PreTrainedConfig,
+    tower: TowerPlan,
+    args: Arguments,
+    dtype: torch.dtype = torch.bfloat16,
+    short: bool = False,
+    value_head: bool = False,
 ) -> LlavaModel:
     """The composition on the fake GPU, as training builds and freezes it, uninitialised."""
     images = tower.images
     mean, std = (torch.tensor(values, device=CUDA) for values in (images.mean, images.std))
     with construction({}, dtype, CUDA, zero3=False):
-        model = assemble(text, tower, args.model, mean, std)
+        model = assemble(text, tower, args.model, mean, std, value_head)
     if short:
         model.shorten_last_layer()
     if args.model.lora_enable:

@@ -73,6 +73,14 @@ def write_run(folder, steps: int = 30, **flags: object):
             for n, answer in ((0, EVIL), (10, "red"), (20, "red"))
         ],
     )
+    answers = [{"text": f"{EVIL}{n}", "reward": 1 - n / 10, "times": 3 - n // 4} for n in range(8)]
+    write_jsonl(
+        folder / "rollouts.jsonl",
+        [
+            {"step": n, "id": "a", "prompt": EVIL, "images": ["a.png"], "reference": "red", "answers": answers}
+            for n in range(1, 31)
+        ],
+    )
     write_jsonl(folder / "skipped.jsonl", [{"file": "f.json", "line": 3, "index": 2, "id": EVIL, "reason": EVIL}])
     write_jsonl(folder / "skipped_steps.jsonl", [{"step": 7, "not_finite": "loss", "ranks": [0], "samples": [EVIL]}])
     (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
@@ -120,7 +128,7 @@ def test_the_page_shows_all_of_a_run_and_nothing_of_it_as_html(tmp_path):
     elements = Elements(page)
     assert not elements.open and not refers_outside(elements)
     assert not [tag for tag, _ in elements.tags if tag in ("script", "iframe", "object", "embed", "form")]
-    assert sum(tag == "img" for tag, _ in elements.tags) == 1 and "url(" not in page and "@import" not in page
+    assert sum(tag == "img" for tag, _ in elements.tags) == 1 + 8 and "url(" not in page and "@import" not in page
     for part in (
         "finished", "2 × cpu", "30,000", "40.0%", "10.0%", "5 GB",  # numbers
         "Loss per supervised token", "eval loss, last", "Learning rate", "Gradient norm", "Throughput", "Peak memory",
@@ -194,14 +202,22 @@ def test_a_logarithmic_axis_is_marked_as_such():
     assert "log scale" not in chart(3, 2, 1) and "each step" in Elements(chart(3, 2, 1)).text
 
 
+def test_answers_that_were_rewarded(tmp_path):
+    text = Elements(write_report(write_run(tmp_path / "run")).read_text()).text
+    begin = text.index("Rewarded answers", text.index("Answers while training") + 200)
+    part = text[begin : text.index("Learning", begin)]
+    assert "step 1" in part and "step 30" in part and "22 more are in rollouts.jsonl" in part
+    assert "1.00 × 3" in part and "0.30 × 2" in part and "More answers (2)" in part
+
+
 def test_a_run_that_was_killed_says_how_far_it_came(tmp_path):
     page = write_report(write_run(tmp_path / "run", steps=12)).read_text()
     assert "at step 12 of 30" in page and "finished" not in Elements(page).text
 
 
 @pytest.mark.parametrize(
-    "name", ["run.json", "ds_config.json", "metrics.jsonl", "evals.jsonl", "samples.jsonl", "skipped.jsonl",
-             "skipped_steps.jsonl", "evaluation.json"],
+    "name", ["run.json", "ds_config.json", "metrics.jsonl", "evals.jsonl", "samples.jsonl", "rollouts.jsonl",
+             "skipped.jsonl", "skipped_steps.jsonl", "evaluation.json"],
 )  # fmt: skip
 def test_a_file_that_is_missing_or_broken_costs_its_own_part_only(tmp_path, name):
     folder = write_run(tmp_path / "run")
@@ -227,6 +243,8 @@ def test_fields_of_another_type_than_expected_cost_nothing_else(tmp_path):
         (folder / "run.json").write_text(json.dumps({**record, **changed}))
         assert "checkpoint-10" in Elements(write_report(folder).read_text()).text
     write_jsonl(folder / "samples.jsonl", [{"step": 1}, {"step": 2, "images": "x", "answer": 3, "reference": None}])
+    answers = [3, {"text": 1, "reward": "much", "times": None}]
+    write_jsonl(folder / "rollouts.jsonl", [{"step": 1}, {"step": 2, "images": "x", "answers": answers, "prompt": 3}])
     write_jsonl(
         folder / "metrics.jsonl", [{"step": 1, "loss": "x", "lr": "y"}, {"step": 2, "lr": []}, {"step": 3, "loss": 1}]
     )

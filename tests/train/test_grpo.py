@@ -27,6 +27,7 @@ from llava_ds.train.policy_batches import (
     policy_batch,
     totals_of,
     trained_answers,
+    with_answer,
 )
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
 
@@ -36,10 +37,10 @@ ENDS = tuple(range(0, 400, 6))  # a random model would hardly draw the one of it
 MESH = Mesh(dp=1, dp_rank=0)
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
+@pytest.fixture(scope="module", params=["llama"])
+def toy(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("toy")
-    args = ModelArguments(**toys.write_base(folder / "base"))
+    args = ModelArguments(**toys.write_base(folder / "base", family=request.param))
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, Ranks(0, 0, 1, CPU))
     spec = plan.images
@@ -129,6 +130,30 @@ def test_answers_are_drawn_as_often_as_they_are_likely(toy):
     assert abs(entropy - answers[0].entropy) < 0.1
 
 
+@pytest.mark.parametrize("toy", ["llama", "gemma2"], indirect=True)  # the second caps its logits
+@pytest.mark.parametrize("top", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.4}], ids=str)
+def test_other_temperatures_and_fewer_tokens(toy, top):
+    """Log-probabilities are those of all tokens at the temperature, as training computes them; answers are drawn among
+    the likely ones."""
+    rules = dataclasses.replace(toy.rules, num_answers=2000, max_new_tokens=1, temperature=0.6, **top)
+    [answers] = draw_answers(toy.twin, toy.prompts[:1], [numbers_for(rules, 0, 1, 0)], rules)
+    first = torch.tensor([answer.ids[0] for answer in answers])
+    batch = collate([with_answer(toy.prompts[0], (first[0].item(),))], toy.options)
+    with torch.no_grad():
+        [trained] = toy.model(batch, log_probs=True, temperature=0.6).tolist()
+        [logits] = toy.model(batch, logits_at=batch.target_positions)
+    probs, order = (logits.double() / 0.6).softmax(-1).sort(descending=True)
+    probs = torch.where(torch.arange(len(probs)) < (rules.top_k or len(probs)), probs, 0.0)
+    probs = probs / probs.sum()
+    probs = torch.where(probs.cumsum(0) - probs < rules.top_p, probs, 0.0)
+    probs = probs / probs.sum()
+    assert 1 < (probs > 0).sum() < len(probs) and set(first.tolist()) <= set(order[probs > 0].tolist())
+    for token, share in zip(order.tolist(), probs.tolist()):
+        assert abs((first == token).double().mean() - share) <= 5 * (share * (1 - share) / 2000) ** 0.5
+    assert trained == pytest.approx(answers[0].log_probs[0], abs=1e-5)
+    assert trained == pytest.approx((logits / 0.6).log_softmax(-1)[first[0]].item(), abs=1e-5)
+
+
 @pytest.mark.parametrize("packing", [Packing(1, 1, 1, 10_000), Packing(1, 2, 1, None), Packing(1, 1, 1, 90)], ids=str)
 def test_the_first_gradient_is_that_of_advantages_times_log_probabilities(toy, packing):
     """Every answer counted on its own, without merging or dropping any."""
@@ -198,7 +223,7 @@ def test_the_loss_after_an_update_is_trls(toy, loss_type, level, beta, scale):
     total, clipped = 0.0, 0.0
     for micro in batches_of(toy, training, groups, Packing(1, 1, 1, 200)):
         batch = with_log_probs(micro.batch, made)
-        done = GRPO(loss, 1, 1).forward(lambda _, log_probs, rows=batch.rows: rows, batch.batch)
+        done = GRPO(loss, 1, 1).forward(lambda _, rows=batch.rows, **options: rows, batch.batch)
         total += done.loss_sum.item()
         clipped += done.metrics["clip_ratio/region_mean"].item()
         assert done.by_source[0].sum().item() == pytest.approx(done.loss_sum.item(), abs=1e-12)

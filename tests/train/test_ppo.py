@@ -201,7 +201,7 @@ def test_the_step_is_the_textbooks(toy, kl_ctl):
     critic = 0.5 * np.maximum((values - wanted.returns) ** 2, (clipped - wanted.returns) ** 2)
     total, clip_share, value_share = 0.0, 0.0, 0.0
     for batch in batches:
-        done = PPO(loss, 1, 1).forward(lambda each, log_probs: parts_of(each, moved), batch)
+        done = PPO(loss, 1, 1).forward(lambda each, **options: parts_of(each, moved), batch)
         total += done.loss_sum.item()
         clip_share += done.metrics["policy/clipfrac_avg"].item() / len(groups)
         value_share += done.metrics["val/clipfrac_avg"].item() / len(groups)

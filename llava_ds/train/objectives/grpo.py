@@ -38,8 +38,9 @@ class PolicyLoss:
     """The loss of every token. epsilon, epsilon_high: how far the ratio of the new to the old probability counts;
     importance_sampling_level: whether a token has a ratio, or an answer (the geometric mean of its tokens'); beta:
     weight of the distance from the reference model; corrects_kl: whether the distance is multiplied by the ratio, which
-    makes its gradient unbiased. Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
-    (2507.18071), the correction (2512.02556, 3.1); names and conventions are those of TRL.
+    makes its gradient unbiased; temperature: that the answers were drawn at. Sources: GRPO (arXiv 2402.03300), DAPO
+    (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), the correction (2512.02556, 3.1); names and conventions are
+    those of TRL.
     """
 
     epsilon: float = 0.2
@@ -47,6 +48,7 @@ class PolicyLoss:
     importance_sampling_level: Literal["token", "sequence"] = "token"
     beta: float = 0.0
     corrects_kl: bool = False
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class GRPO:
 
     def _losses(self, engine, batch: PolicyBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of every token (S,), and metrics of every token, (S,) each."""
-        rows = engine(batch, log_probs=True)  # (S,)
+        rows = engine(batch, log_probs=True, temperature=self.loss.temperature)  # (S,)
         loss, old = self.loss, rows.detach() if batch.old is None else batch.old
         log_ratio = rows - old
         if loss.importance_sampling_level == "sequence":

@@ -24,13 +24,15 @@ class ValueBatch(PolicyBatch):
 @dataclass(frozen=True)
 class ActorCriticLoss:
     """The loss of every token. cliprange: how far the ratio of the new to the old probability counts; cliprange_value:
-    how far a value may move from the old one and still count; vf_coef: weight of the critic's loss. Sources: PPO (arXiv
-    1707.06347); names and conventions are those of TRL's PPOTrainer and of DeepSpeed-Chat.
+    how far a value may move from the old one and still count; vf_coef: weight of the critic's loss; temperature: that
+    the answers were drawn at. Sources: PPO (arXiv 1707.06347); names and conventions are those of TRL's PPOTrainer and
+    of DeepSpeed-Chat.
     """
 
     cliprange: float = 0.2
     cliprange_value: float = 0.2
     vf_coef: float = 0.1
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class PPO(GRPO):
 
     def _losses(self, engine, batch: ValueBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of every token (S,), and metrics of every token, (S,) each, by TRL's names."""
-        rows, values = engine(batch, log_probs=True)  # (S,) each
+        rows, values = engine(batch, log_probs=True, temperature=self.loss.temperature)  # (S,) each
         log_ratio, reach = rows - batch.old, self.loss.cliprange
         actor, low, high = clipped_losses(log_ratio.exp(), batch.advantages, reach, reach)
         critic, is_clipped = self._value_losses(values.double(), batch)

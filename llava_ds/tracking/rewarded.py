@@ -1,0 +1,41 @@
+"""The answers that a run drew to train on, with their images and rewards."""
+
+from pathlib import Path
+
+from llava_ds.tracking.blocks import Block, note, styled
+from llava_ds.tracking.run_files import is_number
+from llava_ds.tracking.sampled import shown_image, spread
+
+MOST_STEPS, MOST_ANSWERS = 8, 6
+
+
+def rewarded_answers(rows: list[dict], output_dir: Path) -> list[Block]:
+    """Cards of the answers to one prompt of some steps. rows: of rollouts.jsonl; relative paths of images are below
+    output_dir."""
+    shown = spread(rows, MOST_STEPS)
+    blocks: list[Block] = [{"kind": "cards", "cards": [_card(row, output_dir) for row in shown]}]
+    if more := len(rows) - len(shown):
+        blocks.append(note(f"{more:,} more are in rollouts.jsonl: one prompt of every step.", "note"))
+    return blocks
+
+
+def _card(row: dict, output_dir: Path) -> dict[str, object]:
+    answers = row.get("answers") if isinstance(row.get("answers"), list) else []
+    answers = [answer for answer in answers if isinstance(answer, dict)]
+    images = row.get("images") if isinstance(row.get("images"), list) else []
+    lines = [_line(answer) for answer in answers]
+    return {
+        "images": [shown_image(place, output_dir) for place in images],
+        "question": str(row.get("prompt", "")),
+        "note": f"step {row['step']:,}",
+        "lines": [*lines[:MOST_ANSWERS], ("reference", styled(row.get("reference", ""), "same"))],
+        "folded": "More answers",
+        "others": lines[MOST_ANSWERS:],
+    }
+
+
+def _line(answer: dict) -> tuple[str, object]:
+    """The reward of an answer and how often it was drawn, and the answer."""
+    reward, times = answer.get("reward"), answer.get("times")
+    label = f"{reward:.2f}" if is_number(reward) else "?"
+    return f"{label} × {times}" if is_number(times) and times > 1 else label, str(answer.get("text", ""))
