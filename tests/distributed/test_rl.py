@@ -143,3 +143,27 @@ def test_the_actor_is_exported_without_its_critic(folder, given):
     written = {entry.name: entry.read() for entry in folder_entries(found.export, found.entries)}
     assert written.keys() == exported.keys()
     assert all(torch.equal(written[name], exported[name]) for name in exported)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["refilled", "critic"])
+def test_bad_records_are_left_out_by_the_same_books(tmp_path, given, kind):
+    """Records without an answer or an image file before training, and an image that breaks off while it trains."""
+    (tmp_path / "rules.py").write_text(RULES)
+    data = toys.write_data(tmp_path / "data", "iitiitt")
+    file = Path(data["data_path"])
+    records = json.loads(file.read_text())
+    records[2]["conversations"] = []
+    records[3]["image"] = "nowhere.png"
+    records[5]["conversations"] = records[5]["conversations"][:1]
+    file.write_text(json.dumps(records))
+    torn = Path(data["image_folder"]) / "1.png"
+    torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
+    flags = flags_of(tmp_path, {**given, **data}, "run", 2, **KINDS[kind], max_bad_fraction=0.9)
+    run_many(2, tmp_path / "launch", [flags], finished=False)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["samples"] + row["broken_samples"] for row in rows] == [4] * STEPS
+    assert [row["broken_samples"] for row in rows] == [1] * STEPS
+    skipped = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
+    assert sorted(row["id"] for row in skipped if "step" not in row) == ["s2", "s3", "s5"]
+    assert [row["step"] for row in skipped if row["id"] == "s1"] == [*range(1, STEPS + 1)]
