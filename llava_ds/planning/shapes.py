@@ -126,8 +126,7 @@ class ModelShape:
     groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others but the packed;
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
     the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
-    that no stage shares out. flops: None when only the number of parameters is known; has_critic: a second model trains
-    beside the first on the same batches.
+    that no stage shares out. flops: None when only the number of parameters is known.
     """
 
     parts: tuple[Part, ...]
@@ -140,7 +139,6 @@ class ModelShape:
     packed_bits: int = 16
     scale_bits: float = 0
     flops: ModelFlops | None = None
-    has_critic: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -149,6 +147,11 @@ class ModelShape:
     @property
     def num_trained(self) -> int:
         return sum(part.num_trained for part in self.parts)
+
+    @property
+    def has_critic(self) -> bool:
+        """True if a second model trains beside the first, on the same batches."""
+        return any(part.name == "critic" for part in self.parts)
 
     @property
     def hidden_size(self) -> int:
@@ -257,7 +260,6 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         packed_bits=args.model.bits,
         scale_bits=scale_bits(args.model),
         flops=flops,
-        has_critic=hasattr(model, "critic"),
     )
 
 
