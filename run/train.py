@@ -17,7 +17,7 @@ import torch
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
-from llava_ds.train.hooks import Evaluate, Health, Log, Save, Stop
+from llava_ds.train.hooks import Average, Evaluate, Health, Log, Save, Stop
 from llava_ds.train.loop import train
 from llava_ds.train.plan import make_plan, show_dry_run
 from llava_ds.train.session import build, finish
@@ -42,7 +42,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     if plan.args.training.dry_run:
         return show_dry_run(plan, started.ranks)
     session = build(plan, started, watchdog, stop)  # model, engine, restored state, largest micro-batch tried
-    train(session, hooks=[hook(session) for hook in (Stop, Log, Health, Evaluate, Save)])
+    train(session, hooks=[hook(session) for hook in (Stop, Average, Log, Health, Evaluate, Save)])
     return finish(session)  # the export, or the end that was asked for
 
 

@@ -26,6 +26,7 @@ ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))
 RUN_FILES = (
     "metrics.jsonl", "metrics.csv", "evals.jsonl", "samples.jsonl", "loss_spikes.jsonl", "skipped.jsonl",
     "skipped_steps.jsonl", "rollouts.jsonl", "evaluation*.json", "evaluation*.jsonl", "report.html", "loss.png",
+    "ema",
 )  # fmt: skip
 
 

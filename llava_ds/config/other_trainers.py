@@ -98,7 +98,6 @@ NOT_HERE = {
             "--unpin_actor_parameters"
         ),
         "rollouts.jsonl has answers of every step with their rewards": "--print_answers --print_answers_interval",
-        "averages of weights are not there yet": "--enable_ema",
         "nothing is padded": "--num_padding_at_beginning",
         "losses are always computed in float32": "--compute_fp32_loss",
         "the template of --version ends every answer": "--add_eot_token",

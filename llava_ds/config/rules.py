@@ -236,6 +236,8 @@ def checkpoints(args: Arguments) -> Iterator[str]:
     training = args.training
     if training.on_loss_spike == "rewind" and training.save_strategy == "no":
         yield "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps"
+    if "ema_decay" in args.given and not training.enable_ema:
+        yield "--ema_decay has no effect without --enable_ema True: give that, or leave it out"
     if training.save_only_model and training.save_strategy == "no":
         yield (
             "--save_only_model True and --save_strategy no: the one says how checkpoints are saved, the other that "

@@ -86,6 +86,19 @@ def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
         raise _refusal(error) or error from error
 
 
+def export_averages(engine, export: ExportPlan, training: TrainingArguments, ranks: Ranks) -> None:
+    """Write the model, whose weights are averages now, into the folder ema of --output_dir; all ranks call it together.
+
+    Raises DataError where the disk does not take it.
+    """
+    folder = Path(training.output_dir) / "ema"
+    with _disk_errors(folder, training):
+        if ranks.is_first:
+            folder.mkdir(exist_ok=True)
+        write_model(engine, export, ranks, folder)
+    print_first(f"the same with averaged weights: {folder}")
+
+
 def _refusal(error: Exception) -> OSError | None:
     """The disk's error as Python's; None for any other error."""
     code = re.search(r"\(os error (\d+)\)", str(error))  # as safetensors says it

@@ -72,7 +72,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         weight_bytes=weight_bytes,
         gradient_bytes=GRADIENT_BYTES.get(accumulated, weight_bytes),
         accumulates=training.gradient_accumulation_steps > 1 or (isinstance(bound, int) and bound < data.share),
-        moments=num_moments(resolved.config),
+        moments=num_moments(resolved.config) + training.enable_ema,
     )
     run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)
     return run if shape.tower is None else _MicroBatchChoice(run, training, data, devices.memory).chosen()

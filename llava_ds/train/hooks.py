@@ -1,8 +1,8 @@
 """The work between two optimizer steps: hooks, in a list whose order is the policy.
 
-run/train.py takes Stop, Log, Health, Evaluate, Save: a request to stop is heard first, so that what follows knows
-which step is the last; numbers are written before anything judges them; a run that goes back to a checkpoint neither
-evaluates nor saves what it gave up.
+run/train.py takes Stop, Average, Log, Health, Evaluate, Save: a request to stop is heard first, so that what follows
+knows which step is the last; numbers are written before anything judges them; a run that goes back to a checkpoint
+neither evaluates nor saves what it gave up.
 """
 
 import time
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import DataError
+from llava_ds.engine.averages import update_averages
 from llava_ds.engine.non_finite import settle_skipped_steps
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.tracking.page import report_at_end
@@ -100,6 +101,14 @@ class Stop(Hook):
     def after_step(self, end: StepEnd) -> None:
         ahead_s = self.session.evaluation.ahead_s(end.step)
         end.stops = self.session.state.stops = self.session.stop.agreed(end.result.step_time_s, ahead_s)
+
+
+class Average(Hook):
+    """Brings the moving average of the weights on, with --enable_ema."""
+
+    def after_step(self, end: StepEnd) -> None:
+        if self.training.enable_ema:
+            update_averages(self.session.engine, self.training.ema_decay)
 
 
 class Log(Hook):

@@ -17,6 +17,7 @@ from llava_ds.data.splits import split_datasets
 from llava_ds.data.step_plan import Packing, StepPlan, sample_order, steps_per_epoch, total_steps, with_steps_of_epochs
 from llava_ds.data.stream import open_streamed
 from llava_ds.data.templates import resolve_template
+from llava_ds.engine.averages import refuse_nvme
 from llava_ds.engine.critic import plan_critic
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.engine.frozen import FrozenPlan, plan_frozen
@@ -115,6 +116,8 @@ def make_plan(start: Start) -> Plan:
         shape = shape_of(model.text_config, model.tower, args)
         raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, ranks)
         print_first(line)
+    if args.training.enable_ema:
+        refuse_nvme(raw_config)
     resolve = partial(
         resolve_ds_config,
         raw_config,

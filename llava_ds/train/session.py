@@ -14,6 +14,7 @@ from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.activation_budget import choose_checkpointed_layers
 from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
+from llava_ds.engine.averages import take_averages
 from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.critic import add_critic
@@ -24,7 +25,7 @@ from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, warm_up
-from llava_ds.export.final_export import export_model, write_model
+from llava_ds.export.final_export import export_averages, export_model, write_model
 from llava_ds.export.trial import try_export
 from llava_ds.model.attention import attention_report
 from llava_ds.model.liger import use_liger
@@ -145,6 +146,9 @@ def finish(session: Session) -> int:
     if plan.resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
     export_model(session.engine, plan.export, plan.args, plan.steps.dataset, ranks)
+    if training.enable_ema:
+        take_averages(session.engine, session.mesh)
+        export_averages(session.engine, plan.export, training, ranks)
     session.trackers.close()
     return 0
 
@@ -202,7 +206,7 @@ def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: 
     """Run the largest micro-batch that is left, choose the layers to checkpoint by it, and compile."""
     training, config = plan.args.training, plan.resolved.config
     done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
-    moments, largest = num_moments(config), None
+    moments, largest = num_moments(config) + training.enable_ema, None
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
         largest = largest_micro_batch(plan.steps, done, ranks)
     if largest and chooses_layers:

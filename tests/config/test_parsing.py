@@ -766,7 +766,6 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--max_seq_len", ": did you mean --model_max_length?"),
         ("--streaming", ": did you mean --stream?"),
         ("--ppo_epochs", ": did you mean --num_iterations?"),
-        ("--enable_ema", ": leave it out, for averages of weights are not there yet"),
         ("--actor_learning_rate", ": did you mean --learning_rate?"),
         (
             "--offload_reference_model",

@@ -1,0 +1,76 @@
+"""A moving average of the trained weights, among the optimizer's states: checkpoints and re-sharding treat it as one.
+
+After every step, average = decay * average + (1 - decay) * weight, in fp32, from the weights after the first step on.
+"""
+
+from collections.abc import Iterator
+
+import deepspeed
+import torch
+from torch import nn
+
+from llava_ds.constants import ConfigError
+from llava_ds.engine.pieces import REPLICATED, layout_of, masters
+from llava_ds.runtime.mesh import Mesh, sum_over
+from llava_ds.runtime.waiting import waiting
+
+STATE = "ema"
+
+
+def refuse_nvme(config: dict) -> None:
+    """Raise ConfigError where the optimizer's states lie on NVMe, which DeepSpeed moves by a list of its own."""
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if offload.get("device") == "nvme":
+        raise ConfigError(
+            "--enable_ema keeps a state beside the optimizer's, which can't lie on NVMe: give offload_optimizer "
+            '"cpu", or leave --enable_ema out'
+        )
+
+
+@torch.no_grad()
+def update_averages(engine, decay: float) -> None:
+    """Bring the averages on by a step. A rank averages what it holds; before the first step that was not skipped there
+    is nothing to."""
+    states = engine.basic_optimizer.state
+    for master in masters(engine):
+        state = states.get(master)
+        if not state:  # an optimizer takes a state with anything in it for begun
+            continue
+        if STATE not in state:
+            state[STATE] = master.detach().clone().float()
+        else:
+            state[STATE].lerp_(master.float(), 1 - decay)
+
+
+@torch.no_grad()
+def take_averages(engine, mesh: Mesh) -> None:
+    """Set the model's weights to their averages, when training is over. All ranks call it together."""
+    names = {name: p for p, name in engine.param_names.items()}
+    for name, values in _averages(engine, mesh):
+        parameter = names[name]
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
+            parameter.copy_(values.view_as(parameter))
+
+
+def _averages(engine, mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and average, laid flat, of each parameter that trains, one at a time. All ranks run through it together."""
+    layout, states = layout_of(engine), engine.basic_optimizer.state
+    own: dict[str, list[tuple[torch.Tensor, object]]] = {}
+    for master, slot in zip(masters(engine), layout.slots):
+        for piece in slot:
+            own.setdefault(piece.name, []).append((states.get(master, {}).get(STATE, master).view(-1), piece))
+    for parameter, name in engine.param_names.items():
+        if not parameter.requires_grad:
+            continue
+        whole = torch.zeros(_numel(parameter), device=engine.device)
+        for values, piece in own.get(name, []):
+            part = values[piece.offset : piece.offset + piece.length]
+            whole[piece.start : piece.start + piece.length] = part.to(whole.device)
+        if layout.kind not in REPLICATED:
+            with waiting("averaged weights"):
+                whole = sum_over(mesh.data_group, whole)
+        yield name, whole
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())
