@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import urllib.parse
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
@@ -45,6 +46,7 @@ DRAWING_FLAGS = (
     "num_generations",
     "max_completion_length",
     "per_device_generation_batch_size",
+    "vllm_server",
     "temperature",
     "top_k",
     "top_p",
@@ -344,6 +346,8 @@ def _rewards(args: Arguments) -> Iterator[str]:
         yield "--max_resample_times has no effect without --dynamic_sample True: give that, or leave it out"
     if training.epsilon >= 1:
         yield f"--epsilon is {training.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
+    if training.vllm_server is not None:
+        yield from _vllm(args)
     others = {
         "--bits": model.bits != 16,
         "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
@@ -355,6 +359,21 @@ def _rewards(args: Arguments) -> Iterator[str]:
     for flag, is_set in others.items():
         if is_set:
             yield f"{flag} can't be used with --objective {training.objective}: leave it out"
+
+
+def _vllm(args: Arguments) -> Iterator[str]:
+    """What --vllm_server can't serve."""
+    url = urllib.parse.urlsplit(args.training.vllm_server)
+    if url.scheme != "http" or url.hostname not in ("127.0.0.1", "localhost", "::1"):
+        yield (
+            f"--vllm_server {args.training.vllm_server}: it reads weights from this machine's disk, give its address "
+            "here, like http://127.0.0.1:8765"
+        )
+    if args.model.lora_enable or trains_projector_only(args.model) or args.training.export_format == "llava":
+        yield (
+            "--vllm_server needs a run that leaves a whole model in transformers' format: leave out --lora_enable, "
+            "--tune_mm_mlp_adapter and --export_format llava"
+        )
 
 
 def streaming(args: Arguments) -> Iterator[str]:

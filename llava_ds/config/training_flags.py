@@ -110,6 +110,11 @@ class TrainingArguments:
     per_device_generation_batch_size: Count = _objective(
         32, "grpo and ppo: prompts that a rank draws answers to at once.", resume="layout"
     )
+    vllm_server: str | None = _objective(
+        None,
+        "grpo and ppo: address of run/vllm_server.py on this machine (http://127.0.0.1:8765), which draws the answers "
+        "by vLLM. Absent: they are drawn over the engine's own tensors.",
+    )
     temperature: Positive = _objective(
         1.0,
         "grpo and ppo: what logits are divided by, when answers are drawn and in the probabilities that train; below 1 "

@@ -38,6 +38,7 @@ from llava_ds.train.reward_model import RewardModel
 from llava_ds.train.rewards import Completion
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.value_batches import rewarded_answers, value_batches
+from llava_ds.train.vllm_client import VllmServer
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Rollouts:
         training = plan.args.training
         self._plan, self._ranks, self._mesh = plan, ranks, mesh
         self._twin = twin_of(model)
+        url, folder = training.vllm_server, plan.output_dir / "vllm"
+        self._server = None if url is None else VllmServer(url, folder, plan.export, ranks)
         self._has_critic = training.objective == "ppo"
         holds = training.kl_ctl if self._has_critic else training.beta
         self._reference = frozen_copy(model) if holds else None
@@ -88,6 +91,8 @@ class Rollouts:
         training, steps, log = self._plan.args.training, self._plan.steps, self._log(done)
         for step, layout in enumerate(steps.after(done), done + 1):
             started = time.perf_counter()
+            if self._server is not None:
+                self._server.push(engine)
             samples = [sample for micro in layout.of_ranks[self._mesh.dp_rank] for sample in micro]
             prompts, broken = self._prompts(samples)
             groups, more = self._groups(step, prompts)
@@ -166,12 +171,16 @@ class Rollouts:
     def _draw(self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]) -> list[list[Answer]]:
         """Draw the answers to each prompt, some prompts at a time."""
         training, found, (step, attempt) = self._plan.args.training, [], turn
+        seeds = [(training.seed, step, slot.index, attempt) for slot in slots]
+        if self._server is not None:
+            places = [self._images_of(prompt) for prompt in prompts]
+            samples = [prompt.sample for prompt in prompts]
+            return on_every_rank(self._ranks, lambda: self._server.draw(samples, places, seeds, self._rules))
         size = training.per_device_generation_batch_size
         with whole_weights(self._twin), self._precision():
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]
-                seeds = [(training.seed, step, slot.index, attempt) for slot in slots[first : first + size]]
-                numbers = [numbers_for(self._rules, *each) for each in seeds]
+                numbers = [numbers_for(self._rules, *each) for each in seeds[first : first + size]]
                 found += draw_answers(self._twin, [prompt.sample for prompt in some], numbers, self._rules)
         return found
 
@@ -207,9 +216,12 @@ class Rollouts:
             {"text": decode(answer.ids, skip_special_tokens=True).strip(), "reward": reward, "times": number}
             for (answer, reward), number in sorted(times.items(), key=lambda item: -item[0][1])
         ]
-        images = self._plan.steps.dataset.images_of(asked.index)[: len(asked.sample.media)]
-        shown = {"id": asked.id, "prompt": asked.text, "images": images, "reference": asked.reference}
+        shown = {"id": asked.id, "prompt": asked.text, "images": self._images_of(asked), "reference": asked.reference}
         return {"step": step, **shown, "answers": answers}
+
+    def _images_of(self, asked: AskedPrompt) -> list[str | dict[str, object]]:
+        """Where the images of a prompt lie."""
+        return self._plan.steps.dataset.images_of(asked.index)[: len(asked.sample.media)]
 
     def _batches(self, engine, groups: list[Group]) -> tuple[list[MicroBatch], dict[str, torch.Tensor]]:
         """As many micro-batches on every rank, on the device, and the numbers of the step, as sums over prompts.

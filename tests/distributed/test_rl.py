@@ -8,6 +8,7 @@ import pytest
 import torch
 import toys
 from drawing_runs import KINDS, RULES, TIMES, flags_of, read_rollouts
+from fake_vllm import serving
 from launching import ROOT, command_line, launch, run_many
 from safetensors.torch import load_file
 
@@ -167,3 +168,20 @@ def test_bad_records_are_left_out_by_the_same_books(tmp_path, given, kind):
     skipped = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
     assert sorted(row["id"] for row in skipped if "step" not in row) == ["s2", "s3", "s5"]
     assert [row["step"] for row in skipped if row["id"] == "s1"] == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
+def test_answers_of_a_vllm_server(folder, given, stage):
+    """A stand-in draws them: the run pushes its weights before every step and trains on what comes back."""
+    with serving("start") as (url, stand_in):
+        flags = flags_of(folder, given, f"served-{stage}", stage, vllm_server=url, dynamic_sample=True)
+        run_many(2, folder / f"launch-served-{stage}", [flags], finished=False)
+    output = folder / f"served-{stage}"
+    assert stand_in.loaded == [str(output / "vllm")] * STEPS
+    assert {*load_file(output / "vllm" / "model.safetensors")} > {"language_model.lm_head.weight"}
+    rows = read_metrics(output / "metrics.jsonl")
+    assert len(rows) == STEPS and all(row["sampling_gap"] > 1 for row in rows)
+    for prompt, _ in stand_in.asked:
+        images = prompt.get("multi_modal_data", {"image": []})["image"]
+        assert sum(i >= 400 for i in prompt["prompt_token_ids"]) == len(images)

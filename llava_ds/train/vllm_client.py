@@ -1,0 +1,97 @@
+"""Answers drawn by vLLM in a process of its own (run/vllm_server.py), by weights that are pushed before every step."""
+
+import base64
+import io
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+
+from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
+from llava_ds.data.collate import LoadedSample
+from llava_ds.data.images.decode import load_image
+from llava_ds.data.sample import FileRef
+from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.final_export import write_model
+from llava_ds.files.reading import read_json
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first
+from llava_ds.train.sampling import Answer, DrawRules
+
+TIMEOUT_S = 3600.0  # for a rank's answers of a step
+
+
+class VllmServer:
+    """The server at an address. folder: where weights are written, which the server reads; export: their form."""
+
+    def __init__(self, url: str, folder: Path, export: ExportPlan, ranks: Ranks) -> None:
+        if export.form != "hf":
+            raise ConfigError("--vllm_server reads transformers' format, which has no class for this model")
+        self._url, self._folder, self._export, self._ranks = url.rstrip("/"), folder, export, ranks
+
+    def push(self, engine) -> None:
+        """Let the server draw by the weights as they are now. All ranks call it together."""
+        write_model(engine, self._export, self._ranks, self._folder)
+        broadcast_from_first(self._ranks, lambda: self._ask("load", folder=str(self._folder.resolve())))
+
+    def draw(
+        self, prompts: list[LoadedSample], places: list[list], seeds: list[tuple[int, ...]], rules: DrawRules
+    ) -> list[list[Answer]]:
+        """Draw num_answers to every prompt. places: of each prompt's images, as EncodedDataset.images_of gives them;
+        seeds: of each prompt. A rank may call it alone.
+
+        Raises DataError where the server gives no answers, or is asked about a video.
+        """
+        image_token = read_json(self._folder / "config.json", dict)["image_token_index"]
+        sampling = {"temperature": rules.temperature, "top_p": rules.top_p, "stop_token_ids": list(rules.ends)}
+        found = self._ask(
+            "draw",
+            prompts=[
+                {"ids": with_one_token_an_image(prompt, image_token), "images": [_png(place) for place in own]}
+                for prompt, own in zip(prompts, places)
+            ],
+            seeds=[np.random.SeedSequence(each).generate_state(rules.num_answers).tolist() for each in seeds],
+            max_tokens=[rules.room(prompt) for prompt in prompts],
+            sampling={**sampling, "top_k": rules.top_k or -1},
+        )
+        return [[_answer(one) for one in answers] for answers in found["answers"]]
+
+    def _ask(self, what: str, **request: object) -> dict:
+        body = json.dumps(request).encode()
+        asked = urllib.request.Request(f"{self._url}/{what}", body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as reply:
+                return json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:2000]
+            raise DataError(f"--vllm_server {self._url} failed at /{what}: {said}") from error
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"--vllm_server {self._url} does not answer ({error}): start python run/vllm_server.py in vLLM's "
+                "environment, on this machine, with the folder of --model_name_or_path"
+            ) from error
+
+
+def with_one_token_an_image(sample: LoadedSample, image_token: int) -> list[int]:
+    """The ids of a sample with one token in the place of each image's features."""
+    ids, found, i = sample.input_ids.tolist(), [], 0
+    layouts = iter(layout for _, layout in sample.media)
+    while i < len(ids):
+        is_image = ids[i] == IMAGE_TOKEN_INDEX
+        found.append(image_token if is_image else ids[i])
+        i += next(layouts).num_tokens if is_image else 1
+    return found
+
+
+def _png(place: str | dict[str, object]) -> str:
+    """An image's file, upright and in RGB, in base64."""
+    stream = io.BytesIO()
+    load_image(FileRef(**place) if isinstance(place, dict) else place).save(stream, "PNG")
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def _answer(found: dict) -> Answer:
+    """vLLM gives no entropies: the surprise of what was drawn has their mean."""
+    log_probs = tuple(found["log_probs"])
+    return Answer(tuple(found["ids"]), log_probs, -sum(log_probs), found["ended"])

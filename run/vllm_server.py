@@ -1,0 +1,132 @@
+"""Draw answers for run/rl.py by vLLM, in vLLM's own environment: python run/vllm_server.py MODEL
+
+MODEL is the folder that the training starts from, in transformers' format. run/rl.py --vllm_server
+http://127.0.0.1:8765 then sends prompts here, and before every step the folder of its new weights, which has to be on
+this machine. The server needs nothing of llava_ds. It listens on this machine alone, where everybody can ask it and
+name folders of weights.
+"""
+
+import argparse
+import base64
+import io
+import json
+import os
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class NewWeights:
+    """What vLLM's workers can do beside their own work: worker_extension_cls."""
+
+    def load_folder(self, folder: str) -> int:
+        """Load the weights of a folder in place of the present ones. Returns the number of tensors that were read."""
+        from safetensors import safe_open
+
+        count = 0
+
+        def tensors():
+            nonlocal count
+            for file in sorted(Path(folder).glob("*.safetensors")):
+                with safe_open(file, "pt") as opened:
+                    for name in opened.keys():
+                        count += 1
+                        yield name, opened.get_tensor(name)
+
+        self.model_runner.model.load_weights(tensors())
+        return count
+
+
+class Answers:
+    """One vLLM engine, which one request at a time uses."""
+
+    def __init__(self, model: str, options: dict) -> None:
+        from vllm import LLM
+
+        own = {
+            "worker_extension_cls": "vllm_server.NewWeights",
+            "logprobs_mode": "processed_logprobs",  # at the temperature, as in training
+            "enable_prefix_caching": False,  # what is cached is of old weights
+        }
+        self.llm, self.lock = LLM(model=model, **{**own, **options}), threading.Lock()
+
+    def load(self, request: dict) -> dict:
+        """{"folder"} to {"tensors"}: use the weights of a folder from now on."""
+        with self.lock:
+            [count, *_] = self.llm.collective_rpc("load_folder", args=(request["folder"],))
+            self.llm.reset_prefix_cache()
+            self.llm.reset_mm_cache()
+            if hasattr(self.llm, "reset_encoder_cache"):  # features of images, of versions that keep them
+                self.llm.reset_encoder_cache()
+        return {"tensors": count}
+
+    def draw(self, request: dict) -> dict:
+        """{"prompts": [{"ids", "images"}], "seeds": one list for each, "max_tokens": one for each, "sampling"} to
+        {"answers": one list for each of {"ids", "log_probs", "ended"}}.
+
+        images: files as base64, in the order of the image tokens, one of which stands for each; seeds: one for each
+        answer; sampling: other fields of vLLM's SamplingParams.
+        """
+        from PIL import Image
+        from vllm import SamplingParams
+
+        prompts, rules = [], []
+        for prompt, seeds, most in zip(request["prompts"], request["seeds"], request["max_tokens"]):
+            images = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in prompt["images"]]
+            one = {"prompt_token_ids": prompt["ids"], **({"multi_modal_data": {"image": images}} if images else {})}
+            prompts += [one] * len(seeds)
+            rules += [SamplingParams(seed=seed, max_tokens=most, logprobs=0, **request["sampling"]) for seed in seeds]
+        with self.lock:
+            found = iter(self.llm.generate(prompts, rules, use_tqdm=False))
+        return {"answers": [[answer_of(next(found).outputs[0]) for _ in seeds] for seeds in request["seeds"]]}
+
+
+def answer_of(output) -> dict:
+    """A CompletionOutput of vLLM as plain numbers."""
+    ids = list(output.token_ids)
+    log_probs = [of_token[i].logprob for of_token, i in zip(output.logprobs, ids)]
+    return {"ids": ids, "log_probs": log_probs, "ended": output.finish_reason == "stop"}
+
+
+def handler_of(answers: Answers) -> type[BaseHTTPRequestHandler]:
+    """A handler of POST /draw and /load; anything that goes wrong is answered with status 500 and its text."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            work = {"/draw": answers.draw, "/load": answers.load}.get(self.path)
+            try:
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, text = (200, json.dumps(work(request))) if work else (404, f"there is no {self.path}")
+            except Exception as error:  # the run that asked has to say it
+                status, text = 500, f"{type(error).__name__}: {error}"
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_) -> None:
+            """Print nothing of requests."""
+
+    return Handler
+
+
+def main() -> None:
+    """Start the engine, then listen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder")
+    parser.add_argument("--port", type=int, default=8765)
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help='arguments of vllm.LLM as JSON, like {"tensor_parallel_size": 2}'
+    )
+    args = parser.parse_args()
+    here = str(Path(__file__).parent)  # workers import NewWeights from this file
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, here)
+    answers = Answers(args.model, args.options)
+    server = ThreadingHTTPServer(("127.0.0.1", args.port), handler_of(answers))
+    print(f"run/rl.py --vllm_server http://127.0.0.1:{server.server_port}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
