@@ -88,7 +88,7 @@ def llava_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     """The entries that are written: LLaVA's names, no rows that an export had added, and the whole tower."""
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     whole = export.names.resized(completed(entries, tower), export.rows or export.vocab_size)
-    return renamed(whole, lambda name: formats.to_llava(name, export.args.mm_projector_type))
+    return renamed(export.names.divided(whole), lambda name: formats.to_llava(name, export.args.mm_projector_type))
 
 
 def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:

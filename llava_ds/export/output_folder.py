@@ -1,9 +1,11 @@
 """Folders of any form, from entries or from a model that is being trained, and their place: whole or not at all."""
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,10 +69,19 @@ def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, r
             try:
                 write_folder(export, counted.entries(entries), output_dir)
             except (OSError, SafetensorError):
-                take_part(folder_entries(export, entries)[counted.num_read :])
+                take_part(reads_of(export, entries)[counted.num_read :])
                 raise
         else:
-            take_part(folder_entries(export, entries))  # in the same order; a tensor with two places comes twice
+            take_part(reads_of(export, entries))
+
+
+def reads_of(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
+    """The entries of a model in the order in which its folder reads them: one with two places comes twice, and one that
+    is divided there once."""
+    found: list[Entry] = []
+    noted = [dataclasses.replace(entry, read=partial(found.append, entry)) for entry in entries]
+    take_part(folder_entries(export, noted))
+    return found
 
 
 def planned_entries(export: ExportPlan) -> list[Entry]:

@@ -39,7 +39,7 @@ def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     """
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     names = export.names
-    return names.to_hf(names.resized(completed(entries, tower), _rows(export)[1]))
+    return names.divided(names.to_hf(names.resized(completed(entries, tower), _rows(export)[1])))
 
 
 def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:

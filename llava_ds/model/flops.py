@@ -103,7 +103,8 @@ def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module
     if not experts:
         return dense
     count = getattr(text, "num_local_experts", None) or text.num_experts
-    return dense + experts * text.num_experts_per_tok / count
+    routers = sum(m.weight.numel() for m in llm.modules() if type(m).__name__.endswith("Router"))
+    return dense + routers + experts * text.num_experts_per_tok / count
 
 
 def _heads_width(text: PreTrainedConfig) -> int:

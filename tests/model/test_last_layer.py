@@ -18,7 +18,7 @@ from llava_ds.model.probe import examine
 from llava_ds.model.projector import build_projector
 
 LENGTHS = (20, 1, 45, 33, 9)  # on both sides of the toys' windows
-SHORT = ("llama", "qwen2", "qwen2_5", "qwen3", "mistral")
+SHORT = ("llama", "qwen2", "qwen2_5", "qwen3", "mistral", "mixtral", "qwen3_moe")
 # Few of a sample, none of the second and last, most of the third.
 SOME = (3, 17, 18, *range(24, 64), 70, 90, 97)
 

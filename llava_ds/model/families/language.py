@@ -2,11 +2,13 @@
 
 To add a family: most need nothing here, because probe.py tries every causal language model of transformers on a small
 copy. Add a line to LLAVA_CLASSES if LLaVA has a class of its own for it, to MLP_WIDTHS or EXPERT_WIDTHS if its
-configuration has another name for these widths, and to TENSOR_PARALLEL once tests/infer/test_engines.py passes with it.
-Then add its small configuration to FAMILIES in tests/helpers/toys.py and a row to docs/language_models.md.
+configuration has another name for these widths, to EXPERTS if it is a mixture, and to TENSOR_PARALLEL once
+tests/infer/test_engines.py passes with it. Then add its small configuration to FAMILIES in tests/helpers/toys.py and a
+row to docs/language_models.md.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +33,24 @@ PUBLISHED = "llava"  # model_type of LLaVA-1.5's published folders, whatever the
 # Fields of a configuration with the width of MLPs, and of experts.
 MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+class ExpertNames(NamedTuple):
+    """Names on disk in a layer of a mixture: of the block with the experts, and of an expert's matrices."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+# Mixtures of experts, by model_type. Not Granite's, whose output layer is divided by a factor of its own.
+EXPERTS = {
+    "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen2_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    "olmoe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+}
 
 # Families that DeepSpeed 0.19 shards with transformers 5 so that answers stay the same, by model_type. Not Phi-3, whose
 # attention counts heads by its configuration, and GPT-2, which DeepSpeed itself refuses.

@@ -21,6 +21,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.model_files import check_folder, is_there, own_file, read_config, shown
 from llava_ds.model import lora
 from llava_ds.model.families.language import (
+    EXPERTS,
     config_of,
     is_llava_type,
     read_text_config,
@@ -29,6 +30,7 @@ from llava_ds.model.families.language import (
 )
 from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA
 from llava_ds.model.open import names as formats
+from llava_ds.model.open.experts import Stacked, from_disk
 from llava_ds.model.open.weights import Overlaid, Source, WeightFiles, Weights, tensor_names
 from llava_ds.model.vision import read_processor, vision_config
 
@@ -111,7 +113,22 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
         return _read_llava(path, config)
     text_config = read_text_config(path)
     rename = partial(formats.language_model_from_disk, trunk=trunk_name(text_config))
-    return ModelFolder(path, "a language model", text_config, Source(FLAG, path, rename), tokenizer=path)
+    return ModelFolder(
+        path, "a language model", text_config, _language_model(path, text_config, rename), tokenizer=path
+    )
+
+
+def _language_model(path: str, config: PreTrainedConfig, rename: Callable[[str], str | None]) -> Source:
+    """The source of a language model, whose experts are stacked as they are read. rename: as Source's."""
+    experts = EXPERTS.get(config.model_type)
+    if experts is None:
+        return Source(FLAG, path, rename)
+
+    def in_memory(on_disk: str) -> str | None:
+        name = rename(on_disk)
+        return name and from_disk(name, experts)
+
+    return Source(FLAG, path, in_memory, (partial(Stacked, names=experts),))
 
 
 def _read_config(path: str) -> dict:
@@ -152,7 +169,7 @@ def _read_llava(path: str, config: dict) -> ModelFolder:
         path,
         "a LLaVA in LLaVA's format",
         text_config,
-        Source(FLAG, path, partial(formats.language_model_from_llava, trunk=trunk_name(text_config))),
+        _language_model(path, text_config, partial(formats.language_model_from_llava, trunk=trunk_name(text_config))),
         tokenizer=path,
         flags=_flags_of_llava(config),
         projector=Source(FLAG, path, formats.projector_from_llava),
@@ -189,7 +206,7 @@ def _read_hf(path: str, config: dict) -> ModelFolder:
         path,
         f"a LLaVA in transformers' format ({config['model_type']})",
         text,
-        Source(FLAG, path, rename),
+        _language_model(path, text, rename),
         tokenizer=path,
         flags=_flags_of_hf(whole, read_processor(path, where), where),
         projector=Source(FLAG, path, formats.projector_from_hf),

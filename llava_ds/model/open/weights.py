@@ -3,11 +3,12 @@
 Tensors are read by name, one at a time, from safetensors and pickles, whole or in shards.
 """
 
+import itertools
 import pickle
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,15 @@ class WeightFiles:
             for name, (where, on_disk) in self._places.items():
                 if where == file:
                     yield name, partial(opened.read, on_disk)
+            opened.close()
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read some tensors, file by file."""
+        wanted = sorted(names, key=lambda name: self._places[name])
+        for file, some in itertools.groupby(wanted, key=lambda name: self._places[name][0]):
+            opened = OpenedFile(file)
+            for name in some:
+                yield name, opened.read(self._places[name][1])
             opened.close()
 
 

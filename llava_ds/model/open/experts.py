@@ -1,0 +1,101 @@
+# E experts, I width of one, D width of the language model
+"""Experts of a mixture: one tensor for all of a layer in memory, and one for each of them on disk.
+
+transformers 5 computes with "mlp.experts.gate_up_proj" (E, 2 I, D), in which each expert's gate lies above its up, and
+"mlp.experts.down_proj" (E, D, I). Source: its conversion_mapping.py.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from llava_ds.constants import DataError
+from llava_ds.model.families.language import ExpertNames
+from llava_ds.model.open.weights import WeightFiles
+
+IN_MEMORY = "mlp"  # transformers' name for the block of a layer that has the experts
+_STACKED = re.compile(r"^(.*\.mlp)\.experts\.(gate_up_proj|down_proj)$")
+
+
+def from_disk(name: str, names: ExpertNames) -> str:
+    """A name on disk with the family's word for the block replaced by the one in memory."""
+    return name.replace(f".{names.block}.", f".{IN_MEMORY}.")
+
+
+def to_disk(name: str, names: ExpertNames) -> str:
+    """The way back; of a tensor that is no expert's."""
+    return name.replace(f".{IN_MEMORY}.", f".{names.block}.")
+
+
+def divided(name: str, shape: tuple[int, ...], names: ExpertNames) -> list[tuple[str, tuple[int, ...], tuple]]:
+    """The tensors on disk that a stacked one holds: name, shape and index into it. Empty for any other tensor."""
+    found = _STACKED.match(name)
+    if found is None or len(shape) != 3:
+        return []
+    block, kind = to_disk(f"{found[1]}.", names), found[2]
+    experts, rows, columns = shape
+    if kind == "down_proj":
+        return [(f"{block}experts.{i}.{names.down}.weight", (rows, columns), (i,)) for i in range(experts)]
+    halves = ((names.gate, slice(rows // 2)), (names.up, slice(rows // 2, rows)))
+    return [
+        (f"{block}experts.{i}.{part}.weight", (rows // 2, columns), (i, half))
+        for i in range(experts)
+        for part, half in halves
+    ]
+
+
+class Stacked:
+    """Weights whose experts are stacked as they are read, one layer's tensor at a time.
+
+    weights: with names in which from_disk was applied. Raises DataError where experts are missing or differ in shape.
+    """
+
+    def __init__(self, weights: WeightFiles, names: ExpertNames) -> None:
+        self.path, self.notes, self._weights = weights.path, weights.notes, weights
+        matrix = re.compile(rf"^(.*\.experts)\.(\d+)\.({names.gate}|{names.up}|{names.down})\.weight$")
+        parts: dict[str, dict[tuple[int, str], str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in weights.shapes.items():
+            if found := matrix.match(name):
+                kind = "down_proj" if found[3] == names.down else "gate_up_proj"
+                parts.setdefault(f"{found[1]}.{kind}", {})[int(found[2]), found[3]] = name
+            else:
+                self.shapes[name] = shape
+        self._stacks = {name: self._stack(name, of_name, names) for name, of_name in parts.items()}
+        for name, stack in self._stacks.items():
+            rows, columns = weights.shapes[stack[0][0]]
+            self.shapes[name] = (len(stack), rows * len(stack[0]), columns)
+
+    def _stack(self, name: str, parts: dict[tuple[int, str], str], names: ExpertNames) -> list[list[str]]:
+        """Names of the matrices of each expert, one or two."""
+        kinds = (names.down,) if name.endswith("down_proj") else (names.gate, names.up)
+        number = 1 + max(i for i, _ in parts)
+        missing = [(i, kind) for i in range(number) for kind in kinds if (i, kind) not in parts]
+        if missing:
+            i, kind = missing[0]
+            raise DataError(f"{self.path} lacks {kind} of expert {i} in {name.rpartition('.')[0]}: copy it again")
+        if len({self._weights.shapes[part] for part in parts.values()}) > 1:
+            raise DataError(f"{self.path}: the experts of {name} differ in shape: copy it again")
+        return [[parts[i, kind] for kind in kinds] for i in range(number)]
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Yield every tensor's name and a function that reads it, valid until the next one is yielded."""
+        inside = {part for stack in self._stacks.values() for expert in stack for part in expert}
+        for name, read in self._weights.tensors():
+            if name not in inside:
+                yield name, read
+        for name in self._stacks:
+            yield name, partial(self._read, name)
+
+    def _read(self, name: str) -> torch.Tensor:
+        stack = self._stacks[name]
+        places = {part: (i, j) for i, expert in enumerate(stack) for j, part in enumerate(expert)}
+        whole = None
+        for part, tensor in self._weights.read(places):
+            if whole is None:
+                whole = torch.empty(self.shapes[name], dtype=tensor.dtype)
+            i, j = places[part]
+            whole[i, j * len(tensor) : (j + 1) * len(tensor)] = tensor
+        return whole
