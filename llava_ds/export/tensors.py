@@ -175,6 +175,9 @@ class Names:
             return list(entries)
         found: list[Entry] = []
         for entry in entries:
+            if not entry.name.startswith(formats.LANGUAGE_MODEL):  # the tower has blocks of that name, too
+                found.append(entry)
+                continue
             parts = divided(entry.name, entry.shape, self.experts)
             whole = _Held(entry.read, len(parts))
             found += [Entry(name, shape, partial(whole.part, index)) for name, shape, index in parts]
