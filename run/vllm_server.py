@@ -2,40 +2,16 @@
 
 MODEL is the folder that the training starts from, in transformers' format. run/rl.py --vllm_server
 http://127.0.0.1:8765 then sends prompts here, and before every step the folder of its new weights, which has to be on
-this machine. The server needs nothing of llava_ds. It listens on this machine alone, where everybody can ask it and
-name folders of weights.
+this machine. The server needs nothing of llava_ds, and a vLLM that can reload weights from a path (0.32 was tried). It
+listens on this machine alone, where everybody can ask it and name folders of weights.
 """
 
 import argparse
 import base64
 import io
 import json
-import os
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-
-
-class NewWeights:
-    """What vLLM's workers can do beside their own work: worker_extension_cls."""
-
-    def load_folder(self, folder: str) -> int:
-        """Load the weights of a folder in place of the present ones. Returns the number of tensors that were read."""
-        from safetensors import safe_open
-
-        count = 0
-
-        def tensors():
-            nonlocal count
-            for file in sorted(Path(folder).glob("*.safetensors")):
-                with safe_open(file, "pt") as opened:
-                    for name in opened.keys():
-                        count += 1
-                        yield name, opened.get_tensor(name)
-
-        self.model_runner.model.load_weights(tensors())
-        return count
 
 
 class Answers:
@@ -45,21 +21,17 @@ class Answers:
         from vllm import LLM
 
         own = {
-            "worker_extension_cls": "vllm_server.NewWeights",
             "logprobs_mode": "processed_logprobs",  # at the temperature, as in training
             "enable_prefix_caching": False,  # what is cached is of old weights
         }
         self.llm, self.lock = LLM(model=model, **{**own, **options}), threading.Lock()
 
     def load(self, request: dict) -> dict:
-        """{"folder"} to {"tensors"}: use the weights of a folder from now on."""
+        """{"folder"} to {}: use the weights of a folder from now on."""
         with self.lock:
-            [count, *_] = self.llm.collective_rpc("load_folder", args=(request["folder"],))
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": request["folder"]})
             self.llm.reset_prefix_cache()
-            self.llm.reset_mm_cache()
-            if hasattr(self.llm, "reset_encoder_cache"):  # features of images, of versions that keep them
-                self.llm.reset_encoder_cache()
-        return {"tensors": count}
+        return {}
 
     def draw(self, request: dict) -> dict:
         """{"prompts": [{"ids", "images"}], "seeds": one list for each, "max_tokens": one for each, "sampling"} to
@@ -119,9 +91,6 @@ def main() -> None:
         "--options", type=json.loads, default={}, help='arguments of vllm.LLM as JSON, like {"tensor_parallel_size": 2}'
     )
     args = parser.parse_args()
-    here = str(Path(__file__).parent)  # workers import NewWeights from this file
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    sys.path.insert(0, here)
     answers = Answers(args.model, args.options)
     server = ThreadingHTTPServer(("127.0.0.1", args.port), handler_of(answers))
     print(f"run/rl.py --vllm_server http://127.0.0.1:{server.server_port}", flush=True)

@@ -31,10 +31,11 @@ def refuse_nvme(config: dict) -> None:
 def update_averages(engine, decay: float) -> None:
     """Bring the averages on by a step. A rank averages what it holds; before the first step that was not skipped there
     is nothing to."""
-    states = engine.basic_optimizer.state
+    optimizer = engine.basic_optimizer
+    has_none = type(optimizer).__name__ == "SGD" and not any(group["momentum"] for group in optimizer.param_groups)
     for master in masters(engine):
-        state = states.get(master)
-        if not state:  # an optimizer takes a state with anything in it for begun
+        state = optimizer.state[master] if has_none else optimizer.state.get(master)
+        if not state and not has_none:  # an optimizer takes a state with anything in it for begun
             continue
         if STATE not in state:
             state[STATE] = master.detach().clone().float()
@@ -44,7 +45,10 @@ def update_averages(engine, decay: float) -> None:
 
 @torch.no_grad()
 def take_averages(engine, mesh: Mesh) -> None:
-    """Set the model's weights to their averages, when training is over. All ranks call it together."""
+    """Set the model's weights to their averages, when training is over. All ranks call it together.
+
+    Raises RuntimeError where no step was averaged.
+    """
     names = {name: p for p, name in engine.param_names.items()}
     for name, values in _averages(engine, mesh):
         parameter = names[name]
@@ -58,7 +62,9 @@ def _averages(engine, mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]]:
     own: dict[str, list[tuple[torch.Tensor, object]]] = {}
     for master, slot in zip(masters(engine), layout.slots):
         for piece in slot:
-            own.setdefault(piece.name, []).append((states.get(master, {}).get(STATE, master).view(-1), piece))
+            if STATE not in states.get(master, {}):
+                raise RuntimeError(f"{type(engine.basic_optimizer).__name__} has no average of {piece.name}")
+            own.setdefault(piece.name, []).append((states[master][STATE].view(-1), piece))
     for parameter, name in engine.param_names.items():
         if not parameter.requires_grad:
             continue

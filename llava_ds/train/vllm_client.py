@@ -32,6 +32,8 @@ class VllmServer:
 
     def push(self, engine) -> None:
         """Let the server draw by the weights as they are now. All ranks call it together."""
+        if self._ranks.is_first:
+            self._folder.mkdir(parents=True, exist_ok=True)
         write_model(engine, self._export, self._ranks, self._folder)
         broadcast_from_first(self._ranks, lambda: self._ask("load", folder=str(self._folder.resolve())))
 

@@ -1,5 +1,6 @@
 """--enable_ema: the exported average is that of the weights after every step, at any ZeRO stage, resumed or not."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ FLAGS = {
     "report_to": "none",
 }
 PLACES = {"zero0": (2, 0), "zero1": (2, 1), "zero2": (2, 2), "zero3": (2, 3), "alone": (1, 2)}
+OTHERS = ("SGD", "Muon", "Adafactor")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,14 @@ def runs(tmp_path_factory) -> Path:
         whole = {name: stage for name, (number, stage) in PLACES.items() if number == ranks}
         start(ranks, f"whole-{ranks}", whole)
     start(2, "every", {"every": 2}, save_only_model=True, save_steps=1)
+    for stage in (1, 3):
+        for name in OTHERS:
+            config = json.loads(Path(ds_config(stage)).read_text()) | {"zero_allow_untested_optimizer": True}
+            config["optimizer"] = {"type": name, "params": {"lr": "auto"}}
+            config["zero_optimization"]["reduce_scatter"] = False
+            (folder / f"{name}-{stage}.json").write_text(json.dumps(config))
+            todo = toy_run(given, folder / f"{name}-{stage}", folder / f"{name}-{stage}.json", **FLAGS)
+            run_many(2, folder / f"launch-{name}-{stage}", [todo])
     moves = {"zero2-again": "zero2", "zero3-again": "zero3", "from-alone": "alone"}
     for to, came_from in moves.items():
         shutil.copytree(folder / came_from / f"checkpoint-{SAVED}", folder / to / f"checkpoint-{SAVED}")
@@ -73,6 +83,14 @@ def test_a_resumed_run_has_the_same_average(runs, name):
 def test_the_average_moves_to_other_ranks_and_stages(runs):
     found, expected = averages(runs, "from-alone"), averages(runs, "alone")
     assert all((found[key] - expected[key]).abs().max() < 2e-6 for key in expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", OTHERS)
+def test_averages_beside_other_optimizers(runs, name, stage):
+    found, last = averages(runs, f"{name}-{stage}"), load_file(runs / f"{name}-{stage}" / "model.safetensors")
+    assert 0 < max((found[key] - last[key]).abs().max() for key in last) < 0.1
 
 
 @pytest.mark.full

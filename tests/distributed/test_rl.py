@@ -175,7 +175,7 @@ def test_bad_records_are_left_out_by_the_same_books(tmp_path, given, kind):
 def test_answers_of_a_vllm_server(folder, given, stage):
     """A stand-in draws them: the run pushes its weights before every step and trains on what comes back."""
     with serving("start") as (url, stand_in):
-        flags = flags_of(folder, given, f"served-{stage}", stage, vllm_server=url, dynamic_sample=True)
+        flags = flags_of(folder, given, f"served-{stage}", stage, vllm_server=url, dynamic_sample=True, beta=0.1)
         run_many(2, folder / f"launch-served-{stage}", [flags], finished=False)
     output = folder / f"served-{stage}"
     assert stand_in.loaded == [str(output / "vllm")] * STEPS

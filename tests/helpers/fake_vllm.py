@@ -31,7 +31,6 @@ class LLM:
     """Every answer is one or more tokens below 300, by its seed, and an end if there is room for one."""
 
     model: str
-    worker_extension_cls: str
     logprobs_mode: str
     enable_prefix_caching: bool
     max_model_len: int = 0
@@ -49,14 +48,13 @@ class LLM:
         log_probs = [{i: SimpleNamespace(logprob=LOG_PROB)} for i in ids]
         return SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason="stop" if ended else "length")
 
-    def collective_rpc(self, name: str, args: tuple) -> list[int]:
-        assert name == "load_folder"
-        self.loaded += args
-        return [7]
+    def collective_rpc(self, name: str, kwargs: dict) -> list[None]:
+        assert name == "reload_weights"
+        self.loaded.append(kwargs.pop("weights_path"))
+        assert not kwargs
+        return [None]
 
     def reset_prefix_cache(self) -> None: ...
-
-    def reset_mm_cache(self) -> None: ...
 
 
 @contextmanager
