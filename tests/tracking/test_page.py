@@ -321,7 +321,7 @@ def write_pages(folder, tokenizer) -> dict[str, int]:
     shown = ShownSample("an-id-of-" + "x" * 90, "n", runs_of(ids, ids, tokenizer), images)
     rejected = [{"file": "f" * 90, "line": 2, "index": 1, "id": "i" * 90, "reason": "no " * 50}]
     (folder / "data.html").write_text(data_page("d" * 90 + "/data.json", ["1 record", "y" * 200], [shown], rejected))
-    return {"run/report.html": 1, f"{plain.name}/report.html": 1, "not-evaluated.html": 1, "compare.html": 0,
+    return {"run/report.html": 9, f"{plain.name}/report.html": 9, "not-evaluated.html": 9, "compare.html": 0,
             "compare-many.html": 0, "data.html": 3}  # fmt: skip
 
 
