@@ -97,15 +97,15 @@ dpo: install
 # The same start becomes a reward model; its accuracy on held-out pairs, also with the image withheld.
 reward: install
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
-	$(BIN)/python run/dev/write_questions.py output/questions
-	$(BIN)/python run/dev/write_pairs.py output/questions
+	$(BIN)/python run/dev/write_questions.py output/judged --counting 0.55 --train 36000
+	$(BIN)/python run/dev/write_pairs.py output/judged --train 36000
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-reward.yaml \
-	  --model_name_or_path output/tiny-finetune --data_path output/questions/pairs-train.json --image_folder output/questions $(ARGS)
+	  --model_name_or_path output/tiny-finetune --data_path output/judged/pairs-train.json --image_folder output/judged $(ARGS)
 	$(BIN)/python run/evaluate.py --model_path output/tiny-finetune --task preference --output output/tiny-finetune/pairs.json \
-	  --data_path output/questions/pairs-heldout.json --image_folder output/questions
+	  --data_path output/judged/pairs-heldout.json --image_folder output/judged
 	$(BIN)/python run/evaluate.py --model_path output/tiny-reward --task preference --output output/tiny-reward/pairs.json \
 	  --compare_blank_image --compare_without_image \
-	  --data_path output/questions/pairs-heldout.json --image_folder output/questions
+	  --data_path output/judged/pairs-heldout.json --image_folder output/judged
 
 # After make finetune: the tiny model learns to count by rewards of its own answers; scores before and after.
 grpo: install
