@@ -116,8 +116,6 @@ def make_plan(start: Start) -> Plan:
         shape = shape_of(model.text_config, model.tower, args)
         raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, ranks)
         print_first(line)
-    if args.training.enable_ema:
-        refuse_nvme(raw_config)
     resolve = partial(
         resolve_ds_config,
         raw_config,
@@ -164,6 +162,8 @@ def _plan_steps(
     ranks, dp = start.ranks, start.mesh.dp
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
+    if args.training.enable_ema:
+        refuse_nvme(known.config)
     opened = open_streamed if args.data.stream else open_together
     dataset = opened(known.args, model.tokenizer, images, ranks)
     dataset, eval_set, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
