@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import urllib.parse
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
@@ -19,6 +18,7 @@ from llava_ds.files.places import local_path
 from llava_ds.files.writing import can_be_made, path_problem
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
+_LOOPBACK = re.compile(r"http://(127\.0\.0\.1|localhost):\d{1,5}/?")
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
 
@@ -363,8 +363,7 @@ def _rewards(args: Arguments) -> Iterator[str]:
 
 def _vllm(args: Arguments) -> Iterator[str]:
     """What --vllm_server can't serve."""
-    url = urllib.parse.urlsplit(args.training.vllm_server)
-    if url.scheme != "http" or url.hostname not in ("127.0.0.1", "localhost", "::1"):
+    if not _LOOPBACK.fullmatch(args.training.vllm_server):
         yield (
             f"--vllm_server {args.training.vllm_server}: it reads weights from this machine's disk, give its address "
             "here, like http://127.0.0.1:8765"
