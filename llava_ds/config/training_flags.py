@@ -169,6 +169,11 @@ class TrainingArguments:
     cliprange_value: Positive = _objective(0.2, "ppo: how far a value may move from the old one and count.")
     vf_coef: Rate = _objective(0.1, "ppo: weight of the critic's loss beside the actor's.")
     clip_reward_value: Positive = _objective(5.0, "ppo: most that the reward of an answer counts, either way.")
+    router_aux_loss_coef: Rate = _objective(
+        0.0,
+        "Mixtures of experts: weight of the loss that keeps the load of experts even, transformers' over all layers "
+        "and tokens of a micro-batch. With it, the result depends on which samples lie in one micro-batch.",
+    )
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
     max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs.")
     per_device_train_batch_size: Count = _steps(8, "Samples per rank and micro-batch.", resume="layout")

@@ -60,8 +60,9 @@ def eval_loss(
     sums: dict[str, torch.Tensor | int] = {"samples": 0, "targets": 0}
     for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device):
         with queuing():
-            _, by_source, metrics = objective.forward(engine, micro.batch)
-        found = {"samples": micro.num_samples, "targets": micro.num_targets, "by_source": by_source, **metrics}
+            loss = objective.forward(engine, micro.batch)
+        counted = {"samples": micro.num_samples, "targets": micro.num_targets}
+        found = {**counted, "by_source": loss.by_source, **loss.metrics}
         sums = {name: sums.get(name, 0) + value for name, value in found.items()}
     engine.train()
     with waiting("the eval loss"):

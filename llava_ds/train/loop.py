@@ -112,13 +112,16 @@ def micro_steps(engine, window: Window, counts: torch.Tensor, objective: Objecti
         engine.step()
         done.append(micro._replace(loss_sum=None))  # its graph is not kept alive
     by_source = torch.stack([micro.by_source for micro in done])  # (micro-batches, 2, sources)
-    losses = by_source[:, 0].sum(1)  # each what backward began with, but added up in float64
+    losses, units = by_source.sum(2).unbind(1)  # each loss what the objective's own is, but added up in float64
+    factors = torch.stack(scales) / objective.grad_ranks
+    weights = units * factors * objective.num_units(counts)  # the log divides by these units of the step again
     return StepSums(
-        loss=losses.dot(torch.stack(scales)) / objective.grad_ranks,
+        loss=losses.dot(factors),
         by_source=by_source.sum(0),
         metrics={
             **window.metrics,
             **{name: torch.stack([micro.metrics[name] for micro in done]).sum() for name in done[0].metrics},
+            **{name: torch.stack([micro.means[name] for micro in done]).dot(weights) for name in done[0].means},
         },
         means=_means(losses, window) if objective.logs_means else None,
     )

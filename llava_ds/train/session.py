@@ -28,8 +28,10 @@ from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, wa
 from llava_ds.export.final_export import export_averages, export_model, write_model
 from llava_ds.export.trial import try_export
 from llava_ds.model.attention import attention_report
+from llava_ds.model.families.language import is_mixture
 from llava_ds.model.liger import use_liger
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.routers import Routers
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
@@ -43,6 +45,7 @@ from llava_ds.train.objectives.grpo import GRPO, PolicyLoss
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.ppo import PPO, ActorCriticLoss
 from llava_ds.train.objectives.reward import Reward, RewardLoss
+from llava_ds.train.objectives.routed import Routed
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
@@ -108,6 +111,8 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     _warm_up(plan, model, engine, checkpointed, memory, ranks)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
     evaluation = Evaluation(engine, plan, objective, trackers, ranks, mesh)
+    if is_mixture(plan.model.text_config):
+        objective = Routed(objective, Routers(model.language_model), training.router_aux_loss_coef)
     saver = _saver(plan, engine, ranks)
     return Session(
         plan,

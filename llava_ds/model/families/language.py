@@ -69,6 +69,11 @@ _LLAVA_NAMES = {
 }  # fmt: skip
 
 
+def is_mixture(config: PreTrainedConfig) -> bool:
+    """True for a mixture of experts."""
+    return config.model_type in EXPERTS
+
+
 def read_text_config(path: str | Path) -> PreTrainedConfig:
     """The configuration of a language model's folder. Raises ConfigError when the folder holds none."""
     config = read_any_config(path, f"--model_name_or_path {path}")

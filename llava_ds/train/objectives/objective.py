@@ -1,6 +1,7 @@
 """The interface of what training minimises: each micro-batch becomes a summed loss and a factor in its step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,12 +15,14 @@ class MicroLoss(NamedTuple):
 
     loss_sum: over its units (supervised tokens, or pairs of answers), a scalar with a gradient; by_source (2, sources)
     float64: summed loss and units of each data source; metrics: further sums over units by name, float64 scalars,
-    which the log shows as means per unit of the step.
+    which the log shows as means per unit of the step; means: numbers of the micro-batch as a whole, which the log shows
+    as means weighed by the share that the micro-batch has in the loss of the step.
     """
 
     loss_sum: torch.Tensor
     by_source: torch.Tensor
     metrics: dict[str, torch.Tensor]
+    means: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class Objective(Protocol):

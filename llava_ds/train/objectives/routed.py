@@ -1,0 +1,54 @@
+"""Any objective over a mixture of experts: with the loss of its routers, and the load of its experts in the log."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from llava_ds.batch import Batch
+from llava_ds.data.loader import Window
+from llava_ds.model.routers import Routers, balance_of
+from llava_ds.train.objectives.objective import MicroLoss, Objective
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Adds coefficient times the routers' loss to the mean loss of a step.
+
+    The routers' loss is of a micro-batch, and counts as much as the micro-batch has units of the objective: with a
+    coefficient it depends on which samples lie together. The objective's own loss is logged as it is.
+    """
+
+    objective: Objective
+    routers: Routers
+    coefficient: float
+
+    @property
+    def grad_ranks(self) -> int:
+        return self.objective.grad_ranks
+
+    @property
+    def logs_means(self) -> bool:
+        """As the objective's."""
+        return self.objective.logs_means
+
+    def num_units(self, counts: Sequence) -> object:
+        """As the objective's."""
+        return self.objective.num_units(counts)
+
+    def forward(self, engine, batch: Batch) -> MicroLoss:
+        """Run the model, and look at what its routers chose."""
+        with self.routers.recording() as seen:
+            micro = self.objective.forward(engine, batch)
+        with nullcontext() if self.coefficient else torch.no_grad():
+            balance = balance_of(seen)
+        units = micro.by_source[1].sum().to(micro.loss_sum.dtype)
+        return micro._replace(
+            loss_sum=micro.loss_sum + self.coefficient * balance.aux_loss * units,
+            means={f"experts/{name}": value.detach().double() for name, value in balance._asdict().items()},
+        )
+
+    def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
+        """As the objective's."""
+        return self.objective.scales(window, counts)

@@ -1,0 +1,76 @@
+"""The load-balancing loss of mixtures is transformers', and the load of experts is counted."""
+
+import copy
+import math
+
+import pytest
+import torch
+import toys
+from transformers import AutoModelForCausalLM
+
+from llava_ds.engine.activation_checkpointing import checkpoint_layers
+from llava_ds.model import attention
+from llava_ds.model.families.language import EXPERTS
+from llava_ds.model.routers import Routers, balance_of
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_loss_and_gradients_are_those_of_transformers_on_one_sample(family, recomputed):
+    torch.manual_seed(0)
+    config = toys.language_model_config(family)
+    theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").train()
+    ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention.register()).train()
+    ours.load_state_dict(theirs.state_dict())
+    if recomputed:
+        assert checkpoint_layers(ours) == config.num_hidden_layers
+    ids = torch.randint(0, config.vocab_size, (1, 50))
+    expected = theirs(input_ids=ids, output_router_logits=True, use_cache=False).aux_loss
+    routers = Routers(ours)
+    with routers.recording() as seen:
+        ours(
+            inputs_embeds=ours.get_input_embeddings()(ids),
+            position_ids=torch.arange(50)[None],
+            cu_seqlens=torch.tensor([0, 50], dtype=torch.int32),
+            max_seqlen=50,
+            use_cache=False,
+        )
+    assert len(seen) == sum(hasattr(layer.mlp, "experts") for layer in ours.base_model.layers)
+    found = balance_of(seen).aux_loss
+    assert found.item() == pytest.approx(expected.item(), abs=1e-6) and found.item() > config.num_experts_per_tok
+    expected.backward()
+    found.backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    assert any("gate.weight" in name for name in gradients) and any("embed" in name for name in gradients)
+    for name, p in ours.named_parameters():
+        if name in gradients and gradients[name].abs().max() > 0:
+            assert (p.grad - gradients[name]).abs().max() < 1e-5 * gradients[name].abs().max(), name
+        else:
+            assert p.grad is None or p.grad.abs().max() == 0, name
+    with torch.no_grad(), routers.recording() as again:
+        pass
+    assert again == []
+
+
+def test_the_load_is_told_in_tokens_of_the_busiest_expert_and_in_entropy():
+    def layer(chosen: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(len(chosen), 4), torch.tensor(chosen)
+
+    even, uneven = layer([[0, 1], [2, 3]]), layer([[0, 1], [1, 0]])
+    found = balance_of([even])
+    assert (found.max_over_mean.item(), found.entropy.item()) == (1, 1)
+    found = balance_of([uneven])
+    assert (found.max_over_mean.item(), found.entropy.item()) == pytest.approx((2, math.log(2) / math.log(4)))
+    found = balance_of([even, uneven])
+    assert (found.max_over_mean.item(), found.entropy.item()) == pytest.approx((1.5, 0.75))
+    assert found.aux_loss.item() == pytest.approx(2)  # even probabilities: as many as experts for each token
+
+
+def test_nothing_is_recorded_outside():
+    config = toys.language_model_config("mixtral")
+    model = AutoModelForCausalLM.from_config(config)
+    routers = Routers(model)
+    with routers.recording() as seen:
+        model(input_ids=torch.tensor([[1, 2]]))
+    model(input_ids=torch.tensor([[1, 2]]))
+    assert len(seen) == config.num_hidden_layers
