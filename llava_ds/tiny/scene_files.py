@@ -78,8 +78,7 @@ def _write_splits(folder, seed, num_pretrain, num_finetune, num_heldout):
         "heldout": (heldout_records, num_heldout),
         "finetune": (finetune_records, num_finetune),
     }
-    # fork, not spawn: a spawned child first imports the caller's script, and with it torch and deepspeed
-    with multiprocessing.get_context("fork").Pool(2) as pool:
+    with _drawing_processes() as pool:
         drawing = []
         for stream, (name, (make, count)) in enumerate(splits.items()):
             (folder / name).mkdir()
@@ -102,16 +101,25 @@ def write_questions(folder, seed, splits):
     splits: name to (kinds of the questions in their order, whether the scenes are of the held-out ones).
     """
     folder = Path(folder)
-    with write_errors(folder, "the questions"):
+    with write_errors(folder, "the questions"), _drawing_processes() as pool:
         for stream, (name, (kinds, heldout)) in enumerate(splits.items()):
             (folder / name).mkdir(parents=True, exist_ok=True)
-            records = []
+            records, pictures = [], []
             pairs = question_records(np.random.default_rng([seed, stream]), kinds, heldout)
             for index, (record, scene) in enumerate(pairs):
                 picture = f"{name}/{index:06d}.png"
-                _save_picture(scene, folder / picture)
+                pictures.append((scene, folder / picture))
                 records.append({"id": f"{name}-{index:06d}", **record, "image": picture})
+            pool.starmap(_save_picture, pictures, chunksize=100)
             (folder / f"{name}.json").write_text(json.dumps(records, indent=1))
+
+
+def _drawing_processes():
+    """Two processes that draw pictures.
+
+    Forked, not spawned: a spawned child first imports the caller's script, and with it torch and deepspeed.
+    """
+    return multiprocessing.get_context("fork").Pool(2)
 
 
 def pretrain_records(rng, count):
