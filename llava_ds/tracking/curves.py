@@ -19,7 +19,7 @@ def learning_curves(run: RunFiles) -> list[Block]:
         _sources("Loss by data source (running mean)", run.metrics, names, smooth=True),
         _sources("Eval loss by data source", run.evals, names, smooth=False),
         line_chart("Learning rate", _rates(run), log=False),
-        _smoothed(run, "Gradient norm", "grad_norm"),
+        smoothed(run, "Gradient norm", "grad_norm"),
     ]
     not_finite = sum(not math.isfinite(value) for value in run.column("loss")[1])
     gaps = f"Steps whose loss was not finite, where the curve has gaps: {not_finite:,}."
@@ -28,7 +28,7 @@ def learning_curves(run: RunFiles) -> list[Block]:
 
 def machine_curves(run: RunFiles) -> list[Block]:
     """Throughput, time per step and memory; nothing if no step has them."""
-    curves = [_smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False), _times(run), _memory(run)]
+    curves = [smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False), _times(run), _memory(run)]
     return [charts(curves)] if any(curves) else []
 
 
@@ -59,7 +59,8 @@ def _by_source(row: dict) -> dict[str, float]:
     return found if isinstance(found, dict) else {}
 
 
-def _smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:
+def smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:
+    """The chart of one number of the log, with its running mean; empty if no step has it."""
     steps, values = run.column(name)
     if not values:
         return ""

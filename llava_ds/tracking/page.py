@@ -14,6 +14,7 @@ from llava_ds.tracking.blocks import Block, charts, details, heading, note, pre,
 from llava_ds.tracking.chart import bar_chart
 from llava_ds.tracking.curves import learning_curves, machine_curves
 from llava_ds.tracking.mistakes import mistakes_part
+from llava_ds.tracking.objective_numbers import objective_curves
 from llava_ds.tracking.result import evaluation_part, result_card
 from llava_ds.tracking.rewarded import rewarded_answers
 from llava_ds.tracking.run_files import RunFiles, is_number, read_run
@@ -58,6 +59,7 @@ def report_page(run: RunFiles) -> str:
         "Rewarded answers": _rewarded(run),
         "Mistakes": mistakes_part(run),
         "Learning": learning_curves(run),
+        "Objective": objective_curves(run),
         "Evaluation": evaluation_part(run),
         "Data": _data(run),
         "The machine": [tiles(_figures(run, MACHINE)), *machine_curves(run)],

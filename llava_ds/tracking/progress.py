@@ -21,6 +21,7 @@ from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, progress_bar
 from llava_ds.runtime.waiting import waiting
 from llava_ds.tracking.metrics_csv import MetricsTable
+from llava_ds.tracking.objective_numbers import COLUMNS, bar_parts
 from llava_ds.tracking.plots import LossPlot
 from llava_ds.tracking.series import Smoothed
 from llava_ds.tracking.trackers import Trackers
@@ -189,7 +190,8 @@ class Progress:
             "skipped_steps": int(result.skipped_steps),
             "broken_samples": result.num_planned - result.counts.samples,
         }
-        assert not row.keys() & result.metrics.keys(), "an objective's metric has the name of a column"
+        assert row.keys() <= COLUMNS, "a new column is missing in COLUMNS"
+        assert not COLUMNS & result.metrics.keys(), "an objective's metric has the name of a column"
         row.update(result.metrics)
         # Of long runs every n-th step has a loss for each source, so that logs of mixtures stay small.
         shown = result.step % self.trackers.every == 0 or result.step == self.plan.num_steps
@@ -207,12 +209,12 @@ class Progress:
         bad += [f"{self.num_broken:,} samples broken"] if self.num_broken else []
         loss, speed = f"loss {self.smoothed.value:.4f}", f"{last['tokens_per_s']:,.0f} tokens/s"
         rate, memory = f"lr {max(last['lr']):.2e}", f"{last['peak_memory_bytes'] / 1e9:.1f} GB"
-        wait = f"{max(0.0, wait):.1%}"
+        wait, numbers = f"{max(0.0, wait):.1%}", bar_parts(last)
         update_bar(
             self.bar,
             len(rows),
-            [loss, rate, speed, f"MFU {last['mfu']:.1%}", f"waiting for data {wait}", memory, *bad],
-            [loss, speed, f"waiting {wait}", *bad],
+            [loss, *numbers, rate, speed, f"MFU {last['mfu']:.1%}", f"waiting for data {wait}", memory, *bad],
+            [loss, *numbers[:1], speed, f"waiting {wait}", *bad],
         )
 
 

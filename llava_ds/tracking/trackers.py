@@ -17,6 +17,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.files.jsonl import rows_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.redact import redact
+from llava_ds.tracking.objective_numbers import objective_numbers
 
 # More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
 MOST_POINTS = 5_000
@@ -118,7 +119,9 @@ def scalars(row: dict) -> dict[str, float]:
     rates = {f"train/learning_rate_{i}": rate for i, rate in enumerate(row["lr"]) if rate != row["lr"][0]}
     bad = {f"train/{name}": row[name] for name in ("skipped_steps", "broken_samples") if row[name]}
     by_source = {f"train/loss/{name}": loss for name, loss in row.get("source_losses", {}).items()}
-    return {name: value for name, value in {**values, **rates, **by_source, **bad}.items() if value is not None}
+    of_objective = {f"train/{name}": value for name, value in objective_numbers(row).items()}
+    curves = {**values, **rates, **by_source, **of_objective, **bad}
+    return {name: value for name, value in curves.items() if value is not None}
 
 
 class TensorBoard:

@@ -14,6 +14,7 @@ from llava_ds.tracking.chart import Series, line_chart
 from llava_ds.tracking.compare_runs import comparison_page, differences, in_terminal, names_of
 from llava_ds.tracking.data_page import ShownSample, runs_of
 from llava_ds.tracking.data_page import page as data_page
+from llava_ds.tracking.objective_numbers import TITLES
 from llava_ds.tracking.page import report_at_end, write_report
 from llava_ds.tracking.run_files import read_run
 from llava_ds.tracking.run_record import length_histogram
@@ -31,8 +32,9 @@ def write_jsonl(path, rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_run(folder, steps: int = 30, **flags: object):
-    """A run's folder with all that a report can show, hostile texts among it."""
+def write_run(folder, steps: int = 30, more: dict[str, float] | None = None, **flags: object):
+    """A run's folder with all that a report can show, hostile texts among it. more: of every row of the log."""
+    more = more or {}
     folder.mkdir(parents=True)
     record = {
         "command": ["run/train.py", "--local_rank=0", "--data_path", "my data.json"],
@@ -58,7 +60,7 @@ def write_run(folder, steps: int = 30, **flags: object):
                 "step": n, "epoch": n / 30, "loss": math.nan if n == 7 else 3 / n, "lr": [1e-3 / n, 1e-4 / n],
                 "grad_norm": None if n == 7 else 1.0, "samples": 8, "tokens": 1000, "supervised_tokens": 100,
                 "step_time_s": 0.5, "data_wait_s": 0.05, "tokens_per_s": 2000.0, "mfu": 0.4,
-                "peak_memory_bytes": 5 * 10**9, "skipped_steps": int(n >= 7), "broken_samples": int(n == 9),
+                "peak_memory_bytes": 5 * 10**9, "skipped_steps": int(n >= 7), "broken_samples": int(n == 9), **more,
             }
             for n in range(1, steps + 1)
         ),
@@ -208,6 +210,18 @@ def test_answers_that_were_rewarded(tmp_path):
     part = text[begin : text.index("Learning", begin)]
     assert "step 1" in part and "step 30" in part and "22 more are in rollouts.jsonl" in part
     assert "1.00 × 3" in part and "0.30 × 2" in part and "More answers (2)" in part
+
+
+def test_what_an_objective_logs_has_charts_of_its_own(tmp_path):
+    numbers = {"reward": 0.5, "objective/kl": 0.1, "experts/max_over_mean": 1.5, "val/mean": 1.0}
+    page = write_report(write_run(tmp_path / "run", more=numbers)).read_text()
+    text = Elements(page).text
+    assert "Reward of answers" in text and "Distance from the reference model (KL), per answer" in text
+    assert "Tokens of the busiest expert" in text and "val/mean" not in text
+    several = write_report(write_run(tmp_path / "two", more={"rewards/exact/mean": 0.5, "rewards/iou/mean": 0.2}))
+    assert "Reward: exact" in several.read_text() and "Reward: iou" in several.read_text()
+    plain = Elements(write_report(write_run(tmp_path / "plain")).read_text()).text
+    assert not any(title in plain for title in (*TITLES.values(), "Objective"))
 
 
 def test_a_run_that_was_killed_says_how_far_it_came(tmp_path):

@@ -68,6 +68,18 @@ def progress(tmp_path, monkeypatch) -> Progress:
     return make_progress(tmp_path)
 
 
+def test_the_bar_says_what_an_objective_is_about(progress, monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        "llava_ds.tracking.progress.update_bar", lambda bar, num, everything, least: shown.append((everything, least))
+    )
+    ten = {"reward": torch.tensor(5.0), "kl": torch.tensor(0.2), "rewards/exact/mean": torch.tensor(5.0)}
+    for step in (1, 2):
+        progress.after_step(result(step, 0.1, metrics=ten))
+    ((everything, least),) = shown
+    assert everything[1:3] == ["reward 0.500", "KL 0.02"] and least[1] == "reward 0.500" and "KL 0.02" not in least
+
+
 def test_rates_are_of_useful_work_over_the_steps_that_are_read_together(progress, tmp_path):
     progress.after_step(result(1, 0.1))
     assert read_metrics(tmp_path / "metrics.jsonl") == []

@@ -64,6 +64,12 @@ def test_names_are_the_trainers_and_a_group_of_its_own_rate_has_a_curve():
     assert values["train/skipped_steps"] == 1 and "train/grad_norm" not in values
 
 
+def test_an_objectives_numbers_have_curves():
+    values = scalars(row(2, samples=4, **{"reward": 0.5, "objective/kl": 0.0, "micro_batch_losses": [1.0]}))
+    assert values["train/reward"] == 0.5 and values["train/objective/kl"] == 0
+    assert not {"train/step", "train/samples", "train/micro_batch_losses"} & values.keys()
+
+
 def test_tensorboard_has_every_step_once_after_a_kill_and_a_resume(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resume_step, steps in ((0, range(1, 9)), (5, range(6, 11))):
