@@ -277,6 +277,11 @@ class TrainingArguments:
         "Use Liger's fused norms, rotary positions and SwiGLU in the language model (needs a GPU and the extra "
         "llava_ds[liger]), after comparing them with transformers' own on a small copy.",
     )
+    experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = _speed(
+        None,
+        "Mixtures of experts: compute the experts of a layer in one grouped matrix product, for every token by itself, "
+        "or one after the other. Absent: transformers' choice, grouped_mm where torch has it.",
+    )
     seed: Seed = _optimizer(42, "Seed of initialisation and dropout.")
     data_seed: Seed | None = _order(None, "Seed of the sample order. Absent: --seed.")
     watchdog_start_s: Seconds = _failures_free(

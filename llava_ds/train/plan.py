@@ -11,7 +11,6 @@ from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.config.arguments import Arguments, with_objective_defaults
 from llava_ds.config.shipped import DS_CONFIGS
-from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.splits import split_datasets
@@ -26,8 +25,9 @@ from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.export.trial import try_export
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.families.language import is_mixture, length_note
+from llava_ds.model.families.language import length_note
 from llava_ds.model.flops import ModelFlops, model_flops
+from llava_ds.model.mixture import check_mixture_flags
 from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.planning import dry_run
 from llava_ds.planning.auto import choose_for_ranks, choose_tokens_per_micro_batch, run_on_ranks
@@ -141,12 +141,8 @@ def make_plan(start: Start) -> Plan:
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
     model = plan_model(args.model, args.data.model_max_length, args.training.objective == "reward")
+    check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
     if args.training.router_aux_loss_coef:
-        if not is_mixture(model.text_config):
-            raise ConfigError(
-                f"--router_aux_loss_coef is for mixtures of experts, but --model_name_or_path "
-                f"{args.model.model_name_or_path} is a {model.text_config.model_type}: leave it out"
-            )
         model = dataclasses.replace(model, whole_last_layer="--router_aux_loss_coef is over all of them")
     if note := length_note(model.text_config, args.data.model_max_length):
         print_first(note)

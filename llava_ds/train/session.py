@@ -30,8 +30,8 @@ from llava_ds.export.trial import try_export
 from llava_ds.model.attention import attention_report
 from llava_ds.model.families.language import is_mixture
 from llava_ds.model.liger import use_liger
-from llava_ds.model.llava import LlavaModel
-from llava_ds.model.routers import Routers
+from llava_ds.model.llava import LlavaModel, has_critic
+from llava_ds.model.mixture import Routers, choose_experts
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
@@ -196,6 +196,12 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     rollouts = Rollouts(model, plan, ranks, started.mesh) if draws else None
     if plan.critic is not None:  # after what draws was made, which has no part in it
         add_critic(model, plan.critic, resolved, args, ranks)
+    if is_mixture(text_config):
+        wanted = args.training.experts_implementation
+        compiled = args.training.torch_compile or deep_compiles(resolved.config)
+        models = [model, model.critic] if has_critic(model) else [model]
+        lines = [choose_experts(each.language_model, wanted, ranks.device, compiled) for each in models]
+        print_first(lines[0])
     checkpointed, lines = mark_checkpointed_layers(model, args, resolved.config)
     print_first(*lines)
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))

@@ -8,7 +8,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
-from llava_ds.model.routers import Routers, balance_of
+from llava_ds.model.mixture import Routers, balance_of
 from llava_ds.train.objectives.objective import MicroLoss, Objective
 
 

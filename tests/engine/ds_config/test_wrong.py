@@ -146,6 +146,12 @@ WRONG = [
         "one of them, both choose the checkpointed layers",
     ),
     (
+        {"activation_checkpointing": {"number_checkpoints": 4}},
+        {"router_aux_loss_coef": 0.01},
+        f"activation_checkpointing.number_checkpoints is set {J}, whose checkpointing keeps no gradient of what routers "
+        "choose, but --router_aux_loss_coef needs it: remove the section, and give --gradient_checkpointing all",
+    ),
+    (
         {"compile": {"deepcompile": True}, **zero()},
         {"torch_compile": True, "device_type": "cuda"},
         f"compile.deepcompile is true {J} but --torch_compile is True: both compile the model, remove one of them",

@@ -1,5 +1,5 @@
 # T tokens that a router sees, E experts, K of them for each token
-"""Routers of a mixture of experts: the loss that keeps the load of experts even, and that load."""
+"""Mixtures of experts: how experts are computed, the loss that keeps their load even, and that load."""
 
 import math
 from collections.abc import Iterator
@@ -8,6 +8,41 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
+
+from llava_ds.config.training_flags import TrainingArguments
+from llava_ds.constants import ConfigError
+from llava_ds.model.families.language import is_mixture
+
+WAYS = {
+    "grouped_mm": "all of a layer in one grouped matrix product",
+    "batched_mm": "every token with its own copy of its experts' matrices",
+    "eager": "one after the other, for which the host reads in every layer which of them have tokens",
+}
+
+
+def check_mixture_flags(training: TrainingArguments, config: PreTrainedConfig, path: str) -> None:
+    """Raise ConfigError for flags of mixtures with a model that is none."""
+    for name in ("router_aux_loss_coef", "experts_implementation"):
+        if getattr(training, name) and not is_mixture(config):
+            raise ConfigError(
+                f"--{name} is for mixtures of experts, but --model_name_or_path {path} is a {config.model_type}: "
+                "leave it out"
+            )
+
+
+def choose_experts(language_model: nn.Module, wanted: str | None, device: torch.device, compiled: bool) -> str:
+    """Compute experts as wanted, or in transformers' way. Returns a line that says how."""
+    if wanted is not None:
+        language_model.set_experts_implementation(wanted)
+    chosen, weight = language_model.config._experts_implementation, next(language_model.parameters())
+    way = WAYS.get(chosen, chosen)
+    if chosen == "grouped_mm":
+        old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+        if old or (compiled and weight.dtype != torch.bfloat16):
+            why = "this GPU has no grouped matrix product" if old else "compiled, torch has it for bf16 alone"
+            way = f"one matrix product after the other ({why})"
+    return f"experts: {way} ({chosen})"
 
 
 class Balance(NamedTuple):

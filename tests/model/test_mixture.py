@@ -8,10 +8,12 @@ import torch
 import toys
 from transformers import AutoModelForCausalLM
 
+from llava_ds.config.training_flags import TrainingArguments
+from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model import attention
 from llava_ds.model.families.language import EXPERTS
-from llava_ds.model.routers import Routers, balance_of
+from llava_ds.model.mixture import WAYS, Routers, balance_of, check_mixture_flags, choose_experts
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -74,3 +76,34 @@ def test_nothing_is_recorded_outside():
         model(input_ids=torch.tensor([[1, 2]]))
     model(input_ids=torch.tensor([[1, 2]]))
     assert len(seen) == config.num_hidden_layers
+
+
+@pytest.mark.parametrize("wanted", [None, *WAYS])
+def test_experts_are_computed_as_wanted_with_the_same_result(wanted):
+    torch.manual_seed(0)
+    config = toys.language_model_config("qwen3_moe")
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(0, config.vocab_size, (1, 30))
+    model.set_experts_implementation("eager")
+    expected = model(input_ids=ids).logits
+    if wanted is None:
+        model.set_experts_implementation("grouped_mm")
+    line = choose_experts(model, wanted, torch.device("cpu"), compiled=False)
+    assert line == f"experts: {WAYS[wanted or 'grouped_mm']} ({wanted or 'grouped_mm'})"
+    assert (model(input_ids=ids).logits - expected).abs().max() < 1e-5
+    assert model.config._experts_implementation == (wanted or "grouped_mm")
+
+
+def test_where_torch_has_no_grouped_product_the_line_says_so():
+    model = AutoModelForCausalLM.from_config(toys.language_model_config("qwen3_moe"))
+    line = choose_experts(model, None, torch.device("cpu"), compiled=True)
+    assert line == "experts: one matrix product after the other (compiled, torch has it for bf16 alone) (grouped_mm)"
+    assert "one grouped" in choose_experts(model.bfloat16(), None, torch.device("cpu"), compiled=True)
+
+
+@pytest.mark.parametrize("flag", [{"router_aux_loss_coef": 0.01}, {"experts_implementation": "eager"}])
+def test_flags_of_mixtures_are_refused_for_other_models(flag):
+    check_mixture_flags(TrainingArguments(**flag), toys.language_model_config("mixtral"), "m")
+    check_mixture_flags(TrainingArguments(), toys.language_model_config("llama"), "m")
+    with pytest.raises(ConfigError, match=f"--{next(iter(flag))} is for mixtures of experts, but .* m is a llama"):
+        check_mixture_flags(TrainingArguments(**flag), toys.language_model_config("llama"), "m")
