@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import attention, last_layer, output_loss
-from llava_ds.model.families.language import final_logits, hold_rotary_angles
+from llava_ds.model.families.language import final_logits, hold_rotary_angles, logits_divisor
 from llava_ds.model.projector import Newline, Projector, build_projector
 from llava_ds.model.value_head import ValueHead
 from llava_ds.model.vision import TowerPlan, VisionTower
@@ -38,6 +38,7 @@ class LlavaModel(nn.Module):
         if value_head is not None:
             self.value_head = value_head
         self._softcap = getattr(language_model.config, "final_logit_softcapping", None)
+        self._divisor = logits_divisor(language_model.config)
         self._short_last_layer = False
         output_loss.add_loss(language_model.get_output_embeddings())
 
@@ -89,10 +90,11 @@ class LlavaModel(nn.Module):
         output_layer = self.language_model.get_output_embeddings()
         if logits_at is not None:
             return final_logits(output_layer(hidden), self.language_model.config)
+        divisor = temperature * self._divisor
+        hidden = hidden if divisor == 1 else hidden / divisor
         if log_probs:
             # c tanh(x / c) / t is (c / t) tanh((x / t) / (c / t)).
             softcap = None if self._softcap is None else self._softcap / temperature
-            hidden = hidden if temperature == 1 else hidden / temperature
             rows = output_layer(hidden, targets=batch.targets, softcap=softcap, by_row=True)
             return (rows, self.critic(batch, values_at=batch.target_positions)) if has_critic(self) else rows
         loss, row_losses = output_layer(hidden, targets=batch.targets, softcap=self._softcap)

@@ -203,3 +203,11 @@ def test_pairs_of_answers_come_to_the_device_as_one_batch():
     with gpu():
         (micro,) = on_gpu([pair], OPTIONS)
         assert micro.num_samples == 1 and micro.batch.reference.is_cuda and micro.batch.reference.dtype == torch.float64
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_weights_in_4_bits_with_lora(quant_type, double_quant):
+    model = trained_once(lora_enable=True, bits=4, quant_type=quant_type, double_quant=double_quant)
+    packed = [p for p in model.language_model.parameters() if p.dtype == torch.uint8]
+    assert packed and all(p.is_cuda and p.grad is None for p in packed)

@@ -18,7 +18,8 @@ from llava_ds.engine.construct import construction
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.lora import add_lora
+from llava_ds.model.lora import add_lora, linear_names
+from llava_ds.model.quantize import BLOCK, quantize_layers
 from llava_ds.model.vision import TowerPlan, plan_tower
 
 SQUARE = {"image_size": toys.IMAGE_SIZE, "patch_size": toys.PATCH_SIZE}
@@ -53,12 +54,34 @@ def built(
         model = assemble(text, tower, args.model, mean, std, value_head)
     if short:
         model.shorten_last_layer()
+    if args.model.bits < 16:
+        _pack(model, args, dtype)
     if args.model.lora_enable:
         with CUDA, pytest.MonkeyPatch.context() as patch:  # made there: fake parameters can't be moved
             patch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)
             add_lora(model.language_model, args.model, seed=0)
     choose_trainable(model, args)
     return model.train()
+
+
+def _pack(model: LlavaModel, args: Arguments, dtype: torch.dtype) -> None:
+    """Quantize to 4 bits what training does, by bitsandbytes' own operations.
+
+    A plain parameter stands for its class of tensors, which no fake tensor can be.
+    """
+    from bitsandbytes.functional import quantize_4bit
+
+    llm = model.language_model
+    names = linear_names(llm)
+    weights = {name: torch.empty_like(llm.get_submodule(name).weight) for name in names}
+    quantize_layers(llm, names, args.model, dtype)
+    for name, weight in weights.items():
+        layer = llm.get_submodule(name)
+        options = {"quant_type": args.model.quant_type, "compress_statistics": args.model.double_quant}
+        packed, state = quantize_4bit(weight, blocksize=BLOCK, **options)
+        layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+        layer.weight.quant_state = layer.quant_state = state
+        layer.weight.bnb_quantized = True
 
 
 def sample(options: ImageOptions, num_text: int, media: list[tuple[str, tuple]] = (), source: int = 0) -> LoadedSample:

@@ -59,6 +59,10 @@ FAMILIES = {
     },
     # Names of its own for trunk and ends, which are tied.
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_inner": 48},
+    # Multipliers everywhere, and logits divided by one.
+    "granite": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+    },
     # Mixtures of experts: of their own width, beside a shared one and a layer without, or as wide as an MLP.
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
@@ -69,6 +73,11 @@ FAMILIES = {
         "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
     },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    # As Granite; its experts are one tensor on disk.
+    "granitemoe": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2, "logits_scaling": 4.0,
+    },
     # Learned positions, biases, embeddings tied.
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.2, "pad_token_id": 1},
 }  # fmt: skip

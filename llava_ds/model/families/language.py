@@ -36,20 +36,31 @@ EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 class ExpertNames(NamedTuple):
-    """Names on disk in a layer of a mixture: of the block with the experts, and of an expert's matrices."""
+    """Names on disk in a layer of a mixture.
 
-    block: str
-    gate: str
-    up: str
-    down: str
+    matrices: of an expert's gate, up and down; None where the experts of a layer are one tensor on disk, too; renamed:
+    parts of names on disk, and what stands for them in memory.
+    """
+
+    matrices: tuple[str, str, str] | None
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
-# Mixtures of experts, by model_type. Not Granite's, whose output layer is divided by a factor of its own.
+_PROJECTIONS = ExpertNames(("gate_proj", "up_proj", "down_proj"))
+# Mixtures of experts, by model_type.
 EXPERTS = {
-    "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen2_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
-    "qwen3_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
-    "olmoe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ExpertNames(("w1", "w3", "w2"), ((".block_sparse_moe.", ".mlp."),)),
+    "qwen2_moe": _PROJECTIONS,
+    "qwen3_moe": _PROJECTIONS,
+    "olmoe": _PROJECTIONS,
+    "granitemoe": ExpertNames(
+        None,
+        (
+            (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+            (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+            (".block_sparse_moe.router.layer.weight", ".block_sparse_moe.router.weight"),
+        ),
+    ),
 }
 
 # Families that DeepSpeed 0.19 shards with transformers 5 so that answers stay the same, by model_type. Not Phi-3, whose
@@ -186,12 +197,18 @@ def mlp_width(config: PreTrainedConfig) -> int:
 
 
 def final_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """Apply Gemma 2's final soft cap to the output layer's result, where the model has one.
+    """Apply Granite's division and Gemma 2's final soft cap to the output layer's result, where the model has them.
 
-    transformers' Llava leaves it out. It changes no order of the logits, and so no greedy answer.
+    transformers' Llava leaves both out. They change no order of the logits, and so no greedy answer.
     """
-    cap = getattr(config, "final_logit_softcapping", None)
+    divisor, cap = logits_divisor(config), getattr(config, "final_logit_softcapping", None)
+    logits = logits if divisor == 1 else logits / divisor
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def logits_divisor(config: PreTrainedConfig) -> float:
+    """What Granite's logits are divided by; 1 for other families."""
+    return getattr(config, "logits_scaling", None) or 1.0
 
 
 def names_in_hf(language_model: PreTrainedModel) -> dict[str, tuple[str, ...]]:

@@ -15,30 +15,33 @@ from llava_ds.constants import DataError
 from llava_ds.model.families.language import ExpertNames
 from llava_ds.model.open.weights import WeightFiles
 
-IN_MEMORY = "mlp"  # transformers' name for the block of a layer that has the experts
 _STACKED = re.compile(r"^(.*\.mlp)\.experts\.(gate_up_proj|down_proj)$")
 
 
 def from_disk(name: str, names: ExpertNames) -> str:
-    """A name on disk with the family's word for the block replaced by the one in memory."""
-    return name.replace(f".{names.block}.", f".{IN_MEMORY}.")
+    """A name on disk with the family's own words replaced by those in memory."""
+    for on_disk, in_memory in names.renamed:
+        name = name.replace(on_disk, in_memory)
+    return name
 
 
 def to_disk(name: str, names: ExpertNames) -> str:
-    """The way back; of a tensor that is no expert's."""
-    return name.replace(f".{IN_MEMORY}.", f".{names.block}.")
+    """The way back; of a tensor that holds no expert, or all that are one tensor on disk."""
+    for on_disk, in_memory in names.renamed:
+        name = name.replace(in_memory, on_disk)
+    return name
 
 
 def divided(name: str, shape: tuple[int, ...], names: ExpertNames) -> list[tuple[str, tuple[int, ...], tuple]]:
     """The tensors on disk that a stacked one holds: name, shape and index into it. Empty for any other tensor."""
     found = _STACKED.match(name)
-    if found is None or len(shape) != 3:
+    if names.matrices is None or found is None or len(shape) != 3:
         return []
-    block, kind = to_disk(f"{found[1]}.", names), found[2]
+    block, kind, (gate, up, down) = to_disk(f"{found[1]}.", names), found[2], names.matrices
     experts, rows, columns = shape
     if kind == "down_proj":
-        return [(f"{block}experts.{i}.{names.down}.weight", (rows, columns), (i,)) for i in range(experts)]
-    halves = ((names.gate, slice(rows // 2)), (names.up, slice(rows // 2, rows)))
+        return [(f"{block}experts.{i}.{down}.weight", (rows, columns), (i,)) for i in range(experts)]
+    halves = ((gate, slice(rows // 2)), (up, slice(rows // 2, rows)))
     return [
         (f"{block}experts.{i}.{part}.weight", (rows // 2, columns), (i, half))
         for i in range(experts)
@@ -54,12 +57,12 @@ class Stacked:
 
     def __init__(self, weights: WeightFiles, names: ExpertNames) -> None:
         self.path, self.notes, self._weights = weights.path, weights.notes, weights
-        matrix = re.compile(rf"^(.*\.experts)\.(\d+)\.({names.gate}|{names.up}|{names.down})\.weight$")
+        matrix = re.compile(rf"^(.*\.experts)\.(\d+)\.({'|'.join(names.matrices)})\.weight$")
         parts: dict[str, dict[tuple[int, str], str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in weights.shapes.items():
             if found := matrix.match(name):
-                kind = "down_proj" if found[3] == names.down else "gate_up_proj"
+                kind = "down_proj" if found[3] == names.matrices[2] else "gate_up_proj"
                 parts.setdefault(f"{found[1]}.{kind}", {})[int(found[2]), found[3]] = name
             else:
                 self.shapes[name] = shape
@@ -70,7 +73,7 @@ class Stacked:
 
     def _stack(self, name: str, parts: dict[tuple[int, str], str], names: ExpertNames) -> list[list[str]]:
         """Names of the matrices of each expert, one or two."""
-        kinds = (names.down,) if name.endswith("down_proj") else (names.gate, names.up)
+        kinds = names.matrices[2:] if name.endswith("down_proj") else names.matrices[:2]
         number = 1 + max(i for i, _ in parts)
         missing = [(i, kind) for i in range(number) for kind in kinds if (i, kind) not in parts]
         if missing:

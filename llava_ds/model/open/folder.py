@@ -128,7 +128,7 @@ def _language_model(path: str, config: PreTrainedConfig, rename: Callable[[str],
         name = rename(on_disk)
         return name and from_disk(name, experts)
 
-    return Source(FLAG, path, in_memory, (partial(Stacked, names=experts),))
+    return Source(FLAG, path, in_memory, (partial(Stacked, names=experts),) if experts.matrices else ())
 
 
 def _read_config(path: str) -> dict:
