@@ -23,6 +23,7 @@ from llava_ds.files.writing import write_whole
 from llava_ds.model.loading import bit_sum
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, gather
+from llava_ds.runtime.tf32 import tf32_allowed
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.train.objectives.dpo import sum_by_sample
 
@@ -43,8 +44,7 @@ def add_reference(
     Returns a line about it. All ranks call it together.
     """
     weights = weights_digest(getattr(model, "module", model), ranks, mesh)
-    parts = [str(VERSION), dataset.fingerprint, weights, str(dtype)]
-    path = dataset.folder / f"reference-{digest_of(parts)}.npy"
+    path = dataset.folder / cache_name(dataset.fingerprint, weights, dtype, ranks.device)
     if all(gather(path.is_file(), ranks)):
         dataset.reference = _read(path, dataset.num_records)
         return f"reference log-probabilities of {len(dataset):,} pairs: {path}"
@@ -55,6 +55,12 @@ def add_reference(
             write_whole(path, partial(_write, dataset.reference), shared=True)
     seconds = time.perf_counter() - began
     return f"reference log-probabilities of {len(dataset):,} pairs: computed in {seconds:.0f} s ({path})"
+
+
+def cache_name(data: str, weights: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The name of the file for data and weights, by their digests, and for all that changes how these are computed."""
+    tf32 = device.type == "cuda" and dtype == torch.float32 and tf32_allowed()
+    return f"reference-{digest_of([str(VERSION), data, weights, str(dtype), *(['TF32'] if tf32 else [])])}.npy"
 
 
 @torch.no_grad()
