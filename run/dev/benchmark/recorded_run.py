@@ -77,13 +77,13 @@ class Notes:
     def draw(self, original):
         """Rollouts._draw whose time is left out, and which gives back recorded answers where there are some."""
 
-        def drawn(rollouts, step, prompts):
+        def drawn(rollouts, turn, slots, prompts):
             began = time.perf_counter(), time.process_time()
             self.phase = "drawing"
             if self.given is None:
-                answers = original(rollouts, step, prompts)
+                answers = original(rollouts, turn, slots, prompts)
             else:
-                by_id = {group["id"]: group["answers"] for group in self.given[step - 1]}
+                by_id = {group["id"]: group["answers"] for group in self.given[turn[0] - 1]}
                 answers = [
                     [Answer(tuple(a["ids"]), tuple(a["log_probs"]), a["entropy"], a["ended"]) for a in by_id[p.id]]
                     for p in prompts
