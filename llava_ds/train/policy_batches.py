@@ -21,6 +21,7 @@ from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.step_plan import Packing
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
+from llava_ds.runtime.waiting import waiting
 from llava_ds.train.objectives.grpo import PolicyBatch, advantages_of
 from llava_ds.train.sampling import Answer
 
@@ -201,4 +202,5 @@ def metrics_of(groups: list[Group], names: list[str], device: torch.device) -> d
 
 def sums_of_ranks(numbers: list[float], mesh: Mesh, device: torch.device) -> list[float]:
     """Sum numbers over the ranks. All ranks call it together."""
-    return sum_over(mesh.data_group, torch.tensor(numbers, dtype=torch.float64, device=device)).tolist()
+    with waiting("sums over the answers of a step"):
+        return sum_over(mesh.data_group, torch.tensor(numbers, dtype=torch.float64, device=device)).tolist()

@@ -7,6 +7,7 @@ import torch
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.engine.frozen import FrozenPlan, open_frozen
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import waiting
 from llava_ds.train.objectives.dpo import sum_by_sample
 from llava_ds.train.objectives.reward import answer_ends
 from llava_ds.train.rewards import Completion
@@ -36,9 +37,11 @@ class RewardModel:
         log-probability."""
         found: list[float] = []
         for first in range(0, len(samples), TOGETHER):
-            batch = collate(samples[first : first + TOGETHER], self._images).to(self._device)
-            if hasattr(self._model, "value_head"):
-                found += self._model(batch, values_at=answer_ends(batch)).tolist()
-            else:
-                found += sum_by_sample(self._model(batch, log_probs=True), batch)[0].tolist()
+            batch = collate(samples[first : first + TOGETHER], self._images)
+            with waiting("the reward model's scores"):
+                batch = batch.to(self._device)
+                if hasattr(self._model, "value_head"):
+                    found += self._model(batch, values_at=answer_ends(batch)).tolist()
+                else:
+                    found += sum_by_sample(self._model(batch, log_probs=True), batch)[0].tolist()
         return found

@@ -19,6 +19,7 @@ from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, gather, on_every_rank
+from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.train.objectives.grpo import PolicyBatch
 from llava_ds.train.plan import Plan
 from llava_ds.train.policy_batches import (
@@ -240,8 +241,11 @@ class Rollouts:
         most = max(1, *gather(len(packs), self._ranks))
         packs += [[] for _ in range(most - len(packs))]
         made = [policy_batch(each, totals, trained_tokens, training, self._plan.images) for each in packs]
-        metrics = metrics_of(groups, [reward.name for reward in self._rewards], engine.device)
-        found = [self._with_log_probs(engine, micro.batch.to(engine.device)) for micro in made]
+        with waiting("the answers on their way to the device"):
+            metrics = metrics_of(groups, [reward.name for reward in self._rewards], engine.device)
+            moved = [micro.batch.to(engine.device) for micro in made]
+        with queuing():
+            found = [self._with_log_probs(engine, batch) for batch in moved]
         batches = [batch for batch, _ in found]
         if self._has_critic:
             batches, more = value_batches(batches, [values for _, values in found], totals, training, mesh)

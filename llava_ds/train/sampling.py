@@ -12,6 +12,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.llava import LlavaModel
+from llava_ds.runtime.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -62,23 +63,27 @@ def draw_answers(
     Returns them by prompt. model: the twin of the one that trains, with whole weights.
     """
     device, times = model.language_model.get_input_embeddings().weight.device, rules.num_answers
-    logits, cache, mask = _read_prompts(model, prompts, rules, device)
+    with waiting("the prompts on their way to the device"):
+        logits, cache, mask = _read_prompts(model, prompts, rules, device)
+        uniform = torch.from_numpy(np.concatenate(numbers)).to(device)  # (B * G, max_new_tokens)
+        room = torch.tensor([rules.room(prompt) for prompt in prompts], device=device).repeat_interleave(times)
+        ends = torch.tensor(rules.ends, device=device)
     lengths = mask.sum(1)  # (R,) of the prompts
-    uniform = torch.from_numpy(np.concatenate(numbers)).to(device)  # (B * G, max_new_tokens)
-    room = torch.tensor([rules.room(prompt) for prompt in prompts], device=device).repeat_interleave(times)
-    ends = torch.tensor(rules.ends, device=device)
     going = torch.arange(len(uniform), device=device)  # answers that have not come to an end
     rows = going // times  # of the cache: answers that are equal so far share one
     found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(uniform))]
     for step in range(rules.max_new_tokens):
         tokens, log_probs, entropies = _draw(logits, rows, uniform[going, step], rules)
-        for i, *drawn in zip(going.tolist(), tokens.tolist(), log_probs.tolist(), entropies.tolist()):
-            found[i].append(tuple(drawn))
-        stay = (~torch.isin(tokens, ends) & (room[going] > step + 1)).nonzero()[:, 0]
-        if not len(stay):
-            break
-        going, vocabulary = going[stay], logits.shape[1]
-        keys, rows = (rows[stay] * vocabulary + tokens[stay]).unique(return_inverse=True)
+        with waiting("the next token"):
+            for i, *drawn in zip(going.tolist(), tokens.tolist(), log_probs.tolist(), entropies.tolist()):
+                found[i].append(tuple(drawn))
+            if step + 1 == rules.max_new_tokens:
+                break
+            stay = (~torch.isin(tokens, ends) & (room[going] > step + 1)).nonzero()[:, 0]
+            if not len(stay):
+                break
+            going, vocabulary = going[stay], logits.shape[1]
+            keys, rows = (rows[stay] * vocabulary + tokens[stay]).unique(return_inverse=True)
         before = keys // vocabulary
         cache.batch_select_indices(before)
         lengths, mask = lengths[before], F.pad(mask[before], (0, 1), value=1)

@@ -6,6 +6,7 @@ import torch
 
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.waiting import waiting
 from llava_ds.train.objectives.grpo import PolicyBatch
 from llava_ds.train.objectives.ppo import ValueBatch, token_rewards, whitened, with_advantages
 from llava_ds.train.policy_batches import Group, StepTotals, TrainedAnswer, distinct_answers, sums_of_ranks
@@ -25,19 +26,19 @@ def value_batches(
     """
     rules = training.kl_ctl, training.gamma, training.lam
     found = [with_advantages(batch, own, *rules) for batch, own in zip(batches, values)]
-    device, each = found[0].values.device, _joined(found, training.kl_ctl)
+    each = _joined(found, training.kl_ctl)
     variances, means = moments([each["advantages"], each["returns"], each["errors"]], each["weights"], totals, mesh)
     explained = 0.0 if variances[1] == 0 else 1 - variances[2] / variances[1]
     # Of answers, where shares are of tokens: a sum over an answer counts as often as it has tokens.
     per_answer = each["shares"] * (totals.tokens / max(1.0, totals.answers))
-    prompts = float(each["shares"].sum())  # of this rank, by tokens: over all ranks they are the step's
     metrics = {
         "objective/kl": (each["kl"] * per_answer).sum(),
         "objective/entropy": (-each["old"] * per_answer).sum(),
         "objective/non_score_reward": (-training.kl_ctl * each["kl"] * per_answer).sum(),
         "objective/rlhf_reward": (each["rewards"] * per_answer).sum(),
         "val/mean": (each["values"] * each["shares"]).sum(),
-        "val/explained_variance": torch.tensor(explained * prompts, dtype=torch.float64, device=device),
+        # By this rank's prompts, counted by tokens: over all ranks they are the step's.
+        "val/explained_variance": explained * each["shares"].sum(),
     }
     return [whitened(batch, means[0], variances[0]) for batch in found], metrics
 
@@ -56,7 +57,10 @@ def moments(
     numbers: list[torch.Tensor], weights: torch.Tensor, totals: StepTotals, mesh: Mesh
 ) -> tuple[list[float], list[float]]:
     """Variances and means of numbers of tokens over all ranks. weights: of the tokens, which sum to 1."""
-    means = sums_of_ranks([float((each * weights).sum()) for each in numbers], mesh, weights.device)
-    squares = [float(((each - mean) ** 2 * weights).sum()) for each, mean in zip(numbers, means)]
+    with waiting("the critic's values"):
+        own = [float((each * weights).sum()) for each in numbers]
+    means = sums_of_ranks(own, mesh, weights.device)
+    with waiting("the critic's values"):
+        squares = [float(((each - mean) ** 2 * weights).sum()) for each, mean in zip(numbers, means)]
     unbiased = totals.tokens / max(1.0, totals.tokens - 1)
     return [found * unbiased for found in sums_of_ranks(squares, mesh, weights.device)], means
