@@ -97,7 +97,7 @@ dpo: install
 # The same start becomes a reward model; its accuracy on held-out pairs, also with the image withheld.
 reward: install
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
-	$(BIN)/python run/dev/write_questions.py output/judged --counting 0.55 --train 30000
+	$(BIN)/python run/dev/write_questions.py output/judged --counting 0.55 --twice relation --train 30000
 	$(BIN)/python run/dev/write_pairs.py output/judged --train 30000
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-reward.yaml \
 	  --model_name_or_path output/tiny-finetune --data_path output/judged/pairs-train.json --image_folder output/judged $(ARGS)
