@@ -1,8 +1,9 @@
 """Write questions about generated scenes, for make grpo and its like: run/dev/write_questions.py FOLDER
 
 train.json: four of five ask for a number, which the tuned tiny model is worst at; the others ask all else, so that it
-is not forgotten. --counting gives another share, and --twice one of the others. heldout.json: other scenes; 1,000 ask for a number, and
---others of every other kind. With --descriptions all ask for a description of the picture, 1,000 of them held out.
+is not forgotten. --counting gives another share, and --twice more of one other kind. heldout.json: other scenes; 1,000
+ask for a number, and --others of every other kind. With --descriptions all ask for a description of the picture, 1,000
+of them held out.
 """
 
 import argparse
