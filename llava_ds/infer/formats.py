@@ -2,8 +2,9 @@
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,11 @@ from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.model_files import check_folder, is_there, read_config, shown
-from llava_ds.model.families.language import config_of
+from llava_ds.model.families.language import EXPERTS, config_of
 from llava_ds.model.hf import HF_CLASSES, HFModel
 from llava_ds.model.lora import ADAPTER_CONFIG
 from llava_ds.model.open import names as formats
+from llava_ds.model.open.experts import Stacked, from_disk, part_of
 from llava_ds.model.open.folder import FLAG
 from llava_ds.model.open.weights import WeightFiles, Weights
 from llava_ds.tokenizer import read_tokenizer
@@ -84,7 +86,7 @@ def open_model(
                 f"{', '.join(f'--{name}' for name in moved)}: {path} brings all that it needs, leave it out"
             )
         config, tokenizer = _settings(path, path)
-        yield UnloadedModel(path, path, config, tokenizer, lambda model: WeightFiles(path, _renaming(model)), True)
+        yield UnloadedModel(path, path, config, tokenizer, partial(_in_memory, partial(WeightFiles, path)), True)
     else:
         with _as_exported(path, *_read_folder(path, moved, version)) as found:
             yield found
@@ -143,9 +145,8 @@ def _as_exported(
         folder = Path(scratch)
         write_hf(export, entries, folder, holes=True)
         config, tokenizer = _settings(folder, path)
-        yield UnloadedModel(
-            path, folder, config, tokenizer, lambda model: _Entries(path, named, _renaming(model)), False, notes
-        )
+        weights = partial(_in_memory, partial(_Entries, path, named))
+        yield UnloadedModel(path, folder, config, tokenizer, weights, False, notes)
 
 
 class _Entries:
@@ -162,19 +163,31 @@ class _Entries:
         for name, entry in self._entries.items():
             yield name, entry.read
 
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of these names."""
+        for name in names:
+            yield name, self._entries[name].read()
 
-def _renaming(model: HFModel) -> Callable[[str], str | None]:
-    """A function from names on disk to the model's own; None for tensors that the model does not have."""
+
+def _in_memory(weights: Callable[[Callable[[str], str | None]], Weights], model: HFModel) -> Weights:
+    """Weights by the model's own names, without those that it does not have, and experts stacked. weights: takes a
+    function from names on disk to these, or to None."""
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    experts = EXPERTS.get(model.config.get_text_config().model_type)
 
     def rename(name: str) -> str | None:
         new = formats.to_transformers(name)
+        if experts is not None:
+            new = from_disk(new, experts)
+            if (part := part_of(new, experts)) and part[0] in known:
+                return new
         for spelling in (new, new.replace("vision_tower.vision_model.", "vision_tower.")):
             if spelling in known:
                 return spelling
         return None
 
-    return rename
+    found = weights(rename)
+    return found if experts is None or experts.matrices is None else Stacked(found, experts)
 
 
 def _settings(folder: Path, path: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:

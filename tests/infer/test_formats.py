@@ -20,6 +20,7 @@ from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.infer.formats import open_model
 from llava_ds.infer.generate import answer
 from llava_ds.infer.load import load_model
+from llava_ds.model.families.language import EXPERTS
 from llava_ds.model.hf import embed_batch
 from llava_ds.model.plan import plan_model
 
@@ -65,6 +66,24 @@ def test_all_formats_answer_alike(toy, tmp_path):
     assert "LoRA adapter over" in loaded[2].notes[0] and loaded[0].notes == ()
     assert [each.image_options for each in loaded] == [loaded[0].image_options] * 3
     assert sorted(toy["llava"].rglob("*")) + sorted(toy["adapter"].rglob("*")) == before
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_stacked_again(family, tmp_path):
+    base = toys.write_base(tmp_path / "base", family=family)
+    args = ModelArguments(**base)
+    plan = plan_model(args, 512)
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    image_options = ImageOptions(plan.images.size, plan.images.patch_size, plan.images.mean, "pad")
+    export(model, plan, args, image_options, tmp_path / "hf")
+    export(model, plan, args, image_options, tmp_path / "llava", form="llava")
+    trunk, prefix = dict(model.language_model.base_model.named_parameters()), "model.language_model."
+    for form, moved in (("hf", {}), ("llava", {"vision_tower": base["vision_tower"]})):
+        loaded = load_model(tmp_path / form, moved=moved).model
+        found = {n.removeprefix(prefix): p for n, p in loaded.named_parameters() if n.startswith(prefix)}
+        assert found.keys() == trunk.keys() and any("experts" in name for name in found), form
+        differing = [name for name, tensor in trunk.items() if not torch.equal(found[name][: len(tensor)], tensor)]
+        assert differing == [], form
 
 
 def test_what_is_not_there_and_what_is_not_needed_is_said(toy, tmp_path):

@@ -49,6 +49,19 @@ def divided(name: str, shape: tuple[int, ...], names: ExpertNames) -> list[tuple
     ]
 
 
+def part_of(name: str, names: ExpertNames) -> tuple[str, int, str] | None:
+    """Of an expert's matrix, by the name from_disk gives: the stacked tensor, the expert, and its word for the matrix.
+
+    None for all else.
+    """
+    if names.matrices is None:
+        return None
+    found = re.match(rf"^(.*\.experts)\.(\d+)\.({'|'.join(names.matrices)})\.weight$", name)
+    if found is None:
+        return None
+    return f"{found[1]}.{'down_proj' if found[3] == names.matrices[2] else 'gate_up_proj'}", int(found[2]), found[3]
+
+
 class Stacked:
     """Weights whose experts are stacked as they are read, one layer's tensor at a time.
 
@@ -57,13 +70,12 @@ class Stacked:
 
     def __init__(self, weights: WeightFiles, names: ExpertNames) -> None:
         self.path, self.notes, self._weights = weights.path, weights.notes, weights
-        matrix = re.compile(rf"^(.*\.experts)\.(\d+)\.({'|'.join(names.matrices)})\.weight$")
         parts: dict[str, dict[tuple[int, str], str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in weights.shapes.items():
-            if found := matrix.match(name):
-                kind = "down_proj" if found[3] == names.matrices[2] else "gate_up_proj"
-                parts.setdefault(f"{found[1]}.{kind}", {})[int(found[2]), found[3]] = name
+            if found := part_of(name, names):
+                stack, *place = found
+                parts.setdefault(stack, {})[tuple(place)] = name
             else:
                 self.shapes[name] = shape
         self._stacks = {name: self._stack(name, of_name, names) for name, of_name in parts.items()}
