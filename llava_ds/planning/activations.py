@@ -18,7 +18,8 @@ positions that are not supervised is not subtracted. With checkpointing a layer 
 recomputed in backward.
 
 Beside the saved tensors, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower alone one
-layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts.
+layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts. A mixture of experts counts as an MLP that
+saves as much (TextShape.intermediate), and 5I for backward: up to a quarter above what it takes.
 Source: transformers' modeling_llama (eager norms and MLP, attention that is fused), model/llava.py.
 """
 
@@ -51,7 +52,8 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     at_the_loss = head + (saved - head) // (2 if shape.has_critic else 1) + loss_bytes(text, batch.num_supervised, w)
     # What dropout saved for the MLP's first two matrices to go backward is gone by then.
     gone = (w + 1) * (text.intermediate + text.hidden) if text.lora_dropped else 0
-    passing = w * (3 * text.intermediate + 2 * text.hidden) + 8 * text.hidden - gone
+    mlp = (5 if text.routed else 3) * text.intermediate
+    passing = w * (mlp + 2 * text.hidden) + 8 * text.hidden - gone
     in_a_layer = below + again + tokens * passing
     return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w))
 

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
-from llava_ds.model.families.language import mlp_width
+from llava_ds.model.families.language import is_mixture, mlp_width
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
@@ -84,8 +84,10 @@ class Part:
 class TextShape:
     """Widths of the language model: query and key of all heads together. trained: whether the stage trains its weights.
 
-    is_llamas: whether its layers have Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together,
-    lora_dropped: the widths of the inputs that it drops parts of; tied: whether the output layer is the embedding.
+    intermediate: of the MLP, or for a mixture of experts of one that saves as much for backward as the experts of a
+    token; routed: True for such; is_llamas: whether its layers have Llama's tensors, and no others; lora_rank: the ranks
+    of a layer's LoRA together, lora_dropped: the widths of the inputs that it drops parts of; tied: whether the output
+    layer is the embedding.
     """
 
     hidden: int
@@ -100,6 +102,7 @@ class TextShape:
     tied: bool
     lora_rank: int = 0
     lora_dropped: int = 0
+    routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         units=_units(model),
         text=TextShape(
             hidden=hidden,
-            intermediate=mlp_width(text),
+            intermediate=_saving_width(text),
             num_layers=text.num_hidden_layers,
             query=num_heads * head,
             key=(getattr(text, "num_key_value_heads", None) or num_heads) * head,
@@ -245,6 +248,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             tied=_is_tied(model.language_model),
             lora_rank=args.model.lora_r * len(layers) // text.num_hidden_layers,
             lora_dropped=inputs // text.num_hidden_layers if args.model.lora_dropout else 0,
+            routed=is_mixture(text),
         ),
         tower=TowerShape(
             hidden=tower.config.hidden_size,
@@ -269,6 +273,16 @@ def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, arg
     if args.model.lora_enable:
         add_lora(model.critic.language_model, args.model, seed=0)
     choose_trainable(model.critic, args)
+
+
+def _saving_width(text: PreTrainedConfig) -> int:
+    """TextShape.intermediate. For each of its k experts a token's input and the expert's output are saved, too: 2 D
+    beside 4 I."""
+    if not is_mixture(text):
+        return mlp_width(text)
+    expert = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+    return text.num_experts_per_tok * (expert + text.hidden_size // 2) + shared
 
 
 def _has_llamas_layers(language_model: nn.Module) -> bool:
