@@ -85,9 +85,9 @@ class TextShape:
     """Widths of the language model: query and key of all heads together. trained: whether the stage trains its weights.
 
     intermediate: of the MLP, or for a mixture of experts of one that saves as much for backward as the experts of a
-    token; routed: True for such; is_llamas: whether its layers have Llama's tensors, and no others; lora_rank: the ranks
-    of a layer's LoRA together, lora_dropped: the widths of the inputs that it drops parts of; tied: whether the output
-    layer is the embedding.
+    token; routed: True for such; is_llamas: whether its layers have Llama's tensors, and no others; lora_rank: the
+    ranks of a layer's LoRA together, lora_dropped: the widths of the inputs that it drops parts of; tied: whether the
+    output layer is the embedding.
     """
 
     hidden: int
