@@ -176,7 +176,7 @@ def test_every_family_is_counted_and_other_layers_than_llamas_are_said(family, m
     main([token for name, value in base.items() for token in (f"--{name}", value)])
     lines = capsys.readouterr().out.splitlines()
     assert f"language_model {size:,})" in lines[0]
-    others = family not in ("llama", "qwen2", "qwen2_5", "mistral")
+    others = family not in ("llama", "qwen2", "qwen2_5", "mistral", "granite")
     assert ("this model has other layers: a guide only" in lines[2]) == others
 
 
