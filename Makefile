@@ -43,11 +43,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune dpo reward grpo ppo ppo-descriptions evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean help
+.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-descriptions evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean'
+	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean'
 
 install: $(VENV)/.installed
 
@@ -123,6 +123,18 @@ ppo: install
 	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-ppo.yaml \
 	  --model_name_or_path output/tiny-finetune --data_path output/questions/train.json --image_folder output/questions $(ARGS)
 	for model in tiny-finetune tiny-ppo; do $(BIN)/python run/evaluate.py --model_path output/$$model \
+	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
+
+# After make reward, too: its reward model alone judges the answers, and the critic starts from it.
+ppo-judged: install
+	@for model in tiny-finetune tiny-reward; do test -e output/$$model/config.json || \
+	  { echo "there is no output/$$model yet: run make $${model#tiny-}" >&2; exit 2; }; done
+	$(BIN)/python run/dev/write_questions.py output/questions
+	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-ppo.yaml --reward_weights 0,1 \
+	  --reward_model_name_or_path output/tiny-reward --critic_model_name_or_path output/tiny-reward \
+	  --output_dir output/tiny-ppo-judged --model_name_or_path output/tiny-finetune \
+	  --data_path output/questions/train.json --image_folder output/questions $(ARGS)
+	for model in tiny-finetune tiny-ppo-judged; do $(BIN)/python run/evaluate.py --model_path output/$$model \
 	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
 
 # Answers of many tokens: PPO with a price on leaving the start, rewarded for right facts in descriptions of scenes.
