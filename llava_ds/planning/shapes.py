@@ -224,8 +224,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     groups = parameter_groups(model, args)
     layers = [layer for _, layer in lora_layers(model.language_model)]
     inputs = sum(layer.base_layer.in_features for layer in layers)
-    hidden = text.hidden_size
-    num_heads = getattr(text, "num_attention_heads", 1)
+    hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
     head = getattr(text, "head_dim", None) or hidden // num_heads
     return ModelShape(
         parts=tuple(
@@ -238,7 +237,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         text=TextShape(
             hidden=hidden,
             intermediate=_saving_width(text),
-            num_layers=text.num_hidden_layers,
+            num_layers=num_layers,
             query=num_heads * head,
             key=(getattr(text, "num_key_value_heads", None) or num_heads) * head,
             num_heads=num_heads,
@@ -246,8 +245,8 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
             trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
             is_llamas=is_llamas,
             tied=_is_tied(model.language_model),
-            lora_rank=args.model.lora_r * len(layers) // text.num_hidden_layers,
-            lora_dropped=inputs // text.num_hidden_layers if args.model.lora_dropout else 0,
+            lora_rank=args.model.lora_r * len(layers) // num_layers,
+            lora_dropped=inputs // num_layers if args.model.lora_dropout else 0,
             routed=is_mixture(text),
         ),
         tower=TowerShape(
