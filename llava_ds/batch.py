@@ -26,6 +26,9 @@ class Batch:
     rows that go to the first F of them, of a table with the N * P features and then the R pooled features. Samples
     that share an image use the same rows.
 
+    parts: the ranks that share the micro-batch's tokens. Above 1, these are one rank's part of it (data/cut.py): T, M,
+    S and N are the part's, positions count from its first token, and what is by sample is the whole micro-batch's.
+
     Of preferences the samples come in pairs, first the chosen answer, then the rejected one, over the same images.
     reference (samples,) float64: the log-probability of each one's targets under the reference model, or None; margins
     (samples,) float64: by which the chosen answer shall be ahead, at its place, or None where all are zero.
@@ -45,6 +48,7 @@ class Batch:
     image_positions: torch.Tensor
     feature_index: torch.Tensor
     pools_by_max: bool = False
+    parts: int = 1
     reference: torch.Tensor | None = None
     margins: torch.Tensor | None = None
 

@@ -11,7 +11,7 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import Hashes
-from llava_ds.checkpoint.run_identity import RunIdentity, saved_identity
+from llava_ds.checkpoint.run_identity import RunIdentity, data_ranks, saved_identity
 from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
 from llava_ds.config.arguments import Arguments, flags_free_on_resume
 from llava_ds.constants import ConfigError
@@ -53,9 +53,9 @@ class ResumePlan:
     weights: Hashes
 
 
-def saved_batch_size(args: Arguments, world_size: int) -> int | None:
+def saved_batch_size(args: Arguments, dp: int) -> int | None:
     """Return the samples per step of the checkpoint to resume from, if the flags leave them open and the number of
-    ranks differs.
+    data-parallel ranks differs.
 
     Raises ConfigError where that many ranks can't share them.
     """
@@ -63,9 +63,9 @@ def saved_batch_size(args: Arguments, world_size: int) -> int | None:
     saved = saved_identity(training.resume, Path(training.output_dir))
     total = saved.get("flags", {}).get("train_batch_size")
     both = {"per_device_train_batch_size", "gradient_accumulation_steps"} <= args.given
-    if total is None or saved["world_size"] == world_size or both or "train_batch_size" in args.given:
+    if total is None or data_ranks(saved) == dp or both or "train_batch_size" in args.given:
         return None
-    _refuse_uneven(total, world_size)
+    _refuse_uneven(total, dp)
     return total
 
 
@@ -180,7 +180,7 @@ def _compare(
     if refused:
         about, before = "", saved["flags"].get("train_batch_size")
         if "train_batch_size" in refused and before is not None:
-            about = "\n" + _batch_size_hint(before, identity.world_size)
+            about = "\n" + _batch_size_hint(before, data_ranks(vars(identity)))
         why = (
             f"{path} is a checkpoint of a run with other settings, which would not end in the same model:\n"
             + "\n".join(f"  {line}" for line in refused.values())

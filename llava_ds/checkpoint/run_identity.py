@@ -17,6 +17,8 @@ from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
 # Flags that only decide on which rank and in which micro-batch a sample of the step is computed.
 LAYOUT_FLAGS = tuple(name for name, flag in FLAGS.items() if flag.resume == "layout")
 
+SHARED_BY = "sequence_parallel_size"  # ranks that share each sample
+
 # Orders of LLaVA-NeXT's sampler, and the layout flag that decides which samples their steps take.
 ORDERED_BY_LAYOUT = {
     "group_by_length": "per_device_train_batch_size",
@@ -78,14 +80,12 @@ class RunIdentity:
         for key, line in self._section_changes(saved).items():
             if key != "optimizer" or _optimizer_of(vars(self)) != _optimizer_of(saved):
                 lines[key] = f"{lines[key]}; {line}" if key in lines else line
-        if self._layout_decides:
-            lines |= self._layout_changes(saved)
-        return lines
+        return lines | {name: line for name, line in self._layout_changes(saved).items() if self._decides(name, saved)}
 
     def reshaped(self, saved: dict) -> list[str]:
         """List the differences to a saved identity that change no more than the rounding, a line for each."""
-        changes = {} if self._layout_decides else self._layout_changes(saved)
-        lines = [line for name, line in changes.items() if name not in self._ordering_flags]
+        changes = self._layout_changes(saved).items()
+        lines = [line for name, line in changes if name not in self._ordering_flags and not self._decides(name, saved)]
         if saved["zero_stage"] != self.zero_stage:
             lines.append(f"zero_stage is {self.zero_stage}, was {saved['zero_stage']}")
         if _optimizer_of(vars(self)) == _optimizer_of(saved):
@@ -104,6 +104,11 @@ class RunIdentity:
         """True if the loss, or the samples of a step, depend on ranks and micro-batches."""
         return self.flags["loss_reduction"] == "micro_batch" or bool(self.flags["steps_across_epochs"])
 
+    def _decides(self, name: str, saved: dict) -> bool:
+        """True if a change of layout leads to another model. Ranks that share samples compute the same loss."""
+        same_samples = name == SHARED_BY or (name == "world_size" and data_ranks(saved) == data_ranks(vars(self)))
+        return self._layout_decides and not same_samples
+
     @property
     def _ordering_flags(self) -> set[str]:
         """Layout flags that decide which samples the order takes for a step."""
@@ -111,13 +116,18 @@ class RunIdentity:
 
     def _layout_changes(self, saved: dict) -> dict[str, str]:
         lines = {
-            name: f"--{name} is {self.flags[name]}, was {saved['flags'].get(name)}"
+            name: f"--{name} is {self.flags[name]}, was {before}"
             for name in LAYOUT_FLAGS
-            if saved["flags"].get(name) != self.flags[name]
+            if (before := saved["flags"].get(name, flag_default(name))) != self.flags[name]
         }
         if saved["world_size"] != self.world_size:
             lines["world_size"] = f"world_size is {self.world_size}, was {saved['world_size']}"
         return lines
+
+
+def data_ranks(identity: dict) -> int:
+    """Return the ranks of an identity that had samples of their own."""
+    return identity["world_size"] // identity["flags"].get(SHARED_BY, 1)
 
 
 def _optimizer_of(identity: dict) -> dict | None:

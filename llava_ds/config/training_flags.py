@@ -190,6 +190,14 @@ class TrainingArguments:
         "changes the layout only: loss and gradient remain those of the step.",
         resume="layout",
     )
+    sequence_parallel_size: Count = _steps(
+        1,
+        "Ranks that share the tokens of every micro-batch (Ulysses), for samples too long for one: each decodes and "
+        "encodes its own images, and computes attention for a part of the heads. --per_device_train_batch_size "
+        "counts for all of them together, --tokens_per_micro_batch for each.",
+        aliases=("--sp_size",),
+        resume="layout",
+    )
     steps_across_epochs: bool | None = _steps(
         None,
         "Where the samples don't divide into steps, as LLaVA's trainer does: let a step continue into the next epoch "

@@ -34,6 +34,11 @@ class LoadedSample:
         """The samples of this item of the data: itself."""
         return (self,)
 
+    @property
+    def num_targets(self) -> int:
+        """Supervised tokens. The first has no token before it that would be asked for it."""
+        return int((self.labels[1:] != IGNORE_INDEX).sum())
+
 
 @dataclass(frozen=True)
 class LoadedPair:
@@ -48,8 +53,8 @@ class LoadedPair:
         return self.chosen, self.rejected
 
 
-def collate(samples: list[LoadedSample], options: ImageOptions) -> Batch:
-    """One micro-batch of any samples, or of none.
+def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: bool = True) -> Batch:
+    """One micro-batch of any samples, or of none. with_pixels: False leaves the tiles empty, (N, 3, 0, 0).
 
     A rank without samples takes part with one unsupervised token, and a batch without images with one blank tile that
     is placed nowhere. Both count for nothing; they are there so that the collectives of all ranks match.
@@ -67,9 +72,13 @@ def collate(samples: list[LoadedSample], options: ImageOptions) -> Batch:
 
     is_image = ids == IMAGE_TOKEN_INDEX
     distinct = {id(tiles): (tiles, layout) for sample in samples for tiles, layout in sample.media}
-    blank = torch.zeros(1, 3, options.size, options.size, dtype=torch.uint8)
-    pixel_values = torch.cat([tiles for tiles, _ in distinct.values()] or [blank])  # (N, 3, S, S)
     layouts = {key: layout for key, (_, layout) in distinct.items()}
+    if with_pixels:
+        tiles = [tiles for tiles, _ in distinct.values()] or [blank_tile(options.size)]
+        pixel_values = torch.cat(tiles)  # (N, 3, S, S)
+    else:
+        num_tiles = sum(layout.num_tiles for layout in layouts.values())
+        pixel_values = torch.zeros(max(1, num_tiles), 3, 0, 0, dtype=torch.uint8)
     rows_of, pool_index, pool_weight = _feature_table(layouts, len(pixel_values), options.tokens_per_tile)
     rows = torch.from_numpy(np.concatenate([_rows(sample, rows_of) for sample in samples]))  # (M,)
     positions = is_image.nonzero()[:, 0]  # (M,)
@@ -92,6 +101,11 @@ def collate(samples: list[LoadedSample], options: ImageOptions) -> Batch:
         reference=_references(samples),
         margins=_margins(samples),
     )
+
+
+def blank_tile(size: int) -> torch.Tensor:
+    """(1, 3, S, S): what the tower sees where there is no image."""
+    return torch.zeros(1, 3, size, size, dtype=torch.uint8)
 
 
 def _references(samples: list[LoadedSample]) -> torch.Tensor | None:

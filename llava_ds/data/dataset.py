@@ -41,7 +41,7 @@ from llava_ds.data.preflight import (
     reasons_in_short,
     rejections,
 )
-from llava_ds.data.sample import UNMARKED_TEXTS
+from llava_ds.data.sample import UNMARKED_TEXTS, Media
 from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.shards import encode_together
@@ -84,6 +84,20 @@ class BrokenSample:
     index: int
     id: str
     reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Undecoded:
+    """An image or a video, of which the layout is known and no tile is decoded."""
+
+    media: Media
+    sizes: tuple[geometry.Size, ...]
+    layout: geometry.MediaLayout
+    options: geometry.ImageOptions
+
+    def decode(self, tiles: Sequence[int] | None = None) -> torch.Tensor:
+        """Some of its tiles, or all, (n, 3, S, S) uint8. Raises DataError where they can't be read."""
+        return load_media(self.media, self.sizes, self.layout, self.options, tiles)
 
 
 class EncodedDataset(torch.utils.data.Dataset):
@@ -133,16 +147,33 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
         """The sample, or the reason why its images can't be loaded."""
+        return self._sample(index, Undecoded.decode)
+
+    def undecoded(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
+        """The same with no image decoded: Undecoded stands in the place of tiles."""
+        return self._sample(index, lambda undecoded: undecoded)
+
+    def broken(self, index: int, reason: str) -> BrokenSample:
+        """A sample that can't be shown."""
+        return broken(self._record(int(self.rows[index])), reason)
+
+    def note_error(self, error: DataError) -> None:
+        """Encode the data anew at the next start where an image has changed."""
+        if isinstance(error, FileChanged):
+            note_stale(self.folder)
+
+    def _sample(
+        self, index: int, load: Callable[[Undecoded], torch.Tensor | Undecoded]
+    ) -> LoadedSample | LoadedPair | BrokenSample:
         row = self._record(int(self.rows[index]))
         media = media_from_text(row.column("media")[0].as_py())
         loaded = []
         try:
             for one in media:
                 layout = layout_of(one, len(media), self.image_options)
-                loaded.append((load_media(one.media, one.sizes, layout, self.image_options), layout))
+                loaded.append((load(Undecoded(one.media, one.sizes, layout, self.image_options)), layout))
         except DataError as error:
-            if isinstance(error, FileChanged):
-                note_stale(self.folder)
+            self.note_error(error)
             return broken(row, str(error))
         sample = LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
         if not self.are_pairs:

@@ -12,9 +12,11 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.collate import LoadedPair, LoadedSample, collate
+from llava_ds.data.cut import CutMicroBatch, Part, PartsOfMicroBatches, without
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.geometry import ImageOptions
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.processes import obey_only_parent
 
 
@@ -38,7 +40,8 @@ class Counts(NamedTuple):
 class MicroBatch:
     """A batch, and what it holds, as Counts has it; broken samples are not in it.
 
-    places: of its samples in the micro-batch as it was planned. A pair of preferences counts as one sample.
+    places: of its samples in the micro-batch as it was planned. A pair of preferences counts as one sample. is_counted:
+    False on all but one of the ranks that share its tokens, each of which has a part in batch, and the numbers of all.
     """
 
     batch: Batch
@@ -48,6 +51,20 @@ class MicroBatch:
     num_pairs: int
     num_tiles: int
     broken: tuple[BrokenSample, ...]
+    is_counted: bool = True
+
+    @property
+    def counts(self) -> Counts:
+        """What this rank adds to the sums over all ranks."""
+        own = (
+            self.num_samples,
+            self.num_tokens,
+            self.num_targets,
+            int(self.num_targets > 0),
+            self.num_pairs,
+            self.num_tiles,
+        )
+        return Counts(*own) if self.is_counted else Counts(*[0] * len(own))
 
     @property
     def num_samples(self) -> int:
@@ -81,11 +98,7 @@ class Window:
     @property
     def counts(self) -> Counts:
         """The counts of this rank's micro-batches, broken samples left out."""
-        rows = (
-            (m.num_samples, m.num_tokens, m.num_targets, int(m.num_targets > 0), m.num_pairs, m.num_tiles)
-            for m in self.micro_batches
-        )
-        return Counts(*map(sum, zip(*rows)))
+        return Counts(*map(sum, zip(*(micro.counts for micro in self.micro_batches))))
 
     @property
     def broken(self) -> list[BrokenSample]:
@@ -93,35 +106,68 @@ class Window:
         return [broken for micro in self.micro_batches for broken in micro.broken]
 
 
-def windows(plan: StepPlan, dp_rank: int, *, done: int, num_workers: int, device: torch.device) -> Iterator[Window]:
+def windows(plan: StepPlan, mesh: Mesh, *, done: int, num_workers: int, device: torch.device) -> Iterator[Window]:
     """This rank's window of every optimizer step that is left when `done` are done, on the device.
 
     Any step can be started from at once, for its samples follow from the order and its number.
     """
     layouts, ahead = itertools.tee(plan.after(done))  # planned once, though the loader runs ahead of the loop
-    own = (micro_batch for layout in ahead for micro_batch in layout.of_ranks[dp_rank])
-    loaded = micro_batches(plan.dataset, own, num_workers, device)
+    own = (micro_batch for layout in ahead for micro_batch in layout.of_ranks[mesh.dp_rank])
+    loaded = micro_batches(plan.dataset, own, num_workers, device, mesh)
     started = time.perf_counter()
     for samples, of_ranks in layouts:  # which may wait for records that are still being encoded
-        yield Window([next(loaded) for _ in of_ranks[dp_rank]], len(samples), time.perf_counter() - started)
+        yield Window([next(loaded) for _ in of_ranks[mesh.dp_rank]], len(samples), time.perf_counter() - started)
         started = time.perf_counter()
 
 
 def micro_batches(
-    dataset: EncodedDataset, batches: Iterable[list[int]], num_workers: int, device: torch.device
+    dataset: EncodedDataset, batches: Iterable[list[int]], num_workers: int, device: torch.device, mesh: Mesh
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of these samples on the device, decoded ahead of their turn."""
-    loader = torch.utils.data.DataLoader(
-        dataset,
-        batch_sampler=batches,
-        num_workers=num_workers,
-        collate_fn=partial(_micro_batch, options=dataset.image_options),
-        worker_init_fn=obey_only_parent,
-        generator=torch.Generator(),  # the loader draws a seed, by default from the global one
-        pin_memory=device.type == "cuda",
-    )
+    """Micro-batches of these samples on the device, decoded ahead of their turn.
+
+    Of each, the ranks that share its tokens have a part; they take the same batches, in step with each other.
+    """
+    options = {
+        "num_workers": num_workers,
+        "worker_init_fn": obey_only_parent,
+        "generator": torch.Generator(),  # the loader draws a seed, by default from the global one
+        "pin_memory": device.type == "cuda",
+    }
+    if mesh.sp > 1:
+        parts = PartsOfMicroBatches(dataset, Part(mesh.sp_rank, mesh.sp))
+        cut = torch.utils.data.DataLoader(parts, batch_size=None, sampler=batches, collate_fn=_unchanged, **options)
+        loader = (_agreed(each, mesh) for each in cut)
+    else:
+        collate_fn = partial(_micro_batch, options=dataset.image_options)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, **options)
     for micro in loader:
         yield dataclasses.replace(micro, batch=micro.batch.to(device))
+
+
+def _unchanged(item: CutMicroBatch) -> CutMicroBatch:
+    return item
+
+
+def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
+    """The rank's part without the samples that some rank could not decode, whose tokens nobody is asked for then."""
+    finders = torch.full((cut.num_planned,), mesh.sp)  # the first rank that could not decode a sample
+    finders[list(cut.broken)] = mesh.sp_rank
+    torch.distributed.all_reduce(finders, torch.distributed.ReduceOp.MIN, mesh.sp_host_group)
+    found = {place for place, finder in enumerate(finders.tolist()) if finder < mesh.sp}
+    firsts = itertools.accumulate((counts.samples for counts in cut.counts), initial=0)
+    numbers = [range(first, first + counts.samples) for first, counts in zip(firsts, cut.counts)]  # in the batch
+    dropped = {number for place, those in zip(cut.places, numbers) if place in found for number in those}
+    kept = [counts for place, counts in zip(cut.places, cut.counts) if place not in found]
+    return MicroBatch(
+        batch=without(cut.batch, dropped) if dropped else cut.batch,
+        places=tuple(place for place in cut.places if place not in found),
+        num_tokens=sum(counts.tokens for counts in kept),
+        num_targets=sum(counts.targets for counts in kept),
+        num_pairs=sum(counts.pairs for counts in kept),
+        num_tiles=sum(counts.tiles for counts in kept),
+        broken=tuple(broken for place, broken in cut.broken.items() if finders[place] == mesh.sp_rank),
+        is_counted=mesh.sp_rank == 0,
+    )
 
 
 def _micro_batch(items: list[LoadedSample | LoadedPair | BrokenSample], options: ImageOptions) -> MicroBatch:

@@ -31,9 +31,9 @@ class StepLayout(NamedTuple):
 class Packing:
     """The rule that lays the samples of a step out on ranks and micro-batches.
 
-    dp: data-parallel ranks. tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None:
-    micro-batches by count. across_epochs: steps of whole micro-batches that run on into the next epoch, as in LLaVA's
-    trainer. pair_cost: a sample of L tokens costs L + pair_cost * L**2, the second part for attention.
+    dp: groups of ranks with samples of their own, sp: ranks of each, which share every micro-batch.
+    tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None: micro-batches by count.
+    across_epochs: steps of whole micro-batches that run on into the next epoch, as in LLaVA's trainer. pair_cost: a sample of L tokens costs L + pair_cost * L**2, the second part for attention.
     """
 
     dp: int
@@ -42,12 +42,14 @@ class Packing:
     tokens_per_micro_batch: int | None
     across_epochs: bool = False
     pair_cost: float = 0.0
+    sp: int = 1
 
     @classmethod
     def of(cls, training: TrainingArguments, dp: int, tokens: int | None, pair_cost: float) -> "Packing":
-        """Read the flags. tokens: the number that --tokens_per_micro_batch auto has become."""
+        """Read the flags. tokens: the number that --tokens_per_micro_batch auto has become, for each rank."""
         size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
-        return cls(dp, size, accumulation, tokens, steps_go_across_epochs(training), pair_cost)
+        sp, across = training.sequence_parallel_size, steps_go_across_epochs(training)
+        return cls(dp, size, accumulation, None if tokens is None else tokens * sp, across, pair_cost, sp)
 
     @property
     def batch_size(self) -> int:

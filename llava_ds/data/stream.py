@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
@@ -26,6 +27,7 @@ from llava_ds.data.dataset import (
     BrokenSample,
     DataSpec,
     EncodedDataset,
+    Undecoded,
     broken,
     check_same_data,
     data_spec,
@@ -149,10 +151,12 @@ class StreamedDataset(EncodedDataset):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
+    def _sample(
+        self, index: int, load: Callable[[Undecoded], torch.Tensor | Undecoded]
+    ) -> LoadedSample | LoadedPair | BrokenSample:
         record = self._record(int(self._rows[index]))
         reason = record.column("reason")[0].as_py()
-        return super().__getitem__(index) if reason is None else broken(record, reason)
+        return super()._sample(index, load) if reason is None else broken(record, reason)
 
     def _record(self, number: int) -> pa.Table:
         shard, place = divmod(number, shards.SHARD_RECORDS)

@@ -9,6 +9,7 @@ from deepspeed.runtime.zero import partition_parameters
 from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments
+from llava_ds.engine.ds_config.parallel import for_engine
 from llava_ds.model import lora, quantize
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
@@ -86,7 +87,7 @@ def construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero
         if zero3:
             stack.enter_context(_keep_requested_dtypes())
             # Not dtype=: on CPU, DeepSpeed 0.19.8 takes bfloat16 whatever is given there; from the config it is right.
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=for_engine(ds_config)))
         else:
             stack.enter_context(torch.device(device))
         torch.set_default_dtype(dtype)

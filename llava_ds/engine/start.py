@@ -8,11 +8,13 @@ from torch import nn
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.draft import value_at
+from llava_ds.engine.ds_config.parallel import for_engine
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.non_finite import guard_steps
 from llava_ds.engine.param_groups import num_elements
 from llava_ds.engine.schedule import scheduler_factory
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.redact import redact
 
 
@@ -49,7 +51,7 @@ def start_engine(
         peaks.extend(dict(group) for group in optimizer.param_groups)  # before the schedule begins to change them
         return scheduler_factory(training, num_steps, config.get("scheduler"))(optimizer)
 
-    engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=config, **built)
+    engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=for_engine(config), **built)
     engine.config = redact(engine.config)  # DeepSpeed writes it into every file of a checkpoint, Comet's key and all
     _keep_adagrads_groups(engine)
     _take_back_first_step(engine)
@@ -58,11 +60,12 @@ def start_engine(
     return engine
 
 
-def check_engine(engine, resolved: ResolvedConfig) -> None:
+def check_engine(engine, resolved: ResolvedConfig, mesh: Mesh) -> None:
     """Compare the engine's settings with the resolved JSON. Raises ConfigError on any difference."""
     config = resolved.config
     understood = {
-        "train_batch_size": engine.train_batch_size(),
+        "train_batch_size": engine.train_batch_size() * mesh.dp // mesh.grad_ranks,
+        "ranks": engine.dp_world_size,
         "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "zero_optimization.stage": engine.zero_optimization_stage(),
@@ -74,6 +77,7 @@ def check_engine(engine, resolved: ResolvedConfig) -> None:
     }
     meant = {
         **{key: value_at(config, key) for key in understood},
+        "ranks": mesh.grad_ranks,
         "zero_optimization.stage": resolved.zero_stage,
         "zero_optimization.offload_optimizer.device": offload_device(config, "offload_optimizer"),
         "zero_optimization.offload_param.device": offload_device(config, "offload_param"),

@@ -15,10 +15,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 from llava_ds.batch import Batch
-from llava_ds.data.collate import collate
-from llava_ds.data.dataset import BrokenSample
+from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.model.llava import has_critic
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
 STEPS_LOOKED_AT = 20  # to find out if steps have several micro-batches
@@ -37,17 +37,16 @@ class LargestMicroBatch:
     accumulates: bool
 
 
-def largest_micro_batch(plan: StepPlan, done: int, ranks: Ranks) -> LargestMicroBatch:
+def largest_micro_batch(plan: StepPlan, done: int, ranks: Ranks, mesh: Mesh) -> LargestMicroBatch:
     """The largest micro-batch that is left on any rank when `done` steps are done, with its images, on the device.
 
     Rank 0 alone looks for it; all ranks call it together.
     """
     samples = broadcast_from_first(ranks, lambda: plan.heaviest(done))
-    items = [item for item in map(plan.dataset.__getitem__, samples) if not isinstance(item, BrokenSample)]
-    loaded = [sample for item in items for sample in item.samples]
+    batch = next(micro_batches(plan.dataset, [samples], 0, ranks.device, mesh)).batch
     layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
     accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)
-    return LargestMicroBatch(collate(loaded, plan.dataset.image_options).to(ranks.device), samples, accumulates)
+    return LargestMicroBatch(batch, samples, accumulates)
 
 
 def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from llava_ds.constants import ConfigError
+from llava_ds.model.exchange import to_heads, to_tokens
 
 NAME = "llava_ds_varlen"
 
@@ -54,6 +55,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sequence_group: torch.distributed.ProcessGroup | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sample of a pack.
@@ -61,6 +63,7 @@ def varlen_attention(
     query (1, H, T, E); key and value (1, K, T, E); cu_seqlens (samples + 1,) int32, where samples start, and T;
     max_seqlen, the longest sample. sliding_window and softcap as transformers means them: token i sees token j if
     0 <= i - j < sliding_window, and a score s counts as softcap * tanh(s / softcap).
+    With sequence_group, these are the T tokens of one of its ranks; cu_seqlens and max_seqlen are those of the pack.
     Returns (1, T, H, E), and None for the weights. Raises ConfigError for attention sinks.
     The signature is dictated by transformers' AttentionInterface, which passes the model's own keyword arguments on.
     """
@@ -72,7 +75,10 @@ def varlen_attention(
         sliding_window if sliding_window is not None and sliding_window < max_seqlen else None,
         softcap,
     )
-    return attend(query, key, value, cu_seqlens, max_seqlen, rule), None
+    if sequence_group is None:
+        return attend(query, key, value, cu_seqlens, max_seqlen, rule), None
+    heads = to_heads(*_in_autocast(query, key, value), sequence_group)
+    return to_tokens(attend(*heads, cu_seqlens, max_seqlen, rule), sequence_group), None
 
 
 def attend(
@@ -88,9 +94,7 @@ def attend(
 
     With query_positions (S,), ascending in T, query is (1, H, S, E), and so is the result (1, S, H, E).
     """
-    if torch.is_autocast_enabled(query.device.type):  # rotary angles have made float32 of what half precision gave
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
+    query, key, value = _in_autocast(query, key, value)
     width = query.shape[-1]
     chosen = _choose(
         query.device.type,
@@ -107,6 +111,14 @@ def attend(
         query = _spread(query, query_positions, key.shape[2])
     out = KERNELS[chosen](query, key, value, cu_seqlens, max_seqlen, rule)
     return out if query_positions is None else out.index_select(1, query_positions)
+
+
+def _in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in autocast's precision if it is on: rotary angles have made float32 of what half precision gave."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def _spread(query: torch.Tensor, query_positions: torch.Tensor, length: int) -> torch.Tensor:

@@ -40,6 +40,7 @@ class LlavaModel(nn.Module):
         self._softcap = getattr(language_model.config, "final_logit_softcapping", None)
         self._divisor = logits_divisor(language_model.config)
         self._short_last_layer = False
+        self._sequence_group: torch.distributed.ProcessGroup | None = None
         output_loss.add_loss(language_model.get_output_embeddings())
 
     def shorten_last_layer(self) -> None:
@@ -49,6 +50,10 @@ class LlavaModel(nn.Module):
         """
         last_layer.shorten(self.language_model)
         self._short_last_layer = True
+
+    def share_tokens(self, group: torch.distributed.ProcessGroup | None) -> None:
+        """Set the ranks that share the tokens of a micro-batch, of which each has one of Batch.parts."""
+        self._sequence_group = group
 
     def forward(
         self,
@@ -71,7 +76,9 @@ class LlavaModel(nn.Module):
         given = logits_at if values_at is None else values_at
         wanted = batch.target_positions if given is None else given
         options = {}
-        if self._short_last_layer and logits_at is None:
+        if batch.parts > 1:
+            options["sequence_group"] = self._sequence_group
+        elif self._short_last_layer and logits_at is None:
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
         # Not the whole language model, whose output layer takes no targets.
@@ -84,7 +91,7 @@ class LlavaModel(nn.Module):
             **options,
         )
         hidden = trunk.last_hidden_state[0]  # (1, T, D) to (T, D), or at query_positions
-        hidden = hidden[: len(wanted)] if options else hidden.index_select(0, wanted)  # (S, D)
+        hidden = hidden[: len(wanted)] if "query_positions" in options else hidden.index_select(0, wanted)  # (S, D)
         if values_at is not None:
             return self.value_head(hidden)
         output_layer = self.language_model.get_output_embeddings()

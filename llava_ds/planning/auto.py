@@ -143,10 +143,11 @@ def run_on_ranks(
     resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
 ) -> Run:
     """The run on these ranks and its data. The rank with the least free memory decides; all ranks call it together."""
-    share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, ranks.world_size))
-    facts = dataset.index.facts
+    sp = resolved.args.training.sequence_parallel_size
+    share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, ranks.world_size // sp))
+    share, facts = -(-share // sp), dataset.index.facts
     data = Data(
-        longest_sample=int(dataset.lengths.max()),
+        longest_sample=-(-int(dataset.lengths.max()) // sp),
         supervised_fraction=facts["targets"] / facts["tokens"],
         share=min(share, MOST_TOKENS_ON_CPU) if ranks.device.type == "cpu" else share,
     )
@@ -209,12 +210,13 @@ def choose_ds_config(
     being resumed, which stays. Raises ConfigError where none fits, with a change that would, or where the flags can't
     be trained with any.
     """
-    longest = args.data.model_max_length
+    sp = args.training.sequence_parallel_size
+    longest = -(-args.data.model_max_length // sp)
     refused: ConfigError | None = None
     runs: dict[str, Run] = {}
     resolve = partial(
         resolve_ds_config,
-        dp=devices.num_ranks,
+        dp=max(1, devices.num_ranks // sp),
         hidden_size=shape.hidden_size,
         device_type=devices.kind,
         is_local=devices.are_local,

@@ -12,6 +12,7 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.schedule import describe_schedule
 from llava_ds.planning.fit import GB, Run, advice, description, table, verdict
 from llava_ds.planning.sample_text import shown_sample
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.data_page import in_terminal
 from llava_ds.tracking.run_files import is_number, read_run
@@ -40,11 +41,11 @@ def first_batch(plan: StepPlan, done: int, tokenizer: PreTrainedTokenizerBase) -
     if done >= plan.num_steps:
         return [f"the run is complete: {done:,} of {plan.num_steps:,} steps are done"]
     dataset, (samples, of_ranks) = plan.dataset, plan.step(done + 1)
-    window = next(windows(plan, 0, done=done, num_workers=0, device=torch.device("cpu")))
+    window = next(windows(plan, Mesh(plan.packing.dp, 0), done=done, num_workers=0, device=torch.device("cpu")))
     micro = window.micro_batches[0]
     lines = [
         f"step {done + 1:,}: {len(samples)} samples, {sum(dataset.lengths[i] for i in samples):,} tokens, "
-        f"{sum(dataset.num_targets[i] for i in samples):,} supervised, on {len(of_ranks)} ranks in "
+        f"{sum(dataset.num_targets[i] for i in samples):,} supervised, on {_ranks(plan)} in "
         f"{len(of_ranks[0])} micro-batches",
         f"rank 0's first: {micro.num_samples} samples, {micro.num_tokens:,} tokens, {micro.num_targets:,} "
         f"supervised, {len(micro.batch.pixel_values)} image tiles",
@@ -54,6 +55,11 @@ def first_batch(plan: StepPlan, done: int, tokenizer: PreTrainedTokenizerBase) -
         text = in_terminal(shown_sample(dataset, mine[0], tokenizer), coloured=False)
         lines.append(text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)")
     return lines
+
+
+def _ranks(plan: StepPlan) -> str:
+    dp, sp = plan.packing.dp, plan.packing.sp
+    return f"{dp} ranks" if sp == 1 else f"{dp * sp} ranks, of which {sp} share each sample,"
 
 
 def memory(run: Run, ranks: Ranks) -> list[str]:

@@ -58,10 +58,10 @@ def eval_loss(
     num_sources = len(dataset.sources)
     objective = dataclasses.replace(objective, num_sources=num_sources)
     sums: dict[str, torch.Tensor | int] = {"samples": 0, "targets": 0}
-    for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device):
+    for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device, mesh):
         with queuing():
             loss = objective.forward(engine, micro.batch)
-        counted = {"samples": micro.num_samples, "targets": micro.num_targets}
+        counted = {"samples": micro.counts.samples, "targets": micro.counts.targets}
         found = {**counted, "by_source": loss.by_source, **loss.metrics}
         sums = {name: sums.get(name, 0) + value for name, value in found.items()}
     engine.train()

@@ -113,10 +113,11 @@ def micro_steps(engine, window: Window, counts: torch.Tensor, objective: Objecti
         done.append(micro._replace(loss_sum=None))  # its graph is not kept alive
     by_source = torch.stack([micro.by_source for micro in done])  # (micro-batches, 2, sources)
     losses, units = by_source.sum(2).unbind(1)  # each loss what the objective's own is, but added up in float64
-    factors = torch.stack(scales) / objective.grad_ranks
-    weights = units * factors * objective.num_units(counts)  # the log divides by these units of the step again
+    factors = torch.stack(scales)
+    # The log divides by these units of the step again.
+    weights = units * factors * objective.num_units(counts) / objective.grad_ranks
     return StepSums(
-        loss=losses.dot(factors),
+        loss=losses.dot(factors) / objective.grad_ranks,
         by_source=by_source.sum(0),
         metrics={
             **window.metrics,

@@ -19,6 +19,7 @@ from llava_ds.data.stream import open_streamed
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.averages import refuse_nvme
 from llava_ds.engine.critic import plan_critic
+from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.engine.frozen import FrozenPlan, plan_frozen
 from llava_ds.export.export_plan import ExportPlan, export_format
@@ -141,9 +142,12 @@ def make_plan(start: Start) -> Plan:
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
     model = plan_model(args.model, args.data.model_max_length, args.training.objective == "reward")
+    check_axes(args, model.text_config)
     check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
     if args.training.router_aux_loss_coef:
         model = dataclasses.replace(model, whole_last_layer="--router_aux_loss_coef is over all of them")
+    if args.training.sequence_parallel_size > 1:
+        model = dataclasses.replace(model, whole_last_layer="the ranks that share a sample do so evenly")
     if note := length_note(model.text_config, args.data.model_max_length):
         print_first(note)
     refuse_unfit_tokenizer(args.model, model.tokenizer)

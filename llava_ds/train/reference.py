@@ -79,7 +79,7 @@ def log_probs(
     model.eval()
     of_rank = packing.lay_out_all(dataset.lengths)[mesh.dp_rank]
     found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=device)  # the last: 1 if computed
-    for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, device)):
+    for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, device, mesh)):
         with queuing():
             sums, _ = sum_by_sample(model(micro.batch, log_probs=True), micro.batch)
         rows = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=device)

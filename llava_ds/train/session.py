@@ -81,7 +81,7 @@ class Session:
         if self.rollouts is not None:
             return self.rollouts.windows(self.engine, done)
         workers = plan.args.data.dataloader_num_workers
-        return windows(plan.steps, self.mesh.dp_rank, done=done, num_workers=workers, device=self.ranks.device)
+        return windows(plan.steps, self.mesh, done=done, num_workers=workers, device=self.ranks.device)
 
     def saves_at(self, step: int, last: bool) -> bool:
         """True if a checkpoint is due after a step. last: nothing comes after it."""
@@ -108,7 +108,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     state = TrainState(point.step)
     watchdog.set_samples(partial(name_samples_of, plan.steps))
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks, mesh)
-    _warm_up(plan, model, engine, checkpointed, memory, ranks)
+    _warm_up(plan, model, engine, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
     evaluation = Evaluation(engine, plan, objective, trackers, ranks, mesh)
     if is_mixture(plan.model.text_config):
@@ -191,6 +191,7 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     print_first(attention_report(text_config, ranks.device, resolved.compute_dtype), plan.model.last_layer_note())
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
+    model.share_tokens(started.mesh.sp_group)
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
     rollouts = Rollouts(model, plan, ranks, started.mesh) if draws else None
@@ -209,17 +210,17 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
     num_updates = plan.steps.num_steps * (args.training.num_iterations if draws else 1)
     engine = start_engine(model, groups, resolved, num_updates, ranks.device)
-    check_engine(engine, resolved)
+    check_engine(engine, resolved, started.mesh)
     return model, engine, checkpointed, rollouts
 
 
-def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: MemoryWatch, ranks: Ranks) -> None:
+def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: MemoryWatch, started: Start) -> None:
     """Run the largest micro-batch that is left, choose the layers to checkpoint by it, and compile."""
-    training, config = plan.args.training, plan.resolved.config
+    training, config, ranks = plan.args.training, plan.resolved.config, started.ranks
     done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
     moments, largest = num_moments(config) + training.enable_ema, None
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
-        largest = largest_micro_batch(plan.steps, done, ranks)
+        largest = largest_micro_batch(plan.steps, done, ranks, started.mesh)
     if largest and chooses_layers:
         with memory.warm_up(largest):
             print_first(

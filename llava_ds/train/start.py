@@ -6,6 +6,7 @@ from typing import NamedTuple
 from llava_ds.checkpoint.resume import saved_batch_size
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG
+from llava_ds.engine.ds_config.parallel import with_axes
 from llava_ds.engine.ds_config.resolve import read_ds_config
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.export.safetensors_shards import parse_size
@@ -42,6 +43,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     parse_size(args.training.max_shard_size)  # refused before ranks meet and --output_dir is made
     chosen = args.training.deepspeed_config == CHOOSE_DS_CONFIG
     raw_config = None if chosen else read_ds_config(args.training.deepspeed_config)
+    args = with_axes(args, raw_config)
     output_dir, writes = Path(args.training.output_dir), not args.training.dry_run
     if writes:
         lock.take_early(output_dir)
@@ -55,10 +57,11 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
     check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
-    if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, ranks.world_size)):
+    mesh = Mesh.of(ranks, args.training.sequence_parallel_size)
+    if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, mesh.dp)):
         args = args.replaced(train_batch_size=batch_size)
     if args.data.dataloader_num_workers is None:
         args = args.replaced(dataloader_num_workers=GPU_WORKERS if ranks.device.type == "cuda" else 0)
     if args.training.use_liger_kernel:
         check_liger(ranks.device)
-    return Start(args, raw_config, ranks, Mesh.of(ranks))
+    return Start(args, raw_config, ranks, mesh)

@@ -6,7 +6,7 @@ import functools
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -56,8 +56,14 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
     return tuple(sizes)
 
 
-def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, options: ImageOptions) -> torch.Tensor:
-    """Tiles of an image or frames of a video, (n, 3, S, S) uint8. sizes: from probe.
+def load_media(
+    media: Media,
+    sizes: tuple[Size, ...],
+    layout: MediaLayout,
+    options: ImageOptions,
+    wanted: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Tiles of an image or frames of a video, (n, 3, S, S) uint8. sizes: from probe; wanted: only these, ascending.
 
     Raises DataError for a broken file, and FileChanged if the layout depends on a size that has changed.
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
@@ -66,11 +72,14 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
     if media.kind == "video":
         frames = video.frames(media.refs[0], sizes, options)
         ratio = _aspect_ratio(media, options)
-        return torch.stack([to_tile(frame, size, ratio, mean, bound, fast) for frame in frames])
+        shown = [frame for i, frame in enumerate(frames) if wanted is None or i in wanted]
+        return torch.stack([to_tile(frame, size, ratio, mean, bound, fast) for frame in shown])
     tiles = []
     aspect_ratio = _aspect_ratio(media, options)
     tiled = media.kind == "image" and layout.num_tiles > 1
-    for ref, expected in zip(used_files(media, options), sizes, strict=True):
+    for i, (ref, expected) in enumerate(zip(used_files(media, options), sizes, strict=True)):
+        if not tiled and wanted is not None and i not in wanted:
+            continue
         pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
         image = _load(ref, bound, expected if tiled else None)
         if tiled:
@@ -78,7 +87,7 @@ def load_media(media: Media, sizes: tuple[Size, ...], layout: MediaLayout, optio
         else:
             _check_resized(ref, image.size, aspect_ratio, options)  # it may have changed since it was probed
             tiles.append(to_tile(image, size, aspect_ratio, mean, bound, fast))
-    return torch.stack(tiles)
+    return torch.stack(tiles if wanted is None or not tiled else [tiles[i] for i in wanted])
 
 
 def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:

@@ -50,7 +50,6 @@ UNSUPPORTED = {
     "checkpoint.parallel_write.pipeline_stage": ((False,), "there are no pipeline stages"),
     "gradient_allreduce_op": (("mean",), "the loss is divided by the tokens of all ranks, which takes their mean"),
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
-    "sequence_parallel_size": ((1,), "sequence parallelism is not supported yet"),
     "use_data_before_expert_parallelism": ((False,), "mixtures of experts are not supported yet"),
     # Other trainers' names, which DeepSpeed would ignore.
     "tp_size": ((1,), "tensor parallelism is not supported yet"),
@@ -60,7 +59,7 @@ UNSUPPORTED = {
     "expert_model_parallel_size": ((1,), "mixtures of experts are not supported yet"),
     "moe_expert_parallel_size": ((1,), "mixtures of experts are not supported yet"),
     "expert_parallel_size": ((1,), "mixtures of experts are not supported yet"),
-    "context_parallel_size": ((1,), "sequence parallelism is not supported yet"),
+    "context_parallel_size": ((1,), "write sequence_parallel_size, which shares the tokens of a sample out by heads"),
     "mpu": ((), "it is an object of Megatron's, and model parallelism is not supported yet"),
     "zero_optimization.elastic_checkpoint": ((False,), "checkpoints are taken up by --resume"),
     "zero_optimization.legacy_stage1": ((False,), "write stage 1 alone"),
