@@ -33,7 +33,8 @@ class Packing:
 
     dp: groups of ranks with samples of their own, sp: ranks of each, which share every micro-batch.
     tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None: micro-batches by count.
-    across_epochs: steps of whole micro-batches that run on into the next epoch, as in LLaVA's trainer. pair_cost: a sample of L tokens costs L + pair_cost * L**2, the second part for attention.
+    across_epochs: steps of whole micro-batches that run on into the next epoch, as in LLaVA's trainer. pair_cost: a
+    sample of L tokens costs L + pair_cost * L**2, the second part for attention.
     """
 
     dp: int

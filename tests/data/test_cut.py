@@ -1,0 +1,89 @@
+"""A micro-batch cut into the parts of several ranks: together they are the whole, and each needs its own images."""
+
+import itertools
+
+import pytest
+import torch
+from random_samples import ALL, P, random_samples
+
+from llava_ds.batch import Batch
+from llava_ds.data.collate import collate
+from llava_ds.data.cut import Part, cut, fill, without
+from llava_ds.model.llava import merge_features
+
+WIDTH = 3
+
+
+def parts_of(samples, options, ranks) -> tuple[Batch, list[tuple[Batch, list[int]]]]:
+    """The whole batch, and each rank's part with the numbers of its tiles."""
+    bare = fill(collate(samples, options, with_pixels=False), ranks)
+    return collate(samples, options), [cut(bare, Part(rank, ranks), options) for rank in range(ranks)]
+
+
+def merged(batch: Batch, features: torch.Tensor) -> torch.Tensor:
+    """(T, WIDTH): what stands at image positions, zeros elsewhere; a newline is -1."""
+
+    def newline(placed: torch.Tensor, number: int) -> torch.Tensor:
+        return torch.cat([placed, placed.new_full((number - len(placed), WIDTH), -1)])
+
+    return merge_features(torch.zeros(1, batch.input_ids.shape[1], WIDTH), features, batch, newline)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_parts_are_the_whole(seed, options, ranks):
+    whole, parts = parts_of(random_samples(seed, options), options, ranks)
+    length = whole.input_ids.shape[1]
+    assert {part.parts for part, _ in parts} == {ranks}
+    assert len({part.input_ids.shape[1] for part, _ in parts}) == 1
+    for name in ("input_ids", "position_ids"):
+        joined = torch.cat([getattr(part, name) for part, _ in parts], 1)
+        assert torch.equal(joined[:, :length], getattr(whole, name)) and joined.shape[1] - length < ranks
+    firsts = range(0, joined.shape[1], joined.shape[1] // ranks)
+    for name in ("targets", "target_samples"):
+        assert torch.equal(torch.cat([getattr(part, name) for part, _ in parts]), getattr(whole, name))
+    positions = [part.target_positions + first for (part, _), first in zip(parts, firsts)]
+    assert torch.equal(torch.cat(positions), whole.target_positions)
+    # All ranks know where every sample starts; what was added is a sample of its own, asked for nothing.
+    for part, _ in parts:
+        assert part.cu_seqlens[: len(whole.cu_seqlens)].tolist() == whole.cu_seqlens.tolist()
+        assert part.cu_seqlens[-1] == joined.shape[1] and len(part.sources) == len(part.cu_seqlens) - 1
+        assert part.max_seqlen == max(b - a for a, b in itertools.pairwise(part.cu_seqlens.tolist()))
+
+    # Features of tiles are numbers of their own, of which each rank computes those of its tiles.
+    features = torch.randn(len(whole.pixel_values), P, WIDTH, generator=torch.Generator().manual_seed(seed))
+    blank = torch.full((1, P, WIDTH), torch.nan)
+    placed = [merged(part, features[tiles] if tiles else blank) for part, tiles in parts]
+    assert torch.equal(torch.cat(placed)[:length], merged(whole, features))
+
+
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_takes_the_tiles_that_its_tokens_need_and_no_other(seed, options):
+    samples, ranks = random_samples(seed, options), 4
+    whole, parts = parts_of(samples, options, ranks)
+    features = torch.zeros(len(whole.pixel_values), P, WIDTH, requires_grad=True)
+    placed = merged(whole, features)
+    bounds = -(-len(placed) // ranks)
+    for rank, (_, tiles) in enumerate(parts):
+        own = placed[rank * bounds : (rank + 1) * bounds]
+        gradient = torch.zeros_like(features)
+        if own.requires_grad and len(own):
+            # The largest of equal features alone has a gradient, so all of them count that stand in its table.
+            (gradient,) = torch.autograd.grad(own.sum(), features, retain_graph=True)
+        assert set(tiles) >= set(gradient.abs().sum((1, 2)).nonzero()[:, 0].tolist())
+        if not options.pools_tiles:
+            assert set(tiles) == set(gradient.abs().sum((1, 2)).nonzero()[:, 0].tolist())
+
+
+def test_a_sample_that_is_left_out_keeps_its_tokens_and_loses_its_targets():
+    whole = collate(random_samples(5), ALL[0])
+    num_samples = len(whole.cu_seqlens) - 1
+    assert num_samples > 2
+    rest = without(whole, {1})
+    assert torch.equal(rest.input_ids, whole.input_ids)
+    kept = whole.target_samples != 1
+    assert 0 < kept.sum() < len(kept)
+    assert torch.equal(rest.targets, whole.targets[kept])
+    assert torch.equal(rest.target_positions, whole.target_positions[kept])

@@ -1,0 +1,155 @@
+"""Ranks that share samples: losses, gradients, eval loss and books are those of one rank that has them all.
+
+The optimizer is SGD without momentum, so that weights differ by what gradients do.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import toys
+from launching import ds_config, losses, run_many, toy_run
+from safetensors.torch import load_file
+
+STEPS, BATCH, RATE, TOLERANCE = 5, 8, 0.1, 1e-6
+LONG = 3000  # tokens of one sample, at least
+SHARED = {"sequence_parallel_size": 2}
+PACKED = {"tokens_per_micro_batch": 250}  # of each rank
+TRAINED_TOWER = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
+VIDEO = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad", "mm_spatial_pool_stride": 2}
+
+# Name of a run: ranks, ZeRO stage and flags. Those of one rank are what the others are compared with.
+ONE_RANK = {
+    "plain": (1, 0, TRAINED_TOWER),
+    "video": (1, 0, {**VIDEO, **TRAINED_TOWER}),
+    "torn": (1, 0, {"eval_fraction": 0.2}),
+}
+DAILY = {
+    "plain-sp2": (2, 0, {**SHARED, **TRAINED_TOWER}),
+    "plain-sp2-packed": (2, 3, {**SHARED, **PACKED, **TRAINED_TOWER}),
+    "torn-sp2": (2, 2, {**SHARED, **PACKED, "eval_fraction": 0.2, "dataloader_num_workers": 1}),
+}
+MORE = {
+    **{f"plain-sp2-zero{stage}": (2, stage, {**SHARED, **TRAINED_TOWER}) for stage in (1, 2, 3)},
+    **{f"plain-2x2-zero{stage}": (4, stage, {**SHARED, **PACKED, **TRAINED_TOWER}) for stage in range(4)},
+    # Two key heads on four ranks.
+    **{f"plain-1x4-zero{stage}": (4, stage, {"sp_size": 4, **PACKED, **TRAINED_TOWER}) for stage in range(4)},
+    "video-sp2": (2, 2, {**SHARED, **VIDEO, **TRAINED_TOWER}),
+    "video-1x4": (4, 3, {"sp_size": 4, **PACKED, **VIDEO, **TRAINED_TOWER}),
+    "plain-sp2-recomputed": (2, 3, {**SHARED, **TRAINED_TOWER, "gradient_checkpointing": True}),
+    "plain-sp2-compiled": (2, 1, {**SHARED, **TRAINED_TOWER, "torch_compile": True, "torch_compile_backend": "eager"}),
+    "plain-sp2-micro_batch": (2, 2, {**SHARED, **TRAINED_TOWER, "loss_reduction": "micro_batch"}),
+}
+
+
+def write_data(folder: Path) -> dict[str, dict[str, str]]:
+    """Toy data by the first word of a run's name: one with a long sample, one with videos, one with images torn."""
+    data = {
+        name: toys.write_data(folder / name, "ititiiittiittitttttttttiii" * 2) for name in ("plain", "video", "torn")
+    }
+    records = json.loads((folder / "plain/data.json").read_text())
+    records[3]["conversations"][1]["value"] = " ".join(["yes no two red cat"] * (LONG // 5))
+    (folder / "plain/data.json").write_text(json.dumps(records))
+
+    records = json.loads((folder / "video/data.json").read_text())
+    frames = [record["image"] for record in records if "image" in record]
+    for i, record in enumerate(records):
+        if "image" in record and i % 2:
+            record["video"] = frames[i % 3 : i % 3 + 2 + i % 4]
+            del record["image"]
+            record["conversations"][0]["value"] = record["conversations"][0]["value"].replace("<image>", "<video>")
+    (folder / "video/data.json").write_text(json.dumps(records))
+    assert sum("video" in record for record in records) > 5
+
+    for path in sorted((folder / "torn/images").iterdir())[::4]:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])  # a whole header and half a body
+    return data
+
+
+def sgd(folder: Path, stage: int) -> Path:
+    config = json.loads(Path(ds_config(stage)).read_text())
+    config |= {"optimizer": {"type": "SGD", "params": {"lr": RATE}}, "zero_allow_untested_optimizer": True}
+    path = folder / f"sgd-zero{stage}.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def train_all(folder: Path, data: dict, runs: dict[str, tuple[int, int, dict]]) -> dict[str, Path]:
+    base = {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "base/clip")}
+    more = {
+        "learning_rate": RATE, "mm_projector_lr": RATE, "lr_scheduler_type": "constant", "max_steps": STEPS,
+        "train_batch_size": BATCH, "per_device_train_batch_size": BATCH, "max_bad_fraction": 0.5,
+    }  # fmt: skip
+    for ranks in sorted({ranks for ranks, *_ in runs.values()}):
+        wanted = {name: run for name, run in runs.items() if run[0] == ranks}
+        todo = [
+            toy_run(base | data[name.split("-")[0]], folder / name, sgd(folder, stage), **more, **flags)
+            | {"model_max_length": 2 * LONG}
+            for name, (_, stage, flags) in wanted.items()
+        ]
+        run_many(ranks, folder / f"launch-{ranks}-{len(runs)}", todo)
+    return {name: folder / name for name in runs}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("shared")
+    toys.write_base(folder / "base")
+    return train_all(folder, write_data(folder), {**ONE_RANK, **DAILY})
+
+
+@pytest.fixture(scope="module")
+def more_runs(runs) -> dict[str, Path]:
+    folder = runs["plain"].parent
+    data = {
+        name: {"data_path": str(folder / name / "data.json"), "image_folder": str(folder / name / "images")}
+        for name in ("plain", "video", "torn")
+    }
+    # By count there is one micro-batch a step, whose mean is the step's.
+    return runs | train_all(folder, data, MORE)
+
+
+def rows(output_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (output_dir / name).read_text().splitlines()]
+
+
+def check_same(one: Path, shared: Path) -> None:
+    for key in ("samples", "tokens", "supervised_tokens", "broken_samples"):
+        assert [row[key] for row in rows(one)] == [row[key] for row in rows(shared)], key
+    assert len(losses(one)) == STEPS
+    assert max(abs(a - b) for a, b in zip(losses(one), losses(shared), strict=True)) <= TOLERANCE
+    expected, found = (load_file(path / "model.safetensors") for path in (one, shared))
+    assert expected.keys() == found.keys()
+    for key, weight in expected.items():
+        # What five gradients together differ by.
+        assert (weight - found[key]).abs().max() <= RATE * STEPS * TOLERANCE, key
+
+
+@pytest.mark.parametrize("name", [name for name in DAILY if name.startswith("plain")])
+def test_losses_and_gradients_are_those_of_one_rank(runs, name):
+    check_same(runs["plain"], runs[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MORE)
+def test_losses_and_gradients_are_those_of_one_rank_on_any_mesh(more_runs, name):
+    check_same(more_runs[name.split("-")[0]], more_runs[name])
+
+
+def test_the_trained_data_hold_a_long_sample_and_packs_are_cut(runs):
+    assert max(row["tokens"] for row in rows(runs["plain"])) > LONG
+
+
+def test_a_sample_that_one_rank_cannot_decode_is_left_out_on_all(runs):
+    one, shared = runs["torn"], runs["torn-sp2"]
+    assert sum(row["broken_samples"] for row in rows(one)) > 1
+    for key in ("samples", "tokens", "supervised_tokens", "broken_samples"):
+        assert [row[key] for row in rows(one)] == [row[key] for row in rows(shared)], key
+    assert max(abs(a - b) for a, b in zip(losses(one), losses(shared), strict=True)) <= TOLERANCE
+    assert rows(one, "skipped.jsonl") == rows(shared, "skipped.jsonl")
+
+
+def test_the_eval_loss_is_that_of_one_rank(runs):
+    (one,), (shared,) = ([row for row in rows(runs[name], "evals.jsonl")] for name in ("torn", "torn-sp2"))
+    assert abs(one["loss"] - shared["loss"]) <= TOLERANCE
+    assert one.keys() == shared.keys()
