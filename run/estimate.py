@@ -115,6 +115,11 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
         message
         for is_wrong, message in (
             (own.num_gpus > MOST_GPUS, f"--num_gpus is {own.num_gpus}: give {MOST_GPUS:,} or fewer"),
+            (
+                own.num_gpus % training.sequence_parallel_size > 0,
+                f"--sequence_parallel_size {training.sequence_parallel_size} does not divide --num_gpus "
+                f"{own.num_gpus}: change one of them",
+            ),
             (own.speed and own.gpu is None, "--speed estimates a GPU's time: give --gpu"),
             *(
                 (
@@ -202,7 +207,8 @@ def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu:
 
 def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape, devices: Devices) -> ResolvedConfig:
     """The DeepSpeed JSON as training would resolve it on these GPUs."""
-    machine = {"dp": own.num_gpus, "device_type": "cuda", "is_local": False}
+    dp = own.num_gpus // args.training.sequence_parallel_size
+    machine = {"dp": dp, "device_type": "cuda", "is_local": False}
     resolve_on_gpus = partial(resolve_ds_config, hidden_size=shape.hidden_size, **machine)
     if args.training.deepspeed_config == CHOOSE_DS_CONFIG:
         raw, line = choose_ds_config(DS_CONFIGS, shape, args, devices)

@@ -11,11 +11,12 @@ A layer of a trained language model saves
 and a frozen one, through which gradients only pass, 2 T D 4 + T w (2Q + 2K) + 3 T w I: matrices that do not train save
 no inputs. With LoRA they do, but norms do not train: 2 T D (4 + w), and beside the rest LoRA's own
 T w R, R its ranks together, and with dropout for every matrix what is left of its input, and which part that is.
-The tower runs without gradients and saves nothing; the projector saves N P w (C + 2D). Logits are not saved; while the
-loss and its gradients are computed, a chunk of them exists in fp32 and, in bf16, once more, and beside it the gradient
-of the output layer: V D w from one chunk, from several V D 4 and, at the end, V D w too. What the last layer saves at
-positions that are not supervised is not subtracted. With checkpointing a layer saves its input, T w D, and is
-recomputed in backward.
+Ranks that share samples (sequence parallelism) have T / s of the tokens each, in attention T tokens of some heads, and
+meanwhile two copies of what they exchange. The tower runs without gradients and saves nothing; the projector saves N P
+w (C + 2D). Logits are not saved; while the loss and its gradients are computed, a chunk of them exists in fp32 and, in
+bf16, once more, and beside it the gradient of the output layer: V D w from one chunk, from several V D 4 and, at the
+end, V D w too. What the last layer saves at positions that are not supervised is not subtracted. With checkpointing a
+layer saves its input, T w D, and is recomputed in backward.
 
 Beside the saved tensors, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower alone one
 layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts. A mixture of experts counts as an MLP that
@@ -56,6 +57,17 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     passing = w * (mlp + 2 * text.hidden) + 8 * text.hidden - gone
     in_a_layer = below + again + tokens * passing
     return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w))
+
+
+def exchange_buffers(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
+    """The most that the exchange around attention holds: what is sent and what is received of query, key and value."""
+    return 0 if shape.text is None else 2 * exchanged_bytes(shape.text, batch.num_tokens, weight_bytes)[0]
+
+
+def exchanged_bytes(text: TextShape, num_tokens: float, weight_bytes: int) -> tuple[int, int]:
+    """Bytes of a rank's tokens that go through the exchange before attention, and after it, in one forward."""
+    before = num_tokens * weight_bytes * (text.query + 2 * text.key)
+    return int(before), int(num_tokens * weight_bytes * text.query)
 
 
 def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:

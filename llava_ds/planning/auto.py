@@ -41,6 +41,10 @@ class Data:
     supervised_fraction: float
     share: int
 
+    def shared_by(self, sp: int) -> "Data":
+        """The part of one of the ranks that share samples."""
+        return dataclasses.replace(self, longest_sample=-(-self.longest_sample // sp), share=-(-self.share // sp))
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -62,7 +66,8 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
     unknown, auto checkpoints no layer, and takes micro-batches of whole shares.
     """
     training = resolved.args.training
-    weight_bytes = resolved.dtype.itemsize
+    sp, weight_bytes = training.sequence_parallel_size, resolved.dtype.itemsize
+    data = data.shared_by(sp)
     bound = training.tokens_per_micro_batch
     accumulated = (resolved.config.get("data_types") or {}).get("grad_accum_dtype")
     setup = Setup(
@@ -73,6 +78,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         gradient_bytes=GRADIENT_BYTES.get(accumulated, weight_bytes),
         accumulates=training.gradient_accumulation_steps > 1 or (isinstance(bound, int) and bound < data.share),
         moments=num_moments(resolved.config) + training.enable_ema,
+        sp=sp,
     )
     run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)
     return run if shape.tower is None else _MicroBatchChoice(run, training, data, devices.memory).chosen()
@@ -145,11 +151,11 @@ def run_on_ranks(
     """The run on these ranks and its data. The rank with the least free memory decides; all ranks call it together."""
     sp = resolved.args.training.sequence_parallel_size
     share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, ranks.world_size // sp))
-    share, facts = -(-share // sp), dataset.index.facts
+    facts = dataset.index.facts
     data = Data(
-        longest_sample=-(-int(dataset.lengths.max()) // sp),
+        longest_sample=int(dataset.lengths.max()),
         supervised_fraction=facts["targets"] / facts["tokens"],
-        share=min(share, MOST_TOKENS_ON_CPU) if ranks.device.type == "cpu" else share,
+        share=min(share, MOST_TOKENS_ON_CPU * sp) if ranks.device.type == "cpu" else share,
     )
     memory = min(gather(free_memory(ranks.device), ranks))
     devices = Devices(ranks.world_size, local_ranks(), ranks.device.type, memory, are_local=True)
@@ -210,8 +216,7 @@ def choose_ds_config(
     being resumed, which stays. Raises ConfigError where none fits, with a change that would, or where the flags can't
     be trained with any.
     """
-    sp = args.training.sequence_parallel_size
-    longest = -(-args.data.model_max_length // sp)
+    sp, longest = args.training.sequence_parallel_size, args.data.model_max_length
     refused: ConfigError | None = None
     runs: dict[str, Run] = {}
     resolve = partial(

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from llava_ds.planning.activations import MicroBatch, activation_bytes
+from llava_ds.planning.activations import MicroBatch, activation_bytes, exchange_buffers
 from llava_ds.planning.shapes import ModelShape
 
 ALL_REDUCE_BUCKET = 500_000_000  # elements that stage 0 reduces at a time (DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE)
@@ -110,7 +110,7 @@ class ZeroSettings:
 @dataclass(frozen=True)
 class Setup:
     """Devices and precision of a run. weight_bytes: 2 or 4; gradient_bytes: of an accumulated gradient; moments: fp32
-    numbers that the optimizer keeps for a parameter."""
+    numbers that the optimizer keeps for a parameter; sp: ranks that share each sample."""
 
     num_gpus: int
     zero: ZeroSettings = field(default_factory=ZeroSettings)
@@ -119,6 +119,7 @@ class Setup:
     gradient_bytes: int = 2
     accumulates: bool = False
     moments: int = 2
+    sp: int = 1
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,10 @@ class Estimate:
 
 def estimate(shape: ModelShape, placement: Placement, setup: Setup, batch: MicroBatch | None = None) -> Estimate:
     """Estimate a rank's memory; without a micro-batch there are no activations."""
-    activations = activation_bytes(shape, batch, setup.weight_bytes) if batch is not None else 0
+    activations = 0
+    if batch is not None:
+        activations = activation_bytes(shape, batch, setup.weight_bytes)
+        activations += exchange_buffers(shape, batch, setup.weight_bytes) if setup.sp > 1 else 0
     of_stage = {0: _replicated, 1: _sharded_optimizer, 2: _sharded_optimizer, 3: _sharded}[placement.stage]
     return of_stage(shape, placement, setup, activations)
 

@@ -19,12 +19,12 @@ The constants below are assumptions, each with its source; those that differ mos
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llava_ds.planning.fit import Run
 from llava_ds.planning.memory import Placement, Setup
 from llava_ds.planning.shapes import ModelShape, TextShape, TowerShape
-from llava_ds.planning.traffic import Traffic, step_traffic
+from llava_ds.planning.traffic import Traffic, exchange_traffic, step_traffic
 from llava_ds.runtime.gpus import Gpu
 
 TERA, GIGA = 1e12, 1e9
@@ -146,6 +146,8 @@ def step_time(run: Run, placement: Placement, load: Load, machine: Machine) -> S
     forward_s = stretch * load.micro_steps * forward.total
     backward_s = stretch * load.micro_steps * (backward.total + again.total)
     sent = step_traffic(shape, placement, setup, load.micro_steps)
+    exchanged = exchange_traffic(shape.text, setup, load.tokens / load.useful, run.batch.num_recomputed)
+    sent = replace(sent, exchanged=load.micro_steps * exchanged)
     link_s, exposed_s, pcie_s = _exposed(sent, forward_s, backward_s, load, machine, setup)
     useful = shape.flops.of(
         load.tokens, load.tokens * (load.sample_tokens + 1) / 2, load.tiles, load.supervised
@@ -278,9 +280,11 @@ def _exposed(
     bandwidth, pcie = machine.link_bandwidth(setup), PCIE_SHARE * machine.gpu.pcie * GIGA
     overlap = machine.overlap if sent.can_overlap else 0.0
     room = overlap * backward_s * sent.backward_micro_steps / load.micro_steps
-    link_s = sent.total / bandwidth
+    link_s = (sent.total - sent.exchanged) / bandwidth
+    link_s += sent.exchanged / machine.link_bandwidth(replace(setup, num_gpus=setup.sp))
     exposed = max(0.0, sent.forward / bandwidth - overlap * forward_s)
     exposed += max(0.0, sent.backward / bandwidth - room) + sent.after / bandwidth
+    exposed += sent.exchanged / machine.link_bandwidth(replace(setup, num_gpus=setup.sp))
     copied = max(0.0, sent.pcie / pcie - overlap * (forward_s + backward_s)) + sent.pcie_after / pcie
     return link_s, exposed, copied
 

@@ -65,8 +65,8 @@ def load_of(
     micro_steps = training.gradient_accumulation_steps
     if training.tokens_per_micro_batch is not None:
         # Packs of like size, none above the bound: as many as the packer needs at least.
-        micro_steps = -int(-samples * sample_tokens // run.batch.num_tokens)
-    per_micro_step = samples / micro_steps
+        micro_steps = -int(-samples * sample_tokens // (run.batch.num_tokens * run.setup.sp))
+    per_micro_step = samples / micro_steps / run.setup.sp  # of one rank
     tokens = per_micro_step * sample_tokens
     return Load(
         micro_steps,

@@ -25,8 +25,9 @@ before each gather.
 
 from dataclasses import dataclass
 
+from llava_ds.planning.activations import exchanged_bytes
 from llava_ds.planning.memory import Placement, Setup
-from llava_ds.planning.shapes import ModelShape
+from llava_ds.planning.shapes import ModelShape, TextShape
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Traffic:
     """Bytes that a rank sends in an optimizer step: to other ranks in forward, in backward and after it, and over PCIe.
 
     backward_micro_steps: micro-batches in whose backward the second part is sent; can_overlap: whether DeepSpeed
-    computes meanwhile.
+    computes meanwhile; exchanged: around attention, which waits for it.
     """
 
     forward: float
@@ -44,11 +45,21 @@ class Traffic:
     can_overlap: bool
     pcie: float = 0.0
     pcie_after: float = 0.0
+    exchanged: float = 0.0
 
     @property
     def total(self) -> float:
         """Between ranks."""
-        return self.forward + self.backward + self.after
+        return self.forward + self.backward + self.after + self.exchanged
+
+
+def exchange_traffic(text: TextShape, setup: Setup, tokens: float, recomputed: int) -> float:
+    """The bytes that a rank sends to those that share its samples, in one micro-batch.
+
+    tokens: the rank's; recomputed: checkpointed layers, whose forward runs twice. Backward sends as much as forward.
+    """
+    sent = (setup.sp - 1) / setup.sp * sum(exchanged_bytes(text, tokens, setup.weight_bytes))
+    return sent * (2 * text.num_layers + recomputed)
 
 
 def step_traffic(shape: ModelShape, placement: Placement, setup: Setup, micro_steps: int) -> Traffic:

@@ -90,9 +90,10 @@ def _check_stage(draft: Draft, stage: int) -> None:
             "write stage 1, 2 or 3"
         )
     group = draft.get("zero_optimization.zero_hpz_partition_size") or 1
-    if stage == 3 and group != AUTO and draft.dp % group:
+    ranks = draft.dp * draft.args.training.sequence_parallel_size
+    if stage == 3 and group != AUTO and ranks % group:
         draft.refuse(
-            f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {draft.dp} ranks: "
+            f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {ranks} ranks: "
             "write the number of GPUs of a node"
         )
     if draft.get("zero_optimization.stage3_module_granularity_threshold"):

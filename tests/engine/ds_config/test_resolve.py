@@ -13,6 +13,7 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.engine.start import check_engine
+from llava_ds.runtime.mesh import Mesh
 
 
 def has_auto(value: object) -> bool:
@@ -349,14 +350,19 @@ def test_what_the_engine_understood_is_compared_with_what_was_meant():
         "zero_offload_param": SimpleNamespace(device="none"),
     }
 
-    def engine(**changed: object) -> SimpleNamespace:
-        return SimpleNamespace(**{name: lambda v=v: v for name, v in (understood | changed).items()})
+    def engine(ranks: int = 1, **changed: object) -> SimpleNamespace:
+        methods = {name: lambda v=v: v for name, v in (understood | changed).items()}
+        return SimpleNamespace(dp_world_size=ranks, **methods)
 
-    check_engine(engine(), resolved)
+    check_engine(engine(), resolved, Mesh(dp=1, dp_rank=0))
+    # Of ranks that share samples DeepSpeed counts each.
+    check_engine(engine(ranks=2, train_batch_size=16), resolved, Mesh(dp=1, dp_rank=0, sp=2))
+    with pytest.raises(ConfigError, match="ranks: 1 in the engine, 2 in the resolved JSON"):
+        check_engine(engine(train_batch_size=16), resolved, Mesh(dp=1, dp_rank=0, sp=2))
     with pytest.raises(ConfigError) as caught:
         offloaded = SimpleNamespace(device="cpu")
         understood_otherwise = {"gradient_clipping": 0.0, "get_data_types": (torch.float32, None)}
-        check_engine(engine(**understood_otherwise, zero_offload_optimizer=offloaded), resolved)
+        check_engine(engine(**understood_otherwise, zero_offload_optimizer=offloaded), resolved, Mesh(dp=1, dp_rank=0))
     _, *lines = str(caught.value).splitlines()
     assert lines == [
         "gradient_clipping: 0.0 in the engine, 1.0 in the resolved JSON",
