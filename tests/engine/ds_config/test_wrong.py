@@ -252,7 +252,7 @@ WRONG = [
     ({"aio": {"thread_count": 1}}, {}, f"aio.thread_count {J} is an old spelling: write intra_op_parallelism"),
     (zero(cpu_offload=True), {}, f'zero_optimization.cpu_offload {J} is an old spelling: write "offload_optimizer": {{"device": "cpu"}}'),
     ({"sequence_parallel_size": 2}, {"sequence_parallel_size": 4}, f"sequence_parallel_size is 2 {J} but --sequence_parallel_size is 4: make them equal, or write \"auto\""),
-    ({"sequence_parallel_size": True}, {}, f'sequence_parallel_size is true {J}: write a number from 0, or "auto"'),
+    ({"sequence_parallel_size": True}, {}, f"sequence_parallel_size is true {J}: write a whole number"),
     ({"context_parallel_size": 2}, {}, f"context_parallel_size is 2 {J}: remove it, write sequence_parallel_size, which shares the tokens of a sample out by heads"),
     ({"tensor_parallel": {"autotp_size": 2}}, {}, f"tensor_parallel.autotp_size is 2 {J}: remove it, tensor parallelism is not supported yet"),
     (
