@@ -276,6 +276,11 @@ class TrainingArguments:
         "GB (10^9 bytes) of each device for the activations of a micro-batch, for --gradient_checkpointing auto and "
         "--tokens_per_micro_batch auto. Absent: all free memory. For a GPU that is shared.",
     )
+    mlp_tile_tokens: Count | None = _speed_free(
+        None,
+        "Tokens that an MLP of the language model takes at a time, recomputed in backward, so that its memory does not "
+        "grow with a sample's length. Absent: all of a micro-batch.",
+    )
     torch_compile: bool = _speed(
         False, "Compile the repeated layers of tower and language model with torch.compile (needs a compiler)."
     )

@@ -15,8 +15,9 @@ Ranks that share samples (sequence parallelism) have T / s of the tokens each, i
 meanwhile two copies of what they exchange. The tower runs without gradients and saves nothing; the projector saves N P
 w (C + 2D). Logits are not saved; while the loss and its gradients are computed, a chunk of them exists in fp32 and, in
 bf16, once more, and beside it the gradient of the output layer: V D w from one chunk, from several V D 4 and, at the
-end, V D w too. What the last layer saves at positions that are not supervised is not subtracted. With checkpointing a
-layer saves its input, T w D, and is recomputed in backward.
+end, V D w too. What the last layer saves at positions that are not supervised is not subtracted. With MLPs that take
+some tokens at a time (--mlp_tile_tokens), what they save and need meanwhile is that of so many tokens. With
+checkpointing a layer saves its input, T w D, and is recomputed in backward.
 
 Beside the saved tensors, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower alone one
 layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts. A mixture of experts counts as an MLP that
@@ -32,12 +33,19 @@ from llava_ds.planning.shapes import ModelShape, TextShape, TowerShape
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The micro-batch of a rank. num_recomputed: checkpointed layers of the language model."""
+    """The micro-batch of a rank. num_recomputed: checkpointed layers of the language model; mlp_tokens: those that an
+    MLP takes at a time and computes once more in backward, None for all."""
 
     num_tokens: int
     num_supervised: int
     num_tiles: int
     num_recomputed: int = 0
+    mlp_tokens: int | None = None
+
+    @property
+    def has_tiled_mlps(self) -> bool:
+        """True if MLPs keep nothing but their input."""
+        return self.mlp_tokens is not None and self.mlp_tokens < self.num_tokens
 
 
 def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
@@ -46,7 +54,8 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
         return 0
     text, w = shape.text, weight_bytes
     tokens = batch.num_tokens
-    again = layer_bytes(text, tokens, w) if batch.num_recomputed else 0  # the layer that is computed once more
+    tiled = batch.has_tiled_mlps
+    again = layer_bytes(text, tokens, w, tiled) if batch.num_recomputed else 0  # the layer that is computed once more
     saved, head = saved_bytes(shape, batch, w), head_bytes(text, batch, w)
     # A critic goes backward before the actor's loss does, while the actor keeps all that it saved.
     below = saved if shape.has_critic else saved - head
@@ -54,8 +63,9 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     # What dropout saved for the MLP's first two matrices to go backward is gone by then.
     gone = (w + 1) * (text.intermediate + text.hidden) if text.lora_dropped else 0
     mlp = (5 if text.routed else 3) * text.intermediate
-    passing = w * (mlp + 2 * text.hidden) + 8 * text.hidden - gone
-    in_a_layer = below + again + tokens * passing
+    passing = w * 2 * text.hidden + 8 * text.hidden - gone
+    in_mlps = batch.mlp_tokens * (w * mlp + _mlp_bytes(text, w)) if tiled else tokens * w * mlp
+    in_a_layer = below + again + tokens * passing + in_mlps
     return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w))
 
 
@@ -74,22 +84,29 @@ def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
     """Bytes that are saved between forward and backward."""
     text, tower, w, tokens = shape.text, shape.tower, weight_bytes, batch.num_tokens
     again = batch.num_recomputed
-    layers = (text.num_layers - again) * layer_bytes(text, tokens, w) + again * tokens * w * text.hidden
+    layers = (text.num_layers - again) * layer_bytes(text, tokens, w, batch.has_tiled_mlps)
+    layers += again * tokens * w * text.hidden
     width = tower.hidden + (2 * text.hidden if tower.projector_layers > 1 else 0)
     projector = batch.num_tiles * w * (tower.num_patches * width + tower.hidden)
     rotary = 2 * tokens * w * text.query // text.num_heads
     return (layers + projector + rotary) * (2 if shape.has_critic else 1) + head_bytes(text, batch, w)
 
 
-def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int) -> int:
-    """Bytes that one layer of the language model saves."""
+def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool = False) -> int:
+    """Bytes that one layer of the language model saves. tiled: its MLP saves its input alone."""
     w = weight_bytes
     keeps_inputs = text.trained or text.lora_rank > 0
     norms = 2 * text.hidden * (4 + w * text.trained + w * keeps_inputs)
     attention = w * (2 * text.query + 2 * text.key) + 4 * text.num_heads
-    mlp = (4 if keeps_inputs else 3) * w * text.intermediate
+    # Frozen matrices save no input, but what computes them once more does.
+    mlp = w * text.hidden * (not keeps_inputs) if tiled else _mlp_bytes(text, w)
     lora = w * text.lora_rank + (w + 1) * text.lora_dropped
     return num_tokens * (norms + attention + mlp + lora)
+
+
+def _mlp_bytes(text: TextShape, weight_bytes: int) -> int:
+    """Bytes that an MLP saves for a token."""
+    return (4 if text.trained or text.lora_rank > 0 else 3) * weight_bytes * text.intermediate
 
 
 def head_bytes(text: TextShape, batch: MicroBatch, weight_bytes: int) -> int:

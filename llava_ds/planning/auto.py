@@ -117,6 +117,7 @@ class _MicroBatchChoice:
             num_supervised=int(tokens * self.data.supervised_fraction),
             num_tiles=max(1, tokens // self.run.shape.tower.num_patches),
             num_recomputed=checkpointed,
+            mlp_tokens=self.training.mlp_tile_tokens,
         )
         return dataclasses.replace(self.run, batch=batch)
 

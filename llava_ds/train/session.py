@@ -32,6 +32,7 @@ from llava_ds.model.families.language import is_mixture
 from llava_ds.model.liger import use_liger
 from llava_ds.model.llava import LlavaModel, has_critic
 from llava_ds.model.mixture import Routers, choose_experts
+from llava_ds.model.mlp_tiles import tile_mlps
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
@@ -192,6 +193,8 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
     model.share_tokens(started.mesh.sp_group)
+    if args.training.mlp_tile_tokens is not None:
+        print_first(tile_mlps(model.language_model, args.training.mlp_tile_tokens))
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
     rollouts = Rollouts(model, plan, ranks, started.mesh) if draws else None

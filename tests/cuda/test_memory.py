@@ -7,6 +7,7 @@ from fake_models import arguments, built, on_gpu, sample
 from transformers import AutoConfig, CLIPVisionConfig
 
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
+from llava_ds.model.mlp_tiles import tile_mlps
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import MicroBatch, activation_bytes
 from llava_ds.planning.shapes import CLIP_L_336, NAMED, shape_of
@@ -62,7 +63,17 @@ def test_the_peak_of_a_micro_batch_is_as_estimated(name, trained, recomputes):
     assert found == pytest.approx(weights + expected, rel=0.03 if trained == "critic" else 0.02)
 
 
-def peak_of(text, trained: str, recomputes: bool) -> tuple[int, int, int]:
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("trained", ["both", "projector"])
+def test_mlps_that_take_some_tokens_at_a_time_keep_their_input_alone(trained, recomputes):
+    text = AutoConfig.for_model(**NAMED["llava-v1.5-7b"])
+    whole, *_ = peak_of(text, trained, recomputes)
+    found, weights, expected = peak_of(text, trained, recomputes, mlp_tokens=256)
+    assert found < whole
+    assert found == pytest.approx(weights + expected, rel=0.02)
+
+
+def peak_of(text, trained: str, recomputes: bool, mlp_tokens: int | None = None) -> tuple[int, int, int]:
     """Bytes alive at the peak of a micro-batch, those of the weights, and what the estimate says beside them.
 
     Gradients, which are model states, are let go as they come.
@@ -79,6 +90,8 @@ def peak_of(text, trained: str, recomputes: bool) -> tuple[int, int, int]:
                 args = args.replaced(objective="ppo")
                 model.critic = built(text, tower, args, short=True, value_head=True)
             for module in (model, *([model.critic] if trained == "critic" else [])):
+                if mlp_tokens is not None:
+                    tile_mlps(module.language_model, mlp_tokens)
                 if recomputes:
                     checkpoint_layers(module.language_model)
         for parameter in model.parameters():
@@ -89,6 +102,7 @@ def peak_of(text, trained: str, recomputes: bool) -> tuple[int, int, int]:
         sum(part.sum() for part in parts).backward()
         found = rules.live.peak
     shape = shape_of(text, tower, args)
-    batch = MicroBatch(micro.num_tokens, micro.num_targets, IMAGES, text.num_hidden_layers if recomputes else 0)
+    again = text.num_hidden_layers if recomputes else 0
+    batch = MicroBatch(micro.num_tokens, micro.num_targets, IMAGES, again, mlp_tokens)
     weights = sum(part.num_parameters for part in shape.parts) * WEIGHT_BYTES
     return found, weights, activation_bytes(shape, batch, WEIGHT_BYTES)

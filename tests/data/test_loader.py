@@ -14,6 +14,7 @@ from llava_ds.data.loader import Counts, Window, windows
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan
+from llava_ds.runtime.mesh import Mesh
 
 CPU = torch.device("cpu")
 KINDS = "itititiiittti"
@@ -35,7 +36,7 @@ def plan_of(dataset: EncodedDataset, packing: Packing, num_steps: int = 0) -> St
 
 def collect(plan: StepPlan, num_steps: int, rank: int = 0, done: int = 0, workers: int = 0) -> list[Window]:
     plan = dataclasses.replace(plan, num_steps=num_steps)
-    return list(windows(plan, rank, done=done, num_workers=workers, device=CPU))
+    return list(windows(plan, Mesh(plan.packing.dp, rank), done=done, num_workers=workers, device=CPU))
 
 
 def samples_in(batch: Batch, dataset: EncodedDataset) -> list[int]:

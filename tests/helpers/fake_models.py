@@ -21,6 +21,7 @@ from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.lora import add_lora, linear_names
 from llava_ds.model.quantize import BLOCK, quantize_layers
 from llava_ds.model.vision import TowerPlan, plan_tower
+from llava_ds.runtime.mesh import Mesh
 
 SQUARE = {"image_size": toys.IMAGE_SIZE, "patch_size": toys.PATCH_SIZE}
 TOWERS = {
@@ -105,7 +106,7 @@ class Samples(list):
 def on_gpu(samples: list, options: ImageOptions, batches: list[list[int]] | None = None) -> list[MicroBatch]:
     """Micro-batches on the fake GPU, collated and moved by the loader; all samples in one by default."""
     numbers = batches or [list(range(len(samples)))]
-    return list(micro_batches(Samples(samples, options), numbers, 0, CUDA))
+    return list(micro_batches(Samples(samples, options), numbers, 0, CUDA, Mesh(1, 0)))
 
 
 class Engine:

@@ -97,7 +97,8 @@ def run(case: dict, folder: Path, ranks) -> dict:
     groups = parameter_groups(model, resolved.args, resolved.config.get("optimizer"))
     meant = [(group["lr"], group["weight_decay"]) for group in groups]  # the schedule will change the groups
     engine = start_engine(model, groups, resolved, STEPS, ranks.device)
-    check_engine(engine, resolved)
+    mesh = Mesh.of(ranks)
+    check_engine(engine, resolved, mesh)
     losses, rates = [], []
 
     def after_step(result) -> float:
@@ -105,7 +106,6 @@ def run(case: dict, folder: Path, ranks) -> dict:
         rates.append(result.lr)
         return 0.0
 
-    mesh = Mesh.of(ranks)
     objective = SFT(grad_ranks=mesh.grad_ranks)
     run_steps(engine, windows(ranks.rank), TrainState(), STEPS, objective, mesh, after_step)
     answer = {

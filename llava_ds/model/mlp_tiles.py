@@ -1,0 +1,38 @@
+"""The MLPs of the language model on some tokens at a time: their memory does not grow with a sample's length."""
+
+import functools
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from llava_ds.constants import ConfigError
+from llava_ds.model.families.language import is_mixture
+
+FLAG = "--mlp_tile_tokens"
+
+
+def tile_mlps(language_model: nn.Module, num_tokens: int) -> str:
+    """Let every MLP run on so many tokens at a time, and once more in backward. Returns a line that reports it.
+
+    Only a tile's activations exist then, beside the MLP's input and result. Raises ConfigError for language models
+    whose layers have no MLP of their own, or a mixture of experts, which deals tokens out itself.
+    """
+    layers = [module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    mlps = [getattr(layer, "mlp", None) for layer in layers]
+    kind = language_model.config.model_type
+    if is_mixture(language_model.config) or not all(isinstance(mlp, nn.Module) for mlp in mlps):
+        raise ConfigError(f"{FLAG} is for layers with an MLP, which those of the kind {kind} are not: leave it out")
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for mlp in mlps for module in mlp.modules())
+    for mlp in mlps:
+        mlp.forward = functools.partial(_tiled, mlp.forward, num_tokens, drops)
+    return f"{len(mlps)} MLPs of the language model take {num_tokens:,} tokens at a time ({FLAG})"
+
+
+def _tiled(forward, num_tokens: int, drops: bool, hidden: torch.Tensor) -> torch.Tensor:
+    """forward: the MLP's own, (1, T, D) to (1, T, D); drops: True if it draws random numbers, the same in backward."""
+    if not torch.is_grad_enabled() or hidden.shape[1] <= num_tokens:
+        return forward(hidden)
+    tiles = hidden.split(num_tokens, 1)
+    return torch.cat([checkpoint(forward, tile, use_reentrant=False, preserve_rng_state=drops) for tile in tiles], 1)

@@ -1,0 +1,71 @@
+"""MLPs on some tokens at a time: the same loss and gradients, and fewer bytes kept for backward."""
+
+import pytest
+import torch
+import toys
+from transformers import AutoModelForCausalLM
+
+from llava_ds.constants import ConfigError
+from llava_ds.model.mlp_tiles import tile_mlps
+
+TOKENS = 50
+
+
+def loss_and_gradients(model, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+    """The loss, all gradients, and the bytes that forward keeps."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), gradients, sum(kept.values())
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("tile", [1, 7, TOKENS - 1, TOKENS, 1000])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "gpt2"])
+def test_loss_and_gradients_stay(family, tile, recomputes):
+    torch.manual_seed(0)
+    changed = {"resid_pdrop": 0.3} if family == "gpt2" else {}  # its MLP draws random numbers
+    model = AutoModelForCausalLM.from_config(toys.language_model_config(family, **changed)).train()
+    ids = torch.randint(3, 400, (1, TOKENS))
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(1)
+    loss, gradients, kept = loss_and_gradients(model, ids)
+    assert "MLPs of the language model take" in tile_mlps(model, tile)
+    torch.manual_seed(1)
+    tiled_loss, tiled, tiled_kept = loss_and_gradients(model, ids)
+    if family == "gpt2" and tile < TOKENS:
+        return  # drawn tile by tile, other numbers are dropped; that backward draws the same is tested below
+    assert (loss - tiled_loss).abs() <= 1e-6
+    assert all((gradients[name] - tiled[name]).abs().max() <= 1e-6 for name in gradients)
+    if tile < TOKENS and not recomputes:
+        assert tiled_kept < 0.9 * kept
+
+
+def test_dropout_in_an_mlp_is_drawn_alike_in_backward():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(toys.language_model_config("gpt2", resid_pdrop=0.5)).train()
+    tile_mlps(model, 8)
+    mlp, hidden = model.transformer.h[0].mlp, torch.randn(1, 24, model.config.hidden_size, requires_grad=True)
+    out = mlp.forward(hidden)
+    dropped = out.detach()[0] == 0
+    assert dropped.any()
+    bias = mlp.c_proj.bias
+    out.sum().backward()
+    # The bias is added just before dropout: its gradient counts, twice each, the numbers that were kept.
+    assert torch.equal(bias.grad, 2.0 * (~dropped).sum(0))
+
+
+@pytest.mark.parametrize("family", ["opt", "mixtral", "qwen2_moe"])
+def test_layers_without_an_mlp_of_their_own_are_refused(family):
+    model = AutoModelForCausalLM.from_config(toys.language_model_config(family))
+    with pytest.raises(ConfigError, match="--mlp_tile_tokens is for layers with an MLP, which those of the kind"):
+        tile_mlps(model, 8)
