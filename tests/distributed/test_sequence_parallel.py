@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import toys
-from launching import ds_config, losses, run_many, toy_run
+from launching import ROOT, TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 
 STEPS, BATCH, RATE, TOLERANCE = 5, 8, 0.1, 1e-6
@@ -147,6 +147,31 @@ def test_a_sample_that_one_rank_cannot_decode_is_left_out_on_all(runs):
         assert [row[key] for row in rows(one)] == [row[key] for row in rows(shared)], key
     assert max(abs(a - b) for a, b in zip(losses(one), losses(shared), strict=True)) <= TOLERANCE
     assert rows(one, "skipped.jsonl") == rows(shared, "skipped.jsonl")
+
+
+def test_ranks_that_share_a_long_sample_keep_half_of_it_each(runs):
+    base = runs["plain"].parent / "base"
+    done = launch(2, ROOT / "tests" / "workers" / "shared_sample.py", str(base), "8192")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert len(found["shared"]) == 2
+    assert max(found["shared"]) <= 0.6 * found["alone"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "said"),
+    [
+        (2, {"sequence_parallel_size": 3}, "--sequence_parallel_size 3 does not divide 2 ranks: give one of 1, 2"),
+        (1, {"sequence_parallel_size": 2}, "--sequence_parallel_size 2 does not divide 1 ranks: give one of 1"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(runs, ranks, flags, said):
+    folder = runs["plain"].parent
+    data = {"data_path": str(folder / "plain/data.json"), "image_folder": str(folder / "plain/images")}
+    base = {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "base/clip")}
+    run = toy_run(base | data, folder / "refused", ds_config(2), **flags)
+    done = launch(ranks, TRAIN, *command_line(run))
+    assert done.returncode == 2 and said in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_eval_loss_is_that_of_one_rank(runs):

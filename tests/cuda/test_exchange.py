@@ -1,0 +1,55 @@
+"""The exchange around attention over fake CUDA tensors: with a group of four that is not there, nothing waits."""
+
+import dataclasses
+
+import pytest
+import torch
+import toys
+from fake_gpu import gpu
+from fake_models import arguments, backward, built, sample, tower_plan
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from llava_ds.data.collate import collate
+from llava_ds.data.cut import Part, cut, fill
+from llava_ds.engine.activation_checkpointing import checkpoint_layers
+from llava_ds.model.mlp_tiles import tile_mlps
+
+pytestmark = pytest.mark.cuda
+
+RANKS = 4
+
+
+@pytest.fixture
+def group():
+    """A group of ranks of which this one is alone: collectives return at once, with whatever was there."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("change", ["plain", "recomputed", "tiled"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_5", "mixtral"])
+@pytest.mark.parametrize("rank", [0, RANKS - 1])
+def test_forward_and_backward_of_a_part(group, rank, family, change):
+    if family == "mixtral" and change == "tiled":
+        return
+    options = toys.image_options()
+    args, text = arguments(), toys.language_model_config(family)
+    samples = [sample(options, 9, [("image", ((40, 30),))]), sample(options, 30), sample(options, 14)]
+    whole = fill(collate(samples, options), RANKS)
+    part, tiles = cut(whole, Part(rank, RANKS), options)
+    pixels = whole.pixel_values[tiles] if tiles else torch.zeros_like(whole.pixel_values[:1])
+    part = dataclasses.replace(part, pixel_values=pixels)
+    with gpu() as rules:
+        with rules.building():
+            model = built(text, tower_plan("clip", args), args, short=False)
+            model.share_tokens(group)
+            if change == "recomputed":
+                checkpoint_layers(model.language_model)
+            if change == "tiled":
+                tile_mlps(model.language_model, 5)
+        batch = part.pin_memory().to(torch.device("cuda"))
+        loss, by_source = model(batch, num_sources=1)
+        assert (loss.device.type, loss.dtype, by_source.dtype) == ("cuda", torch.float32, torch.float64)
+        backward(model, loss)
+        assert not rules.waits
