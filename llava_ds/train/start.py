@@ -16,7 +16,7 @@ from llava_ds.runtime.cli import read_training_flags
 from llava_ds.runtime.determinism import use_deterministic_kernels
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.output_lock import OutputLock
-from llava_ds.runtime.ranks import Ranks, broadcast_from_first, check_same, print_first, quiet_libraries
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, check_same, local_ranks, print_first, quiet_libraries
 from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.runtime.watchdog import Watchdog
 
@@ -58,6 +58,11 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
     mesh = Mesh.of(ranks, args.training.sequence_parallel_size)
+    if local_ranks() % mesh.sp:
+        print_first(
+            f"--sequence_parallel_size {mesh.sp} does not divide the {local_ranks()} ranks of this machine: every layer "
+            "exchanges tokens between machines, which is slow"
+        )
     if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, mesh.dp)):
         args = args.replaced(train_batch_size=batch_size)
     if args.data.dataloader_num_workers is None:

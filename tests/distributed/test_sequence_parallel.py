@@ -4,9 +4,11 @@ The optimizer is SGD without momentum, so that weights differ by what gradients 
 """
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
+import torch
 import toys
 from launching import ROOT, TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
@@ -16,6 +18,13 @@ LONG = 3000  # tokens of one sample, at least
 SHARED = {"sequence_parallel_size": 2}
 PACKED = {"tokens_per_micro_batch": 250}  # of each rank
 TRAINED_TOWER = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
+LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+# More of the DeepSpeed JSON, in the place of a stage.
+OFFLOAD = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
+IN_CPU = {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"cpu_checkpointing": True}}
 VIDEO = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad", "mm_spatial_pool_stride": 2}
 
 # Name of a run: ranks, ZeRO stage and flags. Those of one rank are what the others are compared with.
@@ -30,6 +39,14 @@ DAILY = {
     "torn-sp2": (2, 2, {**SHARED, **PACKED, "eval_fraction": 0.2, "dataloader_num_workers": 1}),
 }
 MORE = {
+    "lora": (1, 0, LORA),
+    "lora-sp2": (2, 3, {**SHARED, **LORA}),
+    "bf16": (1, 1, {"bf16": True}),
+    "bf16-dp2": (2, 1, {"bf16": True, **PACKED}),
+    "bf16-sp2": (2, 1, {"bf16": True, **PACKED, **SHARED}),
+    "plain-sp2-offload": (2, OFFLOAD, {**SHARED, **TRAINED_TOWER}),
+    "plain-sp2-tiled": (2, 3, {**SHARED, **TRAINED_TOWER, "mlp_tile_tokens": 100}),
+    "plain-sp2-checkpoints-in-cpu": (2, IN_CPU, {**SHARED, **TRAINED_TOWER}),
     **{f"plain-sp2-zero{stage}": (2, stage, {**SHARED, **TRAINED_TOWER}) for stage in (1, 2, 3)},
     **{f"plain-2x2-zero{stage}": (4, stage, {**SHARED, **PACKED, **TRAINED_TOWER}) for stage in range(4)},
     # Two key heads on four ranks.
@@ -66,11 +83,12 @@ def write_data(folder: Path) -> dict[str, dict[str, str]]:
     return data
 
 
-def sgd(folder: Path, stage: int) -> Path:
-    config = json.loads(Path(ds_config(stage)).read_text())
-    config |= {"optimizer": {"type": "SGD", "params": {"lr": RATE}}, "zero_allow_untested_optimizer": True}
-    path = folder / f"sgd-zero{stage}.json"
-    path.write_text(json.dumps(config))
+def sgd(folder: Path, stage: int | dict) -> Path:
+    config = stage if isinstance(stage, dict) else json.loads(Path(ds_config(stage)).read_text())
+    optimizer = {"type": "SGD", "params": {"lr": RATE}}
+    text = json.dumps({**config, "optimizer": optimizer, "zero_allow_untested_optimizer": True})
+    path = folder / f"sgd-{zlib.crc32(text.encode())}.json"
+    path.write_text(text)
     return path
 
 
@@ -105,6 +123,7 @@ def more_runs(runs) -> dict[str, Path]:
         name: {"data_path": str(folder / name / "data.json"), "image_folder": str(folder / name / "images")}
         for name in ("plain", "video", "torn")
     }
+    data |= {"lora": data["plain"], "bf16": data["plain"]}
     # By count there is one micro-batch a step, whose mean is the step's.
     return runs | train_all(folder, data, MORE)
 
@@ -113,12 +132,17 @@ def rows(output_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
     return [json.loads(line) for line in (output_dir / name).read_text().splitlines()]
 
 
+def weights_of(output_dir: Path) -> dict[str, torch.Tensor]:
+    adapter = output_dir / "adapter_model.safetensors"
+    return load_file(adapter if adapter.exists() else output_dir / "model.safetensors")
+
+
 def check_same(one: Path, shared: Path) -> None:
     for key in ("samples", "tokens", "supervised_tokens", "broken_samples"):
         assert [row[key] for row in rows(one)] == [row[key] for row in rows(shared)], key
     assert len(losses(one)) == STEPS
     assert max(abs(a - b) for a, b in zip(losses(one), losses(shared), strict=True)) <= TOLERANCE
-    expected, found = (load_file(path / "model.safetensors") for path in (one, shared))
+    expected, found = weights_of(one), weights_of(shared)
     assert expected.keys() == found.keys()
     for key, weight in expected.items():
         # What five gradients together differ by.
@@ -130,8 +154,27 @@ def test_losses_and_gradients_are_those_of_one_rank(runs, name):
     check_same(runs["plain"], runs[name])
 
 
+def relative_difference(one: Path, other: Path) -> float:
+    """Of all weights together, as the root of the mean square."""
+    expected, found = weights_of(one), weights_of(other)
+    squares = [
+        ((expected[key].float() - found[key].float()).square().sum(), expected[key].float().square().sum())
+        for key in expected
+    ]
+    different, whole = map(sum, zip(*squares))
+    return float((different / whole).sqrt())
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", MORE)
+def test_in_bf16_ranks_round_as_those_with_samples_of_their_own_do(more_runs):
+    one, own, shared = (more_runs[name] for name in ("bf16", "bf16-dp2", "bf16-sp2"))
+    assert 0 < relative_difference(one, shared) <= 2 * relative_difference(one, own)
+    differences = [max(abs(a - b) for a, b in zip(losses(one), losses(run), strict=True)) for run in (own, shared)]
+    assert differences[1] <= 2 * differences[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in MORE if "-" in name and not name.startswith("bf16")])
 def test_losses_and_gradients_are_those_of_one_rank_on_any_mesh(more_runs, name):
     check_same(more_runs[name.split("-")[0]], more_runs[name])
 

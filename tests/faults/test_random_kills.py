@@ -40,6 +40,7 @@ KINDS = {
     "zero3-bf16-async": (3, {"bf16": True, "async_save": True}),
     "zero1-fp32-async": (1, {"async_save": True, "save_total_limit": 1}),
     "zero3-fp32": (3, {"save_total_limit": 2}),
+    "zero2-shared-samples": (2, {"sequence_parallel_size": 2}),
 }
 # Who is killed: one rank, both, or the launcher and all that it started.
 VICTIMS = ("0", "1", "both", "all")

@@ -1,6 +1,7 @@
 """What a long sample keeps for backward on a rank that has all of it, and on ranks that share it.
 
-Last arguments: a folder of toys.write_base and the number of tokens. Rank 0 prints JSON: bytes kept alone, and by each rank.
+Last arguments: a folder of toys.write_base and the number of tokens. Rank 0 prints JSON: bytes kept alone, and by each
+rank.
 """
 
 import dataclasses
@@ -43,7 +44,8 @@ def main() -> None:
     folder, num_tokens = Path(sys.argv[-2]), int(sys.argv[-1])
     ranks = init_ranks()
     args = ModelArguments(model_name_or_path=str(folder / "llama"), vision_tower=str(folder / "clip"))
-    plan = plan_model(args, num_tokens)
+    # Ranks that share samples compute the last layer at all positions.
+    plan = dataclasses.replace(plan_model(args, num_tokens), whole_last_layer="as on several ranks")
     config = {"zero_optimization": {"stage": 0}}
     model = build_model(plan, args, config, torch.float32, 42, ranks)
     model.vision_tower.requires_grad_(False)
