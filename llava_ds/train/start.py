@@ -60,7 +60,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     mesh = Mesh.of(ranks, args.training.sequence_parallel_size)
     if local_ranks() % mesh.sp:
         print_first(
-            f"--sequence_parallel_size {mesh.sp} does not divide the {local_ranks()} ranks of this machine: every layer "
+            f"--sequence_parallel_size {mesh.sp} does not divide the {local_ranks()} ranks of a machine: every layer "
             "exchanges tokens between machines, which is slow"
         )
     if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, mesh.dp)):
