@@ -62,7 +62,7 @@ def test_flags_of_training_mean_the_same_here(figures):
     recipe = ("--model", "llava-v1.5-7b", "--recipe", str(ROOT / "run/recipes/llava-v1.5-7b-finetune.yaml"))
     found = figures(*recipe, "--num_gpus", "32", "--gradient_checkpointing", "True")
     assert found["micro_batch"] == {
-        "num_tokens": 4 * 2048, "num_supervised": 2048, "num_tiles": 14, "num_recomputed": 32
+        "num_tokens": 4 * 2048, "num_supervised": 2048, "num_tiles": 14, "num_recomputed": 32, "mlp_tokens": None
     }  # fmt: skip
     found = figures(*recipe, "--num_gpus", "4", "--tokens_per_micro_batch", "4096", "--gradient_checkpointing", "False")
     assert found["micro_batch"]["num_tokens"] == 4096 and found["micro_batch"]["num_recomputed"] == 0
