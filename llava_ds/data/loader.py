@@ -42,6 +42,7 @@ class MicroBatch:
 
     places: of its samples in the micro-batch as it was planned. A pair of preferences counts as one sample. is_counted:
     False on all but one of the ranks that share its tokens, each of which has a part in batch, and the numbers of all.
+    numbers: of its samples in batch, where that has broken ones, too; None: it has these samples alone.
     """
 
     batch: Batch
@@ -52,6 +53,7 @@ class MicroBatch:
     num_tiles: int
     broken: tuple[BrokenSample, ...]
     is_counted: bool = True
+    numbers: tuple[int, ...] | None = None
 
     @property
     def counts(self) -> Counts:
@@ -167,6 +169,7 @@ def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
         num_tiles=sum(counts.tiles for counts in kept),
         broken=tuple(broken for place, broken in cut.broken.items() if finders[place] == mesh.sp_rank),
         is_counted=mesh.sp_rank == 0,
+        numbers=tuple(number for number, place in enumerate(cut.places) if place not in found),
     )
 
 

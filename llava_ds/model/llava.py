@@ -40,7 +40,7 @@ class LlavaModel(nn.Module):
         self._softcap = getattr(language_model.config, "final_logit_softcapping", None)
         self._divisor = logits_divisor(language_model.config)
         self._short_last_layer = False
-        self._sequence_group: torch.distributed.ProcessGroup | None = None
+        self.sequence_group: torch.distributed.ProcessGroup | None = None  # set by share_tokens
         output_loss.add_loss(language_model.get_output_embeddings())
 
     def shorten_last_layer(self) -> None:
@@ -53,7 +53,7 @@ class LlavaModel(nn.Module):
 
     def share_tokens(self, group: torch.distributed.ProcessGroup | None) -> None:
         """Set the ranks that share the tokens of a micro-batch, of which each has one of Batch.parts."""
-        self._sequence_group = group
+        self.sequence_group = group
 
     def forward(
         self,
@@ -77,7 +77,7 @@ class LlavaModel(nn.Module):
         wanted = batch.target_positions if given is None else given
         options = {}
         if batch.parts > 1:
-            options["sequence_group"] = self._sequence_group
+            options["sequence_group"] = self.sequence_group
         elif self._short_last_layer and logits_at is None:
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()

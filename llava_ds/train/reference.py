@@ -82,9 +82,11 @@ def log_probs(
     for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, device, mesh)):
         with queuing():
             sums, _ = sum_by_sample(model(micro.batch, log_probs=True), micro.batch)
+        # Ranks that share a pair have a part of its sums each.
+        shown = list(range(len(micro.places)) if micro.numbers is None else micro.numbers)
         rows = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=device)
-        found[rows, :2] = sums[: 2 * len(rows)].view(-1, 2)
-        found[rows, 2] = 1.0
+        found[rows, :2] = sums[: len(sums) // 2 * 2].view(-1, 2)[shown]
+        found[rows, 2] = float(micro.is_counted)
     model.train()
     with waiting("the reference log-probabilities"):
         values = sum_over(mesh.data_group, found).cpu().numpy()

@@ -137,6 +137,7 @@ def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, 
     """Give all data sets the log-probabilities of the reference model, which is gone afterwards if it is another."""
     dtype = plan.resolved.compute_dtype
     model = engine if plan.reference is None else open_frozen(plan.reference, dtype, ranks)
+    getattr(model, "module", model).share_tokens(mesh.sp_group)
     for dataset in plan.data_sets:
         workers = plan.args.data.dataloader_num_workers
         print_first(add_reference(model, dtype, dataset, plan.steps.packing, workers, ranks, mesh))

@@ -39,11 +39,12 @@ def flags_of(given: dict, output_dir: Path, stage: int, **more: object) -> dict[
 
 
 PACKED = {"tokens_per_micro_batch": 200}
-RUNS = {  # (kind, stage, ranks): more flags
+RUNS = {  # (kind, stage, ranks, which may share samples): more flags
     **{(kind, 2, 2): PACKED for kind in KINDS},
     **{("sigmoid", stage, 2): {} for stage in (0, 1, 3)},
     ("sigmoid", 3, 1): PACKED,
     ("sigmoid", 0, 1): {"per_device_train_batch_size": 1},
+    **{(kind, 3, "2 shared"): {**PACKED, "sequence_parallel_size": 2} for kind in ("sigmoid", "ipo", "other")},
 }
 
 
@@ -77,7 +78,7 @@ def runs(folder, given) -> dict[tuple[str, int, int], Path]:
         todo = [
             flags_of(given, outputs[at], at[1], **KINDS[at[0]], **reference_of(folder, at[0]), **more)
             for at, more in RUNS.items()
-            if at[2] == ranks
+            if int(str(at[2])[0]) == ranks
         ]
         run_many(ranks, folder / f"launch-{ranks}", todo)
     return outputs

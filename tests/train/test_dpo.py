@@ -46,6 +46,7 @@ def test_the_loss_of_a_pair(kind, smoothing, alpha):
 def batch(reference: torch.Tensor | None, samples: int) -> SimpleNamespace:
     """Samples of 1, 2, 3 ... supervised positions, from two sources in turn."""
     return SimpleNamespace(
+        parts=1,
         cu_seqlens=torch.zeros(samples + 1),
         target_samples=torch.arange(samples).repeat_interleave(torch.arange(1, samples + 1)),
         sources=torch.arange(samples) // 2 % 2,

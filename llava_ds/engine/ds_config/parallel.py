@@ -40,10 +40,10 @@ def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
     problems = []
     if problem := heads_problem(heads, key_heads, sp):
         problems.append(f"the language model's {problem}")
-    if training.objective != "sft":
+    if training.objective not in ("sft", "dpo"):
         problems.append(
-            f"--objective {training.objective} sums over an answer's tokens, which would lie on several ranks: leave "
-            f"--{KEY} out"
+            f"--objective {training.objective} needs an answer's tokens on one rank: leave --{KEY} out, or train by "
+            "sft or dpo"
         )
     if training.router_aux_loss_coef:
         problems.append("--router_aux_loss_coef balances experts over all tokens of a micro-batch: give 0")

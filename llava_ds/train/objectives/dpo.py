@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from llava_ds.batch import Batch
+from llava_ds.model.exchange import sum_of_parts
 from llava_ds.train.objectives.objective import MicroLoss
 from llava_ds.train.objectives.pairs import PairObjective
 
@@ -77,24 +78,33 @@ class DPO(PairObjective):
         """Run the model on both answers of every pair, with one pass of the tower over their images."""
         rows = engine(batch, log_probs=True)  # (S,)
         answers, lengths = sum_by_sample(rows, batch)  # (A,) each
+        if batch.parts > 1:
+            answers, lengths = (sum_of_parts(each, engine.module.sequence_group) for each in (answers, lengths))
         pairs = len(answers) // 2  # a rank without pairs has one sample that counts for nothing
         log_probs, lengths = answers[: 2 * pairs].view(pairs, 2), lengths[: 2 * pairs].view(pairs, 2)
         reference = torch.zeros_like(log_probs) if batch.reference is None else batch.reference.view(pairs, 2)
         losses = self.loss(log_probs, reference, lengths)  # (pairs,)
-        return self.micro_loss(losses, rows, batch, self._metrics(log_probs.detach(), reference, lengths))
+        counted = torch.ones_like(losses).detach()
+        if batch.parts > 1:
+            # All ranks that share a pair log it, and nothing of one that some rank could not decode is supervised.
+            is_shown = lengths.amin(1) > 0
+            losses, counted = torch.where(is_shown, losses, 0.0), is_shown / batch.parts
+        metrics = self._metrics(log_probs.detach(), reference, lengths)
+        sums = {name: (each * counted).sum() for name, each in metrics.items()}
+        return self.micro_loss(losses, rows, batch, sums, counted)
 
     def _metrics(
         self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Sums over pairs, by TRL's names."""
+        """Of every pair (pairs,), by TRL's names."""
         chosen, rejected = self.loss.rewards(log_probs, reference, lengths).unbind(1)
         return {
-            "rewards/chosen": chosen.sum(),
-            "rewards/rejected": rejected.sum(),
-            "rewards/accuracies": (chosen > rejected).double().sum(),
-            "rewards/margins": (chosen - rejected).sum(),
-            "logps/chosen": log_probs[:, 0].sum(),
-            "logps/rejected": log_probs[:, 1].sum(),
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracies": (chosen > rejected).double(),
+            "rewards/margins": chosen - rejected,
+            "logps/chosen": log_probs[:, 0],
+            "logps/rejected": log_probs[:, 1],
         }
 
 

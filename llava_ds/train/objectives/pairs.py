@@ -23,12 +23,19 @@ class PairObjective:
     logs_means = False
 
     def micro_loss(
-        self, losses: torch.Tensor, rows: torch.Tensor, batch: Batch, metrics: dict[str, torch.Tensor]
+        self,
+        losses: torch.Tensor,
+        rows: torch.Tensor,
+        batch: Batch,
+        metrics: dict[str, torch.Tensor],
+        counted: torch.Tensor,
     ) -> MicroLoss:
-        """The result of forward from the loss of every pair (pairs,). rows: what the engine returned."""
+        """The result of forward from the loss of every pair (pairs,). rows: what the engine returned; counted (pairs,)
+        float64: what each pair counts in what is logged."""
         sources = batch.sources[: 2 * len(losses) : 2]
         is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, pairs)
-        by_source = torch.stack([torch.where(is_from, losses.detach(), 0.0).sum(1), is_from.sum(1).double()])
+        logged = losses.detach() * counted, counted
+        by_source = torch.stack([torch.where(is_from, numbers, 0.0).sum(1) for numbers in logged])
         # Without pairs too the model takes part in backward, with gradients of zero.
         return MicroLoss(losses.sum() + 0.0 * rows.sum(), by_source, metrics)
 

@@ -62,7 +62,7 @@ class Reward(PairObjective):
         if batch.margins is not None:
             gaps = gaps - batch.margins[: 2 * pairs : 2, None]
         losses = self.loss(scores, gaps, counted)
-        return self.micro_loss(losses, rows, batch, metrics_of(scores.detach()))
+        return self.micro_loss(losses, rows, batch, metrics_of(scores.detach()), torch.ones_like(scores[:, 0]).detach())
 
 
 def metrics_of(scores: torch.Tensor) -> dict[str, torch.Tensor]:
