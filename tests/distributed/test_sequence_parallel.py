@@ -19,6 +19,7 @@ SHARED = {"sequence_parallel_size": 2}
 PACKED = {"tokens_per_micro_batch": 250}  # of each rank
 TRAINED_TOWER = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+AUTO = {"tokens_per_micro_batch": "auto", "gradient_checkpointing": "auto", "activation_memory_gb": 0.004}
 # More of the DeepSpeed JSON, in the place of a stage.
 OFFLOAD = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
@@ -31,14 +32,21 @@ VIDEO = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad",
 ONE_RANK = {
     "plain": (1, 0, TRAINED_TOWER),
     "video": (1, 0, {**VIDEO, **TRAINED_TOWER}),
-    "torn": (1, 0, {"eval_fraction": 0.2}),
+    "torn": (1, 0, {"eval_fraction": 0.2, "sample_steps": STEPS}),
 }
 DAILY = {
     "plain-sp2": (2, 0, {**SHARED, **TRAINED_TOWER}),
     "plain-sp2-packed": (2, 3, {**SHARED, **PACKED, **TRAINED_TOWER}),
-    "torn-sp2": (2, 2, {**SHARED, **PACKED, "eval_fraction": 0.2, "dataloader_num_workers": 1}),
+    "torn-sp2": (
+        2,
+        2,
+        {**SHARED, **PACKED, "eval_fraction": 0.2, "sample_steps": STEPS, "dataloader_num_workers": 1},
+    ),
 }
 MORE = {
+    "stream": (1, 0, {"stream": True}),
+    "stream-sp2": (2, 2, {"stream": True, **SHARED, **PACKED}),
+    "plain-sp2-auto": (2, 3, {**SHARED, **TRAINED_TOWER, **AUTO}),
     "lora": (1, 0, LORA),
     "lora-sp2": (2, 3, {**SHARED, **LORA}),
     "bf16": (1, 1, {"bf16": True}),
@@ -123,7 +131,7 @@ def more_runs(runs) -> dict[str, Path]:
         name: {"data_path": str(folder / name / "data.json"), "image_folder": str(folder / name / "images")}
         for name in ("plain", "video", "torn")
     }
-    data |= {"lora": data["plain"], "bf16": data["plain"]}
+    data |= dict.fromkeys(("stream", "lora", "bf16"), data["plain"])
     # By count there is one micro-batch a step, whose mean is the step's.
     return runs | train_all(folder, data, MORE)
 
@@ -221,3 +229,8 @@ def test_the_eval_loss_is_that_of_one_rank(runs):
     (one,), (shared,) = ([row for row in rows(runs[name], "evals.jsonl")] for name in ("torn", "torn-sp2"))
     assert shared["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
     assert one.keys() == shared.keys()
+
+
+def test_sample_questions_are_answered_alike(runs):
+    one, shared = (rows(runs[name], "samples.jsonl") for name in ("torn", "torn-sp2"))
+    assert one and [row["answer"] for row in one] == [row["answer"] for row in shared]
