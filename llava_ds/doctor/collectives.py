@@ -116,11 +116,17 @@ def measure(rank: int, world_size: int, device, num_bytes: int) -> dict[str, flo
         dist.broadcast(out, src=0)
         return out, part
 
+    def all_to_all():  # of ranks that share samples
+        out = torch.empty_like(whole)
+        dist.all_to_all_single(out, (part + rank).repeat(world_size))
+        return out, whole
+
     collectives: dict[str, Callable] = {
         "all_reduce": all_reduce,
         "all_gather": all_gather,
         "reduce_scatter": reduce_scatter,
         "broadcast": broadcast,
+        "all_to_all": all_to_all,
     }
     times = {}
     for name, collective in collectives.items():
