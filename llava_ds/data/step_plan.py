@@ -154,8 +154,14 @@ class StepPlan:
         return self.step(step).samples
 
     def of_rank(self, step: int, rank: int) -> list[list[int]]:
-        """The micro-batches of one data-parallel rank in a step, as lists of samples."""
-        return self.step(step).of_ranks[rank]
+        """The micro-batches of one rank in a step, as lists of samples. rank: among all, of which sp share samples."""
+        return self.of_ranks(step, [rank])
+
+    def of_ranks(self, step: int, ranks: Iterable[int] | None = None) -> list[list[int]]:
+        """The micro-batches of some ranks, or of all, each once."""
+        layout = self.step(step)
+        own = range(self.packing.dp) if ranks is None else sorted({rank // self.packing.sp for rank in ranks})
+        return [micro_batch for dp_rank in own for micro_batch in layout.of_ranks[dp_rank]]
 
     def heaviest(self, done: int) -> list[int]:
         """Samples of a micro-batch with as many tokens as any that is left on any rank has.

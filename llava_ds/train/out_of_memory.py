@@ -15,7 +15,6 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.warm_up import LargestMicroBatch
 from llava_ds.runtime.device_memory import first_line, in_use, is_out_of_memory
-from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.objectives.grpo import PolicyBatch
 from llava_ds.train.state import TrainState
@@ -26,11 +25,9 @@ MOST_NAMED = 8  # samples
 class MemoryWatch:
     """Context in which running out of memory becomes a ConfigError that names the samples and the flags to change."""
 
-    def __init__(
-        self, engine, resolved: ResolvedConfig, plan: StepPlan, state: TrainState, ranks: Ranks, mesh: Mesh
-    ) -> None:
+    def __init__(self, engine, resolved: ResolvedConfig, plan: StepPlan, state: TrainState, ranks: Ranks) -> None:
         self._resolved, self._plan, self._state = resolved, plan, state
-        self._ranks, self._mesh = ranks, mesh
+        self._ranks = ranks
         self._warming_up: list[int] | None = None
         self._step = self._index = -1  # the step, and which of its micro-batches
         self._batch: Batch | None = None
@@ -78,7 +75,7 @@ class MemoryWatch:
         elif isinstance(self._batch, PolicyBatch):
             return f"{place} training on answers in step {self._step + 1:,}: {_size(self._batch)}"
         else:
-            mine = self._plan.of_rank(self._step + 1, self._mesh.dp_rank)
+            mine = self._plan.of_rank(self._step + 1, self._ranks.rank)
             samples = mine[self._index]
             place += f" in step {self._step + 1:,}, micro-batch {self._index + 1} of {len(mine)}"
         return f"{place}: {_size(self._batch)}, {name_samples(self._plan.dataset, samples)}"
@@ -123,6 +120,8 @@ def _about_layers(training: TrainingArguments) -> list[str]:
 
 
 def _about_tokens(training: TrainingArguments, batch: Batch | None, longest_sample: int) -> list[str]:
+    sp = training.sequence_parallel_size
+    longest_sample, whole = -(-longest_sample // sp), longest_sample  # of a rank
     tokens = max(longest_sample, batch.input_ids.shape[1] if batch is not None else 0)
     least = max(longest_sample, tokens // 2)
     lines = []
@@ -138,5 +137,8 @@ def _about_tokens(training: TrainingArguments, batch: Batch | None, longest_samp
         )
         lines.append(f"--per_device_train_batch_size {half}{more}: likewise")
     if least >= tokens:
-        lines.append(f"--model_max_length below {longest_sample}: the longest sample alone does not fit")
+        if training.mlp_tile_tokens is None:
+            lines.append(f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take so many tokens at a time, twice")
+        lines.append(f"--sequence_parallel_size {2 * sp}, on several GPUs: more of them share each sample")
+        lines.append(f"--model_max_length below {whole}: the longest sample alone does not fit")
     return lines

@@ -108,7 +108,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)
     watchdog.set_samples(partial(name_samples_of, plan.steps))
-    memory = MemoryWatch(engine, resolved, plan.steps, state, ranks, mesh)
+    memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
     _warm_up(plan, model, engine, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
     evaluation = Evaluation(engine, plan, objective, trackers, ranks, mesh)

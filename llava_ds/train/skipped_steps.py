@@ -60,9 +60,8 @@ class SkippedSteps:
 
     def _note(self, step: int, loss: float) -> None:
         wrong = [rank for rank, finite in enumerate(gather(math.isfinite(loss), self.ranks)) if not finite]
-        of_ranks = self._plan.step(step).of_ranks
-        samples = [i for rank in wrong or range(len(of_ranks)) for micro_batch in of_ranks[rank] for i in micro_batch]
-        ids = sample_ids(self._plan.dataset, samples)
+        micro_batches = self._plan.of_ranks(step, wrong or None)
+        ids = sample_ids(self._plan.dataset, [sample for micro_batch in micro_batches for sample in micro_batch])
         what = "loss" if wrong else "gradients"
         if self.ranks.is_first:
             self.log.write([{"step": step, "not_finite": what, "ranks": wrong, "samples": ids}])

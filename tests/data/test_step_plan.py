@@ -93,3 +93,12 @@ def test_the_largest_share_is_that_of_the_largest_step(how):
     steps = itertools.islice(order.steps(), order.steps_per_epoch)
     most = max(int(lengths[step].sum()) for step in steps)
     assert largest_share(order, lengths, 5) == -(-most // 5) + lengths.max()
+
+
+def test_ranks_that_share_samples_have_the_same_micro_batches():
+    order = SampleOrder(8, 8, seed=1)
+    dataset = SimpleNamespace(lengths=np.full(8, 10), is_streamed=False, wait_for=lambda samples: None)
+    plan = StepPlan(dataset, order, Packing(2, 2, 2, None, sp=2), num_steps=1)
+    of_dp = plan.step(1).of_ranks
+    assert [plan.of_rank(1, rank) for rank in range(4)] == [of_dp[0], of_dp[0], of_dp[1], of_dp[1]]
+    assert plan.of_ranks(1) == of_dp[0] + of_dp[1] and plan.of_ranks(1, [3, 2]) == of_dp[1]

@@ -8,7 +8,6 @@ from ds_json import arguments
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
-from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.out_of_memory import MemoryWatch
 from llava_ds.train.state import TrainState
@@ -39,7 +38,7 @@ def watched(whole: int, error: Exception, stage: int = 1, **flags: object) -> tu
     plans = {4: [[[0]], [[1, 2], [*range(3, 14)]]], 5: [[[14]], [[15]]]}  # by step, rank and micro-batch
     plan = SimpleNamespace(dataset=dataset, of_rank=lambda step, rank: plans[step - 1][rank])
     engine, state = Engine(whole, error), TrainState(4)
-    return MemoryWatch(engine, resolved, plan, state, Ranks(1, 1, 2, CPU), Mesh(dp=2, dp_rank=1)), engine, state
+    return MemoryWatch(engine, resolved, plan, state, Ranks(1, 1, 2, CPU)), engine, state
 
 
 def said(watch: MemoryWatch, engine: Engine, batches: int = 1) -> str:
@@ -123,13 +122,21 @@ def test_in_eval_and_in_a_hook_no_sample_of_a_step_is_named():
             ["checkpointing", "per_device", "zero"],
         ),
         (
+            # Micro-batches of the longest sample's 40 tokens are no shorter: what is left is to share it.
+            {"tokens_per_micro_batch": 40, "sequence_parallel_size": 2, "batch_tokens": 20},
+            ["--gradient_checkpointing auto", "--mlp_tile_tokens 2:", "--sequence_parallel_size 4", "below 40: the"],
+            ["--tokens_per_micro_batch", "per_device"],
+        ),
+        (
             {"loss_reduction": "micro_batch", "per_device_train_batch_size": 4},
             ["--per_device_train_batch_size 2"],
             ["tokens_per_micro_batch"],
         ),
     ],
 )
-def test_advice_fits_the_flags(flags, expected, absent):
+def test_advice_fits_the_flags(monkeypatch, flags, expected, absent):
+    flags = dict(flags)
+    monkeypatch.setattr(BATCH, "input_ids", torch.zeros(1, flags.pop("batch_tokens", 300)))
     watch, engine, _ = watched(0, OOM, **{"stage": 1, **flags})
     advice = said(watch, engine).split("--resume never):")[1]
     places = [advice.index(part) for part in expected]

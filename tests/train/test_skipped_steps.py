@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import torch
 
-from llava_ds.data.step_plan import StepLayout
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.skipped_steps import SkippedSteps
@@ -16,7 +15,10 @@ DATASET = SimpleNamespace(
     lengths=[9] * 4, rows=ROWS, row=lambda index: {"id": f"id{index}"}, wait_for=lambda samples: None
 )
 PLANS = [[[0]], [[1]]], [[[2]], [[3]]]  # of odd steps and of even ones, for two ranks
-PLAN = SimpleNamespace(dataset=DATASET, step=lambda step: StepLayout([], PLANS[(step - 1) % 2]))
+PLAN = SimpleNamespace(
+    dataset=DATASET,
+    of_ranks=lambda step, ranks: [micro for rank in ranks or range(2) for micro in PLANS[(step - 1) % 2][rank]],
+)
 
 
 def log_in(folder: Path, monkeypatch, finite: list[bool], most: int = 3, before: tuple[int, int] = (0, 0)):
