@@ -25,6 +25,7 @@ OFFLOAD = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
 }
+IN_JSON = {"zero_optimization": {"stage": 1}, "sequence_parallel_size": 2}
 IN_CPU = {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"cpu_checkpointing": True}}
 VIDEO = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad", "mm_spatial_pool_stride": 2}
 
@@ -53,6 +54,7 @@ MORE = {
     "bf16-dp2": (2, 1, {"bf16": True, **PACKED}),
     "bf16-sp2": (2, 1, {"bf16": True, **PACKED, **SHARED}),
     "plain-sp2-offload": (2, OFFLOAD, {**SHARED, **TRAINED_TOWER}),
+    "plain-sp2-in-json": (2, IN_JSON, TRAINED_TOWER),
     "plain-sp2-tiled": (2, 3, {**SHARED, **TRAINED_TOWER, "mlp_tile_tokens": 100}),
     "plain-sp2-checkpoints-in-cpu": (2, IN_CPU, {**SHARED, **TRAINED_TOWER}),
     **{f"plain-sp2-zero{stage}": (2, stage, {**SHARED, **TRAINED_TOWER}) for stage in (1, 2, 3)},
