@@ -131,6 +131,7 @@ ppo-judged: install
 	  { echo "there is no output/$$model yet: run make $${model#tiny-}" >&2; exit 2; }; done
 	$(BIN)/python run/dev/write_questions.py output/questions
 	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-ppo.yaml --reward_weights 0,1 \
+	  --temperature 1 --num_iterations 1 --critic_learning_rate 3e-4 \
 	  --reward_model_name_or_path output/tiny-reward --critic_model_name_or_path output/tiny-reward \
 	  --output_dir output/tiny-ppo-judged --model_name_or_path output/tiny-finetune \
 	  --data_path output/questions/train.json --image_folder output/questions $(ARGS)

@@ -31,7 +31,7 @@ def test_flag_and_json_are_one_number(raw, flags, size):
 
 @pytest.mark.parametrize("value", [0, -2, 2.0, True, "two", [2], 10**30])
 def test_what_is_no_size_is_refused(value):
-    with pytest.raises(ConfigError, match="sequence_parallel_size is .* in the DeepSpeed JSON: write a whole number"):
+    with pytest.raises(ConfigError, match=r"sequence_parallel_size is .* in the DeepSpeed JSON: write a whole number"):
         with_axes(arguments(), {"sequence_parallel_size": value})
 
 
