@@ -33,8 +33,8 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "per_device_eval_batch_size": (None, "eval samples are laid out as those of training"),
 }
 
-# Data parallelism and ZeRO are the only parallelism yet: there is no such flag to suggest.
-NO_PARALLELISM = re.compile(r"--\w*(tensor|pipeline|expert|context|sequence)\w*_parallel\w*|--[tpec]p(_size)?")
+# Of model parallelism there is no flag to suggest.
+NO_PARALLELISM = re.compile(r"--\w*(tensor|pipeline|expert)\w*_parallel\w*|--[tpe]p(_size)?|--deepspeed_autotp_size")
 
 # Other trainers' names of our flags, where the most similar name would mislead.
 ELSEWHERE = {
@@ -44,6 +44,7 @@ ELSEWHERE = {
         "--data_path with a mixture of several files": "--sft_only_data_path",
         "--data_path with the files of that split": "--data_split --dataset_split --dataset_train_split",
         "--image_folder": "--media_dir",
+        "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size",
         "--model_max_length": "--cutoff_len --max_length --max_seq_len --max_seq_length",
         "--version": "--template",
@@ -135,7 +136,7 @@ def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
             continue
         after_flag = "=" not in token
         if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
-            yield f"unknown flag {flag}: leave it out, for ZeRO over all ranks is the only parallelism here"
+            yield f"unknown flag {flag}: leave it out, for ranks share a model by ZeRO, and samples by --sequence_parallel_size"
             continue
         if flag in NOT_HERE:
             yield f"unknown flag {flag}: leave it out, for {NOT_HERE[flag]}"

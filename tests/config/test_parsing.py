@@ -784,7 +784,7 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--eval_iters", ": leave it out, for the eval loss is of all eval samples"),
         ("--zero_stage", ': did you mean "stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)?'),
         *[
-            (flag, ": leave it out, for ZeRO over all ranks is the only parallelism here")
+            (flag, ": leave it out, for ranks share a model by ZeRO, and samples by --sequence_parallel_size")
             for flag in ("--pipeline_model_parallel_size", "--moe-expert-parallel-size", "--tp_size", "--tp")
         ],
     ],
