@@ -136,7 +136,7 @@ def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
             continue
         after_flag = "=" not in token
         if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
-            yield f"unknown flag {flag}: leave it out, for ranks share a model by ZeRO, and samples by --sequence_parallel_size"
+            yield f"unknown flag {flag}: leave it out, for ZeRO shards the model, and --sequence_parallel_size samples"
             continue
         if flag in NOT_HERE:
             yield f"unknown flag {flag}: leave it out, for {NOT_HERE[flag]}"
