@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llava_ds.checkpoint.saver import Saver
+from llava_ds.data.loader import MicroBatch
 from llava_ds.engine.gather import on_host
 from llava_ds.engine.non_finite import SKIPPED, settle_skipped_steps
 from llava_ds.runtime.mesh import Mesh
@@ -82,7 +83,7 @@ class OneSample(SimpleNamespace):
 
 
 PACKING = SimpleNamespace(lay_out_all=lambda lengths: [[[0]]])
-MICRO = SimpleNamespace(batch=None, num_samples=1, num_targets=1, places=(0,))
+MICRO = MicroBatch(None, (0,), num_tokens=1, num_targets=1, num_pairs=1, num_tiles=0, broken=())
 
 
 def test_replicas_gathered_weights_and_skipped_steps(marks):

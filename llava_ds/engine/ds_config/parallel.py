@@ -52,8 +52,9 @@ def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
 
 
 def for_engine(config: dict) -> dict:
-    """A resolved JSON for DeepSpeed, without train_batch_size.
+    """A resolved JSON for DeepSpeed, without train_batch_size where it follows from the two other numbers.
 
-    It follows from the two other numbers, and DeepSpeed checks it against all ranks, some of which may share samples.
+    DeepSpeed checks it against all ranks, some of which may share samples.
     """
-    return {key: value for key, value in config.items() if key != "train_batch_size"}
+    follows = "train_micro_batch_size_per_gpu" in config
+    return {key: value for key, value in config.items() if key != "train_batch_size" or not follows}

@@ -63,6 +63,8 @@ def test_objectives_that_need_whole_answers(objective):
 
 
 def test_deepspeed_is_not_told_how_many_samples_a_step_has():
-    config = {"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
-    assert for_engine(config) == {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+    micro = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    config = {"train_batch_size": 8, **micro, "zero_optimization": {"stage": 2}}
+    assert for_engine(config) == {**micro, "zero_optimization": {"stage": 2}}
     assert "train_batch_size" in config
+    assert for_engine({"train_batch_size": 8}) == {"train_batch_size": 8}  # of inference, which has no other number
