@@ -24,6 +24,7 @@ from llava_ds.config.bounds import AtLeastOne, Count, Part, PartAboveZero, Posit
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
+from llava_ds.engine.ds_config.parallel import with_axes
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.planning.auto import SUPERVISED, Data, Devices, choose_ds_config, planned_run
 from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
@@ -115,11 +116,6 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
         message
         for is_wrong, message in (
             (own.num_gpus > MOST_GPUS, f"--num_gpus is {own.num_gpus}: give {MOST_GPUS:,} or fewer"),
-            (
-                own.num_gpus % training.sequence_parallel_size > 0,
-                f"--sequence_parallel_size {training.sequence_parallel_size} does not divide --num_gpus "
-                f"{own.num_gpus}: change one of them",
-            ),
             (own.speed and own.gpu is None, "--speed estimates a GPU's time: give --gpu"),
             *(
                 (
@@ -207,20 +203,28 @@ def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu:
 
 def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape, devices: Devices) -> ResolvedConfig:
     """The DeepSpeed JSON as training would resolve it on these GPUs."""
-    dp = own.num_gpus // args.training.sequence_parallel_size
-    machine = {"dp": dp, "device_type": "cuda", "is_local": False}
-    resolve_on_gpus = partial(resolve_ds_config, hidden_size=shape.hidden_size, **machine)
     if args.training.deepspeed_config == CHOOSE_DS_CONFIG:
+        _check_ranks(args, own.num_gpus)
         raw, line = choose_ds_config(DS_CONFIGS, shape, args, devices)
         print(line, file=sys.stderr)
-        return resolve_on_gpus(raw, args)
-    raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
+    else:
+        raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
+        args = with_axes(args, raw)
+        _check_ranks(args, own.num_gpus)
     if args.training.deepspeed_config is None:
         default_stage = 2 if trains_projector_only(args.model) else 3
         raw["zero_optimization"]["stage"] = default_stage if own.zero_stage is None else own.zero_stage
         if not {"bf16", "fp16"} & args.given:
             args = args.replaced(bf16=True)
-    return resolve_on_gpus(raw, args)
+    dp = own.num_gpus // args.training.sequence_parallel_size
+    machine = {"dp": dp, "device_type": "cuda", "is_local": False}
+    return resolve_ds_config(raw, args, hidden_size=shape.hidden_size, **machine)
+
+
+def _check_ranks(args: Arguments, num_gpus: int) -> None:
+    sp = args.training.sequence_parallel_size
+    if num_gpus % sp:
+        raise ConfigError(f"--sequence_parallel_size {sp} does not divide --num_gpus {num_gpus}: change one of them")
 
 
 if __name__ == "__main__":

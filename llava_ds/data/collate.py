@@ -3,6 +3,7 @@
 """Collation of encoded samples and their uint8 tiles, laid end to end, to a Batch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ from llava_ds.geometry import ImageOptions, MediaLayout
 class LoadedSample:
     """input_ids and labels (length,) int64, IMAGE_TOKEN_INDEX at image positions.
 
-    media: per image or video in reading order, its tiles (n, 3, S, S) uint8 and their layout. Samples that share an
-    image hold the same tensor, which is computed once. source: the number of the data source of the sample; reference:
+    media: per image or video in reading order, its tiles (n, 3, S, S) uint8, or what will decode them, and their
+    layout. Samples that share an image hold the same object, which is computed once. source: the number of the data source of the sample; reference:
     the log-probability of its targets under the reference model, None without one; margin: of a chosen answer, by which
     it shall be ahead of the rejected one.
     """
@@ -51,6 +52,29 @@ class LoadedPair:
     def samples(self) -> tuple[LoadedSample, ...]:
         """Both, the chosen one first."""
         return self.chosen, self.rejected
+
+
+class ItemCounts(NamedTuple):
+    """Of one item of the data, a sample or a pair: samples is how many a batch has of it; the others as in Counts."""
+
+    samples: int
+    tokens: int
+    targets: int
+    pairs: int
+    tiles: int
+
+
+def counts_of(item: LoadedSample | LoadedPair) -> ItemCounts:
+    """What an item adds to the work of a step; an image of both answers of a pair counts once."""
+    lengths = [len(sample.input_ids) for sample in item.samples]
+    tiles = {id(one): layout.num_tiles for sample in item.samples for one, layout in sample.media}
+    return ItemCounts(
+        samples=len(item.samples),
+        tokens=sum(lengths),
+        targets=sum(sample.num_targets for sample in item.samples),
+        pairs=sum(length * (length + 1) // 2 for length in lengths),
+        tiles=sum(tiles.values()),
+    )
 
 
 def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: bool = True) -> Batch:

@@ -9,7 +9,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.constants import DataError
-from llava_ds.data.collate import LoadedSample, blank_tile, collate
+from llava_ds.data.collate import ItemCounts, LoadedSample, blank_tile, collate, counts_of
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.geometry import ImageOptions
 
@@ -19,17 +19,6 @@ class Part(NamedTuple):
 
     rank: int
     ranks: int
-
-
-@dataclass(frozen=True)
-class SampleCounts:
-    """Of one item of the data, a sample or a pair: samples is how many the batch has of it; the others as in Counts."""
-
-    samples: int
-    tokens: int
-    targets: int
-    pairs: int
-    tiles: int
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,7 @@ class CutMicroBatch:
     batch: Batch
     num_planned: int
     places: tuple[int, ...]
-    counts: tuple[SampleCounts, ...]
+    counts: tuple[ItemCounts, ...]
     broken: dict[int, BrokenSample]
 
     def pin_memory(self) -> "CutMicroBatch":
@@ -73,7 +62,7 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
             dataclasses.replace(batch, pixel_values=pixels),
             len(items),
             places,
-            tuple(_counts(items[place].samples) for place in places),
+            tuple(counts_of(items[place]) for place in places),
             broken,
         )
 
@@ -98,18 +87,6 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
                 reasons[key] = str(error)
                 pixels.append(torch.zeros(len(own), 3, size, size, dtype=torch.uint8))
         return torch.cat(pixels or [blank_tile(size)]), reasons
-
-
-def _counts(samples: tuple[LoadedSample, ...]) -> SampleCounts:
-    lengths = [len(sample.input_ids) for sample in samples]
-    tiles = {id(one): layout.num_tiles for sample in samples for one, layout in sample.media}
-    return SampleCounts(
-        samples=len(samples),
-        tokens=sum(lengths),
-        targets=sum(sample.num_targets for sample in samples),
-        pairs=sum(length * (length + 1) // 2 for length in lengths),
-        tiles=sum(tiles.values()),
-    )
 
 
 def fill(batch: Batch, ranks: int) -> Batch:

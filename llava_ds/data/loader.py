@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from llava_ds.batch import Batch
-from llava_ds.data.collate import LoadedPair, LoadedSample, collate
+from llava_ds.data.collate import ItemCounts, LoadedPair, LoadedSample, collate, counts_of
 from llava_ds.data.cut import CutMicroBatch, Part, PartsOfMicroBatches, without
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.step_plan import StepPlan
@@ -163,10 +163,7 @@ def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
     return MicroBatch(
         batch=without(cut.batch, dropped) if dropped else cut.batch,
         places=tuple(place for place in cut.places if place not in found),
-        num_tokens=sum(counts.tokens for counts in kept),
-        num_targets=sum(counts.targets for counts in kept),
-        num_pairs=sum(counts.pairs for counts in kept),
-        num_tiles=sum(counts.tiles for counts in kept),
+        **_numbers(kept),
         broken=tuple(broken for place, broken in cut.broken.items() if finders[place] == mesh.sp_rank),
         is_counted=mesh.sp_rank == 0,
         numbers=tuple(number for number, place in enumerate(cut.places) if place not in found),
@@ -175,16 +172,14 @@ def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
 
 def _micro_batch(items: list[LoadedSample | LoadedPair | BrokenSample], options: ImageOptions) -> MicroBatch:
     places = tuple(i for i, item in enumerate(items) if not isinstance(item, BrokenSample))
-    shown = [sample for i in places for sample in items[i].samples]
-    batch = collate(shown, options)
-    lengths = [len(sample.input_ids) for sample in shown]
-    tiles = {id(one): len(one) for sample in shown for one, _ in sample.media}  # those of a pair are counted once
     return MicroBatch(
-        batch=batch,
+        batch=collate([sample for i in places for sample in items[i].samples], options),
         places=places,
-        num_tokens=sum(lengths),
-        num_targets=len(batch.targets),
-        num_pairs=sum(length * (length + 1) // 2 for length in lengths),
-        num_tiles=sum(tiles.values()),
+        **_numbers([counts_of(items[i]) for i in places]),
         broken=tuple(item for item in items if isinstance(item, BrokenSample)),
     )
+
+
+def _numbers(kept: list[ItemCounts]) -> dict[str, int]:
+    """What a MicroBatch of these items holds."""
+    return {f"num_{name}": sum(getattr(each, name) for each in kept) for name in ("tokens", "targets", "pairs", "tiles")}

@@ -194,17 +194,18 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
     model.share_tokens(started.mesh.sp_group)
-    if args.training.mlp_tile_tokens is not None:
-        print_first(tile_mlps(model.language_model, args.training.mlp_tile_tokens))
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
     rollouts = Rollouts(model, plan, ranks, started.mesh) if draws else None
     if plan.critic is not None:  # after what draws was made, which has no part in it
         add_critic(model, plan.critic, resolved, args, ranks)
+    models = [model, model.critic] if has_critic(model) else [model]
+    if args.training.mlp_tile_tokens is not None:
+        lines = [tile_mlps(each.language_model, args.training.mlp_tile_tokens) for each in models]
+        print_first(lines[0])
     if is_mixture(text_config):
         wanted = args.training.experts_implementation
         compiled = args.training.torch_compile or deep_compiles(resolved.config)
-        models = [model, model.critic] if has_critic(model) else [model]
         lines = [choose_experts(each.language_model, wanted, ranks.device, compiled) for each in models]
         print_first(lines[0])
     checkpointed, lines = mark_checkpointed_layers(model, args, resolved.config)

@@ -1,5 +1,6 @@
 """MLPs on some tokens at a time: the same loss and gradients, and fewer bytes kept for backward."""
 
+import peft
 import pytest
 import torch
 import toys
@@ -32,8 +33,7 @@ def loss_and_gradients(model, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "gpt2"])
 def test_loss_and_gradients_stay(family, tile, recomputes):
     torch.manual_seed(0)
-    changed = {"resid_pdrop": 0.3} if family == "gpt2" else {}  # its MLP draws random numbers
-    model = AutoModelForCausalLM.from_config(toys.language_model_config(family, **changed)).train()
+    model = AutoModelForCausalLM.from_config(toys.language_model_config(family)).train()
     ids = torch.randint(3, 400, (1, TOKENS))
     if recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -42,8 +42,6 @@ def test_loss_and_gradients_stay(family, tile, recomputes):
     assert "MLPs of the language model take" in tile_mlps(model, tile)
     torch.manual_seed(1)
     tiled_loss, tiled, tiled_kept = loss_and_gradients(model, ids)
-    if family == "gpt2" and tile < TOKENS:
-        return  # drawn tile by tile, other numbers are dropped; that backward draws the same is tested below
     assert (loss - tiled_loss).abs() <= 1e-6
     assert all((gradients[name] - tiled[name]).abs().max() <= 1e-6 for name in gradients)
     if tile < TOKENS and not recomputes:
@@ -62,6 +60,23 @@ def test_dropout_in_an_mlp_is_drawn_alike_in_backward():
     out.sum().backward()
     # The bias is added just before dropout: its gradient counts, twice each, the numbers that were kept.
     assert torch.equal(bias.grad, 2.0 * (~dropped).sum(0))
+
+
+def test_dropout_of_adapters_is_drawn_alike_in_backward():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(toys.language_model_config("llama")).train()
+    options = {"r": 4, "lora_dropout": 0.5, "target_modules": ["down_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    tile_mlps(model.get_base_model(), 8)
+    mlp = model.get_base_model().model.layers[0].mlp
+    seen: list[torch.Tensor] = []  # what dropout let through: of all tiles in forward, and again in backward
+    dropout = mlp.down_proj.lora_dropout["default"]
+    dropout.register_forward_hook(lambda _module, _inputs, out: seen.append(out.detach()))
+    mlp.forward(torch.randn(1, 24, model.config.hidden_size, requires_grad=True)).sum().backward()
+    assert len(seen) == 6
+    again = {tile.numpy().tobytes() for tile in seen[3:]}
+    assert again == {tile.numpy().tobytes() for tile in seen[:3]}
+    assert len(again) == 3 and all((tile == 0).any() for tile in seen)
 
 
 @pytest.mark.parametrize("family", ["opt", "mixtral", "qwen2_moe"])
