@@ -182,4 +182,6 @@ def _micro_batch(items: list[LoadedSample | LoadedPair | BrokenSample], options:
 
 def _numbers(kept: list[ItemCounts]) -> dict[str, int]:
     """What a MicroBatch of these items holds."""
-    return {f"num_{name}": sum(getattr(each, name) for each in kept) for name in ("tokens", "targets", "pairs", "tiles")}
+    return {
+        f"num_{name}": sum(getattr(each, name) for each in kept) for name in ("tokens", "targets", "pairs", "tiles")
+    }
