@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from pathlib import Path
 
 from llava_ds.checkpoint import commit
@@ -17,7 +18,7 @@ from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
 # Flags that only decide on which rank and in which micro-batch a sample of the step is computed.
 LAYOUT_FLAGS = tuple(name for name, flag in FLAGS.items() if flag.resume == "layout")
 
-SHARED_BY = "sequence_parallel_size"  # ranks that share each sample
+SHARED_BY = ("sequence_parallel_size", "tensor_parallel_size")  # ranks with the same samples
 
 # Orders of LLaVA-NeXT's sampler, and the layout flag that decides which samples their steps take.
 ORDERED_BY_LAYOUT = {
@@ -106,7 +107,7 @@ class RunIdentity:
 
     def _decides(self, name: str, saved: dict) -> bool:
         """True if a change of layout leads to another model. Ranks that share samples compute the same loss."""
-        same_samples = name == SHARED_BY or (name == "world_size" and data_ranks(saved) == data_ranks(vars(self)))
+        same_samples = name in SHARED_BY or (name == "world_size" and data_ranks(saved) == data_ranks(vars(self)))
         return self._layout_decides and not same_samples
 
     @property
@@ -127,7 +128,7 @@ class RunIdentity:
 
 def data_ranks(identity: dict) -> int:
     """Return the ranks of an identity that had samples of their own."""
-    return identity["world_size"] // identity["flags"].get(SHARED_BY, 1)
+    return identity["world_size"] // math.prod(identity["flags"].get(flag, 1) for flag in SHARED_BY)
 
 
 def _optimizer_of(identity: dict) -> dict | None:

@@ -28,6 +28,7 @@ class _Flags(TypedDict):
     per_device_train_batch_size: NotRequired[_Count | None]
     gradient_accumulation_steps: NotRequired[_Count | None]
     sequence_parallel_size: NotRequired[_Count]
+    tensor_parallel_size: NotRequired[_Count]
     tokens_per_micro_batch: NotRequired[_Count | str | None]
     model_name_or_path: NotRequired[str | None]
     model_base: NotRequired[str | None]

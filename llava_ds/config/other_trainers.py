@@ -34,7 +34,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
 }
 
 # Of model parallelism there is no flag to suggest.
-NO_PARALLELISM = re.compile(r"--\w*(tensor|pipeline|expert)\w*_parallel\w*|--[tpe]p(_size)?|--deepspeed_autotp_size")
+NO_PARALLELISM = re.compile(r"--\w*(pipeline|expert)\w*_parallel\w*|--[pe]p(_size)?")
 
 # Other trainers' names of our flags, where the most similar name would mislead.
 ELSEWHERE = {
@@ -44,6 +44,7 @@ ELSEWHERE = {
         "--data_path with a mixture of several files": "--sft_only_data_path",
         "--data_path with the files of that split": "--data_split --dataset_split --dataset_train_split",
         "--image_folder": "--media_dir",
+        "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
         "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size",
         "--model_max_length": "--cutoff_len --max_length --max_seq_len --max_seq_length",
@@ -136,7 +137,10 @@ def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
             continue
         after_flag = "=" not in token
         if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
-            yield f"unknown flag {flag}: leave it out, for ZeRO shards the model, and --sequence_parallel_size samples"
+            yield (
+                f"unknown flag {flag}: leave it out; ZeRO shards the model, --tensor_parallel_size its matrices, and "
+                "--sequence_parallel_size samples"
+            )
             continue
         if flag in NOT_HERE:
             yield f"unknown flag {flag}: leave it out, for {NOT_HERE[flag]}"

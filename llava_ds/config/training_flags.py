@@ -198,6 +198,14 @@ class TrainingArguments:
         aliases=("--sp_size",),
         resume="layout",
     )
+    tensor_parallel_size: Count = _steps(
+        1,
+        "Ranks that share the matrices of the language model's layers (DeepSpeed's AutoTP), for models or batches too "
+        "large for ZeRO alone. They compute the same samples together, and add up what they have twice a layer, so "
+        "they belong into one machine.",
+        aliases=("--tp_size", "--deepspeed_autotp_size"),
+        resume="layout",
+    )
     steps_across_epochs: bool | None = _steps(
         None,
         "Where the samples don't divide into steps, as LLaVA's trainer does: let a step continue into the next epoch "

@@ -135,7 +135,7 @@ def micro_batches(
         "generator": torch.Generator(),  # the loader draws a seed, by default from the global one
         "pin_memory": device.type == "cuda",
     }
-    if mesh.sp > 1:
+    if mesh.shared > 1:
         parts = PartsOfMicroBatches(dataset, Part(mesh.sp_rank, mesh.sp))
         cut = torch.utils.data.DataLoader(parts, batch_size=None, sampler=batches, collate_fn=_unchanged, **options)
         loader = (_agreed(each, mesh) for each in cut)
@@ -152,10 +152,10 @@ def _unchanged(item: CutMicroBatch) -> CutMicroBatch:
 
 def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
     """The rank's part without the samples that some rank could not decode, whose tokens nobody is asked for then."""
-    finders = torch.full((cut.num_planned,), mesh.sp)  # the first rank that could not decode a sample
-    finders[list(cut.broken)] = mesh.sp_rank
-    torch.distributed.all_reduce(finders, torch.distributed.ReduceOp.MIN, mesh.sp_host_group)
-    found = {place for place, finder in enumerate(finders.tolist()) if finder < mesh.sp}
+    finders = torch.full((cut.num_planned,), mesh.shared)  # the first rank that could not decode a sample
+    finders[list(cut.broken)] = mesh.shared_rank
+    torch.distributed.all_reduce(finders, torch.distributed.ReduceOp.MIN, mesh.shared_host_group)
+    found = {place for place, finder in enumerate(finders.tolist()) if finder < mesh.shared}
     firsts = itertools.accumulate((counts.samples for counts in cut.counts), initial=0)
     numbers = [range(first, first + counts.samples) for first, counts in zip(firsts, cut.counts)]  # in the batch
     dropped = {number for place, those in zip(cut.places, numbers) if place in found for number in those}
@@ -164,7 +164,7 @@ def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
         batch=without(cut.batch, dropped) if dropped else cut.batch,
         places=tuple(place for place in cut.places if place not in found),
         **_numbers(kept),
-        broken=tuple(broken for place, broken in cut.broken.items() if finders[place] == mesh.sp_rank),
+        broken=tuple(broken for place, broken in cut.broken.items() if finders[place] == mesh.shared_rank),
         is_counted=mesh.sp_rank == 0,
         numbers=tuple(number for number, place in enumerate(cut.places) if place not in found),
     )

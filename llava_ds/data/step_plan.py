@@ -31,7 +31,8 @@ class StepLayout(NamedTuple):
 class Packing:
     """The rule that lays the samples of a step out on ranks and micro-batches.
 
-    dp: groups of ranks with samples of their own, sp: ranks of each, which share every micro-batch.
+    dp: groups of ranks with samples of their own, each of sp * tp ranks: sp share the tokens of every micro-batch, tp
+    the matrices that these go through.
     tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None: micro-batches by count.
     across_epochs: steps of whole micro-batches that run on into the next epoch, as in LLaVA's trainer. pair_cost: a
     sample of L tokens costs L + pair_cost * L**2, the second part for attention.
@@ -44,13 +45,20 @@ class Packing:
     across_epochs: bool = False
     pair_cost: float = 0.0
     sp: int = 1
+    tp: int = 1
 
     @classmethod
     def of(cls, training: TrainingArguments, dp: int, tokens: int | None, pair_cost: float) -> "Packing":
         """Read the flags. tokens: the number that --tokens_per_micro_batch auto has become, for each rank."""
         size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
         sp, across = training.sequence_parallel_size, steps_go_across_epochs(training)
-        return cls(dp, size, accumulation, None if tokens is None else tokens * sp, across, pair_cost, sp)
+        bound = None if tokens is None else tokens * sp
+        return cls(dp, size, accumulation, bound, across, pair_cost, sp, training.tensor_parallel_size)
+
+    @property
+    def shared(self) -> int:
+        """Ranks with the same samples."""
+        return self.sp * self.tp
 
     @property
     def batch_size(self) -> int:
@@ -154,13 +162,13 @@ class StepPlan:
         return self.step(step).samples
 
     def of_rank(self, step: int, rank: int) -> list[list[int]]:
-        """The micro-batches of one rank in a step, as lists of samples. rank: among all, of which sp share samples."""
+        """The micro-batches of one rank in a step, as lists of samples. rank: among all."""
         return self.of_ranks(step, [rank])
 
     def of_ranks(self, step: int, ranks: Iterable[int] | None = None) -> list[list[int]]:
         """The micro-batches of some ranks, or of all, each once."""
         layout = self.step(step)
-        own = range(self.packing.dp) if ranks is None else sorted({rank // self.packing.sp for rank in ranks})
+        own = range(self.packing.dp) if ranks is None else sorted({rank // self.packing.shared for rank in ranks})
         return [micro_batch for dp_rank in own for micro_batch in layout.of_ranks[dp_rank]]
 
     def heaviest(self, done: int) -> list[int]:

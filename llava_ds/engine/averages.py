@@ -57,7 +57,8 @@ def take_averages(engine, mesh: Mesh) -> None:
 
 
 def _averages(engine, mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and average, laid flat, of each parameter that trains, one at a time. All ranks run through it together."""
+    """Name and average, laid flat, of what ranks with this one's parts of matrices have of each parameter that trains,
+    one at a time. All ranks run through it together."""
     layout, states = layout_of(engine), engine.basic_optimizer.state
     own: dict[str, list[tuple[torch.Tensor, object]]] = {}
     for master, slot in zip(masters(engine), layout.slots):

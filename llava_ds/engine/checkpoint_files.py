@@ -13,7 +13,8 @@ import torch
 
 from llava_ds.constants import DataError
 from llava_ds.engine import safe_load
-from llava_ds.engine.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, read_layout
+from llava_ds.engine.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, has_layout, read_layout
+from llava_ds.engine.tensor_parallel import dim_of
 
 ENGINE = "engine"  # the tag, and the folder in a checkpoint, under which DeepSpeed writes its part
 COUNT_IN_LAST = ("FusedAdam", "FusedLion")
@@ -40,21 +41,25 @@ def read_states(file: Path) -> dict:
     return safe_load.load(file, mmap=True)
 
 
-def model_states(engine_dir: Path) -> dict:
-    """Read what all ranks have in common: counters, the schedule, and at stages 0 to 2 the trained weights.
+def model_states(engine_dir: Path, tp_rank: int = 0) -> dict:
+    """Read what all ranks with the same parts of matrices have in common: counters, the schedule, and at stages 0 to 2
+    the trained weights.
 
     Raises DataError where the file is missing or can't be read.
     """
-    names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    names = (f"mp_rank_{tp_rank:02}_model_states.pt", f"zero_pp_rank_0_mp_rank_{tp_rank:02}_model_states.pt")
     for name in names:
         if (engine_dir / name).is_file():
             return read_states(engine_dir / name)
     raise DataError(f"{engine_dir} holds neither {' nor '.join(names)}: is it a checkpoint of run/train.py?")
 
 
-def optimizer_states(engine_dir: Path, rank: int) -> dict:
-    """Read one rank's state of its ZeRO optimizer. Raises DataError where the file is missing or can't be read."""
-    pattern = f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+def optimizer_states(engine_dir: Path, rank: int, tp: int = 1) -> dict:
+    """Read one rank's state of its ZeRO optimizer. tp: ranks that shared matrices (Mesh).
+
+    Raises DataError where the file is missing or can't be read.
+    """
+    pattern = f"*zero_pp_rank_{rank // tp}_mp_rank_{rank % tp:02}_optim_states.pt"
     found = sorted(engine_dir.glob(pattern))
     if len(found) != 1:
         raise DataError(f"{engine_dir} holds {len(found)} files named {pattern}, not 1")
@@ -63,7 +68,9 @@ def optimizer_states(engine_dir: Path, rank: int) -> dict:
 
 def rank_states(layout: Layout, engine_dir: Path, rank: int) -> dict:
     """Read the file with the masters of a rank: its own, or the common one where every rank has all of them."""
-    return model_states(engine_dir) if layout.kind in REPLICATED else optimizer_states(engine_dir, rank)
+    if layout.kind in REPLICATED:
+        return model_states(engine_dir, rank % layout.tp)
+    return optimizer_states(engine_dir, rank, layout.tp)
 
 
 def saved_masters(layout: Layout, states: dict) -> list[torch.Tensor]:
@@ -90,7 +97,7 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
         for piece in slot:
             own.setdefault(piece.name, []).append(piece)
     first = read_layout(checkpoint, 0)
-    for rank in range(1 if first.kind in REPLICATED else world_size):
+    for rank in range(first.tp if first.kind in REPLICATED else world_size):
         layout = read_layout(checkpoint, rank)
         wanted = [
             [piece for piece in slot if any(map(piece.overlap, own.get(piece.name, [])))] for slot in layout.slots
@@ -125,7 +132,25 @@ def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
 
     A tied parameter comes once. Raises DataError for files that are missing or can't be read.
     """
-    files = sorted(engine_dir.glob("*mp_rank_00_model_states.pt"), key=_rank)
+    checkpoint = engine_dir.parent
+    tp = read_layout(checkpoint, 0).tp if has_layout(checkpoint) else 1
+    found = [_trained_by(engine_dir, tp_rank) for tp_rank in range(tp)]
+    return [_joined(parts) for parts in zip(*(weights for weights, _ in found))], found[0][1]
+
+
+def _joined(parts: tuple[SavedWeight, ...]) -> SavedWeight:
+    """A weight from what every rank that shared the matrices had of it."""
+    first = parts[0]
+    dim, shape = dim_of(first.name), list(first.shape)
+    if len(parts) == 1 or dim is None:
+        return first
+    shape[dim] *= len(parts)
+    return SavedWeight(first.name, tuple(shape), lambda: torch.cat([part.read() for part in parts], dim))
+
+
+def _trained_by(engine_dir: Path, tp_rank: int) -> tuple[list[SavedWeight], torch.dtype]:
+    """The trained parameters as the ranks had them that were tp_rank-th of those that shared the matrices."""
+    files = sorted(engine_dir.glob(f"*mp_rank_{tp_rank:02}_model_states.pt"), key=_rank)
     if not files:
         raise DataError(f"{engine_dir} holds no model states of DeepSpeed: is it a checkpoint of run/train.py?")
     try:
@@ -133,7 +158,7 @@ def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
         module, shared = first["module"], first["shared_params"] or {}  # None at stage 0
         dtype = next(iter(module.values())).dtype
         if files[0].name.startswith("zero_pp_rank_"):
-            return _partitioned_weights(engine_dir, first, dtype), dtype
+            return _partitioned_weights(engine_dir, first, dtype, tp_rank), dtype
         whole = [(name, tensor) for name, tensor in module.items() if name not in shared]
         return [SavedWeight(name, tuple(tensor.shape), lambda t=tensor: t) for name, tensor in whole], dtype
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError) as error:
@@ -141,13 +166,13 @@ def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
         raise DataError(f"{engine_dir} does not hold what DeepSpeed saves ({text}): take another checkpoint") from error
 
 
-def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype) -> list[SavedWeight]:
+def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, tp_rank: int) -> list[SavedWeight]:
     """Stage 3: every rank has an equal part of every parameter, in its fp32 groups, one behind the other.
 
     Checkpoints without layouts are read as well.
     """
     num_ranks = common["dp_world_size"]
-    files = sorted(engine_dir.glob("*_optim_states.pt"), key=_rank)
+    files = sorted(engine_dir.glob(f"*_mp_rank_{tp_rank:02}_optim_states.pt"), key=_rank)
     if len(files) != num_ranks:
         raise DataError(
             f"{engine_dir} was written by {num_ranks} ranks, but has the optimizer's states of {len(files)}"

@@ -15,18 +15,26 @@ from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
 from llava_ds.model.open.weights import WeightFiles, unused_tensors
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
+from llava_ds.runtime.mesh import ALONE, Group, Mesh
 from llava_ds.runtime.ranks import Ranks, print_first
 
 
 def build_model(
-    plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, seed: int, ranks: Ranks
+    plan: ModelPlan,
+    args: ModelArguments,
+    ds_config: dict,
+    dtype: torch.dtype,
+    seed: int,
+    ranks: Ranks,
+    mesh: Mesh = ALONE,
 ) -> LlavaModel:
-    """Build the model with its weights on this rank's device.
+    """Build the model with its weights on this rank's device; on the CPU if deepspeed.initialize will cut matrices.
 
-    Under ZeRO-3 parameters are partitioned from the start, but LoRA's in deepspeed.initialize.
+    Under ZeRO-3 parameters are partitioned from the start, but LoRA's in deepspeed.initialize. mesh: over which the
+    engine will train the model.
     """
     with return_freed_memory():
-        model = _construct(plan, args, ds_config, dtype, ranks)
+        model = _construct(plan, args, ds_config, dtype, ranks, mesh)
         for name, part in model.named_children():
             _fill(name, part, plan, args, seed, ranks)
         if args.lora_enable:
@@ -40,13 +48,16 @@ def build_model(
     return model
 
 
-def _construct(plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, ranks: Ranks) -> LlavaModel:
+def _construct(
+    plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, ranks: Ranks, mesh: Mesh
+) -> LlavaModel:
     """Build the model without its weights."""
     zero3 = ds_config["zero_optimization"].get("stage") == 3
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
-    # Weights that will be packed are never written: on the CPU they take no memory.
-    device = ranks.device if args.bits == 16 else torch.device("cpu")
-    with construction(ds_config, dtype, device, zero3):
+    # Weights that will be packed are never written: on the CPU they take no memory. Those that will be cut would take a
+    # whole model's on the device.
+    device = ranks.device if args.bits == 16 and mesh.tp == 1 else torch.device("cpu")
+    with construction(ds_config, dtype, device, zero3, mesh.data_group):
         model = assemble(plan.text_config, plan.tower, args, mean, std, plan.has_value_head)
     if plan.whole_last_layer is None:
         model.shorten_last_layer()
@@ -76,8 +87,11 @@ def _fill(name: str, part: torch.nn.Module, plan: ModelPlan, args: ModelArgument
 
 
 @contextlib.contextmanager
-def construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool) -> Iterator[None]:
-    """Build modules in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3.
+def construction(
+    ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool, group: Group = None
+) -> Iterator[None]:
+    """Build modules in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3 over a group of
+    ranks (None: all of them).
 
     Rotary tables are in float32 whatever the dtype, if their modules ask for it.
     """
@@ -87,7 +101,8 @@ def construction(ds_config: dict, dtype: torch.dtype, device: torch.device, zero
         if zero3:
             stack.enter_context(_keep_requested_dtypes())
             # Not dtype=: on CPU, DeepSpeed 0.19.8 takes bfloat16 whatever is given there; from the config it is right.
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=for_engine(ds_config)))
+            init = deepspeed.zero.Init(data_parallel_group=group, config_dict_or_path=for_engine(ds_config))
+            stack.enter_context(init)
         else:
             stack.enter_context(torch.device(device))
         torch.set_default_dtype(dtype)

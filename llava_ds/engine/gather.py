@@ -8,6 +8,7 @@ import torch
 from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype
 from torch import nn
 
+from llava_ds.engine.tensor_parallel import whole
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 
@@ -19,15 +20,16 @@ def gathered(parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> It
     """
     for name, parameter in parameters:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            tensor = on_host(parameter) if ranks.is_first else None
+            tensor = whole(parameter)
+            tensor = on_host(tensor) if ranks.is_first else None
         if ranks.is_first:
             yield name, tensor
 
 
-def on_host(parameter: nn.Parameter) -> torch.Tensor:
-    """A copy on the CPU of a parameter that was gathered, which waits for the ranks that it comes from."""
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU of a weight that was gathered, which waits for the ranks that it comes from."""
     with waiting("a gathered weight"):
-        return parameter.detach().to("cpu", copy=True)
+        return tensor.detach().to("cpu", copy=True)
 
 
 @contextlib.contextmanager

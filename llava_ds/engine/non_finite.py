@@ -21,6 +21,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from llava_ds.engine.tensor_parallel import part_of
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.waiting import waiting
 
 SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: a tensor on the device, of steps not yet settled
@@ -28,10 +30,10 @@ NORM_NUMBERS = 2**24  # of a gradient, in float64 at a time
 CLIP_EPSILON = 1e-6  # what DeepSpeed and torch add to the norm before they divide by it
 
 
-def guard_steps(engine) -> None:
+def guard_steps(engine, mesh: Mesh) -> None:
     """Skip non-finite steps on the device, where the optimizer is torch's fused Adam beside its weights.
 
-    All other optimizers keep DeepSpeed's own check.
+    All other optimizers keep DeepSpeed's own check. mesh: on which the engine trains.
     """
     optimizer, adam = engine.optimizer, engine.basic_optimizer
     if not _is_fused_adam(adam) or engine.zero_cpu_offload() or _scales_loss(engine):
@@ -63,13 +65,13 @@ def guard_steps(engine) -> None:
         return norm
 
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
-        _guard_zero(optimizer, judge)
+        _guard_zero(optimizer, judge, mesh)
     elif isinstance(optimizer, BF16_Optimizer):
-        _guard_bf16(optimizer, judge)
+        _guard_bf16(optimizer, judge, mesh)
     elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        _guard_unfused(optimizer, judge)
+        _guard_unfused(optimizer, judge, mesh)
     else:
-        _guard_plain(engine, judge)
+        _guard_plain(engine, judge, mesh)
     step = optimizer.step
 
     @functools.wraps(step)
@@ -110,29 +112,37 @@ def _scales_loss(engine) -> bool:
     return engine.fp16_enabled() or scaler is not None
 
 
-def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Mesh) -> None:
     """Stages 1 to 3: each rank holds its part of every gradient."""
+    is_stage_3 = hasattr(optimizer, "sub_group_to_group_id")
+    parameters = optimizer.fp16_groups if is_stage_3 else optimizer.params_in_partition
 
     def total_norm() -> torch.Tensor:
-        parts = [g for i in range(len(optimizer.averaged_gradients)) for g in optimizer.averaged_gradients[i]]
-        squares = _norm([g for g in parts if not getattr(g, "_zero_padding", False)], optimizer.device).square()
+        parts: list[torch.Tensor] = []
+        for i, params in enumerate(parameters):  # between a rank's parts of their gradients may be padding
+            own = [g for g in optimizer.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
+            parts += _counted_here(own, params, mesh)
+        squares = _norm(parts, optimizer.device).square()
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
-        return judge(squares.sqrt().float())
+        return judge(_over_parts(squares.sqrt(), mesh).float())
 
-    if hasattr(optimizer, "sub_group_to_group_id"):  # stage 3 combines a list of norms
+    if is_stage_3:  # which combines a list of norms
         optimizer._get_norm_groups = lambda: [total_norm()]
     else:
         optimizer.scaled_global_norm = total_norm
     _step_with(optimizer, sys.modules[type(optimizer).__module__], is_invalid_grad_norm=lambda norm: False)
 
 
-def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Stage 1 in bf16 with gradients accumulated in fp32: every rank holds all of them, added up."""
+def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Mesh) -> None:
+    """Stage 1 in bf16 with gradients accumulated in fp32: every rank holds all of them, added up.
+
+    DeepSpeed asks for the norm of those that _counted_here would count.
+    """
     _step_with(
         optimizer,
         bf16_optimizer,
         get_global_norm_of_tensors=lambda input_tensors, **_: judge(
-            _norm(input_tensors, input_tensors[0].device).float()
+            _over_parts(_norm(input_tensors, optimizer.fp32_groups_flat_partition[0].device), mesh).float()
         ),
         is_invalid_grad_norm=lambda norm: False,
         clip_tensors_by_global_norm=lambda input_tensors, max_norm, global_norm, **_: _clip(
@@ -141,7 +151,7 @@ def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> Non
     )
 
 
-def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Mesh) -> None:
     """Stage 0 in bf16, of fp32 copies: DeepSpeed's step but for what it reads, tensor by tensor, on the host."""
 
     def step(closure=None) -> None:
@@ -150,7 +160,8 @@ def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> 
         for weight, copy in zip(weights, copies):
             copy.grad = torch.zeros_like(copy) if weight.grad is None else weight.grad.to(copy.dtype)
         gradients = [copy.grad for copy in copies]
-        optimizer._global_grad_norm = judge(_norm(gradients, copies[0].device).float())
+        norm = _norm(_counted_here(gradients, weights, mesh), copies[0].device)
+        optimizer._global_grad_norm = judge(_over_parts(norm, mesh).float())
         if optimizer.clip_grad > 0:
             _clip(gradients, optimizer.clip_grad, optimizer._global_grad_norm)
         optimizer.optimizer.step()
@@ -162,15 +173,17 @@ def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor]) -> 
     optimizer.step = step
 
 
-def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Mesh) -> None:
     """Stage 0 in fp32: the engine's own clipping comes before the step, and is done within it instead."""
     adam, step = engine.optimizer, engine.optimizer.step
     engine.clip_fp32_gradients = lambda: None
 
     @functools.wraps(step)
     def guarded(*args, **kwargs):
-        gradients = [p.grad for group in adam.param_groups for p in group["params"] if p.grad is not None]
-        adam._global_grad_norm = judge(_norm(gradients, engine.device).float())  # where the engine looks for it
+        trained = [p for group in adam.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in trained]
+        norm = _over_parts(_norm(_counted_here(gradients, trained, mesh), engine.device), mesh)
+        adam._global_grad_norm = judge(norm.float())  # where the engine looks for it
         if engine.gradient_clipping() > 0:
             _clip(gradients, engine.gradient_clipping(), adam._global_grad_norm)
         return step(*args, **kwargs)
@@ -197,6 +210,23 @@ def _replaced(module, others: dict[str, Callable]) -> Iterator[None]:
         yield
     finally:
         vars(module).update(own)
+
+
+def _counted_here(gradients: list[torch.Tensor], parameters: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
+    """Those of a rank's gradients that count in _over_parts: parts of cut matrices, and on the first rank all others,
+    which are the same on every rank that shares the matrices."""
+    if mesh.tp_rank == 0:
+        return gradients
+    return [g for g, p in zip(gradients, parameters) if part_of(p) is not None]
+
+
+def _over_parts(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The L2 norm over all ranks that share matrices, from that of what each counts."""
+    if mesh.tp == 1:
+        return norm
+    squares = norm.square()
+    torch.distributed.all_reduce(squares, group=mesh.tp_group)
+    return squares.sqrt()
 
 
 def _norm(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:

@@ -19,13 +19,14 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.engine.tensor_parallel import part_of
 from llava_ds.files.reading import read_json
 
 MAX_LAYOUT_BYTES = 256 << 20  # of a file, which has a line for every parameter
 
 # Kinds of optimizer, by the class that wraps the one that the user chose.
 PLAIN, UNFUSED, FUSED, ZERO, BF16_ZERO, ZERO_3 = "plain", "unfused", "fused", "zero", "bf16_zero", "zero_3"
-REPLICATED = (PLAIN, UNFUSED, FUSED)  # every rank has all of it, and rank 0 saves it
+REPLICATED = (PLAIN, UNFUSED, FUSED)  # each data-parallel rank has all of it, and the first of them saves it
 
 
 class Wrapper(NamedTuple):
@@ -58,7 +59,20 @@ _KINDS = {
     DeepSpeedZeroOptimizer_Stage3: ZERO_3,
 }
 
-Slice = tuple[tuple[int, int, int], ...]  # (dimension, begin, end) of the whole parameter; () for all of it
+# What tensor parallelism leaves of a parameter laid flat: the numbers from begin to end of every period; () for all.
+Slice = tuple[int, int, int] | tuple[()]
+
+
+class Block(NamedTuple):
+    """Numbers that two pieces have in common: rows of width numbers, at from_ + i * from_step of the first piece's
+    tensor and at to + i * to_step of the second's."""
+
+    rows: int
+    width: int
+    from_: int
+    from_step: int
+    to: int
+    to_step: int
 
 
 class Piece(NamedTuple):
@@ -75,9 +89,57 @@ class Piece(NamedTuple):
 
     def overlap(self, other: "Piece") -> int:
         """Count the numbers that are in both, of pieces of one parameter."""
-        if self.slice != other.slice:
-            return 0  # data parallelism alone, the only axis so far, leaves every parameter whole
-        return max(0, min(self.start + self.length, other.start + other.length) - max(self.start, other.start))
+        return sum(block.rows * block.width for block in self.common(other))
+
+    def common(self, other: "Piece") -> list[Block]:
+        """The numbers that are in both, of pieces of one parameter, block by block."""
+        if self.slice == other.slice:
+            first = max(self.start, other.start)
+            width = min(self.start + self.length, other.start + other.length) - first
+            from_, to = self.offset + first - self.start, other.offset + first - other.start
+            return [Block(1, width, from_, 0, to, 0)] if width > 0 else []
+        # Slices of one parameter are cut along one dimension, or one of them is all of it.
+        period = (self.slice or other.slice)[2]
+        blocks = []
+        for a in self._rectangles(period):
+            for b in other._rectangles(period):
+                top, left = max(a.top, b.top), max(a.left, b.left)
+                bottom, right = min(a.bottom, b.bottom), min(a.right, b.right)
+                if top < bottom and left < right:
+                    blocks.append(Block(bottom - top, right - left, *a.place(top, left), *b.place(top, left)))
+        return blocks
+
+    def _rectangles(self, period: int) -> list["_Rectangle"]:
+        """The piece in the parameter seen as rows of a period: its first row, those between, and its last."""
+        begin, end, _ = self.slice or (0, period, period)
+        width = end - begin
+        found, done = [], 0
+        while done < self.length:
+            row, column = divmod(self.start + done, width)
+            if column or self.length - done < width:
+                rows, columns = 1, min(width - column, self.length - done)
+            else:
+                rows, columns = (self.length - done) // width, width
+            left = begin + column
+            found.append(_Rectangle(row, row + rows, left, left + columns, self.offset + done, width))
+            done += rows * columns
+        return found
+
+
+class _Rectangle(NamedTuple):
+    """Consecutive numbers of a piece that are whole columns of some rows. offset: of the first in the slot's tensor;
+    step: from one row to the next there."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+    offset: int
+    step: int
+
+    def place(self, row: int, column: int) -> tuple[int, int]:
+        """Where a number lies in the slot's tensor, and how far the one below it is from there."""
+        return self.offset + (row - self.top) * self.step + column - self.left, self.step
 
 
 @dataclass(frozen=True)
@@ -86,7 +148,7 @@ class Layout:
 
     kind: one of those above; optimizer: its class; dtype, master_dtype: of the model's and the optimizer's weights;
     slots: the pieces in each tensor that the optimizer updates, in the order in which it numbers their states; fused:
-    torch's in one kernel, whose states lie on another device.
+    torch's in one kernel, whose states lie on another device; tp: ranks that shared the matrices.
     """
 
     kind: str
@@ -95,6 +157,7 @@ class Layout:
     master_dtype: str
     slots: tuple[tuple[Piece, ...], ...]
     fused: bool = False
+    tp: int = 1
 
     @property
     def names(self) -> set[str]:
@@ -136,24 +199,30 @@ def layout_of(engine) -> Layout:
         str(masters(engine)[0].dtype),
         tuple(tuple(pieces(slot, names)) for slot in slots),
         any(group.get("fused") for group in engine.basic_optimizer.param_groups),
+        max(1, engine.autotp_size()),
     )
+
+
+def _slice(parameter: torch.Tensor) -> Slice:
+    part = part_of(parameter)
+    return () if part is None else part.slice_of()
 
 
 def _whole_parameters(parameters: list[torch.Tensor], names: dict) -> list[Piece]:
     """Stage 0: parameters laid end to end."""
     pieces, offset = [], 0
     for p in parameters:
-        pieces.append(Piece(names[p], (), 0, p.numel(), offset))
+        pieces.append(Piece(names[p], _slice(p), 0, p.numel(), offset))
         offset += p.numel()
     return pieces
 
 
 def _fragments(parameters: list[torch.Tensor], names: dict) -> list[Piece]:
     """Stages 1 and 2: a rank's part of a group's parameters laid end to end, as DeepSpeed links them."""
-    linked = [(names[p], p._hp_mapping) for p in parameters if p._hp_mapping is not None]
+    linked = [(names[p], _slice(p), p._hp_mapping) for p in parameters if p._hp_mapping is not None]
     return [
-        Piece(name, (), to.lp_fragment_address.start, to.lp_fragment_address.numel, to.hp_fragment_address.start)
-        for name, to in linked
+        Piece(name, part, to.lp_fragment_address.start, to.lp_fragment_address.numel, to.hp_fragment_address.start)
+        for name, part, to in linked
     ]
 
 
@@ -164,7 +233,7 @@ def _partitions(parameters: list[torch.Tensor], names: dict) -> list[Piece]:
         share = p.partition_numel()
         start = share * torch.distributed.get_rank(p.ds_process_group)
         if start < p.ds_numel:
-            pieces.append(Piece(names[p], (), start, min(share, p.ds_numel - start), offset))
+            pieces.append(Piece(names[p], _slice(p), start, min(share, p.ds_numel - start), offset))
         offset += share
     return pieces
 
@@ -190,7 +259,7 @@ def read_layout(checkpoint: Path, rank: int) -> Layout:
 
 def _read_piece(name: str, *numbers) -> Piece:
     part, *numbers = numbers if len(numbers) == 4 else ((), *numbers)
-    return Piece(name, tuple(map(tuple, part)), *numbers)
+    return Piece(name, tuple(part), *numbers)
 
 
 def has_layout(checkpoint: Path) -> bool:

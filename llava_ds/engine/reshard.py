@@ -139,12 +139,13 @@ def fill(
 
 def _copy(saved: SavedPiece, target: Piece, master: torch.Tensor, states: dict, optimizer: torch.optim.Optimizer):
     """Copy the numbers that are in both pieces: weights into the master, the optimizer's into its states."""
-    source, length = saved.piece, saved.piece.overlap(target)
-    first = max(source.start, target.start)
-    to, from_ = target.offset + first - target.start, source.offset + first - source.start
+    source, blocks = saved.piece, saved.piece.common(target)
 
     def copy(into: torch.Tensor, values: torch.Tensor) -> None:
-        _flat(into)[to : to + length] = _flat(values)[from_ : from_ + length].to(master.device)
+        for block in blocks:
+            rows = _flat(values).as_strided(block[:2], (block.from_step, 1), block.from_ + values.storage_offset())
+            place = _flat(into).as_strided(block[:2], (block.to_step, 1), block.to + into.storage_offset())
+            place.copy_(rows)
 
     copy(master, saved.master)
     for key, value in saved.states.items():

@@ -14,6 +14,7 @@ from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.non_finite import guard_steps
 from llava_ds.engine.param_groups import num_elements
 from llava_ds.engine.schedule import scheduler_factory
+from llava_ds.engine.tensor_parallel import mark_parts, num_divided
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.redact import redact
 
@@ -24,15 +25,18 @@ def seed_everything(seed: int) -> None:
 
 
 def start_engine(
-    model: nn.Module, groups: list[dict], resolved: ResolvedConfig, num_steps: int, device: torch.device
+    model: nn.Module, groups: list[dict], resolved: ResolvedConfig, num_steps: int, mesh: Mesh
 ) -> deepspeed.DeepSpeedEngine:
     """Initialize DeepSpeed's engine over a model, with the optimizer and the schedule of the resolved JSON.
 
-    groups: as parameter_groups makes them. An optimizer in the JSON is built by DeepSpeed; without one it is torch's
-    AdamW by flags. Raises ConfigError where the engine would train other groups than these.
+    groups: as parameter_groups makes them; mesh: for which the model was built. An optimizer in the JSON is built by
+    DeepSpeed; without one it is torch's AdamW by flags. Raises ConfigError where the engine would train other groups
+    than these.
     """
     config, training = resolved.config, resolved.args.training
-    meant = [_summary(group, group["params"]) for group in groups]
+    elements = {p: num_elements(p) for p in model.parameters()}
+    elements = num_divided(model, elements, mesh.tp)
+    meant = [(*_rates(group), sum(elements[p] for p in group["params"])) for group in groups]
     built: dict[str, object] = {"model_parameters": groups}
     if "optimizer" not in config:
         offloaded = offload_device(config, "offload_optimizer") != "none"
@@ -52,11 +56,13 @@ def start_engine(
         return scheduler_factory(training, num_steps, config.get("scheduler"))(optimizer)
 
     engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=for_engine(config), **built)
+    engine._config.train_batch_size = config["train_batch_size"]  # it counts ranks with the same samples, too
     engine.config = redact(engine.config)  # DeepSpeed writes it into every file of a checkpoint, Comet's key and all
     _keep_adagrads_groups(engine)
     _take_back_first_step(engine)
     check_groups(engine, peaks, meant)
-    guard_steps(engine)
+    mark_parts(engine, mesh)
+    guard_steps(engine, mesh)
     return engine
 
 
@@ -64,8 +70,8 @@ def check_engine(engine, resolved: ResolvedConfig, mesh: Mesh) -> None:
     """Compare the engine's settings with the resolved JSON. Raises ConfigError on any difference."""
     config = resolved.config
     understood = {
-        "train_batch_size": engine.train_batch_size() * mesh.dp // mesh.grad_ranks,
         "ranks": engine.dp_world_size,
+        "tensor_parallel.autotp_size": max(1, engine.autotp_size()),
         "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "zero_optimization.stage": engine.zero_optimization_stage(),
@@ -78,6 +84,7 @@ def check_engine(engine, resolved: ResolvedConfig, mesh: Mesh) -> None:
     meant = {
         **{key: value_at(config, key) for key in understood},
         "ranks": mesh.grad_ranks,
+        "tensor_parallel.autotp_size": mesh.tp,
         "zero_optimization.stage": resolved.zero_stage,
         "zero_optimization.offload_optimizer.device": offload_device(config, "offload_optimizer"),
         "zero_optimization.offload_param.device": offload_device(config, "offload_param"),
@@ -104,7 +111,8 @@ def check_groups(engine, peaks: list[dict], meant: list[tuple[float, float, int]
 
     peaks: the optimizer's groups as they were before the schedule began.
     """
-    held = [_summary(group, params) for group, params in zip(peaks, _trained(engine.optimizer))]
+    trained = _trained(engine.optimizer)
+    held = [(*_rates(group), sum(map(num_elements, params))) for group, params in zip(peaks, trained)]
     used, scheduled = engine.optimizer.param_groups, engine.basic_optimizer.param_groups
     if held != meant or [id(group) for group in used] != [id(group) for group in scheduled]:
         raise ConfigError(
@@ -143,8 +151,8 @@ def _take_back_first_step(engine) -> None:
             assert all(torch.equal(p.float(), copy) for ps, copies in pairs for p, copy in zip(ps, copies))
 
 
-def _summary(group: dict, params: list[nn.Parameter]) -> tuple[float, float, int]:
-    return group["lr"], group.get("weight_decay", 0.0), sum(map(num_elements, params))
+def _rates(group: dict) -> tuple[float, float]:
+    return group["lr"], group.get("weight_decay", 0.0)
 
 
 def _trained(optimizer) -> list[list[nn.Parameter]]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from llava_ds.engine.gather import on_host
+from llava_ds.engine.tensor_parallel import whole, whole_shape
 from llava_ds.files.writing import write_tensors
 from llava_ds.model.families.language import EXPERTS, ExpertNames, embedding_name, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
@@ -46,7 +47,7 @@ def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
     whole at a time.
     """
     return [
-        Entry(name, tuple(getattr(p, "ds_shape", p.shape)), partial(_gathered, p, ranks))
+        Entry(name, whole_shape(p), partial(_gathered, p, ranks))
         for name, p in model.named_parameters()
         if not name.startswith(formats.CRITIC)
     ]
@@ -75,7 +76,8 @@ def take_part(entries: Iterable[Entry]) -> None:
 
 def _gathered(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-        return on_host(parameter) if ranks.is_first else None
+        tensor = whole(parameter)
+        return on_host(tensor) if ranks.is_first else None
 
 
 def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) -> list[Entry]:

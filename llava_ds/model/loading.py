@@ -51,7 +51,7 @@ def load_weights(
             continue
         partitioned = hasattr(parameter, "ds_id")
         with _gathered(parameter) if partitioned else contextlib.nullcontext():
-            if ranks.is_first or not partitioned:
+            if not partitioned or torch.distributed.get_rank(parameter.ds_process_group) == 0:
                 tensor = read().to(parameter.dtype)
                 sums[order[name]] = bit_sum(tensor)
                 if copies:
@@ -138,11 +138,12 @@ def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, rank
     held = torch.zeros_like(sums)
     partitioned = [hasattr(p, "ds_id") for p in parameters.values()]
     for i, parameter in enumerate(parameters.values()):
-        held[i] = bit_sum(_own_partition(parameter, ranks) if partitioned[i] else parameter.data)
+        held[i] = bit_sum(_own_partition(parameter) if partitioned[i] else parameter.data)
     if any(partitioned):
         device = ranks.device
-        held = sum_over(None, held.to(device))
-        torch.distributed.broadcast(expected := sums.to(device), 0)
+        group = next(p.ds_process_group for p in parameters.values() if hasattr(p, "ds_id"))
+        held = sum_over(group, held.to(device))
+        torch.distributed.broadcast(expected := sums.to(device), group=group, group_src=0)
         with waiting("sums of the weights"):
             held, sums = held.cpu(), expected.cpu()
     wrong = [name for name, a, b in zip(parameters, held.tolist(), sums.tolist()) if a != b]
@@ -150,7 +151,7 @@ def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, rank
         raise RuntimeError(f"{what}: {len(wrong)} tensors did not arrive as read, the first is {wrong[0]}")
 
 
-def _own_partition(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor:
+def _own_partition(parameter: nn.Parameter) -> torch.Tensor:
     """This rank's partition without padding."""
-    part = parameter.ds_tensor.flatten()
-    return part[: max(0, min(part.numel(), parameter.ds_numel - ranks.rank * part.numel()))]
+    part, place = parameter.ds_tensor.flatten(), torch.distributed.get_rank(parameter.ds_process_group)
+    return part[: max(0, min(part.numel(), parameter.ds_numel - place * part.numel()))]

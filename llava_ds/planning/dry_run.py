@@ -58,8 +58,8 @@ def first_batch(plan: StepPlan, done: int, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _ranks(plan: StepPlan) -> str:
-    dp, sp = plan.packing.dp, plan.packing.sp
-    return f"{dp} ranks" if sp == 1 else f"{dp * sp} ranks, of which {sp} share each sample,"
+    dp, shared = plan.packing.dp, plan.packing.shared
+    return f"{dp} ranks" if shared == 1 else f"{dp * shared} ranks, of which {shared} share each sample,"
 
 
 def memory(run: Run, ranks: Ranks) -> list[str]:

@@ -1,5 +1,7 @@
-"""The axes over which ranks share a model and its data: dp, data parallelism with ZeRO, and sp, that of sequences."""
+"""The axes over which ranks share a model and its data: dp, of data with ZeRO, sp, of sequences, and tp, of tensors."""
 
+import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -7,51 +9,98 @@ import torch
 from llava_ds.constants import ConfigError
 from llava_ds.runtime.ranks import Ranks
 
+Group = torch.distributed.ProcessGroup | None  # None: all ranks, or none beside this one, as its owner says
+
 
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place on every axis. Data, gradients and counts follow the mesh; files and messages follow Ranks.
 
-    rank = dp_rank * sp + sp_rank. dp: groups of ranks with different samples, and dp_rank the place of this rank's
-    among them; sp: ranks that share the tokens of every micro-batch, and sp_rank this one's place among those, its
-    neighbours; sp_group: the process group of these, None for a rank that has all tokens to itself; sp_host_group: the
-    same for what lies on the host. data_group: the group over which counts and losses are summed (None: all ranks).
+    rank = (dp_rank * sp + sp_rank) * tp + tp_rank. dp: groups of ranks with different samples, and dp_rank the place of
+    this rank's among them; sp: ranks that share the tokens of every micro-batch, and sp_rank this one's place among
+    those; tp: ranks that share the language model's matrices, and tp_rank this one's place among those. sp_group and
+    tp_group: the process groups of these, None for a rank that has all to itself; shared_host_group: of all ranks with
+    the same samples, for what lies on the host. data_group: the ranks that hold the same parts of matrices, over which
+    counts, losses and gradients are summed (None: all ranks).
     """
 
     dp: int
     dp_rank: int
     sp: int = 1
     sp_rank: int = 0
-    sp_group: torch.distributed.ProcessGroup | None = None
-    sp_host_group: torch.distributed.ProcessGroup | None = None
-    data_group: torch.distributed.ProcessGroup | None = None
+    tp: int = 1
+    tp_rank: int = 0
+    sp_group: Group = None
+    tp_group: Group = None
+    shared_host_group: Group = None
+    data_group: Group = None
 
     @classmethod
-    def of(cls, ranks: Ranks, sp: int = 1) -> "Mesh":
+    def of(cls, ranks: Ranks, sp: int = 1, tp: int = 1) -> "Mesh":
         """Lay out all ranks. All call it together. Raises ConfigError for axes that don't fit them."""
-        if ranks.world_size % sp:
-            fitting = [n for n in range(1, ranks.world_size + 1) if ranks.world_size % n == 0]
-            raise ConfigError(
-                f"--sequence_parallel_size {sp} does not divide {ranks.world_size} ranks: give one of "
-                f"{', '.join(map(str, fitting))}, or start another number of ranks"
-            )
-        dp, (dp_rank, sp_rank) = ranks.world_size // sp, divmod(ranks.rank, sp)
-        if sp == 1:
-            return cls(dp, dp_rank)
-        groups = [list(range(first, first + sp)) for first in range(0, ranks.world_size, sp)]
-        own, _ = torch.distributed.new_subgroups_by_enumeration(groups)
-        on_host = own
-        if ranks.device.type != "cpu":
-            on_host, _ = torch.distributed.new_subgroups_by_enumeration(groups, backend="gloo")
-        return cls(dp, dp_rank, sp, sp_rank, own, on_host)
+        check_sizes(ranks.world_size, sp, tp)
+        shared = sp * tp
+        dp, (dp_rank, place) = ranks.world_size // shared, divmod(ranks.rank, shared)
+        sp_rank, tp_rank = divmod(place, tp)
+        rank_of = torch.arange(ranks.world_size).view(dp, sp, tp)
+        return cls(
+            dp,
+            dp_rank,
+            sp,
+            sp_rank,
+            tp,
+            tp_rank,
+            sp_group=_own_group(rank_of.transpose(1, 2).reshape(-1, sp)) if sp > 1 else None,
+            tp_group=_own_group(rank_of.view(-1, tp)) if tp > 1 else None,
+            shared_host_group=_own_group(rank_of.view(dp, -1), "gloo") if shared > 1 else None,
+            data_group=_own_group(rank_of.view(-1, tp).T) if tp > 1 else None,
+        )
 
     @property
     def grad_ranks(self) -> int:
         """Ranks over which the engine averages gradients: the factor that turns its average into a sum."""
         return self.dp * self.sp
 
+    @property
+    def shared(self) -> int:
+        """Ranks with the same samples."""
+        return self.sp * self.tp
 
-def sum_over(group: torch.distributed.ProcessGroup | None, values: torch.Tensor) -> torch.Tensor:
+    @property
+    def shared_rank(self) -> int:
+        """This rank's place among those with the same samples."""
+        return self.sp_rank * self.tp + self.tp_rank
+
+
+ALONE = Mesh(1, 0)  # of a process that trains or reads a model on its own
+
+
+def check_sizes(world_size: int, sp: int, tp: int) -> None:
+    """Raise ConfigError for axes that don't fit so many ranks."""
+    if world_size % (sp * tp) == 0:
+        return
+    flags = {"--sequence_parallel_size": sp, "--tensor_parallel_size": tp}
+    given = [f"{flag} {size}" for flag, size in flags.items() if size > 1]
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if len(given) == 1:
+        raise ConfigError(
+            f"{given[0]} does not divide {world_size} ranks: give one of {', '.join(map(str, divisors))}, or start "
+            "another number of ranks"
+        )
+    fitting = [f"{a} x {b}" for a, b in itertools.product(divisors, divisors) if world_size % (a * b) == 0]
+    raise ConfigError(
+        f"{' times '.join(given)} is {math.prod(flags.values())}, which does not divide {world_size} ranks: give one "
+        f"of {', '.join(fitting)}, or start another number of ranks"
+    )
+
+
+def _own_group(rows: torch.Tensor, backend: str | None = None) -> torch.distributed.ProcessGroup:
+    """The group of this rank's row. rows: (groups, ranks of each); all ranks call it together."""
+    own, _ = torch.distributed.new_subgroups_by_enumeration(rows.tolist(), backend=backend)
+    return own
+
+
+def sum_over(group: Group, values: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over the ranks of a group (None: all ranks), in place, and return it."""
     if torch.distributed.get_world_size(group) > 1:
         torch.distributed.all_reduce(values, group=group)

@@ -19,6 +19,7 @@ from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import digest_of
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import Packing
+from llava_ds.engine.tensor_parallel import part_of
 from llava_ds.files.writing import write_whole
 from llava_ds.model.loading import bit_sum
 from llava_ds.runtime.mesh import Mesh, sum_over
@@ -43,7 +44,7 @@ def add_reference(
 
     Returns a line about it. All ranks call it together.
     """
-    weights = weights_digest(getattr(model, "module", model), ranks, mesh)
+    weights = weights_digest(getattr(model, "module", model), mesh)
     path = dataset.folder / cache_name(dataset.fingerprint, weights, dtype, ranks.device)
     if all(gather(path.is_file(), ranks)):
         dataset.reference = _read(path, dataset.num_records)
@@ -93,19 +94,20 @@ def log_probs(
     return np.where(values[:, 2:] == 1.0, values[:, :2], np.nan)
 
 
-def weights_digest(model: torch.nn.Module, ranks: Ranks, mesh: Mesh) -> str:
-    """A text that changes with any bit of the weights, and is the same on any number of ranks and ZeRO stage.
+def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
+    """A text that changes with any bit of the weights, and is the same on any mesh and at any ZeRO stage.
 
     From the sums of the bits of every parameter; ZeRO-3's shards end with zeros.
     """
     sums = []
     for parameter in model.parameters():
         shard = getattr(parameter, "ds_tensor", None)
-        counts = shard is not None or ranks.is_first  # of whole copies one
+        counts = shard is not None or mesh.dp_rank == mesh.sp_rank == 0  # of copies one
+        counts = counts and (mesh.tp_rank == 0 or part_of(parameter) is not None)
         own = bit_sum(parameter.detach() if shard is None else shard)
         sums.append(own if counts else torch.zeros_like(own))
     with waiting("sums of the weights"):
-        total = sum_over(mesh.data_group, torch.stack(sums)).tolist()
+        total = sum_over(None, torch.stack(sums)).tolist()
     return digest_of(f"{name} {p.dtype} {value}" for (name, p), value in zip(model.named_parameters(), total))
 
 

@@ -189,14 +189,15 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     """Build the model and the engine over it. Returns them, the parts whose layers may be checkpointed, and what draws
     answers where that is the objective."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
-    model = build_model(plan.model, args.model, resolved.config, resolved.dtype, args.training.seed, ranks)
+    seed, mesh = args.training.seed, started.mesh
+    model = build_model(plan.model, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     print_first(attention_report(text_config, ranks.device, resolved.compute_dtype), plan.model.last_layer_note())
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
-    model.share_tokens(started.mesh.sp_group)
+    model.share_tokens(mesh.sp_group)
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
-    rollouts = Rollouts(model, plan, ranks, started.mesh) if draws else None
+    rollouts = Rollouts(model, plan, ranks, mesh) if draws else None
     if plan.critic is not None:  # after what draws was made, which has no part in it
         add_critic(model, plan.critic, resolved, args, ranks)
     models = [model, model.critic] if has_critic(model) else [model]
@@ -214,8 +215,8 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     print_first(*describe_parts(model, groups))
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
     num_updates = plan.steps.num_steps * (args.training.num_iterations if draws else 1)
-    engine = start_engine(model, groups, resolved, num_updates, ranks.device)
-    check_engine(engine, resolved, started.mesh)
+    engine = start_engine(model, groups, resolved, num_updates, mesh)
+    check_engine(engine, resolved, mesh)
     return model, engine, checkpointed, rollouts
 
 

@@ -57,11 +57,11 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
     check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
-    mesh = Mesh.of(ranks, args.training.sequence_parallel_size)
-    if local_ranks() % mesh.sp:
+    mesh = Mesh.of(ranks, args.training.sequence_parallel_size, args.training.tensor_parallel_size)
+    if local_ranks() % mesh.shared:
         print_first(
-            f"--sequence_parallel_size {mesh.sp} does not divide the {local_ranks()} ranks of a machine: every layer "
-            "exchanges tokens between machines, which is slow"
+            f"the {mesh.shared} ranks that share samples (--sequence_parallel_size x --tensor_parallel_size) do not "
+            f"divide the {local_ranks()} of a machine: every layer sends its tokens between machines, which is slow"
         )
     if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, mesh.dp)):
         args = args.replaced(train_batch_size=batch_size)

@@ -1,20 +1,13 @@
-"""Ranks that share samples: losses, gradients, eval loss and books are those of one rank that has them all.
-
-The optimizer is SGD without momentum, so that weights differ by what gradients do.
-"""
+"""Ranks that share samples: losses, gradients, eval loss and books are those of one rank that has them all."""
 
 import json
-import zlib
 from pathlib import Path
 
 import pytest
-import torch
 import toys
-from launching import ROOT, TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
-from safetensors.torch import load_file
+from launching import ROOT, TRAIN, command_line, ds_config, launch, losses, toy_run
+from sharing import LONG, STEPS, TOLERANCE, check_same, rows, train_all, weights_of, write_data
 
-STEPS, BATCH, RATE, TOLERANCE = 5, 8, 0.1, 1e-6
-LONG = 3000  # tokens of one sample, at least
 SHARED = {"sequence_parallel_size": 2}
 PACKED = {"tokens_per_micro_batch": 250}  # of each rank
 TRAINED_TOWER = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
@@ -69,56 +62,6 @@ MORE = {
 }
 
 
-def write_data(folder: Path) -> dict[str, dict[str, str]]:
-    """Toy data by the first word of a run's name: one with a long sample, one with videos, one with images torn."""
-    data = {
-        name: toys.write_data(folder / name, "ititiiittiittitttttttttiii" * 2) for name in ("plain", "video", "torn")
-    }
-    records = json.loads((folder / "plain/data.json").read_text())
-    records[3]["conversations"][1]["value"] = " ".join(["yes no two red cat"] * (LONG // 5))
-    (folder / "plain/data.json").write_text(json.dumps(records))
-
-    records = json.loads((folder / "video/data.json").read_text())
-    frames = [record["image"] for record in records if "image" in record]
-    for i, record in enumerate(records):
-        if "image" in record and i % 2:
-            record["video"] = frames[i % 3 : i % 3 + 2 + i % 4]
-            del record["image"]
-            record["conversations"][0]["value"] = record["conversations"][0]["value"].replace("<image>", "<video>")
-    (folder / "video/data.json").write_text(json.dumps(records))
-    assert sum("video" in record for record in records) > 5
-
-    for path in sorted((folder / "torn/images").iterdir())[::4]:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])  # a whole header and half a body
-    return data
-
-
-def sgd(folder: Path, stage: int | dict) -> Path:
-    config = stage if isinstance(stage, dict) else json.loads(Path(ds_config(stage)).read_text())
-    optimizer = {"type": "SGD", "params": {"lr": RATE}}
-    text = json.dumps({**config, "optimizer": optimizer, "zero_allow_untested_optimizer": True})
-    path = folder / f"sgd-{zlib.crc32(text.encode())}.json"
-    path.write_text(text)
-    return path
-
-
-def train_all(folder: Path, data: dict, runs: dict[str, tuple[int, int, dict]]) -> dict[str, Path]:
-    base = {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "base/clip")}
-    more = {
-        "learning_rate": RATE, "mm_projector_lr": RATE, "lr_scheduler_type": "constant", "max_steps": STEPS,
-        "train_batch_size": BATCH, "per_device_train_batch_size": BATCH, "max_bad_fraction": 0.5,
-    }  # fmt: skip
-    for ranks in sorted({ranks for ranks, *_ in runs.values()}):
-        wanted = {name: run for name, run in runs.items() if run[0] == ranks}
-        todo = [
-            toy_run(base | data[name.split("-")[0]], folder / name, sgd(folder, stage), **more, **flags)
-            | {"model_max_length": 2 * LONG}
-            for name, (_, stage, flags) in wanted.items()
-        ]
-        run_many(ranks, folder / f"launch-{ranks}-{len(runs)}", todo)
-    return {name: folder / name for name in runs}
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("shared")
@@ -136,27 +79,6 @@ def more_runs(runs) -> dict[str, Path]:
     data |= dict.fromkeys(("stream", "lora", "bf16"), data["plain"])
     # By count there is one micro-batch a step, whose mean is the step's.
     return runs | train_all(folder, data, MORE)
-
-
-def rows(output_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (output_dir / name).read_text().splitlines()]
-
-
-def weights_of(output_dir: Path) -> dict[str, torch.Tensor]:
-    adapter = output_dir / "adapter_model.safetensors"
-    return load_file(adapter if adapter.exists() else output_dir / "model.safetensors")
-
-
-def check_same(one: Path, shared: Path) -> None:
-    for key in ("samples", "tokens", "supervised_tokens", "broken_samples"):
-        assert [row[key] for row in rows(one)] == [row[key] for row in rows(shared)], key
-    assert len(losses(one)) == STEPS
-    assert max(abs(a - b) for a, b in zip(losses(one), losses(shared), strict=True)) <= TOLERANCE
-    expected, found = weights_of(one), weights_of(shared)
-    assert expected.keys() == found.keys()
-    for key, weight in expected.items():
-        # What five gradients together differ by.
-        assert (weight - found[key]).abs().max() <= RATE * STEPS * TOLERANCE, key
 
 
 @pytest.mark.parametrize("name", [name for name in DAILY if name.startswith("plain")])

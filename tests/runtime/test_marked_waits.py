@@ -143,5 +143,5 @@ def test_reference_log_probabilities_are_queued_and_then_waited_for(marks, monke
     reference.log_probs(Engine(**vars(started)), OneSample(), PACKING, 0, started.device, Mesh.of(RANKS))
     assert marks.found[0] == QUEUE and set(marks.found[1:]) == {"the reference log-probabilities"}
     marks.found.clear()
-    reference.weights_digest(torch.nn.Linear(2, 2), RANKS, Mesh.of(RANKS))
+    reference.weights_digest(torch.nn.Linear(2, 2), Mesh.of(RANKS))
     assert marks.found == ["sums of the weights"]

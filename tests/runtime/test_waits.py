@@ -136,7 +136,7 @@ def engine_of(flags: dict, ranks: Ranks, config: dict, **given: object):
     model = build_model(plan, resolved.args.model, resolved.config, resolved.dtype, 0, ranks)
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
-    return start_engine(model, groups, resolved, 10, ranks.device)
+    return start_engine(model, groups, resolved, 10, Mesh.of(ranks))
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def run(case: dict, folder: Path, ranks) -> dict:
     model = Small()
     groups = parameter_groups(model, resolved.args, resolved.config.get("optimizer"))
     meant = [(group["lr"], group["weight_decay"]) for group in groups]  # the schedule will change the groups
-    engine = start_engine(model, groups, resolved, STEPS, ranks.device)
+    engine = start_engine(model, groups, resolved, STEPS, Mesh.of(ranks))
     mesh = Mesh.of(ranks)
     check_engine(engine, resolved, mesh)
     losses, rates = [], []

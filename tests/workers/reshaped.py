@@ -85,7 +85,7 @@ def run(case: dict, ranks: Ranks) -> dict:
     torch.manual_seed(0)
     model = Partly()
     groups = parameter_groups(model, resolved.args, resolved.config.get("optimizer"))
-    engine = start_engine(model, groups, resolved, STEPS, ranks.device)
+    engine = start_engine(model, groups, resolved, STEPS, Mesh.of(ranks))
     losses, rates, state = [], [], TrainState()
 
     def after_step(result) -> float:

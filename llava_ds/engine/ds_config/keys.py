@@ -52,15 +52,16 @@ UNSUPPORTED = {
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
     "use_data_before_expert_parallelism": ((False,), "mixtures of experts are not supported yet"),
     # Other trainers' names, which DeepSpeed would ignore.
-    "tp_size": ((1,), "tensor parallelism is not supported yet"),
-    "tensor_model_parallel_size": ((1,), "tensor parallelism is not supported yet"),
+    "tp_size": ((1,), 'write "tensor_parallel": {"autotp_size": 2}'),
+    "tensor_model_parallel_size": ((1,), 'write "tensor_parallel": {"autotp_size": 2}'),
+    "tensor_parallel_size": ((1,), 'write "tensor_parallel": {"autotp_size": 2}'),
     "pipeline_model_parallel_size": ((1,), "pipeline parallelism is not supported yet"),
     "pipeline_parallel_size": ((1,), "pipeline parallelism is not supported yet"),
     "expert_model_parallel_size": ((1,), "mixtures of experts are not supported yet"),
     "moe_expert_parallel_size": ((1,), "mixtures of experts are not supported yet"),
     "expert_parallel_size": ((1,), "mixtures of experts are not supported yet"),
     "context_parallel_size": ((1,), "write sequence_parallel_size, which shares the tokens of a sample out by heads"),
-    "mpu": ((), "it is an object of Megatron's, and model parallelism is not supported yet"),
+    "mpu": ((), "it is an object of Megatron's: sequence_parallel_size and tensor_parallel lay the ranks out"),
     "zero_optimization.elastic_checkpoint": ((False,), "checkpoints are taken up by --resume"),
     "zero_optimization.legacy_stage1": ((False,), "write stage 1 alone"),
     "zero_optimization.zenflow": ((), "ZenFlow is not supported yet; offload_optimizer trains the same model"),
@@ -73,10 +74,9 @@ UNSUPPORTED_SECTIONS = {
     "expert_parallel": "mixtures of experts are not supported yet",
     "hybrid_engine": "nothing is generated while training",
     "pipeline": "pipeline parallelism is not supported yet",
-    "tensor_parallel": "tensor parallelism is not supported yet",
     "weight_quantization": "weights train in the precision of bf16, fp16 or fp32",
 }
-OFF = {"enabled": (False,), "autotp_size": (0, 1), "tp_size": (1,), "stages": (1, "auto")}
+OFF = {"enabled": (False,), "stages": (1, "auto")}
 
 
 def check_keys(draft: Draft) -> None:

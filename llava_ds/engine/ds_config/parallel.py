@@ -1,60 +1,196 @@
-"""The axes of the mesh in flags and DeepSpeed JSON, and the model's part in them."""
+"""The axes of the mesh in flags and DeepSpeed JSON, and what can't be trained on them."""
 
 from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.bounds import MOST
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.draft import AUTO, as_json
+from llava_ds.engine import tensor_parallel
+from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
+from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 from llava_ds.model.exchange import heads_problem
 
-KEY = "sequence_parallel_size"  # the JSON's, and the flag
+SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel_size"  # flags
+SECTION = "tensor_parallel"  # DeepSpeed's, of the JSON
+# Its other keys, with the values that ask for nothing, and what to do about the others.
+_OTHERS = {
+    "enabled": ((True,), "leave it out, the size says whether"),
+    "tp_grain_size": ((1,), "matrices are cut into equal parts, by heads"),
+    "mpu": ((), "it is an object of Megatron's: the size alone lays the ranks out"),
+    "tp_group": ((), "the size alone lays the ranks out"),
+    "tp_overlap_comm": ((False,), "DeepSpeed 0.19.8 gets the gradients of biases wrong with it"),
+    "vocab_parallel_lm_head": ((False,), "the output layer is whole on every rank"),
+    "vocab_parallel_ce_backend": (("torch",), "the output layer is whole on every rank"),
+    "partition_config": ((), "which matrices are cut follows from the model"),
+    "preset_model": ((), "which matrices are cut follows from the model"),
+    "injection_policy_tuple": ((), "which matrices are cut follows from the model"),
+    "keep_module_on_host": ((False,), "it is made for inference"),
+    "replace_with_kernel_inject": ((False,), "it is made for inference"),
+    "kernel_inject": ((False,), "it is made for inference"),
+    "dtype": ((), "weights train in the precision of bf16, fp16 or fp32"),
+}
+# Updates of a matrix that need all of it.
+_WHOLE_MATRICES = {"Lamb": "a layer's norm", "Adafactor": "a matrix's rows and columns", "Muon": "whole matrices"}
+_OWN_GROUPS = (
+    "zero_hpz_partition_size",
+    "mics_shard_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
 
 
 def with_axes(args: Arguments, raw: dict | None) -> Arguments:
-    """The flags with the JSON's sizes. Raises ConfigError where both are given and differ.
+    """The flags with the JSON's sizes. Raises ConfigError where both are given and differ, or mean nothing.
 
-    Ranks are laid out before the JSON is resolved. DeepSpeed is not told: of sequence parallelism it would sum no
+    Ranks are laid out before the JSON is resolved. Of sequence parallelism DeepSpeed is not told: it would sum no
     gradients without an object of Megatron's, and with it divide them by other numbers at each stage (0.19.8).
     """
-    written = (raw or {}).get(KEY)
-    if written in (None, AUTO):
-        return args
-    if not isinstance(written, int) or isinstance(written, bool) or not 1 <= written <= MOST:
-        raise ConfigError(f'{KEY} is {as_json(written)} in the DeepSpeed JSON: write a whole number above 0, or "auto"')
-    if KEY in args.given and args.training.sequence_parallel_size != written:
-        raise ConfigError(
-            f"{KEY} is {written} in the DeepSpeed JSON but --{KEY} is {args.training.sequence_parallel_size}: make "
-            'them equal, or write "auto"'
-        )
-    return args.replaced(sequence_parallel_size=written)
+    written = {SEQUENCE: ((raw or {}).get(SEQUENCE), SEQUENCE), TENSOR: _of_section((raw or {}).get(SECTION))}
+    for flag, (size, key) in written.items():
+        if size in (None, AUTO):
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
+            raise ConfigError(
+                f'{key} is {as_json(size)} in the DeepSpeed JSON: write a whole number above 0, or "auto"'
+            )
+        if flag in args.given and args.as_dict()[flag] != size:
+            raise ConfigError(
+                f"{key} is {size} in the DeepSpeed JSON but --{flag} is {args.as_dict()[flag]}: make them equal, or "
+                'write "auto"'
+            )
+        args = args.replaced(**{flag: size})
+    return args
+
+
+def _of_section(found: object) -> tuple[object, str]:
+    """The size that DeepSpeed's section gives, and its key. Raises ConfigError for keys that mean something else."""
+    if found is None or found == {}:
+        return None, SECTION
+    if not isinstance(found, dict):
+        raise ConfigError(f'{SECTION} is {as_json(found)} in the DeepSpeed JSON: write {{"autotp_size": 2}}')
+    inner = found.get("tp") or {}
+    if not isinstance(inner, dict):
+        raise ConfigError(f'{SECTION}.tp is {as_json(inner)} in the DeepSpeed JSON: write {{"tp_size": 2}}')
+    if found.get("enabled") is False:
+        return None, SECTION
+    flat = {**{f"tp.{key}": value for key, value in inner.items()}, **found}
+    flat.pop("tp", None)
+    sizes: dict[str, object] = {}
+    for key, value in flat.items():
+        name = key.removeprefix("tp.")
+        if value is None:
+            continue
+        if name in ("autotp_size", "tp_size"):
+            sizes[f"{SECTION}.{key}"] = 1 if value == 0 and value is not False else value  # 0 is DeepSpeed's for off
+            continue
+        harmless, why = _OTHERS.get(name, ((), 'write {"autotp_size": 2} alone'))
+        if not any(value == one and type(value) is type(one) for one in harmless):
+            raise ConfigError(f"{SECTION}.{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why}")
+    if "tp.tp_size" in flat and flat["tp.tp_size"] == 1 and len(sizes) > 1:
+        del sizes[f"{SECTION}.tp.tp_size"]  # DeepSpeed's default
+    if len(set(map(as_json, sizes.values()))) > 1:
+        said = " and ".join(f"{key} is {as_json(value)}" for key, value in sizes.items())
+        raise ConfigError(f"{said} in the DeepSpeed JSON: write one of them")
+    return next(((size, key) for key, size in sizes.items()), (None, SECTION))
+
+
+def take_axes(draft: Draft) -> None:
+    """Let the flags take the JSON's sizes, and leave in the JSON what DeepSpeed is to know (for_engine)."""
+    try:
+        draft.args = with_axes(draft.args, draft.config)
+    except ConfigError as error:
+        draft.refuse(str(error))
+    for key in (SEQUENCE, SECTION):
+        draft.config.pop(key, None)
+    tp = draft.args.training.tensor_parallel_size
+    if tp > 1:
+        draft.fill(f"{SECTION}.autotp_size", tp, f"--{TENSOR}, or the JSON")
+        _check_config(draft, tp)
+
+
+def _check_config(draft: Draft, tp: int) -> None:
+    """Refuse what does not go with matrices that are cut."""
+    flag, config = f"--{TENSOR} is {tp}", draft.config
+    block = config.get("optimizer")
+    name = block.get("type") if isinstance(block, dict) else None
+    for optimizer, needs in _WHOLE_MATRICES.items():
+        if isinstance(name, str) and name.lower() == optimizer.lower():
+            draft.refuse(f"{flag}, but {optimizer}'s updates depend on {needs}, which no rank has: take another")
+    for key in _OWN_GROUPS:
+        value = value_at(config, f"zero_optimization.{key}")
+        if value not in (None, False) and (value is True or value not in (1, -1)):
+            draft.refuse(f"{flag}, but zero_optimization.{key} makes groups of ranks of its own: remove one of them")
+    for part in OFFLOADED:
+        if offload_device(config, part) == "nvme":
+            draft.refuse(f'{flag}, but zero_optimization.{part}.device is "nvme", which is not tried: write "cpu"')
+    if deep_compiles(config):
+        draft.refuse(f"{flag}, but compile.deepcompile cuts matrices by rules of its own: remove one of them")
 
 
 def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
     """Raise ConfigError, with every reason, for what can't be trained on these axes."""
-    training, heads = args.training, text_config.num_attention_heads
-    sp = training.sequence_parallel_size
-    if sp == 1:
-        return
-    key_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    problems = []
-    if problem := heads_problem(heads, key_heads, sp):
-        problems.append(f"the language model's {problem}")
+    lines = [
+        f"--{flag} is {size}: {problem}"
+        for flag, size, found in (
+            (SEQUENCE, args.training.sequence_parallel_size, _sequence_problems),
+            (TENSOR, args.training.tensor_parallel_size, _tensor_problems),
+        )
+        if size > 1
+        for problem in found(args, text_config, size)
+    ]
+    sp, tp = args.training.sequence_parallel_size, args.training.tensor_parallel_size
+    if not lines and sp > 1 and tp > 1 and (problem := heads_problem(*_heads(text_config, tp), sp)):
+        lines = [f"--{SEQUENCE} is {sp} and --{TENSOR} {tp}: of a rank's heads, {problem}"]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _heads(config: PreTrainedConfig, tp: int) -> tuple[int, int]:
+    """Heads, and those of keys, of a rank."""
+    heads = config.num_attention_heads
+    return heads // tp, (getattr(config, "num_key_value_heads", None) or heads) // tp
+
+
+def _sequence_problems(args: Arguments, text_config: PreTrainedConfig, sp: int) -> list[str]:
+    training, found = args.training, []
+    if problem := heads_problem(*_heads(text_config, 1), sp):
+        found.append(f"the language model's {problem}")
     if training.objective not in ("sft", "dpo"):
-        problems.append(
-            f"--objective {training.objective} needs an answer's tokens on one rank: leave --{KEY} out, or train by "
-            "sft or dpo"
+        found.append(
+            f"--objective {training.objective} needs an answer's tokens on one rank: leave --{SEQUENCE} out, or train "
+            "by sft or dpo"
         )
     if training.router_aux_loss_coef:
-        problems.append("--router_aux_loss_coef balances experts over all tokens of a micro-batch: give 0")
-    if problems:
-        raise ConfigError("\n".join(f"--{KEY} is {sp}: {problem}" for problem in problems))
+        found.append("--router_aux_loss_coef balances experts over all tokens of a micro-batch: give 0")
+    return found
+
+
+def _tensor_problems(args: Arguments, text_config: PreTrainedConfig, tp: int) -> list[str]:
+    training = args.training
+    found = [f"the language model's {each}" for each in tensor_parallel.problems(text_config, tp)]
+    if training.objective in ("grpo", "ppo"):
+        found.append(
+            f"--objective {training.objective} draws answers on one rank, from a whole model: leave --{TENSOR} out"
+        )
+    if args.model.lora_enable:
+        found.append("DeepSpeed's AutoTP does not know the adapters of --lora_enable: leave one of them out")
+    if args.model.bits < 16:
+        found.append(f"the packed weights of --bits {args.model.bits} can't be cut: leave one of them out")
+    if training.torch_compile:
+        found.append("--torch_compile is not tried with matrices that are cut: leave one of them out")
+    return found
 
 
 def for_engine(config: dict) -> dict:
-    """A resolved JSON for DeepSpeed, without train_batch_size where it follows from the two other numbers.
+    """A resolved JSON for DeepSpeed: with rules by which it cuts matrices, and without train_batch_size where that
+    follows from the two other numbers.
 
     DeepSpeed checks it against all ranks, some of which may share samples.
     """
     follows = "train_micro_batch_size_per_gpu" in config
-    return {key: value for key, value in config.items() if key != "train_batch_size" or not follows}
+    own = {key: value for key, value in config.items() if key != "train_batch_size" or not follows}
+    if SECTION in own:
+        own[SECTION] = tensor_parallel.section(own[SECTION]["autotp_size"])
+    return own

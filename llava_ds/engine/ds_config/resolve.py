@@ -19,6 +19,7 @@ from llava_ds.engine.ds_config.compilation import resolve_compile
 from llava_ds.engine.ds_config.draft import Draft, open_keys, value_at
 from llava_ds.engine.ds_config.monitoring import resolve_monitoring
 from llava_ds.engine.ds_config.optimizer import offloads, resolve_optimizer
+from llava_ds.engine.ds_config.parallel import take_axes
 from llava_ds.engine.ds_config.precision import resolve_precision, torch_dtype
 from llava_ds.engine.ds_config.scheduler import resolve_scheduler
 from llava_ds.engine.ds_config.zero import resolve_zero
@@ -147,9 +148,7 @@ def resolve_ds_config(
     check_keys(draft)
     resolve_precision(draft)
     draft.agree("gradient_clipping", "max_grad_norm")
-    draft.agree("sequence_parallel_size", "sequence_parallel_size")
-    draft.config.pop("sequence_parallel_size")  # DeepSpeed's own does something else (parallel.py)
-    draft.reasons.pop("sequence_parallel_size", None)
+    take_axes(draft)
     resolve_batch(draft)
     resolve_zero(draft)
     resolve_optimizer(draft)

@@ -1,0 +1,150 @@
+# O outputs and I inputs of a matrix, t ranks that share it
+"""Tensor parallelism: DeepSpeed's AutoTP cuts the matrices of the language model's layers over ranks.
+
+Attention and MLP begin with matrices cut by rows (O / t, I), the heads or inner numbers of a rank, and end with one cut
+by columns (O, I / t), whose results all ranks add up. Everything else is whole on every rank: tower, projector,
+embeddings, output layer, norms. Source: arXiv 1909.08053; deepspeed.module_inject, 0.19.8.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from llava_ds.model.open.names import LANGUAGE_MODEL
+from llava_ds.runtime.mesh import Mesh
+
+OUTPUTS = r"self_attn\.[qkv]_proj|mlp\.(gate|up)_proj"  # cut by rows, biases too
+INPUTS = r"self_attn\.o_proj|mlp\.down_proj"  # cut by columns
+HEAD_NORMS = r"self_attn\.[qk]_norm"  # whole, but each rank has the gradient from its own heads
+_LAYER = r"(?:.*\.)?layers\.\d+\."
+_PART = "llava_ds_part"  # attribute of a parameter that is cut
+WORDS = "the rules that cut matrices: self_attn.[qkvo]_proj, mlp.[gate|up|down]_proj"
+
+
+class Part(NamedTuple):
+    """How a parameter is cut: along which dimension, into equal parts of which rank i of a group has the i-th."""
+
+    dim: int
+    shape: tuple[int, ...]  # of the whole
+    index: int
+    size: int
+    group: torch.distributed.ProcessGroup
+
+    def slice_of(self) -> tuple[int, int, int]:
+        """The numbers of the whole, laid flat, that this rank has: from begin to end of every period."""
+        period = math.prod(self.shape[self.dim :])
+        share = period // self.size
+        return self.index * share, (self.index + 1) * share, period
+
+
+def problems(config: PreTrainedConfig, tp: int) -> list[str]:
+    """The reasons why a language model can't be cut over tp ranks."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    found = []
+    if heads % tp or key_heads % tp:
+        sizes = ", ".join(str(n) for n in range(1, key_heads + 1) if heads % n == 0 and key_heads % n == 0)
+        found.append(f"{heads} heads, with {key_heads} of keys, can't be shared out over {tp} ranks: give {sizes}")
+    if getattr(config, "attention_dropout", 0.0):
+        found.append(
+            f"attention_dropout is {config.attention_dropout} in its config.json, and ranks would drop the same of "
+            "different heads: write 0"
+        )
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    layers = [(name, p) for name, p in model.named_parameters() if re.match(_LAYER, name)]
+    uncut = [name for name, p in layers if not _goes(name, p, config)]
+    if uncut or not any(_dim(name) is not None for name, _ in layers):
+        example = uncut[0] if uncut else "no matrix of its layers"
+        found.append(f"{example} is not in {WORDS}: leave the flag out, ZeRO shards this family as it is")
+    elif uneven := [name for name, p in layers if _dim(name) is not None and p.shape[_dim(name)] % tp]:
+        found.append(f"{uneven[0]} can't be divided into {tp} parts")
+    return found
+
+
+def _goes(name: str, parameter: torch.Tensor, config: PreTrainedConfig) -> bool:
+    """True for a parameter of a layer that is cut, or is the same for every rank."""
+    name = re.sub(rf"^{_LAYER}", "", name)
+    if _dim(f"layers.0.{name}") is not None or re.fullmatch(rf"({INPUTS})\.bias", name):
+        return True
+    if name.startswith(("self_attn.", "mlp.")):
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return re.fullmatch(rf"({HEAD_NORMS})\.weight", name) is not None and tuple(parameter.shape) == (width,)
+    return parameter.ndim == 1
+
+
+def _dim(name: str) -> int | None:
+    """The dimension along which a parameter of the language model is cut; None if it is whole."""
+    if re.fullmatch(rf"{_LAYER}({OUTPUTS})\.(weight|bias)", name):
+        return 0
+    return 1 if re.fullmatch(rf"{_LAYER}({INPUTS})\.weight", name) else None
+
+
+def dim_of(name: str) -> int | None:
+    """The dimension along which a parameter of the whole model is cut, by its name; None if it is not."""
+    return _dim(name.removeprefix(LANGUAGE_MODEL)) if name.startswith(LANGUAGE_MODEL) else None
+
+
+def section(tp: int) -> dict:
+    """DeepSpeed's section of the JSON, with rules for all that it cuts: its own would cut the vision tower, too."""
+    inside = r"^language_model\..*\.layers\.\d+\."
+    rules = [
+        {"patterns": [rf"{inside}({OUTPUTS})(\.weight)?$"], "partition_type": "column"},
+        {"patterns": [rf"{inside}({INPUTS})(\.weight)?$"], "partition_type": "row"},
+        {"patterns": [rf"{inside}({HEAD_NORMS})(\.weight)?$"], "partition_type": "skip", "grad_allreduce": True},
+    ]
+    return {"autotp_size": tp, "partition_config": {"use_default_specs": False, "layer_specs": rules}}
+
+
+def num_divided(model: nn.Module, elements: dict[nn.Parameter, int], tp: int) -> dict[nn.Parameter, int]:
+    """How many numbers of each parameter a rank will hold. elements: of the whole, before the engine is started."""
+    cut = {p for name, p in model.named_parameters() if dim_of(name) is not None}
+    return {p: number // tp if p in cut else number for p, number in elements.items()}
+
+
+def mark_parts(engine, mesh: Mesh) -> None:
+    """Note at every parameter that the engine has cut how, and drop its comparison of the first batches.
+
+    DeepSpeed 0.19.8 pickles the batch of the first forward and sends it to the others, then compares objects that know
+    no comparison. Here the ranks of a group plan alike, and agree on what they could decode (data/loader.py).
+    """
+    if mesh.tp == 1:
+        return
+    engine.first_dataloader_check.remove()
+    assert engine.mpu.get_tensor_model_parallel_rank() == mesh.tp_rank, "DeepSpeed lays ranks out in another order"
+    num_cut = 0
+    for name, parameter in engine.module.named_parameters():
+        dim = dim_of(name)
+        assert (dim is not None) == getattr(parameter, "tensor_model_parallel", False), f"{name}: cut otherwise"
+        if dim is not None:
+            shape = list(getattr(parameter, "ds_shape", parameter.shape))
+            shape[dim] *= mesh.tp
+            setattr(parameter, _PART, Part(dim, tuple(shape), mesh.tp_rank, mesh.tp, mesh.tp_group))
+            num_cut += 1
+    assert num_cut, "DeepSpeed cut nothing"
+
+
+def part_of(parameter: torch.Tensor) -> Part | None:
+    """How a parameter is cut; None for one that is whole, but for ZeRO's shards."""
+    return getattr(parameter, _PART, None)
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a parameter that ZeRO may have partitioned and tensor parallelism cut."""
+    part = part_of(parameter)
+    return tuple(getattr(parameter, "ds_shape", parameter.shape)) if part is None else part.shape
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's numbers, put together where it is cut. ZeRO has to have gathered it. All of its group call it."""
+    part, own = part_of(parameter), parameter.detach()
+    if part is None:
+        return own
+    parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(part.size)]
+    torch.distributed.all_gather(parts, own.contiguous(), group=part.group)
+    return torch.cat(parts, part.dim)
