@@ -32,6 +32,7 @@ from llava_ds.planning.shapes import NAMED, ModelShape, shape_named, shape_of_fo
 from llava_ds.planning.speed import OVERLAP, Machine
 from llava_ds.planning.speed_report import SpeedRun, load_of, speed_json, speed_lines, speed_table
 from llava_ds.runtime.gpus import GPUS, Gpu, gpu_named
+from llava_ds.runtime.mesh import check_sizes
 from llava_ds.runtime.ranks import quiet_libraries
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
@@ -165,13 +166,21 @@ def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> tupl
 
     Without a DeepSpeed JSON it has this repository's, in bf16 by default.
     """
+    raw = None
+    if args.training.deepspeed_config != CHOOSE_DS_CONFIG:
+        raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
+    args = with_axes(args, raw)
+    tp = args.training.tensor_parallel_size
+    check_sizes(own.num_gpus, args.training.sequence_parallel_size, tp)
     if own.model is not None:
         shape = shape_named(own.model, args)
     else:
         if args.model.model_name_or_path is None:
             args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
         shape = shape_of_folders(args)
-    resolved = resolve(own, args, shape, devices)
+    if shape.tp != tp:
+        raise ConfigError(f"--tensor_parallel_size {tp} needs the model's layers: name a size or folders")
+    resolved = resolve(own, args, raw, shape, devices)
     longest = args.data.model_max_length
     # Without data every sample may have the greatest length.
     share = resolved.args.training.per_device_train_batch_size * longest
@@ -201,30 +210,21 @@ def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu:
     return SpeedRun(run, load, machine, gpu_memory)
 
 
-def resolve(own: argparse.Namespace, args: Arguments, shape: ModelShape, devices: Devices) -> ResolvedConfig:
-    """The DeepSpeed JSON as training would resolve it on these GPUs."""
-    if args.training.deepspeed_config == CHOOSE_DS_CONFIG:
-        _check_ranks(args, own.num_gpus)
+def resolve(
+    own: argparse.Namespace, args: Arguments, raw: dict | None, shape: ModelShape, devices: Devices
+) -> ResolvedConfig:
+    """The DeepSpeed JSON as training would resolve it on these GPUs. raw: as it was read, None to choose one."""
+    if raw is None:
         raw, line = choose_ds_config(DS_CONFIGS, shape, args, devices)
         print(line, file=sys.stderr)
-    else:
-        raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
-        args = with_axes(args, raw)
-        _check_ranks(args, own.num_gpus)
     if args.training.deepspeed_config is None:
         default_stage = 2 if trains_projector_only(args.model) else 3
         raw["zero_optimization"]["stage"] = default_stage if own.zero_stage is None else own.zero_stage
         if not {"bf16", "fp16"} & args.given:
             args = args.replaced(bf16=True)
-    dp = own.num_gpus // args.training.sequence_parallel_size
+    dp = own.num_gpus // (args.training.sequence_parallel_size * args.training.tensor_parallel_size)
     machine = {"dp": dp, "device_type": "cuda", "is_local": False}
     return resolve_ds_config(raw, args, hidden_size=shape.hidden_size, **machine)
-
-
-def _check_ranks(args: Arguments, num_gpus: int) -> None:
-    sp = args.training.sequence_parallel_size
-    if num_gpus % sp:
-        raise ConfigError(f"--sequence_parallel_size {sp} does not divide --num_gpus {num_gpus}: change one of them")
 
 
 if __name__ == "__main__":

@@ -259,6 +259,8 @@ def read_layout(checkpoint: Path, rank: int) -> Layout:
 
 def _read_piece(name: str, *numbers) -> Piece:
     part, *numbers = numbers if len(numbers) == 4 else ((), *numbers)
+    if len(part) not in (0, 3):
+        raise ValueError(f"{name} has the slice {part}")
     return Piece(name, tuple(part), *numbers)
 
 

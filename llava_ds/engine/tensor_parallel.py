@@ -23,7 +23,7 @@ INPUTS = r"self_attn\.o_proj|mlp\.down_proj"  # cut by columns
 HEAD_NORMS = r"self_attn\.[qk]_norm"  # whole, but each rank has the gradient from its own heads
 _LAYER = r"(?:.*\.)?layers\.\d+\."
 _PART = "llava_ds_part"  # attribute of a parameter that is cut
-WORDS = "the rules that cut matrices: self_attn.[qkvo]_proj, mlp.[gate|up|down]_proj"
+WORDS = "self_attn.[q|k|v|o]_proj and mlp.[gate|up|down]_proj"
 
 
 class Part(NamedTuple):
@@ -58,10 +58,12 @@ def problems(config: PreTrainedConfig, tp: int) -> list[str]:
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(config)
     layers = [(name, p) for name, p in model.named_parameters() if re.match(_LAYER, name)]
-    uncut = [name for name, p in layers if not _goes(name, p, config)]
-    if uncut or not any(_dim(name) is not None for name, _ in layers):
-        example = uncut[0] if uncut else "no matrix of its layers"
-        found.append(f"{example} is not in {WORDS}: leave the flag out, ZeRO shards this family as it is")
+    others = [name for name, p in layers if not _goes(name, p, config)]
+    if not layers or others:
+        example = others[0] if others else "other names"
+        found.append(
+            f"layers have {example}, and what is cut is {WORDS}: leave the flag out, ZeRO shards this family as it is"
+        )
     elif uneven := [name for name, p in layers if _dim(name) is not None and p.shape[_dim(name)] % tp]:
         found.append(f"{uneven[0]} can't be divided into {tp} parts")
     return found

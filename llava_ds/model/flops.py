@@ -11,7 +11,7 @@ are not counted, as is usual.
 Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -45,6 +45,11 @@ class ModelFlops:
     def of(self, tokens: float, pairs: float, tiles: float, targets: float) -> float:
         """FLOPs of so many of each: of a step, or of a sample. pairs: the sum of L (L + 1) / 2 over samples."""
         return self.per_token * tokens + self.per_pair * pairs + self.per_tile * tiles + self.per_target * targets
+
+    def of_rank(self, tp: int) -> "ModelFlops":
+        """What one of tp ranks computes that share the matrices of the language model's layers."""
+        shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
+        return replace(self, **{name: getattr(self, name) / tp for name in shared})
 
     @property
     def pair_cost(self) -> float:

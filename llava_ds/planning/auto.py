@@ -79,6 +79,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         accumulates=training.gradient_accumulation_steps > 1 or (isinstance(bound, int) and bound < data.share),
         moments=num_moments(resolved.config) + training.enable_ema,
         sp=sp,
+        tp=training.tensor_parallel_size,
     )
     run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)
     return run if shape.tower is None else _MicroBatchChoice(run, training, data, devices.memory).chosen()
@@ -151,7 +152,8 @@ def run_on_ranks(
 ) -> Run:
     """The run on these ranks and its data. The rank with the least free memory decides; all ranks call it together."""
     sp = resolved.args.training.sequence_parallel_size
-    share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, ranks.world_size // sp))
+    dp = ranks.world_size // (sp * resolved.args.training.tensor_parallel_size)
+    share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, dp))
     facts = dataset.index.facts
     data = Data(
         longest_sample=int(dataset.lengths.max()),
@@ -222,7 +224,7 @@ def choose_ds_config(
     runs: dict[str, Run] = {}
     resolve = partial(
         resolve_ds_config,
-        dp=max(1, devices.num_ranks // sp),
+        dp=max(1, devices.num_ranks // (sp * args.training.tensor_parallel_size)),
         hidden_size=shape.hidden_size,
         device_type=devices.kind,
         is_local=devices.are_local,

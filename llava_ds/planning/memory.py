@@ -1,6 +1,8 @@
 # P parameters, T trained ones, N ranks, w bytes of a weight (2 in bf16 and fp16, 4 in fp32)
 """The bytes that a rank needs by ZeRO stage and offload, computed as DeepSpeed 0.19 allocates them.
 
+Under tensor parallelism P and T are those of a rank, and N the ranks with the same parts of matrices.
+
 Model states are what exists at the boundary of an optimizer step: after the last backward, before the step.
 
     stage   weights          gradients   fp32 copy     moments (AdamW's two)
@@ -110,7 +112,8 @@ class ZeroSettings:
 @dataclass(frozen=True)
 class Setup:
     """Devices and precision of a run. weight_bytes: 2 or 4; gradient_bytes: of an accumulated gradient; moments: fp32
-    numbers that the optimizer keeps for a parameter; sp: ranks that share each sample."""
+    numbers that the optimizer keeps for a parameter; sp: ranks that share the tokens of each sample; tp: ranks that
+    share matrices."""
 
     num_gpus: int
     zero: ZeroSettings = field(default_factory=ZeroSettings)
@@ -120,6 +123,12 @@ class Setup:
     accumulates: bool = False
     moments: int = 2
     sp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share model states by ZeRO: those with the same parts of matrices."""
+        return self.num_gpus // self.tp
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ def largest_unit(shape: ModelShape) -> int:
 
 
 def _replicated(shape: ModelShape, placement: Placement, setup: Setup, activations: int) -> Estimate:
-    w, trained = setup.weight_bytes, shape.num_trained
+    w, trained = setup.weight_bytes, shape.trained_of_rank
     bucket = min(trained, ALL_REDUCE_BUCKET) * w
     return Estimate(
         weights=w * sum(shape.tensors) + _packed_bytes(shape),
@@ -178,7 +187,7 @@ def _replicated(shape: ModelShape, placement: Placement, setup: Setup, activatio
 
 
 def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, activations: int) -> Estimate:
-    w, ranks = setup.weight_bytes, setup.num_gpus
+    w, ranks = setup.weight_bytes, setup.ranks
     # Each group is flattened to a multiple of two elements a rank (nccl_start_alignment_factor).
     flat = [_padded(sum(group), 2 * ranks) for group in shape.groups]
     owned = sum(flat) // ranks
@@ -191,7 +200,7 @@ def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, ac
     if offloaded:
         buffers += w * largest  # where gradients are put together before they leave the GPU
     elif placement.stage == 1 and setup.accumulates:
-        buffers += setup.gradient_bytes * max(0, shape.num_trained - held)
+        buffers += setup.gradient_bytes * max(0, shape.trained_of_rank - held)
     in_cpu = (4 * (setup.moments + 2) + w) * owned + w * largest + (w * held if setup.accumulates else 0)
     return Estimate(
         weights=w * (sum(flat) + sum(shape.frozen)) + _packed_bytes(shape),
@@ -207,7 +216,7 @@ def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, ac
 
 
 def _sharded(shape: ModelShape, placement: Placement, setup: Setup, activations: int) -> Estimate:
-    w, ranks, zero = setup.weight_bytes, setup.num_gpus, setup.zero
+    w, ranks, zero = setup.weight_bytes, setup.ranks, setup.zero
     groups = [[math.ceil(size / ranks) for size in group] for group in shape.groups]
     owned = sum(map(sum, groups))
     partitions = owned + sum(math.ceil(size / ranks) for size in shape.frozen)

@@ -10,7 +10,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
+from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
+from llava_ds.engine.tensor_parallel import num_divided
 from llava_ds.model.families.language import is_mixture, mlp_width
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
@@ -82,12 +84,12 @@ class Part:
 
 @dataclass(frozen=True)
 class TextShape:
-    """Widths of the language model: query and key of all heads together. trained: whether the stage trains its weights.
+    """Widths of the language model: query and key of all heads together, of those that a rank has, as of its MLP.
 
-    intermediate: of the MLP, or for a mixture of experts of one that saves as much for backward as the experts of a
-    token; routed: True for such; is_llamas: whether its layers have Llama's tensors, and no others; lora_rank: the
-    ranks of a layer's LoRA together, lora_dropped: the widths of the inputs that it drops parts of; tied: whether the
-    output layer is the embedding.
+    trained: whether the stage trains its weights; intermediate: of the MLP, or for a mixture of experts of one that
+    saves as much for backward as the experts of a token; routed: True for such; is_llamas: whether its layers have
+    Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together, lora_dropped: the widths of the
+    inputs that it drops parts of; tied: whether the output layer is the embedding.
     """
 
     hidden: int
@@ -129,7 +131,8 @@ class ModelShape:
     groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others but the packed;
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
     the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
-    that no stage shares out. flops: None when only the number of parameters is known.
+    that no stage shares out. flops: None when only the number of parameters is known. tp: ranks that share the matrices
+    of the layers; parts are whole, all else is what one of them has.
     """
 
     parts: tuple[Part, ...]
@@ -142,6 +145,7 @@ class ModelShape:
     packed_bits: int = 16
     scale_bits: float = 0
     flops: ModelFlops | None = None
+    tp: int = 1
 
     @property
     def num_parameters(self) -> int:
@@ -150,6 +154,11 @@ class ModelShape:
     @property
     def num_trained(self) -> int:
         return sum(part.num_trained for part in self.parts)
+
+    @property
+    def trained_of_rank(self) -> int:
+        """Those of one of the ranks that share matrices."""
+        return sum(map(sum, self.groups))
 
     @property
     def has_critic(self) -> bool:
@@ -208,7 +217,9 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     """Any causal language model with any tower, as the flags of a run compose and train them.
 
     The composition is built without memory, so every tensor is counted as it would be trained, tied ones once.
+    Raises ConfigError for one that can't be trained on the flags' mesh.
     """
+    check_axes(args, text)
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
         is_llamas = _has_llamas_layers(model.language_model)
@@ -225,22 +236,24 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     layers = [layer for _, layer in lora_layers(model.language_model)]
     inputs = sum(layer.base_layer.in_features for layer in layers)
     hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
-    head = getattr(text, "head_dim", None) or hidden // num_heads
+    head, tp = getattr(text, "head_dim", None) or hidden // num_heads, args.training.tensor_parallel_size
+    elements = num_divided(model, {p: p.numel() for p in model.parameters()}, tp)
+    key_heads = getattr(text, "num_key_value_heads", None) or num_heads
     return ModelShape(
         parts=tuple(
             Part(name, _numel(part.parameters()), _numel(p for p in part.parameters() if p.requires_grad))
             for name, part in model.named_children()
         ),
-        groups=tuple(tuple(p.numel() for p in group["params"]) for group in groups),
-        frozen=tuple(p.numel() for n, p in model.named_parameters() if not p.requires_grad and n not in packed),
-        units=_units(model),
+        groups=tuple(tuple(elements[p] for p in group["params"]) for group in groups),
+        frozen=tuple(elements[p] for n, p in model.named_parameters() if not p.requires_grad and n not in packed),
+        units=_units(model, elements),
         text=TextShape(
             hidden=hidden,
-            intermediate=_saving_width(text),
+            intermediate=_saving_width(text) // tp,
             num_layers=num_layers,
-            query=num_heads * head,
-            key=(getattr(text, "num_key_value_heads", None) or num_heads) * head,
-            num_heads=num_heads,
+            query=num_heads * head // tp,
+            key=key_heads * head // tp,
+            num_heads=max(1, num_heads // tp),
             vocab=model.language_model.get_output_embeddings().weight.shape[0],
             trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
             is_llamas=is_llamas,
@@ -262,7 +275,8 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
         packed_bits=args.model.bits,
         scale_bits=scale_bits(args.model),
-        flops=flops,
+        flops=flops.of_rank(tp),
+        tp=tp,
     )
 
 
@@ -294,12 +308,12 @@ def _is_tied(language_model: nn.Module) -> bool:
     return language_model.get_output_embeddings().weight is language_model.get_input_embeddings().weight
 
 
-def _units(model: LlavaModel) -> tuple[tuple[int, ...], ...]:
+def _units(model: LlavaModel, elements: dict[nn.Parameter, int]) -> tuple[tuple[int, ...], ...]:
     """The tensors that ZeRO-3 gathers together: of each repeated layer, and of every other module by itself."""
     leaves = tuple(layer_classes(model))
     inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules() if m is not leaf}
     sizes = (
-        tuple(p.numel() for p in module.parameters(recurse=isinstance(module, leaves)))
+        tuple(elements[p] for p in module.parameters(recurse=isinstance(module, leaves)))
         for module in model.modules()
         if id(module) not in inside
     )

@@ -149,9 +149,9 @@ def step_time(run: Run, placement: Placement, load: Load, machine: Machine) -> S
     exchanged = exchange_traffic(shape.text, setup, load.tokens / load.useful, run.batch.num_recomputed)
     sent = replace(sent, exchanged=load.micro_steps * exchanged)
     link_s, exposed_s, pcie_s = _exposed(sent, forward_s, backward_s, load, machine, setup)
-    useful = shape.flops.of(
-        load.tokens, load.tokens * (load.sample_tokens + 1) / 2, load.tiles, load.supervised
-    )  # of one micro-batch
+    pairs = load.tokens * (load.sample_tokens + 1) / 2
+    # Of one micro-batch. Ranks that share matrices repeat each other's work in tower and output layer.
+    useful = shape.flops.of(load.tokens, pairs, load.tiles / setup.tp, load.supervised / setup.tp)
     partial = StepTime(
         matmul_s=load.micro_steps * (forward.matmul + backward.matmul),
         attention_s=load.micro_steps * (forward.attention + backward.attention),
@@ -163,7 +163,7 @@ def step_time(run: Run, placement: Placement, load: Load, machine: Machine) -> S
         pcie_s=pcie_s,
         hidden_traffic_s=link_s - exposed_s,
         traffic_bytes=sent.total,
-        tokens=load.micro_steps * load.tokens * setup.num_gpus,
+        tokens=load.micro_steps * load.tokens * setup.ranks,
         mfu=0.0,
     )
     mfu = load.micro_steps * useful / partial.total_s / machine.peak(setup.weight_bytes)
@@ -281,17 +281,17 @@ def _exposed(
     overlap = machine.overlap if sent.can_overlap else 0.0
     room = overlap * backward_s * sent.backward_micro_steps / load.micro_steps
     link_s = (sent.total - sent.exchanged) / bandwidth
-    link_s += sent.exchanged / machine.link_bandwidth(replace(setup, num_gpus=setup.sp))
+    link_s += sent.exchanged / machine.link_bandwidth(replace(setup, num_gpus=setup.sp * setup.tp))
     exposed = max(0.0, sent.forward / bandwidth - overlap * forward_s)
     exposed += max(0.0, sent.backward / bandwidth - room) + sent.after / bandwidth
-    exposed += sent.exchanged / machine.link_bandwidth(replace(setup, num_gpus=setup.sp))
+    exposed += sent.exchanged / machine.link_bandwidth(replace(setup, num_gpus=setup.sp * setup.tp))
     copied = max(0.0, sent.pcie / pcie - overlap * (forward_s + backward_s)) + sent.pcie_after / pcie
     return link_s, exposed, copied
 
 
 def _optimizer_s(shape: ModelShape, placement: Placement, setup: Setup, machine: Machine) -> float:
     """Seconds of the update: of a rank's part on its GPU, or of a node's parts on its CPU."""
-    owned = shape.num_trained / (1 if placement.stage == 0 else setup.num_gpus)
+    owned = shape.trained_of_rank / (1 if placement.stage == 0 else setup.ranks)
     if placement.optimizer == "cpu":
         nodes = math.ceil(setup.num_gpus / setup.gpus_per_node)
         return CPU_ADAM_S * shape.num_trained / nodes

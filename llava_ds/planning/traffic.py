@@ -35,7 +35,7 @@ class Traffic:
     """Bytes that a rank sends in an optimizer step: to other ranks in forward, in backward and after it, and over PCIe.
 
     backward_micro_steps: micro-batches in whose backward the second part is sent; can_overlap: whether DeepSpeed
-    computes meanwhile; exchanged: around attention, which waits for it.
+    computes meanwhile; exchanged: inside of layers, which wait for it, between ranks that share samples.
     """
 
     forward: float
@@ -56,16 +56,19 @@ class Traffic:
 def exchange_traffic(text: TextShape, setup: Setup, tokens: float, recomputed: int) -> float:
     """The bytes that a rank sends to those that share its samples, in one micro-batch.
 
-    tokens: the rank's; recomputed: checkpointed layers, whose forward runs twice. Backward sends as much as forward.
+    tokens: the rank's; recomputed: checkpointed layers, whose forward runs twice. Sequence parallelism sends as much in
+    backward as in forward; tensor parallelism adds up a layer's T D numbers twice in forward and, for each of five
+    matrices, five times in backward (module_inject/layers.py).
     """
     sent = (setup.sp - 1) / setup.sp * sum(exchanged_bytes(text, tokens, setup.weight_bytes))
-    return sent * (2 * text.num_layers + recomputed)
+    added = 2 * (setup.tp - 1) / setup.tp * tokens * text.hidden * setup.weight_bytes
+    return sent * (2 * text.num_layers + recomputed) + added * (7 * text.num_layers + 2 * recomputed)
 
 
 def step_traffic(shape: ModelShape, placement: Placement, setup: Setup, micro_steps: int) -> Traffic:
     """The traffic of an optimizer step of so many micro-batches."""
-    part, w, overlaps = (setup.num_gpus - 1) / setup.num_gpus, setup.weight_bytes, setup.zero.overlap_comm
-    once = part * w * shape.num_trained  # an all-gather or a reduce-scatter of what trains
+    part, w, overlaps = (setup.ranks - 1) / setup.ranks, setup.weight_bytes, setup.zero.overlap_comm
+    once = part * w * shape.trained_of_rank  # an all-gather or a reduce-scatter of what trains
     if placement.stage == 0:
         return Traffic(0, 0, 2 * once, 1, can_overlap=False)
     pcie, pcie_after = _pcie_bytes(shape, placement, setup, micro_steps)
@@ -101,8 +104,8 @@ def _gathered_once(shape: ModelShape) -> int:
 
 def _pcie_bytes(shape: ModelShape, placement: Placement, setup: Setup, micro_steps: int) -> tuple[float, float]:
     """A rank's bytes to and from its CPU during the micro-batches, and after the last."""
-    w, ranks = setup.weight_bytes, setup.num_gpus
-    owned = shape.num_trained / ranks
+    w, ranks = setup.weight_bytes, setup.ranks
+    owned = shape.trained_of_rank / ranks
     during = after = 0.0
     if placement.optimizer != "none":
         accumulated = (2 * micro_steps - 1) * w * owned if micro_steps > 1 or placement.stage == 3 else 0.0

@@ -775,6 +775,8 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--streaming", ": did you mean --stream?"),
         ("--ppo_epochs", ": did you mean --num_iterations?"),
         ("--context_parallel_size", ": did you mean --sequence_parallel_size?"),
+        ("--tensor_model_parallel_size", ": did you mean --tensor_parallel_size?"),
+        ("--tp", ": did you mean --tensor_parallel_size?"),
         ("--actor_learning_rate", ": did you mean --learning_rate?"),
         (
             "--offload_reference_model",
@@ -785,8 +787,8 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--eval_iters", ": leave it out, for the eval loss is of all eval samples"),
         ("--zero_stage", ': did you mean "stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)?'),
         *[
-            (flag, ": leave it out, for ZeRO shards the model, and --sequence_parallel_size samples")
-            for flag in ("--pipeline_model_parallel_size", "--moe-expert-parallel-size", "--tp_size", "--tp")
+            (flag, ": leave it out; ZeRO shards the model, --tensor_parallel_size its matrices, and")
+            for flag in ("--pipeline_model_parallel_size", "--moe-expert-parallel-size", "--pp_size", "--ep")
         ],
     ],
 )

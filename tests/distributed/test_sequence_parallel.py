@@ -6,18 +6,24 @@ from pathlib import Path
 import pytest
 import toys
 from launching import ROOT, TRAIN, command_line, ds_config, launch, losses, toy_run
-from sharing import LONG, STEPS, TOLERANCE, check_same, rows, train_all, weights_of, write_data
+from sharing import (
+    LONG,
+    OFFLOAD,
+    STEPS,
+    TOLERANCE,
+    TRAINED_TOWER,
+    check_same,
+    relative_difference,
+    rows,
+    train_all,
+    write_data,
+)
 
 SHARED = {"sequence_parallel_size": 2}
 PACKED = {"tokens_per_micro_batch": 250}  # of each rank
-TRAINED_TOWER = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
 AUTO = {"tokens_per_micro_batch": "auto", "gradient_checkpointing": "auto", "activation_memory_gb": 0.004}
 # More of the DeepSpeed JSON, in the place of a stage.
-OFFLOAD = {
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 IN_JSON = {"zero_optimization": {"stage": 1}, "sequence_parallel_size": 2}
 IN_CPU = {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"cpu_checkpointing": True}}
 VIDEO = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad", "mm_spatial_pool_stride": 2}
@@ -84,17 +90,6 @@ def more_runs(runs) -> dict[str, Path]:
 @pytest.mark.parametrize("name", [name for name in DAILY if name.startswith("plain")])
 def test_losses_and_gradients_are_those_of_one_rank(runs, name):
     check_same(runs["plain"], runs[name])
-
-
-def relative_difference(one: Path, other: Path) -> float:
-    """Of all weights together, as the root of the mean square."""
-    expected, found = weights_of(one), weights_of(other)
-    squares = [
-        ((expected[key].float() - found[key].float()).square().sum(), expected[key].float().square().sum())
-        for key in expected
-    ]
-    different, whole = map(sum, zip(*squares))
-    return float((different / whole).sqrt())
 
 
 @pytest.mark.full

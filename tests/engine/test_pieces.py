@@ -1,6 +1,9 @@
 """A layout comes back from its file as it was, also from the files of earlier versions, which have no slices."""
 
+import itertools
 import json
+import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +13,7 @@ from torch import nn
 
 from llava_ds.constants import DataError
 from llava_ds.engine.pieces import Piece, has_layout, layout_file, layout_of, layout_text, read_layout
+from llava_ds.engine.tensor_parallel import Part
 
 
 @pytest.fixture
@@ -22,6 +26,7 @@ def engine() -> SimpleNamespace:
         basic_optimizer=optimizer,
         param_names={p: name for name, p in model.named_parameters()},
         get_data_types=lambda: (torch.float32, torch.float32),
+        autotp_size=lambda: 0,
     )
 
 
@@ -50,12 +55,52 @@ def test_a_layout_of_an_earlier_version_is_of_whole_parameters(engine, tmp_path)
 
 def test_a_slice_is_read_as_it_was_written(engine, tmp_path):
     content = json.loads(layout_text(engine))
-    content["slots"][0][0][1] = [[0, 0, 1]]
+    content["slots"][0][0][1] = [0, 1, 3]
     layout_file(tmp_path, 0).write_text(json.dumps(content))
-    assert read_layout(tmp_path, 0).slots[0][0].slice == ((0, 0, 1),)
+    assert read_layout(tmp_path, 0).slots[0][0].slice == (0, 1, 3)
 
 
-@pytest.mark.parametrize("piece", [["weight"], ["weight", 0, 6], ["weight", 7, 0, 6, 0], ["weight", [], 0, 6, 0, 0]])
+def cut(whole: torch.Tensor, dim: int, parts: int, index: int) -> tuple[torch.Tensor, tuple]:
+    """A part of a matrix, and its slice."""
+    if parts == 1:
+        return whole, ()
+    return whole.chunk(parts, dim)[index], Part(dim, tuple(whole.shape), index, parts, None).slice_of()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(12, 12), (24, 12), (12, 36)])
+def test_pieces_of_any_slices_find_their_common_numbers(dim, shape):
+    """Every number of a piece comes out of the pieces of another mesh, and from where it is."""
+    rng = random.Random(f"{dim} {shape}")
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for _ in range(60):
+        parts, others = rng.choice([1, 2, 3, 4, 6]), rng.choice([1, 2, 3, 4, 6])
+        index = rng.randrange(parts)
+        own, own_slice = cut(whole, dim, parts, index)
+        first, last = sorted(rng.sample(range(own.numel() + 1), 2))
+        target = Piece("weight", own_slice, first, last - first, rng.randrange(5))
+        found = torch.full((target.offset + target.length,), -1)
+        counted = 0
+        for other in range(others):
+            held, held_slice = cut(whole, dim, others, other)
+            ends = sorted({0, held.numel(), *rng.sample(range(held.numel()), 2)})
+            for begin, end in itertools.pairwise(ends):  # the shards of data-parallel ranks
+                offset = rng.randrange(4)
+                piece = Piece("weight", held_slice, begin, end - begin, offset)
+                stored = torch.cat([torch.full((offset,), -2), held.flatten()[begin:end]])
+                counted += piece.overlap(target)
+                for block in piece.common(target):
+                    for row in range(block.rows):
+                        from_, to = block.from_ + row * block.from_step, block.to + row * block.to_step
+                        found[to : to + block.width] = stored[from_ : from_ + block.width]
+        assert counted == target.length
+        assert torch.equal(found[target.offset :], own.flatten()[first:last])
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [["weight"], ["weight", 0, 6], ["weight", 7, 0, 6, 0], ["weight", [], 0, 6, 0, 0], ["weight", [1, 2], 0, 6, 0]],
+)
 def test_a_damaged_layout_is_refused(engine, tmp_path, piece):
     content = json.loads(layout_text(engine))
     content["slots"][0][0] = piece

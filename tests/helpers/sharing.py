@@ -14,6 +14,12 @@ from safetensors.torch import load_file
 
 STEPS, BATCH, RATE, TOLERANCE = 5, 8, 0.1, 1e-6
 LONG = 3000  # tokens of one sample, at least
+TRAINED_TOWER = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
+# More of the DeepSpeed JSON, in the place of a stage.
+OFFLOAD = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
 
 
 def write_data(folder: Path) -> dict[str, dict[str, str]]:
@@ -85,3 +91,14 @@ def check_same(one: Path, shared: Path) -> None:
     for key, weight in expected.items():
         # What five gradients together differ by.
         assert (weight - found[key]).abs().max() <= RATE * STEPS * TOLERANCE, key
+
+
+def relative_difference(one: Path, other: Path) -> float:
+    """Of all weights together, as the root of the mean square."""
+    expected, found = weights_of(one), weights_of(other)
+    squares = [
+        ((expected[key].float() - found[key].float()).square().sum(), expected[key].float().square().sum())
+        for key in expected
+    ]
+    different, whole = map(sum, zip(*squares))
+    return float((different / whole).sqrt())

@@ -212,5 +212,5 @@ def test_the_json_may_say_how_many_share_a_sample(figures, main, tmp_path):
     shared = figures(*flags, "8")
     assert shared == figures(*flags, "8", "--sequence_parallel_size", "4")
     assert shared["setup"]["sp"] == 4
-    with pytest.raises(ConfigError, match="--sequence_parallel_size 4 does not divide --num_gpus 6"):
+    with pytest.raises(ConfigError, match="--sequence_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6"):
         main([*flags, "6"])

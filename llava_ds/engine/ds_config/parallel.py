@@ -34,7 +34,6 @@ _OTHERS = {
 _WHOLE_MATRICES = {"Lamb": "a layer's norm", "Adafactor": "a matrix's rows and columns", "Muon": "whole matrices"}
 _OWN_GROUPS = (
     "zero_hpz_partition_size",
-    "mics_shard_size",
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
     "zero_quantized_gradients",

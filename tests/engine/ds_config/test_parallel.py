@@ -1,11 +1,14 @@
 """The sizes of the mesh in flags and JSON, and what can't be trained on it."""
 
+import re
+
 import pytest
 import toys
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import check_axes, for_engine, with_axes
+from llava_ds.runtime.mesh import check_sizes
 
 
 def arguments(*flags: str):
@@ -23,10 +26,31 @@ def arguments(*flags: str):
         ({"sequence_parallel_size": 4}, [], 4),
         ({"sequence_parallel_size": 4}, ["--sp_size", "4"], 4),
         ({"sequence_parallel_size": 1}, [], 1),
+        ({"sequence_parallel_size": None}, [], 1),
     ],
 )
 def test_flag_and_json_are_one_number(raw, flags, size):
     assert with_axes(arguments(*flags), raw).training.sequence_parallel_size == size
+
+
+@pytest.mark.parametrize(
+    ("raw", "flags", "size"),
+    [
+        (None, ["--tensor_parallel_size", "2"], 2),
+        (None, ["--tp_size", "2"], 2),
+        (None, ["--deepspeed_autotp_size", "2"], 2),
+        ({"autotp_size": 2}, [], 2),
+        ({"tp_size": 2}, [], 2),
+        ({"tp": {"tp_size": 2, "tp_grain_size": 1}}, [], 2),
+        ({"autotp_size": 2, "tp": {"tp_size": 1}}, ["--tp_size", "2"], 2),
+        ({"autotp_size": "auto"}, ["--tp_size", "2"], 2),
+        ({"autotp_size": 0}, [], 1),
+        ({}, [], 1),
+    ],
+)
+def test_flag_and_deepspeeds_section_are_one_number(raw, flags, size):
+    args = arguments(*flags)
+    assert with_axes(args, {"tensor_parallel": raw}).training.tensor_parallel_size == size
 
 
 @pytest.mark.parametrize("value", [0, -2, 2.0, True, "two", [2], 10**30])
@@ -60,6 +84,87 @@ def test_objectives_that_need_whole_answers(objective):
     args = arguments("--sp_size", "2").replaced(objective=objective)
     with pytest.raises(ConfigError, match=f"--objective {objective} needs"):
         check_axes(args, toys.language_model_config("llama"))
+
+
+def test_every_reason_against_cut_matrices_is_given_at_once():
+    llama = toys.language_model_config("llama", attention_dropout=0.1)
+    flags = ["--tp_size", "3", "--lora_enable", "True", "--bits", "4", "--torch_compile", "True"]
+    with pytest.raises(ConfigError) as caught:
+        check_axes(arguments(*flags, "--objective", "grpo", "--reward_funcs", "exact"), llama)
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith("--tensor_parallel_size is 3: ") for line in lines)
+    reasons = (
+        "4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2",
+        "attention_dropout is 0.1 in its config.json",
+        "q_proj.weight can't be divided into 3 parts",
+        "--objective grpo draws answers on one rank",
+        "the adapters of --lora_enable",
+        "the packed weights of --bits 4",
+        "--torch_compile is not tried",
+    )
+    assert len(lines) == len(reasons) and all(reason in line for reason, line in zip(reasons, lines))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "granite"])
+def test_families_whose_matrices_are_cut(family):
+    check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "found"),
+    [
+        ("phi3", "qkv_proj.weight"),
+        ("gpt2", "other names"),
+        ("opt", "out_proj.weight"),
+        ("mixtral", "mlp.gate.weight"),
+        ("olmoe", "q_norm.weight"),
+    ],
+)
+def test_families_that_are_not_cut_are_refused_by_name(family, found):
+    with pytest.raises(ConfigError, match=rf"the language model's layers have .*{found}, and what is cut is self_attn"):
+        check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
+
+
+def test_heads_that_are_cut_and_exchanged():
+    with pytest.raises(ConfigError, match="--sequence_parallel_size is 4 and --tensor_parallel_size 2: of a rank's"):
+        check_axes(arguments("--tp_size", "2", "--sp_size", "4"), toys.language_model_config("llama"))
+    check_axes(arguments("--tp_size", "2", "--sp_size", "2"), toys.language_model_config("llama"))
+
+
+def test_deepspeed_cuts_by_rules_of_this_trainer():
+    own = for_engine({"tensor_parallel": {"autotp_size": 2}})["tensor_parallel"]
+    assert own["autotp_size"] == 2 and own["partition_config"]["use_default_specs"] is False
+    rules = own["partition_config"]["layer_specs"]
+    layer = "language_model.model.layers.3."
+    kinds = {
+        f"{layer}self_attn.q_proj.weight": "column",
+        f"{layer}mlp.up_proj": "column",
+        f"{layer}self_attn.o_proj": "row",
+        f"{layer}mlp.down_proj.weight": "row",
+        f"{layer}self_attn.k_norm.weight": "skip",
+    }
+    for name, kind in kinds.items():
+        assert [rule["partition_type"] for rule in rules if re.match(rule["patterns"][0], name)] == [kind], name
+    for name in ("vision_tower.tower.vision_model.encoder.layers.0.self_attn.q_proj", "language_model.lm_head"):
+        assert not any(re.match(rule["patterns"][0], name) for rule in rules), name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sp", "tp", "said"),
+    [
+        (8, 1, 1, None),
+        (8, 2, 4, None),
+        (6, 4, 1, "--sequence_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6, or start another"),
+        (6, 1, 4, "--tensor_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6, or start another"),
+        (2, 2, 2, "2 times --tensor_parallel_size 2 is 4, which does not divide 2 ranks: give one of 1 x 1, 1 x 2, 2"),
+    ],
+)
+def test_axes_fit_the_ranks(world_size, sp, tp, said):
+    if said is None:
+        check_sizes(world_size, sp, tp)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_sizes(world_size, sp, tp)
 
 
 def test_deepspeed_is_not_told_how_many_samples_a_step_has():
