@@ -199,7 +199,7 @@ def layout_of(engine) -> Layout:
         str(masters(engine)[0].dtype),
         tuple(tuple(pieces(slot, names)) for slot in slots),
         any(group.get("fused") for group in engine.basic_optimizer.param_groups),
-        max(1, engine.autotp_size()),
+        next((part.size for p in engine.param_names if (part := part_of(p)) is not None), 1),
     )
 
 

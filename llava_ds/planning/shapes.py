@@ -233,12 +233,8 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     packed = names if args.model.bits < 16 else set()
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
-    layers = [layer for _, layer in lora_layers(model.language_model)]
-    inputs = sum(layer.base_layer.in_features for layer in layers)
-    hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
-    head, tp = getattr(text, "head_dim", None) or hidden // num_heads, args.training.tensor_parallel_size
+    tp = args.training.tensor_parallel_size
     elements = num_divided(model, {p: p.numel() for p in model.parameters()}, tp)
-    key_heads = getattr(text, "num_key_value_heads", None) or num_heads
     return ModelShape(
         parts=tuple(
             Part(name, _numel(part.parameters()), _numel(p for p in part.parameters() if p.requires_grad))
@@ -247,36 +243,49 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         groups=tuple(tuple(elements[p] for p in group["params"]) for group in groups),
         frozen=tuple(elements[p] for n, p in model.named_parameters() if not p.requires_grad and n not in packed),
         units=_units(model, elements),
-        text=TextShape(
-            hidden=hidden,
-            intermediate=_saving_width(text) // tp,
-            num_layers=num_layers,
-            query=num_heads * head // tp,
-            key=key_heads * head // tp,
-            num_heads=max(1, num_heads // tp),
-            vocab=model.language_model.get_output_embeddings().weight.shape[0],
-            trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
-            is_llamas=is_llamas,
-            tied=_is_tied(model.language_model),
-            lora_rank=args.model.lora_r * len(layers) // num_layers,
-            lora_dropped=inputs // num_layers if args.model.lora_dropout else 0,
-            routed=is_mixture(text),
-        ),
-        tower=TowerShape(
-            hidden=tower.config.hidden_size,
-            intermediate=tower.config.intermediate_size,
-            num_layers=tower.num_layers,
-            num_patches=tower.images.num_tokens,
-            image_size=tower.images.size,
-            projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
-            num_parameters=_numel(model.vision_tower.parameters()),
-            trained="vision_tower" in trained_parts(args.model),
-        ),
+        text=_text_shape(model.language_model, text, args, is_llamas),
+        tower=_tower_shape(model, tower, args),
         packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
         packed_bits=args.model.bits,
         scale_bits=scale_bits(args.model),
         flops=flops.of_rank(tp),
         tp=tp,
+    )
+
+
+def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool) -> TextShape:
+    layers = [layer for _, layer in lora_layers(language_model)]
+    inputs = sum(layer.base_layer.in_features for layer in layers)
+    hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
+    head, tp = getattr(text, "head_dim", None) or hidden // num_heads, args.training.tensor_parallel_size
+    key_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    return TextShape(
+        hidden=hidden,
+        intermediate=_saving_width(text) // tp,
+        num_layers=num_layers,
+        query=num_heads * head // tp,
+        key=key_heads * head // tp,
+        num_heads=max(1, num_heads // tp),
+        vocab=language_model.get_output_embeddings().weight.shape[0],
+        trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
+        is_llamas=is_llamas,
+        tied=_is_tied(language_model),
+        lora_rank=args.model.lora_r * len(layers) // num_layers,
+        lora_dropped=inputs // num_layers if args.model.lora_dropout else 0,
+        routed=is_mixture(text),
+    )
+
+
+def _tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerShape:
+    return TowerShape(
+        hidden=tower.config.hidden_size,
+        intermediate=tower.config.intermediate_size,
+        num_layers=tower.num_layers,
+        num_patches=tower.images.num_tokens,
+        image_size=tower.images.size,
+        projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
+        num_parameters=_numel(model.vision_tower.parameters()),
+        trained="vision_tower" in trained_parts(args.model),
     )
 
 

@@ -787,7 +787,11 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--eval_iters", ": leave it out, for the eval loss is of all eval samples"),
         ("--zero_stage", ': did you mean "stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)?'),
         *[
-            (flag, ": leave it out; ZeRO shards the model, --tensor_parallel_size its matrices, and")
+            (
+                flag,
+                ": leave it out; ZeRO shards the model, --tensor_parallel_size its matrices, and "
+                "--sequence_parallel_size samples",
+            )
             for flag in ("--pipeline_model_parallel_size", "--moe-expert-parallel-size", "--pp_size", "--ep")
         ],
     ],

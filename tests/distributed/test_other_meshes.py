@@ -18,9 +18,21 @@ MESHES = {
     "sp2": (2, {"sequence_parallel_size": 2}),
     "dp4": (4, {}),
     "dp2xsp2": (4, {"sequence_parallel_size": 2}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "dp2xtp2": (4, {"tensor_parallel_size": 2}),
+    "sp2xtp2": (4, {"sequence_parallel_size": 2, "tensor_parallel_size": 2}),
 }
-STAGE = {"dp2": 2, "sp2": 3, "dp4": 3, "dp2xsp2": 1}  # another one here and there
+# Another one here and there.
+STAGE = {"dp2": 2, "sp2": 3, "dp4": 3, "dp2xsp2": 1, "tp2": 0, "dp2xtp2": 3, "sp2xtp2": 1}
 PAIRS = list(itertools.product(MESHES, MESHES))
+# A process has DeepSpeed's groups of one mesh: ranks, and how many of them share matrices.
+LAUNCHES = [(2, 1), (2, 2), (4, 1), (4, 2)]
+
+
+def launched(mesh: str) -> tuple[int, int]:
+    """The launch that runs on a mesh."""
+    ranks, flags = MESHES[mesh]
+    return ranks, flags.get("tensor_parallel_size", 1)
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +47,16 @@ def folder(tmp_path_factory) -> Path:
         flags = {**more, **rates, **MESHES[mesh][1], "save_strategy": "steps"}
         return toy_run(given, folder / name, ds_config(STAGE[mesh]), **flags)
 
-    for ranks in (2, 4):
-        run_many(ranks, folder / f"whole-{ranks}", [run(mesh, mesh) for mesh in MESHES if MESHES[mesh][0] == ranks])
-    for ranks in (2, 4):
+    for ranks, tp in LAUNCHES:
+        whole = [run(mesh, mesh) for mesh in MESHES if launched(mesh) == (ranks, tp)]
+        run_many(ranks, folder / f"whole-{ranks}-{tp}", whole)
+    for ranks, tp in LAUNCHES:
         moved = []
         for before, after in PAIRS:
-            if MESHES[after][0] == ranks:
+            if launched(after) == (ranks, tp):
                 break_off(folder / before, folder / f"{before} to {after}", SAVED)
                 moved.append(run(f"{before} to {after}", after))
-        said = run_many(ranks, folder / f"moved-{ranks}", moved)
+        said = run_many(ranks, folder / f"moved-{ranks}-{tp}", moved, timeout_s=1800)
         assert said.count(f"resumed at step {SAVED}") == len(moved)
     return folder
 

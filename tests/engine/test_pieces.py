@@ -26,7 +26,6 @@ def engine() -> SimpleNamespace:
         basic_optimizer=optimizer,
         param_names={p: name for name, p in model.named_parameters()},
         get_data_types=lambda: (torch.float32, torch.float32),
-        autotp_size=lambda: 0,
     )
 
 

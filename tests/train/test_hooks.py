@@ -9,6 +9,7 @@ import torch
 
 from llava_ds.constants import DataError
 from llava_ds.data.loader import Counts
+from llava_ds.runtime.mesh import ALONE
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train import hooks, loop
 from llava_ds.train.hooks import Evaluate, Health, Hook, Log, Save, StepEnd, Stop
@@ -42,6 +43,7 @@ class FakeSession:
         args, dataset = SimpleNamespace(training=training), SimpleNamespace(is_streamed=False)
         self.plan = SimpleNamespace(args=args, steps=SimpleNamespace(num_steps=10, dataset=dataset))
         self.ranks, self.state, self.engine, self.model = Ranks(0, 0, 1, torch.device("cpu")), TrainState(), None, None
+        self.mesh = ALONE
         self.stop = SimpleNamespace(agreed=lambda step_s, ahead_s: stops, saved=lambda seconds: None)
         self.watchdog = SimpleNamespace(set_phase=lambda phase, step: None)
         self.evaluation = SimpleNamespace(

@@ -152,8 +152,8 @@ class DeepSpeedJson(_Section):
     expert_parallel: dict = {}
     hybrid_engine: dict = {}
     pipeline: dict = {}
-    sequence_parallel_size: object = None  # these two are read before the ranks are laid out (parallel.py)
-    tensor_parallel: object = None
+    sequence_parallel_size: Whole = 1
+    tensor_parallel: dict = {}
     use_data_before_expert_parallelism: bool = False
     weight_quantization: dict = {}
 

@@ -8,6 +8,7 @@ import toys
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import check_axes, for_engine, with_axes
+from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.runtime.mesh import check_sizes
 
 
@@ -59,6 +60,11 @@ def test_what_is_no_size_is_refused(value):
         with_axes(arguments(), {"sequence_parallel_size": value})
 
 
+def test_a_section_that_is_no_object():
+    with pytest.raises(ConfigError, match=r'tensor_parallel is 2 in the DeepSpeed JSON: write \{"autotp_size": 2\}'):
+        with_axes(arguments(), {"tensor_parallel": 2})
+
+
 def test_two_sizes_are_refused():
     with pytest.raises(ConfigError, match="2 in the DeepSpeed JSON but --sequence_parallel_size is 4: make them equal"):
         with_axes(arguments("--sp_size", "4"), {"sequence_parallel_size": 2})
@@ -90,19 +96,45 @@ def test_every_reason_against_cut_matrices_is_given_at_once():
     llama = toys.language_model_config("llama", attention_dropout=0.1)
     flags = ["--tp_size", "3", "--lora_enable", "True", "--bits", "4", "--torch_compile", "True"]
     with pytest.raises(ConfigError) as caught:
-        check_axes(arguments(*flags, "--objective", "grpo", "--reward_funcs", "exact"), llama)
+        check_axes(arguments(*flags), llama)
     lines = str(caught.value).splitlines()
     assert all(line.startswith("--tensor_parallel_size is 3: ") for line in lines)
     reasons = (
         "4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2",
         "attention_dropout is 0.1 in its config.json",
         "q_proj.weight can't be divided into 3 parts",
-        "--objective grpo draws answers on one rank",
         "the adapters of --lora_enable",
         "the packed weights of --bits 4",
         "--torch_compile is not tried",
     )
     assert len(lines) == len(reasons) and all(reason in line for reason, line in zip(reasons, lines))
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "hpz_partition_size makes groups of ranks"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile cuts matrices by rules of its own"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+            'zero_optimization.offload_param.device is "nvme", which is not tried: write "cpu"',
+        ),
+        ({"optimizer": {"type": "lamb", "params": {"lr": 0.1}}}, "Lamb's updates depend on a layer's norm"),
+        ({"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}}, "Adafactor's updates depend on a matrix's rows"),
+    ],
+)
+def test_what_does_not_go_with_cut_matrices(raw, said):
+    with pytest.raises(ConfigError) as caught:
+        resolve_ds_config({**raw, "tensor_parallel": {"autotp_size": 2}}, arguments(), dp=2, hidden_size=32)
+    lines = [line for line in str(caught.value).splitlines() if said in line]
+    assert len(lines) == 1 and lines[0].startswith("--tensor_parallel_size is 2, but ")
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+def test_objectives_that_draw_answers(objective):
+    args = arguments("--tp_size", "2").replaced(objective=objective)
+    with pytest.raises(ConfigError, match=f"--objective {objective} draws answers on one rank, from a whole model"):
+        check_axes(args, toys.language_model_config("llama"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "granite"])
