@@ -90,6 +90,7 @@ def saved_optimizer(layout: Layout, states: dict) -> dict:
 def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[SavedPiece]:
     """Yield every saved piece that has numbers of a rank's own. live: the rank's layout.
 
+    What ranks that share matrices all hold is yielded as the first of them saved it.
     Raises DataError for files that can't be read, or that do not hold what their layout says.
     """
     own: dict[str, list[Piece]] = {}
@@ -99,8 +100,10 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
     first = read_layout(checkpoint, 0)
     for rank in range(first.tp if first.kind in REPLICATED else world_size):
         layout = read_layout(checkpoint, rank)
+        copied = rank % first.tp > 0  # what is whole here lies in another file, too
         wanted = [
-            [piece for piece in slot if any(map(piece.overlap, own.get(piece.name, [])))] for slot in layout.slots
+            [p for p in slot if (p.slice or not copied) and any(map(p.overlap, own.get(p.name, [])))]
+            for slot in layout.slots
         ]
         if not any(wanted):
             continue  # its file is not opened

@@ -25,6 +25,12 @@ STATES = ("weights", "gradients", "optimizer")
 CASES = [(stage, "fp32", trains, 1) for trains in ("projector", "all") for stage in (0, 1, 2, 3)]
 CASES += [(stage, "bf16", "all", 2) for stage in (0, 1, 2, 3)]
 CASES += [(2, "fp32", "lora", 1), (3, "fp32", "lora", 1), (2, "bf16", "qlora", 1), (3, "bf16", "qlora", 1)]
+SHARED = [(stage, "fp32", "all", 1) for stage in (0, 1, 2, 3)] + [(stage, "bf16", "all", 2) for stage in (1, 3)]
+AXES = {  # ranks, flags
+    "sp2": (2, {"sequence_parallel_size": 2}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "dp2xtp2": (4, {"tensor_parallel_size": 2}),
+}
 LORA = {"lora": {"lora_enable": True}, "qlora": {"lora_enable": True, "bits": 4}}
 
 
@@ -48,15 +54,17 @@ def flags_of(
     }
 
 
-def measured(ranks: int, folder: Path, llama: dict, clip: dict) -> dict[tuple, tuple[Run, list[dict[str, int]]]]:
-    """The planned memory and that of every rank, for every case, all in one launch."""
+def measured(
+    ranks: int, folder: Path, llama: dict, clip: dict, wanted: list[tuple] = CASES, **axes: int
+) -> dict[tuple, tuple[Run, list[dict[str, int]]]]:
+    """The planned memory and that of every rank, for every case, all in one launch. axes: flags of the mesh."""
     folder.mkdir()
     base = toys.write_base(folder / "base", clip=clip, **llama)
     data = toys.write_data(folder / "data", "itit" * 4)
-    flags = {case: command_line(flags_of(base, data, folder, *case)) for case in CASES}
+    flags = {case: command_line(flags_of(base, data, folder, *case) | axes) for case in wanted}
     cases = folder / "cases.json"
-    outs = {case: folder / f"measured-{i}" for i, case in enumerate(CASES)}
-    cases.write_text(json.dumps([{"flags": flags[case], "out": str(outs[case])} for case in CASES]))
+    outs = {case: folder / f"measured-{i}" for i, case in enumerate(wanted)}
+    cases.write_text(json.dumps([{"flags": flags[case], "out": str(outs[case])} for case in wanted]))
     done = launch(ranks, MEASURE, str(cases))
     assert done.returncode == 0, done.stdout + done.stderr
     return {
@@ -64,7 +72,7 @@ def measured(ranks: int, folder: Path, llama: dict, clip: dict) -> dict[tuple, t
             planned(flags[case], ranks),
             [json.loads(Path(f"{outs[case]}-{r}.json").read_text()) for r in range(ranks)],
         )
-        for case in CASES
+        for case in wanted
     }
 
 
@@ -72,7 +80,9 @@ def planned(flags: list[str], ranks: int) -> Run:
     args, _ = parse_arguments(flags)
     shape = shape_of_folders(args)
     raw = read_ds_config(args.training.deepspeed_config)
-    resolved = resolve_ds_config(raw, args, dp=ranks, hidden_size=shape.text.hidden)
+    training = args.training
+    dp = ranks // training.sequence_parallel_size // training.tensor_parallel_size
+    resolved = resolve_ds_config(raw, args, dp=dp, hidden_size=shape.text.hidden)
     return planned_run(shape, resolved, Data(512, 0.25, share=512), Devices(ranks, 8))
 
 
@@ -104,5 +114,14 @@ def test_model_states_are_what_exists(on_ranks, case):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_model_states_of_an_uneven_model_are_what_exists(tmp_path, ranks):
     for case, found in measured(ranks, tmp_path / "uneven", UNEVEN, {**CLIP, "hidden_size": 52}).items():
+        print(case)
+        check(*found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", AXES)
+def test_model_states_of_ranks_that_share_are_what_exists(tmp_path, mesh):
+    ranks, flags = AXES[mesh]
+    for case, found in measured(ranks, tmp_path / mesh, LLAMA, CLIP, SHARED, **flags).items():
         print(case)
         check(*found)

@@ -149,9 +149,19 @@ def test_damaged_checkpoints_and_other_base_models_are_refused(runs, tmp_path):
         export(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_stage_and_precision(num_ranks, tmp_path):
-    out, _ = trained(tmp_path / "runs", MORE_RUNS, num_ranks)
+@pytest.mark.parametrize(
+    ("num_ranks", "axes"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"sequence_parallel_size": 2}),
+        (2, {"tensor_parallel_size": 2}),
+        (4, {"tensor_parallel_size": 2}),
+    ],
+)
+def test_every_stage_and_precision(num_ranks, axes, tmp_path):
+    runs = {name: (stage, flags | axes) for name, (stage, flags) in MORE_RUNS.items()}
+    out, _ = trained(tmp_path / "runs", runs, num_ranks)
     check_against_live(out, tmp_path)
     for stage in (1, 2, 3):
         assert same(tensors(out["zero0 fp32"]), tensors(out[f"zero{stage} fp32"]))

@@ -39,12 +39,13 @@ def flags_of(given: dict, output_dir: Path, stage: int, **more: object) -> dict[
 
 
 PACKED = {"tokens_per_micro_batch": 200}
-RUNS = {  # (kind, stage, ranks, which may share samples): more flags
+RUNS = {  # (kind, stage, ranks, which may share samples or matrices): more flags
     **{(kind, 2, 2): PACKED for kind in KINDS},
     **{("sigmoid", stage, 2): {} for stage in (0, 1, 3)},
     ("sigmoid", 3, 1): PACKED,
     ("sigmoid", 0, 1): {"per_device_train_batch_size": 1},
     **{(kind, 3, "2 shared"): {**PACKED, "sequence_parallel_size": 2} for kind in ("sigmoid", "ipo", "other")},
+    **{(kind, stage, "2 cut"): {**PACKED, "tensor_parallel_size": 2} for kind, stage in (("sigmoid", 1), ("other", 3))},
 }
 
 
@@ -74,13 +75,13 @@ def other_than(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def runs(folder, given) -> dict[tuple[str, int, int], Path]:
     outputs = {at: folder / "-".join(map(str, at)) for at in RUNS}
-    for ranks in (1, 2):
+    for ranks, is_cut in ((1, False), (2, False), (2, True)):  # a process has the groups of one mesh
         todo = [
             flags_of(given, outputs[at], at[1], **KINDS[at[0]], **reference_of(folder, at[0]), **more)
             for at, more in RUNS.items()
-            if int(str(at[2])[0]) == ranks
+            if (int(str(at[2])[0]), "cut" in str(at[2])) == (ranks, is_cut)
         ]
-        run_many(ranks, folder / f"launch-{ranks}", todo)
+        run_many(ranks, folder / f"launch-{ranks}-{is_cut}", todo)
     return outputs
 
 

@@ -27,11 +27,12 @@ KINDS = {
     "tokens": {"reward_loss": "tokens"},
 }
 PACKED = {"tokens_per_micro_batch": 200}
-RUNS = {  # (kind, stage, ranks): more flags
+RUNS = {  # (kind, stage, ranks, which may share matrices): more flags
     **{(kind, 2, 2): PACKED for kind in KINDS},
     **{("last", stage, 2): {} for stage in (0, 1)},
     ("last", 3, 2): PACKED,
     ("tokens", 3, 2): {},
+    **{(kind, 3, "2 cut"): {**PACKED, "tensor_parallel_size": 2} for kind in ("last", "tokens")},
 }
 
 
@@ -73,11 +74,19 @@ SAVED = 5
 def runs(folder, given) -> dict[object, Path]:
     """The runs of RUNS; and one that measures an eval set, whole and resumed from its first checkpoint."""
     outputs = {at: folder / "-".join(map(str, at)) for at in RUNS}
-    todo = [flags_of(given, outputs[at], at[1], **KINDS[at[0]], **more) for at, more in RUNS.items()]
+    todo, cut = (
+        [
+            flags_of(given, outputs[at], at[1], **KINDS[at[0]], **more)
+            for at, more in RUNS.items()
+            if ("cut" in str(at[2])) == is_cut
+        ]
+        for is_cut in (False, True)
+    )
     saving = {"save_strategy": "steps", "save_steps": SAVED, "eval_data_path": folder / "eval.json", "eval_steps": 4}
     outputs |= {name: folder / name for name in ("whole", "resumed")}
     todo.append(flags_of(given, outputs["whole"], 2, **PACKED, **saving))
     run_many(2, folder / "launch", todo)
+    run_many(2, folder / "cut", cut)  # a process has the groups of one mesh
     outputs["resumed"].mkdir()
     shutil.copytree(outputs["whole"] / f"checkpoint-{SAVED}", outputs["resumed"] / f"checkpoint-{SAVED}")
     shutil.copy(outputs["whole"] / "metrics.jsonl", outputs["resumed"])

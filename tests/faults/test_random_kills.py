@@ -41,6 +41,7 @@ KINDS = {
     "zero1-fp32-async": (1, {"async_save": True, "save_total_limit": 1}),
     "zero3-fp32": (3, {"save_total_limit": 2}),
     "zero2-shared-samples": (2, {"sequence_parallel_size": 2}),
+    "zero1-shared-matrices": (1, {"tensor_parallel_size": 2, "async_save": True}),
 }
 # Who is killed: one rank, both, or the launcher and all that it started.
 VICTIMS = ("0", "1", "both", "all")
