@@ -32,6 +32,8 @@ class Batch:
     Of preferences the samples come in pairs, first the chosen answer, then the rejected one, over the same images.
     reference (samples,) float64: the log-probability of each one's targets under the reference model, or None; margins
     (samples,) float64: by which the chosen answer shall be ahead, at its place, or None where all are zero.
+
+    hidden (1, T, D): what the stages of a pipeline before this one made of the tokens; None at the first.
     """
 
     input_ids: torch.Tensor
@@ -51,6 +53,7 @@ class Batch:
     parts: int = 1
     reference: torch.Tensor | None = None
     margins: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device; copies from pinned memory don't wait."""

@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 
-from llava_ds.config.arguments import Arguments, trains_projector_only
+from llava_ds.config.arguments import Arguments, ranks_per_sample, trains_projector_only
 from llava_ds.config.bounds import AtLeastOne, Count, Part, PartAboveZero, Positive, Rate, number
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.config.shipped import DS_CONFIGS
@@ -222,7 +222,7 @@ def resolve(
         raw["zero_optimization"]["stage"] = default_stage if own.zero_stage is None else own.zero_stage
         if not {"bf16", "fp16"} & args.given:
             args = args.replaced(bf16=True)
-    dp = own.num_gpus // (args.training.sequence_parallel_size * args.training.tensor_parallel_size)
+    dp = own.num_gpus // ranks_per_sample(args.training)
     machine = {"dp": dp, "device_type": "cuda", "is_local": False}
     return resolve_ds_config(raw, args, hidden_size=shape.hidden_size, **machine)
 

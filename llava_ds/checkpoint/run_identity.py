@@ -18,7 +18,7 @@ from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
 # Flags that only decide on which rank and in which micro-batch a sample of the step is computed.
 LAYOUT_FLAGS = tuple(name for name, flag in FLAGS.items() if flag.resume == "layout")
 
-SHARED_BY = ("sequence_parallel_size", "tensor_parallel_size")  # ranks with the same samples
+SHARED_BY = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")  # ranks with the same samples
 
 # Orders of LLaVA-NeXT's sampler, and the layout flag that decides which samples their steps take.
 ORDERED_BY_LAYOUT = {

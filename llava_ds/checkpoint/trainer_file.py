@@ -29,6 +29,7 @@ class _Flags(TypedDict):
     gradient_accumulation_steps: NotRequired[_Count | None]
     sequence_parallel_size: NotRequired[_Count]
     tensor_parallel_size: NotRequired[_Count]
+    pipeline_parallel_size: NotRequired[_Count]
     tokens_per_micro_batch: NotRequired[_Count | str | None]
     model_name_or_path: NotRequired[str | None]
     model_base: NotRequired[str | None]

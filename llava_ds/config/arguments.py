@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from llava_ds.config.data_flags import DataArguments
 from llava_ds.config.flags import Flag
 from llava_ds.config.model_flags import ModelArguments, trained_parts, trains_new_rows, trains_projector_only
-from llava_ds.config.training_flags import TrainingArguments, steps_go_across_epochs
+from llava_ds.config.training_flags import TrainingArguments, ranks_per_sample, steps_go_across_epochs
 
 __all__ = [
     "FLAGS",
@@ -17,6 +17,7 @@ __all__ = [
     "TrainingArguments",
     "flag_default",
     "flags_free_on_resume",
+    "ranks_per_sample",
     "steps_go_across_epochs",
     "trained_parts",
     "trains_new_rows",

@@ -206,6 +206,13 @@ class TrainingArguments:
         aliases=("--tp_size", "--deepspeed_autotp_size"),
         resume="layout",
     )
+    pipeline_parallel_size: Count = _steps(
+        1,
+        "Stages of a pipeline: ranks that have some of the language model's layers each, for nodes joined by slow "
+        "links. A step should have many micro-batches (--gradient_accumulation_steps): the more, the less stages wait.",
+        aliases=("--pp_size",),
+        resume="layout",
+    )
     steps_across_epochs: bool | None = _steps(
         None,
         "Where the samples don't divide into steps, as LLaVA's trainer does: let a step continue into the next epoch "
@@ -436,3 +443,8 @@ def steps_go_across_epochs(training: TrainingArguments) -> bool:
     if training.steps_across_epochs is None:
         return training.loss_reduction == "micro_batch"
     return training.steps_across_epochs
+
+
+def ranks_per_sample(training: TrainingArguments) -> int:
+    """Ranks that train on the same samples: sp * tp * pp."""
+    return training.sequence_parallel_size * training.tensor_parallel_size * training.pipeline_parallel_size

@@ -15,10 +15,12 @@ from llava_ds.geometry import ImageOptions
 
 
 class Part(NamedTuple):
-    """The place of a rank among those that share the tokens of a micro-batch."""
+    """The place of a rank among those that share the tokens of a micro-batch; needs_images: False on a pipeline's
+    stages that never see them."""
 
     rank: int
     ranks: int
+    needs_images: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
         places = tuple(place for place in range(len(items)) if place not in broken)
         samples = [sample for place in places for sample in items[place].samples]
         batch, tiles = cut(fill(collate(samples, options, with_pixels=False), self.part.ranks), self.part, options)
-        pixels, unreadable = self._pixels(samples, tiles)
+        pixels, unreadable = self._pixels(samples, tiles if self.part.needs_images else [])
         for place in places:
             reasons = [unreadable[id(one)] for sample in items[place].samples for one, _ in sample.media]
             if any(reasons):

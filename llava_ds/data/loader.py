@@ -136,7 +136,7 @@ def micro_batches(
         "pin_memory": device.type == "cuda",
     }
     if mesh.shared > 1:
-        parts = PartsOfMicroBatches(dataset, Part(mesh.sp_rank, mesh.sp))
+        parts = PartsOfMicroBatches(dataset, Part(mesh.sp_rank, mesh.sp, mesh.pp_rank == 0))
         cut = torch.utils.data.DataLoader(parts, batch_size=None, sampler=batches, collate_fn=_unchanged, **options)
         loader = (_agreed(each, mesh) for each in cut)
     else:

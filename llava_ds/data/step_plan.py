@@ -31,8 +31,8 @@ class StepLayout(NamedTuple):
 class Packing:
     """The rule that lays the samples of a step out on ranks and micro-batches.
 
-    dp: groups of ranks with samples of their own, each of sp * tp ranks: sp share the tokens of every micro-batch, tp
-    the matrices that these go through.
+    dp: groups of ranks with samples of their own, each of sp * tp * pp ranks: sp share the tokens of every micro-batch,
+    tp the matrices that these go through, pp the layers.
     tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None: micro-batches by count.
     across_epochs: steps of whole micro-batches that run on into the next epoch, as in LLaVA's trainer. pair_cost: a
     sample of L tokens costs L + pair_cost * L**2, the second part for attention.
@@ -46,6 +46,7 @@ class Packing:
     pair_cost: float = 0.0
     sp: int = 1
     tp: int = 1
+    pp: int = 1
 
     @classmethod
     def of(cls, training: TrainingArguments, dp: int, tokens: int | None, pair_cost: float) -> "Packing":
@@ -53,12 +54,13 @@ class Packing:
         size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
         sp, across = training.sequence_parallel_size, steps_go_across_epochs(training)
         bound = None if tokens is None else tokens * sp
-        return cls(dp, size, accumulation, bound, across, pair_cost, sp, training.tensor_parallel_size)
+        tp, pp = training.tensor_parallel_size, training.pipeline_parallel_size
+        return cls(dp, size, accumulation, bound, across, pair_cost, sp, tp, pp)
 
     @property
     def shared(self) -> int:
         """Ranks with the same samples."""
-        return self.sp * self.tp
+        return self.sp * self.tp * self.pp
 
     @property
     def batch_size(self) -> int:

@@ -41,36 +41,48 @@ def read_states(file: Path) -> dict:
     return safe_load.load(file, mmap=True)
 
 
-def model_states(engine_dir: Path, tp_rank: int = 0) -> dict:
-    """Read what all ranks with the same parts of matrices have in common: counters, the schedule, and at stages 0 to 2
-    the trained weights.
+def model_states(engine_dir: Path, mp_rank: int = 0) -> dict:
+    """Read what all ranks with the same parts of the model have in common: counters, the schedule, and at ZeRO stages 0
+    to 2 the trained weights. mp_rank: DeepSpeed's number of the part, of matrices (Mesh.tp_rank) or of layers
+    (pp_rank).
 
     Raises DataError where the file is missing or can't be read.
     """
-    names = (f"mp_rank_{tp_rank:02}_model_states.pt", f"zero_pp_rank_0_mp_rank_{tp_rank:02}_model_states.pt")
+    names = (f"mp_rank_{mp_rank:02}_model_states.pt", f"zero_pp_rank_0_mp_rank_{mp_rank:02}_model_states.pt")
     for name in names:
         if (engine_dir / name).is_file():
             return read_states(engine_dir / name)
     raise DataError(f"{engine_dir} holds neither {' nor '.join(names)}: is it a checkpoint of run/train.py?")
 
 
-def optimizer_states(engine_dir: Path, rank: int, tp: int = 1) -> dict:
-    """Read one rank's state of its ZeRO optimizer. tp: ranks that shared matrices (Mesh).
+def optimizer_states(engine_dir: Path, dp_rank: int, mp_rank: int = 0) -> dict:
+    """Read one rank's state of its ZeRO optimizer: the dp_rank-th's of those that had the mp_rank-th part of the model.
 
     Raises DataError where the file is missing or can't be read.
     """
-    pattern = f"*zero_pp_rank_{rank // tp}_mp_rank_{rank % tp:02}_optim_states.pt"
+    pattern = f"*zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02}_optim_states.pt"
     found = sorted(engine_dir.glob(pattern))
     if len(found) != 1:
         raise DataError(f"{engine_dir} holds {len(found)} files named {pattern}, not 1")
     return read_states(found[0])["optimizer_state_dict"]
 
 
-def rank_states(layout: Layout, engine_dir: Path, rank: int) -> dict:
+def rank_states(layout: Layout, engine_dir: Path, rank: int, world_size: int) -> dict:
     """Read the file with the masters of a rank: its own, or the common one where every rank has all of them."""
-    if layout.kind in REPLICATED:
-        return model_states(engine_dir, rank % layout.tp)
-    return optimizer_states(engine_dir, rank, layout.tp)
+    dp_rank, mp_rank = _place(layout, rank, world_size)
+    return (
+        model_states(engine_dir, mp_rank)
+        if layout.kind in REPLICATED
+        else optimizer_states(engine_dir, dp_rank, mp_rank)
+    )
+
+
+def _place(layout: Layout, rank: int, world_size: int) -> tuple[int, int]:
+    """A rank's numbers among those with the same part of the model, and of this part (Mesh, where tp or pp is 1)."""
+    if layout.pp > 1:
+        mp_rank, dp_rank = divmod(rank, world_size // layout.pp)
+        return dp_rank, mp_rank
+    return divmod(rank, layout.tp)
 
 
 def saved_masters(layout: Layout, states: dict) -> list[torch.Tensor]:
@@ -98,7 +110,9 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
         for piece in slot:
             own.setdefault(piece.name, []).append(piece)
     first = read_layout(checkpoint, 0)
-    for rank in range(first.tp if first.kind in REPLICATED else world_size):
+    for rank in range(world_size):
+        if first.kind in REPLICATED and _place(first, rank, world_size)[0] > 0:
+            continue  # a copy
         layout = read_layout(checkpoint, rank)
         copied = rank % first.tp > 0  # what is whole here lies in another file, too
         wanted = [
@@ -107,7 +121,7 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
         ]
         if not any(wanted):
             continue  # its file is not opened
-        states = rank_states(layout, checkpoint / ENGINE, rank)
+        states = rank_states(layout, checkpoint / ENGINE, rank, world_size)
         held, moments = saved_masters(layout, states), states_by_tensor(layout, saved_optimizer(layout, states))
         if len(held) != len(layout.slots):
             raise DataError(f"{checkpoint}: rank {rank} saved {len(held)} tensors, its layout has {len(layout.slots)}")
@@ -136,8 +150,13 @@ def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
     A tied parameter comes once. Raises DataError for files that are missing or can't be read.
     """
     checkpoint = engine_dir.parent
-    tp = read_layout(checkpoint, 0).tp if has_layout(checkpoint) else 1
-    found = [_trained_by(engine_dir, tp_rank) for tp_rank in range(tp)]
+    tp = pp = 1
+    if has_layout(checkpoint):
+        layout = read_layout(checkpoint, 0)
+        tp, pp = layout.tp, layout.pp
+    found = [_trained_by(engine_dir, mp_rank) for mp_rank in range(tp * pp)]
+    if pp > 1:
+        return [weight for weights, _ in found for weight in weights], found[0][1]
     return [_joined(parts) for parts in zip(*(weights for weights, _ in found))], found[0][1]
 
 
@@ -151,9 +170,9 @@ def _joined(parts: tuple[SavedWeight, ...]) -> SavedWeight:
     return SavedWeight(first.name, tuple(shape), lambda: torch.cat([part.read() for part in parts], dim))
 
 
-def _trained_by(engine_dir: Path, tp_rank: int) -> tuple[list[SavedWeight], torch.dtype]:
-    """The trained parameters as the ranks had them that were tp_rank-th of those that shared the matrices."""
-    files = sorted(engine_dir.glob(f"*mp_rank_{tp_rank:02}_model_states.pt"), key=_rank)
+def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torch.dtype]:
+    """The trained parameters as the ranks had them with the mp_rank-th part of the model."""
+    files = sorted(engine_dir.glob(f"*mp_rank_{mp_rank:02}_model_states.pt"), key=_rank)
     if not files:
         raise DataError(f"{engine_dir} holds no model states of DeepSpeed: is it a checkpoint of run/train.py?")
     try:
@@ -161,7 +180,7 @@ def _trained_by(engine_dir: Path, tp_rank: int) -> tuple[list[SavedWeight], torc
         module, shared = first["module"], first["shared_params"] or {}  # None at stage 0
         dtype = next(iter(module.values())).dtype
         if files[0].name.startswith("zero_pp_rank_"):
-            return _partitioned_weights(engine_dir, first, dtype, tp_rank), dtype
+            return _partitioned_weights(engine_dir, first, dtype, mp_rank), dtype
         whole = [(name, tensor) for name, tensor in module.items() if name not in shared]
         return [SavedWeight(name, tuple(tensor.shape), lambda t=tensor: t) for name, tensor in whole], dtype
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError) as error:
@@ -169,13 +188,13 @@ def _trained_by(engine_dir: Path, tp_rank: int) -> tuple[list[SavedWeight], torc
         raise DataError(f"{engine_dir} does not hold what DeepSpeed saves ({text}): take another checkpoint") from error
 
 
-def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, tp_rank: int) -> list[SavedWeight]:
+def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_rank: int) -> list[SavedWeight]:
     """Stage 3: every rank has an equal part of every parameter, in its fp32 groups, one behind the other.
 
     Checkpoints without layouts are read as well.
     """
     num_ranks = common["dp_world_size"]
-    files = sorted(engine_dir.glob(f"*_mp_rank_{tp_rank:02}_optim_states.pt"), key=_rank)
+    files = sorted(engine_dir.glob(f"*_mp_rank_{mp_rank:02}_optim_states.pt"), key=_rank)
     if len(files) != num_ranks:
         raise DataError(
             f"{engine_dir} was written by {num_ranks} ranks, but has the optimizer's states of {len(files)}"

@@ -11,10 +11,12 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.ds_config.parallel import for_engine
 from llava_ds.model import lora, quantize
+from llava_ds.model.flops import flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
 from llava_ds.model.open.weights import WeightFiles, unused_tensors
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
+from llava_ds.model.stages import SAMPLE, is_last, keep_stage, layers_of_stages
 from llava_ds.runtime.mesh import ALONE, Group, Mesh
 from llava_ds.runtime.ranks import Ranks, print_first
 
@@ -35,8 +37,9 @@ def build_model(
     """
     with return_freed_memory():
         model = _construct(plan, args, ds_config, dtype, ranks, mesh)
+        elsewhere = _elsewhere(model)
         for name, part in model.named_children():
-            _fill(name, part, plan, args, seed, ranks)
+            _fill(name, part, plan, args, seed, ranks, elsewhere.get(name, {}))
         if args.lora_enable:
             lora.add_lora(model.language_model, args, seed)
         if args.lora_weight_path is not None:
@@ -56,10 +59,15 @@ def _construct(
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
     # Weights that will be packed are never written: on the CPU they take no memory. Those that will be cut would take a
     # whole model's on the device.
-    device = ranks.device if args.bits == 16 and mesh.tp == 1 else torch.device("cpu")
+    is_whole = mesh.tp == mesh.pp == 1
+    device = ranks.device if args.bits == 16 and is_whole else torch.device("cpu")
     with construction(ds_config, dtype, device, zero3, mesh.data_group):
         model = assemble(plan.text_config, plan.tower, args, mean, std, plan.has_value_head)
-    if plan.whole_last_layer is None:
+    if mesh.pp > 1:
+        counts = _layers_of_stages(model, plan, args, mesh.pp)
+        keep_stage(model, counts, mesh.pp_rank, mesh.pp_group)
+        print_first(f"layers of the pipeline's stages: {', '.join(map(str, counts))}")
+    if plan.whole_last_layer is None and is_last(model):
         model.shorten_last_layer()
     assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
@@ -75,14 +83,43 @@ def _construct(
     return model
 
 
-def _fill(name: str, part: torch.nn.Module, plan: ModelPlan, args: ModelArguments, seed: int, ranks: Ranks) -> None:
-    """Load a part's weights, or initialise them at random, and print which."""
+def _layers_of_stages(model: LlavaModel, plan: ModelPlan, args: ModelArguments, pp: int) -> list[int]:
+    """How many layers each stage of a pipeline has, by the FLOPs of a sample with one tile."""
+    flops = flops_of_model(model, plan.text_config, plan.tower, args)
+    per_image_token, supervised = SAMPLE
+    tokens, num_layers = per_image_token * plan.images.num_tokens, plan.text_config.num_hidden_layers
+    layer = flops.of(tokens, tokens * (tokens + 1) / 2, 0, 0) / num_layers
+    return layers_of_stages(flops.per_tile, layer, flops.per_target * supervised * tokens, num_layers, pp)
+
+
+def _elsewhere(model: LlavaModel) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of the parameters that other stages of a pipeline have, by part and name."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, place in model.stage.places.items() if model.stage is not None else ():
+        if place.stage != model.stage.index:
+            part, _, rest = name.partition(".")
+            found.setdefault(part, {})[rest] = place.shape
+    return found
+
+
+def _fill(
+    name: str,
+    part: torch.nn.Module,
+    plan: ModelPlan,
+    args: ModelArguments,
+    seed: int,
+    ranks: Ranks,
+    elsewhere: dict[str, tuple[int, ...]],
+) -> None:
+    """Load a part's weights, or initialise them at random, and print which. elsewhere: shapes of its parameters that
+    other stages have."""
     opened = open_part(name, plan)
     if opened is None:
         print_first(plan.fresh_note(name))
-        load_weights(part, part_weights(name, plan, args, seed), ranks, "--pretrain_mm_mlp_adapter")
+        weights = part_weights(name, plan, args, seed)
+        load_weights(part, weights, ranks, "--pretrain_mm_mlp_adapter", elsewhere=elsewhere)
     else:
-        load_weights(part, opened.weights, ranks, opened.what)
+        load_weights(part, opened.weights, ranks, opened.what, elsewhere=elsewhere)
         print_first(*opened.report())
 
 

@@ -221,11 +221,11 @@ def _counted_here(gradients: list[torch.Tensor], parameters: list[torch.Tensor],
 
 
 def _over_parts(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The L2 norm over all ranks that share matrices, from that of what each counts."""
-    if mesh.tp == 1:
+    """The L2 norm over all ranks that share matrices, or have a stage each, from that of what each counts."""
+    if mesh.model_group is None:
         return norm
     squares = norm.square()
-    torch.distributed.all_reduce(squares, group=mesh.tp_group)
+    torch.distributed.all_reduce(squares, group=mesh.model_group)
     return squares.sqrt()
 
 

@@ -148,7 +148,8 @@ class Layout:
 
     kind: one of those above; optimizer: its class; dtype, master_dtype: of the model's and the optimizer's weights;
     slots: the pieces in each tensor that the optimizer updates, in the order in which it numbers their states; fused:
-    torch's in one kernel, whose states lie on another device; tp: ranks that shared the matrices.
+    torch's in one kernel, whose states lie on another device; tp: ranks that shared the matrices; pp: stages of the
+    pipeline.
     """
 
     kind: str
@@ -158,6 +159,7 @@ class Layout:
     slots: tuple[tuple[Piece, ...], ...]
     fused: bool = False
     tp: int = 1
+    pp: int = 1
 
     @property
     def names(self) -> set[str]:
@@ -200,6 +202,7 @@ def layout_of(engine) -> Layout:
         tuple(tuple(pieces(slot, names)) for slot in slots),
         any(group.get("fused") for group in engine.basic_optimizer.param_groups),
         next((part.size for p in engine.param_names if (part := part_of(p)) is not None), 1),
+        1 if engine.module.stage is None else engine.module.stage.size,
     )
 
 

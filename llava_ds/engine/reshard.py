@@ -51,8 +51,8 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
     """
     live, saved = layout_of(engine), read_layout(checkpoint, 0)
     common = model_states(checkpoint / ENGINE)
-    _refuse(engine, live, saved, common)
-    first = rank_states(saved, checkpoint / ENGINE, 0)
+    _refuse(engine, live, saved, _saved_names(checkpoint, world_size, saved))
+    first = rank_states(saved, checkpoint / ENGINE, 0, world_size)
     if live.kind == ZERO_3:
         engine.optimizer.checkpoint_event_prologue()  # partitions what it has gathered
     fill(engine.basic_optimizer, masters(engine), live, saved_pieces(checkpoint, world_size, live))
@@ -85,7 +85,28 @@ def renew_rates(engine, groups: list[dict], checkpoint: Path) -> None:
             engine.lr_scheduler.step()
 
 
-def _refuse(engine, live: Layout, saved: Layout, common: dict) -> None:
+def _saved_names(checkpoint: Path, world_size: int, saved: Layout) -> set[str]:
+    """Names of all parameters that a checkpoint has, whichever ranks had them. saved: the first rank's layout."""
+    firsts = range(0, world_size, world_size // saved.pp)
+    if saved.kind in REPLICATED:
+        return {name for rank in firsts for name in read_layout(checkpoint, rank).names}
+    # Under ZeRO a rank may hold nothing of some.
+    groups = (model_states(checkpoint / ENGINE, part)["param_shapes"] for part in range(saved.pp))
+    return {name for part in groups for group in part for name in group}
+
+
+def _trained_names(engine) -> set[str]:
+    """Names of the parameters that train, on all stages of the pipeline."""
+    own = (p for p in engine.module.parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel()))
+    names, stage = {engine.param_names[p] for p in own}, engine.module.stage
+    if stage is None:
+        return names
+    everyone: list[set[str]] = [set()] * stage.size
+    torch.distributed.all_gather_object(everyone, names, group=stage.group)
+    return set.union(*everyone)
+
+
+def _refuse(engine, live: Layout, saved: Layout, held: set[str]) -> None:
     for name in (live.optimizer, saved.optimizer):
         if name in WHOLE:
             raise ConfigError(
@@ -97,10 +118,7 @@ def _refuse(engine, live: Layout, saved: Layout, common: dict) -> None:
             f"the checkpoint holds states of {saved.optimizer}, which {live.optimizer} can't use: give the same "
             "optimizer"
         )
-    own = (p for p in engine.module.parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel()))
-    trained = {engine.param_names[p] for p in own}
-    # Under ZeRO a rank may hold nothing of some.
-    held = saved.names if saved.kind in REPLICATED else {name for group in common["param_shapes"] for name in group}
+    trained = _trained_names(engine)
     if trained != held:
         name = min(trained ^ held)
         raise ConfigError(

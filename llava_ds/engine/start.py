@@ -13,6 +13,7 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.non_finite import guard_steps
 from llava_ds.engine.param_groups import num_elements
+from llava_ds.engine.pipeline import ParallelUnit, sum_norm_over_stages
 from llava_ds.engine.schedule import scheduler_factory
 from llava_ds.engine.tensor_parallel import mark_parts, num_divided
 from llava_ds.runtime.mesh import Mesh
@@ -55,6 +56,8 @@ def start_engine(
         peaks.extend(dict(group) for group in optimizer.param_groups)  # before the schedule begins to change them
         return scheduler_factory(training, num_steps, config.get("scheduler"))(optimizer)
 
+    if mesh.pp > 1:
+        built["mpu"] = ParallelUnit(mesh)
     engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=for_engine(config), **built)
     engine._config.train_batch_size = config["train_batch_size"]  # it counts ranks with the same samples, too
     engine.config = redact(engine.config)  # DeepSpeed writes it into every file of a checkpoint, Comet's key and all
@@ -62,6 +65,7 @@ def start_engine(
     _take_back_first_step(engine)
     check_groups(engine, peaks, meant)
     mark_parts(engine, mesh)
+    sum_norm_over_stages(engine.optimizer, mesh)
     guard_steps(engine, mesh)
     return engine
 

@@ -17,6 +17,7 @@ from llava_ds.constants import DataError
 from llava_ds.data.collate import collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.gather import full_precision_gathers
+from llava_ds.engine.pipeline import from_last, run_forward
 from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.export.card import write_card
 from llava_ds.export.export_plan import ExportPlan
@@ -24,6 +25,7 @@ from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.output_folder import write_live_folder
 from llava_ds.export.reload_check import compare_reloaded, compared_positions, describe_comparison
 from llava_ds.files.writing import REMEDIES, described
+from llava_ds.model.llava import LlavaModel
 from llava_ds.model.quantize import exact_products
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.runtime.tf32 import exact_fp32
@@ -145,7 +147,15 @@ def _logits_everywhere(engine, batch: Batch, check: str) -> torch.Tensor:
     engine.eval()
     with full_precision_gathers(engine.module):
         positions = compared_positions(check, batch.input_ids.shape[1], batch.input_ids.device)
-        logits = engine.module(batch, logits_at=positions)
+        logits = run_forward(engine.module, batch, partial(_logits_at, positions=positions))
+        stage = engine.module.stage
+        if logits is None:
+            logits = torch.empty(len(positions), stage.rows, dtype=stage.dtype, device=positions.device)
+        logits = from_last(stage, logits)
     # ZeRO-3 has begun to gather parameters for a backward pass; until it lets go of them, nobody else can gather them.
     engine.empty_partition_cache()
     return logits
+
+
+def _logits_at(model: LlavaModel, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
+    return model(batch, logits_at=positions)

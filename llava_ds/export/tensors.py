@@ -22,6 +22,7 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import divided, to_disk
 from llava_ds.model.open.weights import Weights
+from llava_ds.model.stages import Place, Stage
 from llava_ds.model.value_head import FILE
 from llava_ds.runtime.ranks import Ranks
 
@@ -44,12 +45,22 @@ def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
     """The parameters of a model that may be partitioned, by their names here; a tied one once, a critic's not.
 
     Reading is done by all ranks together and in the same order, and gives the tensor on rank 0 only. One parameter is
-    whole at a time.
+    whole at a time. Those of a pipeline's other stages come from there.
     """
-    return [
-        Entry(name, whole_shape(p), partial(_gathered, p, ranks))
+    own = {
+        name: Entry(name, whole_shape(p), partial(_gathered, p, ranks))
         for name, p in model.named_parameters()
         if not name.startswith(formats.CRITIC)
+    }
+    stage = model.stage
+    if stage is None:
+        return list(own.values())
+    parameters = dict(model.named_parameters())
+    return [
+        own[name]
+        if place.stage == stage.index == 0
+        else Entry(name, place.shape, partial(_sent, parameters.get(name), place, stage, ranks))
+        for name, place in stage.places.items()
     ]
 
 
@@ -78,6 +89,16 @@ def _gathered(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
         tensor = whole(parameter)
         return on_host(tensor) if ranks.is_first else None
+
+
+def _sent(parameter: nn.Parameter | None, place: Place, stage: Stage, ranks: Ranks) -> torch.Tensor | None:
+    """A parameter of some stage on rank 0. parameter: None on stages that don't have it."""
+    if place.stage == 0:
+        return None
+    device = ranks.device
+    tensor = torch.empty(place.shape, dtype=place.dtype, device=device) if parameter is None else parameter.detach()
+    torch.distributed.broadcast(tensor, group=stage.group, group_src=place.stage)
+    return on_host(tensor) if ranks.is_first else None
 
 
 def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) -> list[Entry]:

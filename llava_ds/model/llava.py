@@ -14,6 +14,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import attention, last_layer, output_loss
 from llava_ds.model.families.language import final_logits, hold_rotary_angles, logits_divisor
 from llava_ds.model.projector import Newline, Projector, build_projector
+from llava_ds.model.stages import Stage, is_last
 from llava_ds.model.value_head import ValueHead
 from llava_ds.model.vision import TowerPlan, VisionTower
 
@@ -41,6 +42,7 @@ class LlavaModel(nn.Module):
         self._divisor = logits_divisor(language_model.config)
         self._short_last_layer = False
         self.sequence_group: torch.distributed.ProcessGroup | None = None  # set by share_tokens
+        self.stage: Stage | None = None  # set by keep_stage
         output_loss.add_loss(language_model.get_output_embeddings())
 
     def shorten_last_layer(self) -> None:
@@ -71,25 +73,28 @@ class LlavaModel(nn.Module):
         float64, without a gradient. With log_probs, the log-probability of every target under logits that are divided
         by temperature: (S,) float64; of a model with a critic, that and the critic's value before each: (S,) float32.
         With values_at, (n,) ascending indices into T,
-        the value head there, without the output layer: (n,) float32.
+        the value head there, without the output layer: (n,) float32. Of a stage before a pipeline's last, whatever is
+        asked for, what the next one goes on with: (1, T, D).
         """
         given = logits_at if values_at is None else values_at
         wanted = batch.target_positions if given is None else given
         options = {}
         if batch.parts > 1:
             options["sequence_group"] = self.sequence_group
-        elif self._short_last_layer and logits_at is None:
+        elif self._short_last_layer and logits_at is None and is_last(self):
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
         # Not the whole language model, whose output layer takes no targets.
         trunk = self.language_model.base_model(
-            inputs_embeds=self.embed(batch),
+            inputs_embeds=self.embed(batch) if batch.hidden is None else batch.hidden,
             position_ids=batch.position_ids,
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             use_cache=False,
             **options,
         )
+        if not is_last(self):
+            return trunk.last_hidden_state
         hidden = trunk.last_hidden_state[0]  # (1, T, D) to (T, D), or at query_positions
         hidden = hidden[: len(wanted)] if "query_positions" in options else hidden.index_select(0, wanted)  # (S, D)
         if values_at is not None:

@@ -2,7 +2,8 @@
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -23,17 +24,23 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 @torch.no_grad()
 def load_weights(
-    module: nn.Module | dict[str, nn.Parameter], source: Weights, ranks: Ranks, what: str, copies: bool = True
+    module: nn.Module | dict[str, nn.Parameter],
+    source: Weights,
+    ranks: Ranks,
+    what: str,
+    copies: bool = True,
+    elsewhere: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
     """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
 
     module: or some of its parameters by name; copies: False to let parameters be the mapped file, whose pages all
-    processes of a machine share, for a module in CPU memory that is moved or sharded next. Weights of quantized layers
+    processes of a machine share, for a module in CPU memory that is moved or sharded next; elsewhere: names and shapes
+    of the module's parameters that other ranks have, which the source has to have, too. Weights of quantized layers
     are packed when they are read, and summed packed. Raises DataError when a tensor is missing, has another shape or is
     not the module's, and RuntimeError when the ranks' values differ from those in the files (writes to partitioned
     parameters can get lost silently).
     """
-    check_fit(module, source, what)
+    check_fit(module, source, what, elsewhere)
     parameters, _ = _named(module)
     sums = torch.zeros(len(parameters), dtype=torch.int64)
     order = {name: i for i, name in enumerate(parameters)}
@@ -77,22 +84,29 @@ def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Pa
     return parameters, {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
 
 
-def check_fit(module: nn.Module | dict[str, nn.Parameter], source: Weights, what: str) -> None:
+def check_fit(
+    module: nn.Module | dict[str, nn.Parameter],
+    source: Weights,
+    what: str,
+    elsewhere: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> None:
     """Compare names and shapes before anything is read, with the same result on every rank.
+
+    elsewhere: as load_weights has it.
 
     Raises DataError when a tensor is missing, has another shape or is not the module's.
     """
     parameters, aliases = _named(module)
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()} | elsewhere
     problems = []
     for names, problem in (
-        (sorted(set(parameters) - set(source.shapes)), "missing"),
-        (sorted(set(source.shapes) - set(parameters) - aliases), "that the model does not have"),
+        (sorted(set(shapes) - set(source.shapes)), "missing"),
+        (sorted(set(source.shapes) - set(shapes) - aliases), "that the model does not have"),
     ):
         if names:
             first = ", ".join(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..." for name in names[:3])
             problems.append(f"{len(names)} tensors {problem}, the first are {first}")
-    for name, parameter in parameters.items():
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    for name, shape in shapes.items():
         if source.shapes.get(name, shape) != shape:
             problems.append(f"{name} has shape {source.shapes[name]}, the model needs {shape}")
     if problems:

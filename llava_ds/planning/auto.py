@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from llava_ds.checkpoint.run_identity import saved_identity
-from llava_ds.config.arguments import Arguments, TrainingArguments
+from llava_ds.config.arguments import Arguments, TrainingArguments, ranks_per_sample
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.sample_order import SampleOrder
@@ -151,8 +151,9 @@ def run_on_ranks(
     resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
 ) -> Run:
     """The run on these ranks and its data. The rank with the least free memory decides; all ranks call it together."""
-    sp = resolved.args.training.sequence_parallel_size
-    dp = ranks.world_size // (sp * resolved.args.training.tensor_parallel_size)
+    training = resolved.args.training
+    sp = training.sequence_parallel_size
+    dp = ranks.world_size // ranks_per_sample(training)
     share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, dp))
     facts = dataset.index.facts
     data = Data(
@@ -219,12 +220,12 @@ def choose_ds_config(
     being resumed, which stays. Raises ConfigError where none fits, with a change that would, or where the flags can't
     be trained with any.
     """
-    sp, longest = args.training.sequence_parallel_size, args.data.model_max_length
+    longest = args.data.model_max_length
     refused: ConfigError | None = None
     runs: dict[str, Run] = {}
     resolve = partial(
         resolve_ds_config,
-        dp=max(1, devices.num_ranks // (sp * args.training.tensor_parallel_size)),
+        dp=max(1, devices.num_ranks // ranks_per_sample(args.training)),
         hidden_size=shape.hidden_size,
         device_type=devices.kind,
         is_local=devices.are_local,

@@ -1,4 +1,5 @@
-"""The axes over which ranks share a model and its data: dp, of data with ZeRO, sp, of sequences, and tp, of tensors."""
+"""The axes over which ranks share a model and its data: pp, of a pipeline's stages, dp, of data with ZeRO, sp, of
+sequences, and tp, of tensors."""
 
 import itertools
 import math
@@ -16,12 +17,13 @@ Group = torch.distributed.ProcessGroup | None  # None: all ranks, or none beside
 class Mesh:
     """This rank's place on every axis. Data, gradients and counts follow the mesh; files and messages follow Ranks.
 
-    rank = (dp_rank * sp + sp_rank) * tp + tp_rank. dp: groups of ranks with different samples, and dp_rank the place of
-    this rank's among them; sp: ranks that share the tokens of every micro-batch, and sp_rank this one's place among
-    those; tp: ranks that share the language model's matrices, and tp_rank this one's place among those. sp_group and
-    tp_group: the process groups of these, None for a rank that has all to itself; shared_host_group: of all ranks with
-    the same samples, for what lies on the host. data_group: the ranks that hold the same parts of matrices, over which
-    counts, losses and gradients are summed (None: all ranks).
+    rank = ((pp_rank * dp + dp_rank) * sp + sp_rank) * tp + tp_rank. dp: groups of ranks with different samples, and
+    dp_rank the place of this rank's among them; sp: ranks that share the tokens of every micro-batch, and sp_rank this
+    one's place among those; tp: ranks that share the language model's matrices, and tp_rank this one's place among
+    those; pp: ranks that have a stage each of the layers, and pp_rank this one's stage. sp_group, tp_group and
+    pp_group: the process groups of these, None for a rank that has all to itself; shared_host_group: of all ranks with
+    the same samples, for what lies on the host. data_group: the ranks that hold the same parameters and parts of
+    matrices, over which counts, losses and gradients are summed (None: all ranks).
     """
 
     dp: int
@@ -30,19 +32,22 @@ class Mesh:
     sp_rank: int = 0
     tp: int = 1
     tp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
     sp_group: Group = None
     tp_group: Group = None
+    pp_group: Group = None
     shared_host_group: Group = None
     data_group: Group = None
 
     @classmethod
-    def of(cls, ranks: Ranks, sp: int = 1, tp: int = 1) -> "Mesh":
+    def of(cls, ranks: Ranks, sp: int = 1, tp: int = 1, pp: int = 1) -> "Mesh":
         """Lay out all ranks. All call it together. Raises ConfigError for axes that don't fit them."""
-        check_sizes(ranks.world_size, sp, tp)
-        shared = sp * tp
-        dp, (dp_rank, place) = ranks.world_size // shared, divmod(ranks.rank, shared)
-        sp_rank, tp_rank = divmod(place, tp)
-        rank_of = torch.arange(ranks.world_size).view(dp, sp, tp)
+        check_sizes(ranks.world_size, sp, tp, pp)
+        dp = ranks.world_size // (pp * sp * tp)
+        rank_of = torch.arange(ranks.world_size).view(pp, dp, sp, tp)
+        pp_rank, dp_rank, sp_rank, tp_rank = (rank_of == ranks.rank).nonzero()[0].tolist()
+        is_shared, is_divided = pp * sp * tp > 1, pp * tp > 1
         return cls(
             dp,
             dp_rank,
@@ -50,10 +55,13 @@ class Mesh:
             sp_rank,
             tp,
             tp_rank,
-            sp_group=_own_group(rank_of.transpose(1, 2).reshape(-1, sp)) if sp > 1 else None,
-            tp_group=_own_group(rank_of.view(-1, tp)) if tp > 1 else None,
-            shared_host_group=_own_group(rank_of.view(dp, -1), "gloo") if shared > 1 else None,
-            data_group=_own_group(rank_of.view(-1, tp).T) if tp > 1 else None,
+            pp,
+            pp_rank,
+            sp_group=_own_group(rank_of.transpose(2, 3).reshape(-1, sp)) if sp > 1 else None,
+            tp_group=_own_group(rank_of.reshape(-1, tp)) if tp > 1 else None,
+            pp_group=_own_group(rank_of.reshape(pp, -1).T) if pp > 1 else None,
+            shared_host_group=_own_group(rank_of.transpose(0, 1).reshape(dp, -1), "gloo") if is_shared else None,
+            data_group=_own_group(rank_of.permute(0, 3, 1, 2).reshape(pp * tp, -1)) if is_divided else None,
         )
 
     @property
@@ -64,22 +72,28 @@ class Mesh:
     @property
     def shared(self) -> int:
         """Ranks with the same samples."""
-        return self.sp * self.tp
+        return self.pp * self.sp * self.tp
 
     @property
     def shared_rank(self) -> int:
         """This rank's place among those with the same samples."""
-        return self.sp_rank * self.tp + self.tp_rank
+        return (self.pp_rank * self.sp + self.sp_rank) * self.tp + self.tp_rank
+
+    @property
+    def model_group(self) -> Group:
+        """The ranks that together hold the whole model, but for ZeRO: those of tp or of pp, of which only one is above
+        1; None for a rank that has all of it."""
+        return self.pp_group if self.pp > 1 else self.tp_group
 
 
 ALONE = Mesh(1, 0)  # of a process that trains or reads a model on its own
 
 
-def check_sizes(world_size: int, sp: int, tp: int) -> None:
+def check_sizes(world_size: int, sp: int, tp: int, pp: int = 1) -> None:
     """Raise ConfigError for axes that don't fit so many ranks."""
-    if world_size % (sp * tp) == 0:
+    if world_size % (sp * tp * pp) == 0:
         return
-    flags = {"--sequence_parallel_size": sp, "--tensor_parallel_size": tp}
+    flags = {"--sequence_parallel_size": sp, "--tensor_parallel_size": tp, "--pipeline_parallel_size": pp}
     given = [f"{flag} {size}" for flag, size in flags.items() if size > 1]
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     if len(given) == 1:
@@ -87,7 +101,8 @@ def check_sizes(world_size: int, sp: int, tp: int) -> None:
             f"{given[0]} does not divide {world_size} ranks: give one of {', '.join(map(str, divisors))}, or start "
             "another number of ranks"
         )
-    fitting = [f"{a} x {b}" for a, b in itertools.product(divisors, divisors) if world_size % (a * b) == 0]
+    products = (sizes for sizes in itertools.product(divisors, repeat=len(given)) if world_size % math.prod(sizes) == 0)
+    fitting = [" x ".join(map(str, sizes)) for sizes in products]
     raise ConfigError(
         f"{' times '.join(given)} is {math.prod(flags.values())}, which does not divide {world_size} ranks: give one "
         f"of {', '.join(fitting)}, or start another number of ranks"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llava_ds.batch import Batch
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
@@ -20,13 +21,14 @@ from llava_ds.data.loader import micro_batches
 from llava_ds.data.sources.source import means_by_source
 from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
+from llava_ds.engine.pipeline import from_last, run_forward
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.trackers import Trackers
-from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.objectives.objective import MicroLoss, Objective
 from llava_ds.train.plan import Plan
 
 
@@ -60,14 +62,17 @@ def eval_loss(
     sums: dict[str, torch.Tensor | int] = {"samples": 0, "targets": 0}
     for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device, mesh):
         with queuing():
-            loss = objective.forward(engine, micro.batch)
+            loss = run_forward(engine, micro.batch, objective.forward)
+        if loss is None:  # on another stage of the pipeline
+            loss = MicroLoss(None, torch.zeros(2, num_sources, dtype=torch.float64, device=engine.device), {})
         counted = {"samples": micro.counts.samples, "targets": micro.counts.targets}
         found = {**counted, "by_source": loss.by_source, **loss.metrics}
         sums = {name: sums.get(name, 0) + value for name, value in found.items()}
     engine.train()
     with waiting("the eval loss"):
         tensors = [torch.as_tensor(value, dtype=torch.float64, device=engine.device) for value in sums.values()]
-        total = iter(sum_over(mesh.data_group, torch.cat([tensor.flatten() for tensor in tensors])).tolist())
+        total = sum_over(mesh.data_group, torch.cat([tensor.flatten() for tensor in tensors]))
+        total = iter(from_last(engine.module.stage, total).tolist())
     found = {name: list(itertools.islice(total, tensor.numel())) for name, tensor in zip(sums, tensors)}
     (samples,), (targets,), by_source = found.pop("samples"), found.pop("targets"), found.pop("by_source")
     losses, units = by_source[:num_sources], by_source[num_sources:]
@@ -154,10 +159,10 @@ def answers(engine, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ra
         with waiting("the questions on their way to the device"):
             batch = batch.to(ranks.device)
         with queuing():
-            logits = engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)  # (B, V)
-        chosen = logits.argmax(-1)
+            logits = run_forward(engine, batch, _next_logits)  # (B, V)
+        chosen = batch.cu_seqlens[1:].long() if logits is None else logits.argmax(-1)
         if ranks.world_size > 1:  # the same on every rank, on whatever hardware
-            torch.distributed.broadcast(chosen, src=0)
+            torch.distributed.broadcast(chosen, src=ranks.world_size - 1)
         with waiting("the next token"):
             tokens = chosen.tolist()
         for i, token in zip(list(going), tokens):
@@ -169,6 +174,10 @@ def answers(engine, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ra
                 going.remove(i)
     engine.train()
     return [decoding.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in decoded]
+
+
+def _next_logits(engine, batch: Batch) -> torch.Tensor:
+    return engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)
 
 
 def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:

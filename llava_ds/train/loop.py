@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
 from llava_ds.engine.non_finite import skipped_steps
+from llava_ds.engine.pipeline import forward_and_backward, from_last
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import queuing
 from llava_ds.train.hooks import Hook, StepEnd
-from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.objectives.objective import MicroLoss, Objective
 from llava_ds.train.session import Session
 from llava_ds.train.state import StepResult, TrainState
 
@@ -104,13 +106,16 @@ def micro_steps(engine, window: Window, counts: torch.Tensor, objective: Objecti
     counts: Window.counts summed over the data group, a tensor in the order of Counts.
     """
     scales = objective.scales(window, counts)
-    done = []
-    for i, (batch, scale) in enumerate(zip(window.batches, scales)):
-        micro = objective.forward(engine, batch)
-        engine.set_gradient_accumulation_boundary(i == len(scales) - 1)
-        engine.backward(micro.loss_sum * scale.float(), scale_wrt_gas=False)
-        engine.step()
-        done.append(micro._replace(loss_sum=None))  # its graph is not kept alive
+    if engine.module.stage is None:
+        done = []
+        for i, (batch, scale) in enumerate(zip(window.batches, scales)):
+            micro = objective.forward(engine, batch)
+            engine.set_gradient_accumulation_boundary(i == len(scales) - 1)
+            engine.backward(micro.loss_sum * scale.float(), scale_wrt_gas=False)
+            engine.step()
+            done.append(micro._replace(loss_sum=None))  # its graph is not kept alive
+    else:
+        done = _pipelined(engine, window.batches, scales, objective)
     by_source = torch.stack([micro.by_source for micro in done])  # (micro-batches, 2, sources)
     losses, units = by_source.sum(2).unbind(1)  # each loss what the objective's own is, but added up in float64
     factors = torch.stack(scales)
@@ -126,6 +131,17 @@ def micro_steps(engine, window: Window, counts: torch.Tensor, objective: Objecti
         },
         means=_means(losses, window) if objective.logs_means else None,
     )
+
+
+def _pipelined(engine, batches: list[Batch], scales: list[torch.Tensor], objective: Objective) -> list[MicroLoss]:
+    """The same through the stages of a pipeline, of which the last alone has losses: it tells the others."""
+    found = forward_and_backward(
+        engine, batches, objective.forward, lambda i, micro: micro.loss_sum * scales[i].float()
+    )
+    by_source = torch.zeros(len(batches), 2, objective.num_sources, dtype=torch.float64, device=engine.device)
+    if found:
+        by_source = torch.stack([micro.by_source for micro in found])
+    return [MicroLoss(None, each, {}) for each in from_last(engine.module.stage, by_source)]
 
 
 def mean_of(passes: list[StepSums]) -> StepSums:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from llava_ds.checkpoint.resume import saved_batch_size
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG
-from llava_ds.engine.ds_config.parallel import with_axes
+from llava_ds.engine.ds_config.parallel import PIPELINE, SEQUENCE, TENSOR, with_axes
 from llava_ds.engine.ds_config.resolve import read_ds_config
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.export.safetensors_shards import parse_size
@@ -57,11 +57,12 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
     check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
-    mesh = Mesh.of(ranks, args.training.sequence_parallel_size, args.training.tensor_parallel_size)
-    if local_ranks() % mesh.shared:
+    axes = (SEQUENCE, TENSOR, PIPELINE)
+    mesh = Mesh.of(ranks, *(args.as_dict()[axis] for axis in axes))
+    if local_ranks() % (mesh.sp * mesh.tp):
         print_first(
-            f"the {mesh.shared} ranks that share samples (--sequence_parallel_size x --tensor_parallel_size) do not "
-            f"divide the {local_ranks()} of a machine: every layer sends its tokens between machines, which is slow"
+            f"the {mesh.sp * mesh.tp} ranks that share layers (--sequence_parallel_size x --tensor_parallel_size) do "
+            f"not divide the {local_ranks()} of a machine: every layer sends its tokens between machines, which is slow"
         )
     if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, mesh.dp)):
         args = args.replaced(train_batch_size=batch_size)

@@ -64,7 +64,7 @@ def train_all(folder: Path, data: dict, runs: dict[str, tuple[int, int, dict]]) 
     for ranks in sorted({ranks for ranks, *_ in runs.values()}):
         wanted = {name: run for name, run in runs.items() if run[0] == ranks}
         todo = [
-            toy_run(base | data[name.split("-")[0]], folder / name, sgd(folder, stage), **more, **flags)
+            toy_run(base | data[name.split("-")[0]], folder / name, sgd(folder, stage), **{**more, **flags})
             | {"model_max_length": 2 * LONG}
             for name, (_, stage, flags) in wanted.items()
         ]

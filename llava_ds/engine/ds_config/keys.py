@@ -55,8 +55,8 @@ UNSUPPORTED = {
     "tp_size": ((1,), 'write "tensor_parallel": {"autotp_size": 2}'),
     "tensor_model_parallel_size": ((1,), 'write "tensor_parallel": {"autotp_size": 2}'),
     "tensor_parallel_size": ((1,), 'write "tensor_parallel": {"autotp_size": 2}'),
-    "pipeline_model_parallel_size": ((1,), "pipeline parallelism is not supported yet"),
-    "pipeline_parallel_size": ((1,), "pipeline parallelism is not supported yet"),
+    "pipeline_model_parallel_size": ((1,), 'write "pipeline": {"stages": 2}'),
+    "pipeline_parallel_size": ((1,), 'write "pipeline": {"stages": 2}'),
     "expert_model_parallel_size": ((1,), "mixtures of experts are not supported yet"),
     "moe_expert_parallel_size": ((1,), "mixtures of experts are not supported yet"),
     "expert_parallel_size": ((1,), "mixtures of experts are not supported yet"),
@@ -73,7 +73,6 @@ UNSUPPORTED_SECTIONS = {
     "datastates_ckpt": "checkpoints are written and hashed before training goes on",
     "expert_parallel": "mixtures of experts are not supported yet",
     "hybrid_engine": "nothing is generated while training",
-    "pipeline": "pipeline parallelism is not supported yet",
     "weight_quantization": "weights train in the precision of bf16, fp16 or fp32",
 }
 OFF = {"enabled": (False,), "stages": (1, "auto")}

@@ -1,18 +1,22 @@
 """The axes of the mesh in flags and DeepSpeed JSON, and what can't be trained on them."""
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
 
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.config.bounds import MOST
 from llava_ds.constants import ConfigError
 from llava_ds.engine import tensor_parallel
 from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
+from llava_ds.model import stages
 from llava_ds.model.exchange import heads_problem
+from llava_ds.model.families.language import is_mixture
 
-SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel_size"  # flags
-SECTION = "tensor_parallel"  # DeepSpeed's, of the JSON
+SEQUENCE, TENSOR, PIPELINE = "sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"  # flags
+SECTION, STAGES = "tensor_parallel", "pipeline"  # DeepSpeed's, of the JSON
 # Its other keys, with the values that ask for nothing, and what to do about the others.
 _OTHERS = {
     "enabled": ((True,), "leave it out, the size says whether"),
@@ -30,6 +34,14 @@ _OTHERS = {
     "kernel_inject": ((False,), "it is made for inference"),
     "dtype": ((), "weights train in the precision of bf16, fp16 or fp32"),
 }
+_PIPELINES_OTHERS = {
+    "partition": (("best", "auto"), "stages are cut so that their FLOPs are even"),
+    "seed_layers": ((False,), "every part has a seed of its own"),
+    "activation_checkpoint_interval": ((0,), "--gradient_checkpointing says which layers are recomputed"),
+    "pipe_partitioned": ((True, False), ""),  # nothing reads them without Megatron's layers
+    "grad_partitioned": ((True, False), ""),
+    "use_reentrant": ((True, False), ""),
+}
 # Updates of a matrix that need all of it.
 _WHOLE_MATRICES = {"Lamb": "a layer's norm", "Adafactor": "a matrix's rows and columns", "Muon": "whole matrices"}
 _OWN_GROUPS = (
@@ -46,7 +58,12 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
     Ranks are laid out before the JSON is resolved. Of sequence parallelism DeepSpeed is not told: it would sum no
     gradients without an object of Megatron's, and with it divide them by other numbers at each stage (0.19.8).
     """
-    written = {SEQUENCE: ((raw or {}).get(SEQUENCE), SEQUENCE), TENSOR: _of_section((raw or {}).get(SECTION))}
+    raw = raw or {}
+    written = {
+        SEQUENCE: (raw.get(SEQUENCE), SEQUENCE),
+        TENSOR: _of_section(raw.get(SECTION)),
+        PIPELINE: (_stages_of(raw.get(STAGES)), f"{STAGES}.stages"),
+    }
     for flag, (size, key) in written.items():
         if size in (None, AUTO):
             continue
@@ -95,18 +112,33 @@ def _of_section(found: object) -> tuple[object, str]:
     return next(((size, key) for key, size in sizes.items()), (None, SECTION))
 
 
+def _stages_of(found: object) -> object:
+    """What DeepSpeed's section of a pipeline gives. Raises ConfigError for keys that mean something else."""
+    if not isinstance(found, dict):
+        if found is None:
+            return None
+        raise ConfigError(f'{STAGES} is {as_json(found)} in the DeepSpeed JSON: write {{"stages": 2}}')
+    for key, value in found.items():
+        harmless, why = _PIPELINES_OTHERS.get(key, ((), 'write {"stages": 2} alone'))
+        if key != "stages" and not any(value == one and type(value) is type(one) for one in harmless):
+            raise ConfigError(f"{STAGES}.{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why}")
+    return found.get("stages")
+
+
 def take_axes(draft: Draft) -> None:
     """Let the flags take the JSON's sizes, and leave in the JSON what DeepSpeed is to know (for_engine)."""
     try:
         draft.args = with_axes(draft.args, draft.config)
     except ConfigError as error:
         draft.refuse(str(error))
-    for key in (SEQUENCE, SECTION):
+    for key in (SEQUENCE, SECTION, STAGES):
         draft.config.pop(key, None)
-    tp = draft.args.training.tensor_parallel_size
+    tp, pp = draft.args.training.tensor_parallel_size, draft.args.training.pipeline_parallel_size
     if tp > 1:
         draft.fill(f"{SECTION}.autotp_size", tp, f"--{TENSOR}, or the JSON")
         _check_config(draft, tp)
+    if pp > 1:
+        _check_stages(draft, pp)
 
 
 def _check_config(draft: Draft, tp: int) -> None:
@@ -128,6 +160,26 @@ def _check_config(draft: Draft, tp: int) -> None:
         draft.refuse(f"{flag}, but compile.deepcompile cuts matrices by rules of its own: remove one of them")
 
 
+def _check_stages(draft: Draft, pp: int) -> None:
+    """Refuse what does not go with stages of a pipeline."""
+    flag, config = f"--{PIPELINE} is {pp}", draft.config
+    stage = value_at(config, "zero_optimization.stage")
+    if stage in (2, 3):
+        what = "send the gradients of every micro-batch" if stage == 2 else "gather a stage's weights for every one"
+        draft.refuse(
+            f"{flag}, but zero_optimization.stage is {stage}, at which ranks would {what}: write 1, a stage has "
+            "no more than its own part of the model"
+        )
+    for part in OFFLOADED:
+        if (device := offload_device(config, part)) != "none":
+            draft.refuse(f'{flag}, but zero_optimization.{part}.device is "{device}", which is not tried: remove it')
+    for key in ("fp16", "torch_autocast"):
+        if value_at(config, f"{key}.enabled") is True:
+            draft.refuse(f"{flag}, but {key} is on, whose loss scale stages would have to agree on: use bf16 or fp32")
+    if deep_compiles(config):
+        draft.refuse(f"{flag}, but compile.deepcompile traces a whole model: remove one of them")
+
+
 def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
     """Raise ConfigError, with every reason, for what can't be trained on these axes."""
     lines = [
@@ -135,6 +187,7 @@ def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
         for flag, size, found in (
             (SEQUENCE, args.training.sequence_parallel_size, _sequence_problems),
             (TENSOR, args.training.tensor_parallel_size, _tensor_problems),
+            (PIPELINE, args.training.pipeline_parallel_size, _pipeline_problems),
         )
         if size > 1
         for problem in found(args, text_config, size)
@@ -179,6 +232,33 @@ def _tensor_problems(args: Arguments, text_config: PreTrainedConfig, tp: int) ->
         found.append(f"the packed weights of --bits {args.model.bits} can't be cut: leave one of them out")
     if training.torch_compile:
         found.append("--torch_compile is not tried with matrices that are cut: leave one of them out")
+    return found
+
+
+def _pipeline_problems(args: Arguments, text_config: PreTrainedConfig, pp: int) -> list[str]:
+    training, model_args, found = args.training, args.model, []
+    if training.tensor_parallel_size > 1:
+        found.append(f"--{TENSOR} is {training.tensor_parallel_size}, and DeepSpeed's AutoTP makes groups of all ranks")
+    if training.objective != "sft":
+        found.append(f"--objective {training.objective} needs a whole model: leave --{PIPELINE} out, or train by sft")
+    if text_config.num_hidden_layers < pp:
+        found.append(f"the language model has {text_config.num_hidden_layers} layers: give as many or fewer")
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(text_config)
+    if problem := stages.problem(model):
+        found.append(f"the language model's {problem}: take another axis")
+    if is_mixture(text_config):
+        found.append("routers' loss is not carried between stages: take another axis")
+    parts = trained_parts(model_args)
+    if "language_model" not in parts or model_args.lora_enable or model_args.bits < 16:
+        found.append(
+            "a stage without trained weights of its own has nothing to do: train the language model whole (no "
+            "--tune_mm_mlp_adapter, --lora_enable or --bits)"
+        )
+    if training.torch_compile:
+        found.append("--torch_compile is not tried with stages: leave one of them out")
+    if training.gradient_checkpointing == "auto":
+        found.append("--gradient_checkpointing auto measures a whole model: give all or off")
     return found
 
 

@@ -1,0 +1,208 @@
+# T tokens of all samples laid end to end, D language-model width
+"""Pipeline parallelism: micro-batches go through the stages of model/stages.py, forward and backward in turns (1F1B).
+
+Every stage is trained by an engine of its own, with ZeRO over the ranks that have the same stage. All ranks of a
+pipeline load the same micro-batches, so what travels between stages is hidden states and their gradients alone, of
+shapes that both sides know: no sizes are sent, and the host never waits. DeepSpeed's PipelineModule (0.19.8) sends a
+shape before each tensor, and reads it on the host; and it divides gradients by numbers of its own.
+
+Source of the order: arXiv 2104.04473, 2.2.1.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from llava_ds.batch import Batch
+from llava_ds.model.stages import Stage
+from llava_ds.runtime.mesh import Mesh
+
+
+class ParallelUnit:
+    """What DeepSpeed asks its "mpu" for, under Megatron's names: a pipeline's stages are its model parallelism."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_data_parallel_group(self):
+        return self._mesh.data_group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._mesh.grad_ranks
+
+    def get_data_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self._mesh.data_group)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return torch.distributed.get_process_group_ranks(self._mesh.data_group)
+
+    def get_model_parallel_group(self):
+        return self._mesh.pp_group
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._mesh.pp
+
+    def get_model_parallel_rank(self) -> int:
+        return self._mesh.pp_rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self._mesh.pp
+
+
+def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
+    """Let ZeRO-1's norm of the gradients be that of all stages of a pipeline, by one sum over them.
+
+    DeepSpeed 0.19.8 sums over stages once for each of a stage's parameter groups, of which the first stage, with tower
+    and projector, has more than the others: they would wait for each other for ever.
+    """
+    if mesh.pp == 1 or not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return
+    of_stage = optimizer.scaled_global_norm
+
+    def of_all(norm_type: int = 2) -> torch.Tensor:
+        assert optimizer.model_parallel_group is mesh.pp_group, "ZeRO sums over other ranks than a pipeline's"
+        optimizer.model_parallel_group = None  # as without stages
+        squares = of_stage(norm_type).square()  # infinite for gradients that are not finite
+        optimizer.model_parallel_group = mesh.pp_group
+        torch.distributed.all_reduce(squares, group=mesh.pp_group)
+        return squares.sqrt()
+
+    optimizer.scaled_global_norm = of_all
+
+
+def forward_and_backward(
+    engine, batches: Sequence[Batch], forward: Callable[[Any, Batch], Any], loss_of: Callable[[int, Any], torch.Tensor]
+) -> list[Any]:
+    """Run forward, backward and the engine's step of every micro-batch of one optimizer step on this stage.
+
+    forward: of the engine and a micro-batch, run on the last stage; loss_of: the scalar to run backward on, from a
+    micro-batch's number and what forward returned. Returns all that forward returned; on other stages nothing.
+    Before its first backward a stage runs as many forwards as there are stages behind it, and then one of each in turn.
+    """
+    stage = engine.module.stage
+    neighbours = _Neighbours(stage, engine.device)
+    number, ahead = len(batches), min(stage.size - 1 - stage.index, len(batches))
+    open_: deque[tuple[torch.Tensor | None, Any]] = deque()  # input and output of micro-batches without backward yet
+    found = []
+
+    def run_forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        batch = batches[i] if hidden is None else dataclasses.replace(batches[i], hidden=hidden.requires_grad_())
+        output = forward(engine, batch) if stage.is_last else engine(batch)
+        open_.append((hidden, output))
+        if stage.is_last:
+            found.append(output)
+            return None
+        return output.detach()
+
+    def run_backward(i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        hidden, output = open_.popleft()
+        engine.set_gradient_accumulation_boundary(i == number - 1)
+        loss = loss_of(i, output) if stage.is_last else _Resumed.apply(output, gradient)
+        engine.backward(loss, scale_wrt_gas=False)
+        if i < number - 1:
+            engine.step()
+        return None if hidden is None else hidden.grad
+
+    for i in range(ahead):
+        neighbours.exchange(after=run_forward(i, neighbours.exchange(wants_before=_shape(batches[i], stage))[0]))
+    received = None
+    if ahead < number:
+        received, _ = neighbours.exchange(wants_before=_shape(batches[ahead], stage))
+    for i in range(number - ahead):
+        output = run_forward(i + ahead, received)
+        _, gradient = neighbours.exchange(after=output, wants_after=_shape(batches[i], stage))
+        coming = None if i + ahead + 1 == number else _shape(batches[i + ahead + 1], stage)
+        received, _ = neighbours.exchange(before=run_backward(i, gradient), wants_before=coming)
+    for i in range(number - ahead, number):
+        _, gradient = neighbours.exchange(wants_after=_shape(batches[i], stage))
+        neighbours.exchange(before=run_backward(i, gradient))
+    engine.step()  # the weights', in which stages meet for the norm: their neighbours have all that they wait for
+    return found
+
+
+def run_forward(model, batch: Batch, forward: Callable[[Any, Batch], Any]) -> Any:
+    """Run a micro-batch through all stages. Returns what forward returned on the last, None on the others; without a
+    pipeline forward is all. model: an engine, or the LlavaModel in it, which forward is called with."""
+    stage = getattr(model, "module", model).stage
+    if stage is None:
+        return forward(model, batch)
+    neighbours = _Neighbours(stage, batch.input_ids.device)
+    hidden, _ = neighbours.exchange(wants_before=_shape(batch, stage))
+    batch = dataclasses.replace(batch, hidden=hidden)
+    if stage.is_last:
+        return forward(model, batch)
+    neighbours.exchange(after=model(batch))
+    return None
+
+
+def from_last(stage: Stage | None, value: torch.Tensor) -> torch.Tensor:
+    """The tensor that the last stage has, on all; the others give one of its shape and dtype, which is written to."""
+    if stage is not None:
+        torch.distributed.broadcast(value, group=stage.group, group_src=stage.size - 1)
+    return value
+
+
+def _shape(batch: Batch, stage: Stage) -> tuple[int, int, int]:
+    return 1, batch.input_ids.shape[1], stage.width
+
+
+class _Resumed(torch.autograd.Function):
+    """A scalar whose backward goes on with a gradient that came from the next stage, whatever factor DeepSpeed has put
+    on the scalar: the last stage has applied it."""
+
+    @staticmethod
+    def forward(ctx, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+class _Neighbours:
+    """The stages before and after this one. Outside the pipeline's ends nothing is sent and nothing comes."""
+
+    def __init__(self, stage: Stage, device: torch.device) -> None:
+        self._stage, self._device = stage, device
+
+    def exchange(
+        self,
+        before: torch.Tensor | None = None,
+        after: torch.Tensor | None = None,
+        wants_before: tuple[int, ...] | None = None,
+        wants_after: tuple[int, ...] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Send tensors to the stages before and after, and return what comes from them, of these shapes.
+
+        What goes and comes at once is one operation, so that two neighbours never wait for each other.
+        """
+        stage, operations, found = self._stage, [], []
+        for step, sent, wanted in ((-1, before, wants_before), (1, after, wants_after)):
+            if not 0 <= stage.index + step < stage.size:
+                found.append(None)
+                continue
+            peer = torch.distributed.get_global_rank(stage.group, stage.index + step)
+            if sent is not None:
+                operations.append(
+                    torch.distributed.P2POp(torch.distributed.isend, sent.contiguous(), peer, stage.group)
+                )
+            coming = None
+            if wanted is not None:
+                coming = torch.empty(wanted, dtype=stage.dtype, device=self._device)
+                operations.append(torch.distributed.P2POp(torch.distributed.irecv, coming, peer, stage.group))
+            found.append(coming)
+        if operations:
+            for work in torch.distributed.batch_isend_irecv(operations):
+                work.wait()
+        return tuple(found)

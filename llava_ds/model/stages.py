@@ -1,0 +1,120 @@
+# T tokens of all samples laid end to end, D language-model width
+"""Stages of a pipeline: each has some consecutive layers of the language model, by the names that the whole model has.
+
+The first has the tower, the projector and the embeddings beside its layers, the last the final norm and the output
+layer. What a stage does not have is replaced by a module without parameters that hands its input on, so that the
+language model's own forward goes through all layers by their numbers.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the part of them that is supervised
+
+
+class Place(NamedTuple):
+    """Where a parameter of the whole model is: the stage that has it, its shape and its dtype."""
+
+    stage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank's stage: the index-th of size. group: the ranks of one pipeline, in the order of their stages; width: D;
+    rows: of the output layer; dtype: of what goes from one to the next; places: of all parameters of the whole model,
+    in its order."""
+
+    index: int
+    size: int
+    group: torch.distributed.ProcessGroup
+    width: int
+    rows: int
+    dtype: torch.dtype
+    places: dict[str, Place]
+
+    @property
+    def is_first(self) -> bool:
+        """True for the stage that takes ids and images."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True for the stage that computes the loss."""
+        return self.index == self.size - 1
+
+
+def is_last(model: nn.Module) -> bool:
+    """True for a model that computes the loss: a whole one, or the last stage of a pipeline."""
+    return model.stage is None or model.stage.is_last
+
+
+class _Elsewhere(nn.Module):
+    """Stands for a module of another stage."""
+
+    def forward(self, hidden: torch.Tensor, *_, **__) -> torch.Tensor:
+        return hidden
+
+
+def layers_of_stages(first: float, layer: float, last: float, num_layers: int, size: int) -> list[int]:
+    """How many layers each stage has, so that the costliest costs as little as possible; each has at least one.
+
+    first, last: what the first and the last have to compute beside layers; layer: one of them, in the same unit.
+    """
+    beside = [first, *[0.0] * (size - 2), last]
+    bounds = sorted(cost + n * layer for cost in set(beside) for n in range(1, num_layers + 1))
+    rooms = ([int((bound - cost) / layer + 1e-9) for cost in beside] for bound in bounds)
+    counts = next(room for room in rooms if min(room) >= 1 and sum(room) >= num_layers)
+    for _ in range(sum(counts) - num_layers):  # from the costliest that has one to spare
+        costs = [cost + n * layer if n > 1 else -1.0 for cost, n in zip(beside, counts)]
+        counts[costs.index(max(costs))] -= 1
+    return counts
+
+
+def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.distributed.ProcessGroup) -> None:
+    """Leave of a LlavaModel, still without its weights, what the index-th stage has, and note where the rest is.
+
+    counts: layers of each stage; group: the ranks of this rank's pipeline.
+    """
+    trunk, output = model.language_model.base_model, model.language_model.get_output_embeddings()
+    layers, ends = trunk.layers, [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    assert ends[-1] == len(layers) and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
+    stage_of = {
+        id(p): s for s in range(len(counts)) for n in range(ends[s], ends[s + 1]) for p in layers[n].parameters()
+    }
+    stage_of |= {id(p): len(counts) - 1 for part in (trunk.norm, output) for p in part.parameters()}
+    places = {name: Place(stage_of.get(id(p), 0), tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+    rows, width = output.weight.shape
+    model.stage = Stage(index, len(counts), group, width, rows, output.weight.dtype, places)
+    for n in range(len(layers)):
+        if not ends[index] <= n < ends[index + 1]:
+            layers[n] = _Elsewhere()
+    if not model.stage.is_last:
+        trunk.norm = _Elsewhere()
+        model.language_model.set_output_embeddings(_Elsewhere())
+    if not model.stage.is_first:
+        model.language_model.set_input_embeddings(_Elsewhere())
+        for name in ("vision_tower", "projector", "newline"):
+            if hasattr(model, name):
+                setattr(model, name, _Elsewhere())
+    assert {name for name, place in places.items() if place.stage == index} == dict(model.named_parameters()).keys()
+
+
+def problem(language_model: nn.Module) -> str | None:
+    """Why a language model can't be cut into stages; None if it can. It may be on no device."""
+    trunk = language_model.base_model
+    if not isinstance(getattr(trunk, "layers", None), nn.ModuleList) or not hasattr(trunk, "norm"):
+        return "names of layers and of the norm behind them are not Llama's"
+    beside = {name.split(".")[0] for name, _ in trunk.named_parameters()} - {"layers", "norm", "embed_tokens"}
+    if beside:
+        return f"{min(beside)} is neither a layer nor at an end of them"
+    if language_model.get_output_embeddings().weight is language_model.get_input_embeddings().weight:
+        return "output layer is its embedding, of which the first stage and the last would both train a copy"
+    return None
