@@ -24,7 +24,7 @@ from llava_ds.config.bounds import AtLeastOne, Count, Part, PartAboveZero, Posit
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import with_axes
+from llava_ds.engine.ds_config.parallel import PIPELINE, TENSOR, with_axes
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.planning.auto import SUPERVISED, Data, Devices, choose_ds_config, planned_run
 from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
@@ -170,16 +170,18 @@ def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> tupl
     if args.training.deepspeed_config != CHOOSE_DS_CONFIG:
         raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
     args = with_axes(args, raw)
-    tp = args.training.tensor_parallel_size
-    check_sizes(own.num_gpus, args.training.sequence_parallel_size, tp)
+    training = args.training
+    tp, pp = training.tensor_parallel_size, training.pipeline_parallel_size
+    check_sizes(own.num_gpus, training.sequence_parallel_size, tp, pp)
     if own.model is not None:
         shape = shape_named(own.model, args)
     else:
         if args.model.model_name_or_path is None:
             args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
         shape = shape_of_folders(args)
-    if shape.tp != tp:
-        raise ConfigError(f"--tensor_parallel_size {tp} needs the model's layers: name a size or folders")
+    for flag, size, found in ((TENSOR, tp, shape.tp), (PIPELINE, pp, len(shape.stages) or 1)):
+        if found != size:
+            raise ConfigError(f"--{flag} {size} needs the model's layers: name a size or folders")
     resolved = resolve(own, args, raw, shape, devices)
     longest = args.data.model_max_length
     # Without data every sample may have the greatest length.

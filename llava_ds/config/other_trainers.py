@@ -33,8 +33,8 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "per_device_eval_batch_size": (None, "eval samples are laid out as those of training"),
 }
 
-# Of model parallelism there is no flag to suggest.
-NO_PARALLELISM = re.compile(r"--\w*(pipeline|expert)\w*_parallel\w*|--[pe]p(_size)?")
+# Of experts there is no flag to suggest.
+NO_PARALLELISM = re.compile(r"--\w*expert\w*_parallel\w*|--ep(_size)?")
 
 # Other trainers' names of our flags, where the most similar name would mislead.
 ELSEWHERE = {
@@ -45,6 +45,7 @@ ELSEWHERE = {
         "--data_path with the files of that split": "--data_split --dataset_split --dataset_train_split",
         "--image_folder": "--media_dir",
         "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
+        "--pipeline_parallel_size": "--pipeline_model_parallel_size --pp --pipeline_stages --num_stages",
         "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size",
         "--model_max_length": "--cutoff_len --max_length --max_seq_len --max_seq_length",
@@ -138,8 +139,8 @@ def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
         after_flag = "=" not in token
         if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
             yield (
-                f"unknown flag {flag}: leave it out; ZeRO shards the model, --tensor_parallel_size its matrices, and "
-                "--sequence_parallel_size samples"
+                f"unknown flag {flag}: leave it out; ZeRO shards the model, --tensor_parallel_size its matrices, "
+                "--pipeline_parallel_size its layers, and --sequence_parallel_size samples"
             )
             continue
         if flag in NOT_HERE:

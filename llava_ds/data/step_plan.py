@@ -62,6 +62,10 @@ class Packing:
         """Ranks with the same samples."""
         return self.sp * self.tp * self.pp
 
+    def dp_rank(self, rank: int) -> int:
+        """The place of a rank's samples among all (Mesh). rank: among all."""
+        return rank // (self.sp * self.tp) % self.dp
+
     @property
     def batch_size(self) -> int:
         """Samples of an optimizer step over all ranks."""
@@ -170,7 +174,7 @@ class StepPlan:
     def of_ranks(self, step: int, ranks: Iterable[int] | None = None) -> list[list[int]]:
         """The micro-batches of some ranks, or of all, each once."""
         layout = self.step(step)
-        own = range(self.packing.dp) if ranks is None else sorted({rank // self.packing.shared for rank in ranks})
+        own = range(self.packing.dp) if ranks is None else sorted(set(map(self.packing.dp_rank, ranks)))
         return [micro_batch for dp_rank in own for micro_batch in layout.of_ranks[dp_rank]]
 
     def heaviest(self, done: int) -> list[int]:

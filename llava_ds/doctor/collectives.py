@@ -121,27 +121,39 @@ def measure(rank: int, world_size: int, device, num_bytes: int) -> dict[str, flo
         dist.all_to_all_single(out, (part + rank).repeat(world_size))
         return out, whole
 
+    def send():  # of a pipeline's stages, each to the next
+        out = torch.empty_like(part)
+        sent = dist.P2POp(dist.isend, part + rank, (rank + 1) % world_size)
+        received = dist.P2POp(dist.irecv, out, (rank - 1) % world_size)
+        for work in dist.batch_isend_irecv([sent, received]):
+            work.wait()
+        return out, part + (rank - 1) % world_size
+
     collectives: dict[str, Callable] = {
         "all_reduce": all_reduce,
         "all_gather": all_gather,
         "reduce_scatter": reduce_scatter,
         "broadcast": broadcast,
         "all_to_all": all_to_all,
+        **({"send": send} if world_size > 1 else {}),
     }
-    times = {}
-    for name, collective in collectives.items():
-        best = float("inf")
-        for _ in range(3):
-            dist.barrier()
-            started = time.perf_counter()
-            out, expected = collective()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - started)
-        if not torch.equal(out, expected):
-            raise RuntimeError(f"{name} gave rank {rank} wrong numbers")
-        times[name] = best
-    return times
+    return {name: _best_of_three(name, collective, rank, device) for name, collective in collectives.items()}
+
+
+def _best_of_three(name: str, collective: Callable, rank: int, device) -> float:
+    import torch
+
+    best = float("inf")
+    for _ in range(3):
+        torch.distributed.barrier()
+        started = time.perf_counter()
+        out, expected = collective()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    if not torch.equal(out, expected):
+        raise RuntimeError(f"{name} gave rank {rank} wrong numbers")
+    return best
 
 
 if __name__ == "__main__":

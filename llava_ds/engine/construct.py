@@ -16,7 +16,7 @@ from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
 from llava_ds.model.open.weights import WeightFiles, unused_tensors
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
-from llava_ds.model.stages import SAMPLE, is_last, keep_stage, layers_of_stages
+from llava_ds.model.stages import is_last, keep_stage
 from llava_ds.runtime.mesh import ALONE, Group, Mesh
 from llava_ds.runtime.ranks import Ranks, print_first
 
@@ -64,7 +64,8 @@ def _construct(
     with construction(ds_config, dtype, device, zero3, mesh.data_group):
         model = assemble(plan.text_config, plan.tower, args, mean, std, plan.has_value_head)
     if mesh.pp > 1:
-        counts = _layers_of_stages(model, plan, args, mesh.pp)
+        flops = flops_of_model(model, plan.text_config, plan.tower, args)
+        counts = flops.layers_of_stages(plan.text_config.num_hidden_layers, plan.images.num_tokens, mesh.pp)
         keep_stage(model, counts, mesh.pp_rank, mesh.pp_group)
         print_first(f"layers of the pipeline's stages: {', '.join(map(str, counts))}")
     if plan.whole_last_layer is None and is_last(model):
@@ -81,15 +82,6 @@ def _construct(
         quantize.quantize_layers(model.language_model, names, args, dtype)
         quantize.move_unpacked(model, ranks.device)
     return model
-
-
-def _layers_of_stages(model: LlavaModel, plan: ModelPlan, args: ModelArguments, pp: int) -> list[int]:
-    """How many layers each stage of a pipeline has, by the FLOPs of a sample with one tile."""
-    flops = flops_of_model(model, plan.text_config, plan.tower, args)
-    per_image_token, supervised = SAMPLE
-    tokens, num_layers = per_image_token * plan.images.num_tokens, plan.text_config.num_hidden_layers
-    layer = flops.of(tokens, tokens * (tokens + 1) / 2, 0, 0) / num_layers
-    return layers_of_stages(flops.per_tile, layer, flops.per_target * supervised * tokens, num_layers, pp)
 
 
 def _elsewhere(model: LlavaModel) -> dict[str, dict[str, tuple[int, ...]]]:

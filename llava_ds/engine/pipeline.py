@@ -83,10 +83,11 @@ def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
 def forward_and_backward(
     engine, batches: Sequence[Batch], forward: Callable[[Any, Batch], Any], loss_of: Callable[[int, Any], torch.Tensor]
 ) -> list[Any]:
-    """Run forward, backward and the engine's step of every micro-batch of one optimizer step on this stage.
+    """Run forward and backward of every micro-batch of one optimizer step on this stage.
 
     forward: of the engine and a micro-batch, run on the last stage; loss_of: the scalar to run backward on, from a
-    micro-batch's number and what forward returned. Returns all that forward returned; on other stages nothing.
+    micro-batch's number and what forward returned. Returns all that forward returned; on other stages nothing. What is
+    left for the caller is the engine's step of the last micro-batch, which updates the weights: in it stages meet.
     Before its first backward a stage runs as many forwards as there are stages behind it, and then one of each in turn.
     """
     stage = engine.module.stage
@@ -106,11 +107,11 @@ def forward_and_backward(
 
     def run_backward(i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         hidden, output = open_.popleft()
+        if i > 0:
+            engine.step()  # of the micro-batch before
         engine.set_gradient_accumulation_boundary(i == number - 1)
         loss = loss_of(i, output) if stage.is_last else _Resumed.apply(output, gradient)
         engine.backward(loss, scale_wrt_gas=False)
-        if i < number - 1:
-            engine.step()
         return None if hidden is None else hidden.grad
 
     for i in range(ahead):
@@ -126,7 +127,6 @@ def forward_and_backward(
     for i in range(number - ahead, number):
         _, gradient = neighbours.exchange(wants_after=_shape(batches[i], stage))
         neighbours.exchange(before=run_backward(i, gradient))
-    engine.step()  # the weights', in which stages meet for the norm: their neighbours have all that they wait for
     return found
 
 

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from llava_ds.batch import Batch
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import StepPlan
+from llava_ds.engine.pipeline import forward_and_backward
 from llava_ds.model.llava import has_critic
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
@@ -55,7 +56,14 @@ def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
     held_bytes: device memory to hold meanwhile, for states that the run will allocate later (missing_state_bytes).
     All ranks call it together.
     """
+    stage = engine.module.stage
     with discard_gradients(engine, held_bytes):
+        if stage is not None:  # which has as many micro-batches at once
+            batches = [largest.batch] * (stage.size if largest.accumulates else 1)
+            micro_steps = engine.micro_steps
+            forward_and_backward(engine, batches, summed_loss, lambda _, loss_sum: loss_sum * 0)
+            engine.micro_steps = micro_steps
+            return
         for is_last in (False, True) if largest.accumulates else (True,):
             backward_with_weight_zero(engine, summed_loss(engine, largest.batch), is_last)
 

@@ -22,9 +22,11 @@ from transformers.pytorch_utils import Conv1D
 from llava_ds.config.arguments import ModelArguments, trained_parts, trains_new_rows
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.lora import linear_names
+from llava_ds.model.stages import layers_of_stages
 from llava_ds.model.vision import TowerPlan
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
+SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the part of them that is supervised
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,19 @@ class ModelFlops:
         """What one of tp ranks computes that share the matrices of the language model's layers."""
         shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
         return replace(self, **{name: getattr(self, name) / tp for name in shared})
+
+    def of_stage(self, layers: float, is_first: bool, is_last: bool) -> "ModelFlops":
+        """What a stage of a pipeline computes. layers: the share of them that it has."""
+        shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
+        ends = {"per_tile": self.per_tile * is_first, "per_target": self.per_target * is_last}
+        return replace(self, **{name: getattr(self, name) * layers for name in shared}, **ends)
+
+    def layers_of_stages(self, num_layers: int, num_image_tokens: int, pp: int) -> list[int]:
+        """How many layers each stage of a pipeline has, so that a sample with one tile costs them alike."""
+        per_image_token, supervised = SAMPLE
+        tokens = per_image_token * num_image_tokens
+        layer = self.of(tokens, tokens * (tokens + 1) / 2, 0, 0) / num_layers
+        return layers_of_stages(self.per_tile, layer, self.per_target * supervised * tokens, num_layers, pp)
 
     @property
     def pair_cost(self) -> float:

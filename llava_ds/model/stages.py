@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the part of them that is supervised
+from llava_ds.model import probe
 
 
 class Place(NamedTuple):
@@ -82,19 +83,14 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
     counts: layers of each stage; group: the ranks of this rank's pipeline.
     """
     trunk, output = model.language_model.base_model, model.language_model.get_output_embeddings()
-    layers, ends = trunk.layers, [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    assert ends[-1] == len(layers) and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
-    stage_of = {
-        id(p): s for s in range(len(counts)) for n in range(ends[s], ends[s + 1]) for p in layers[n].parameters()
-    }
-    stage_of |= {id(p): len(counts) - 1 for part in (trunk.norm, output) for p in part.parameters()}
-    places = {name: Place(stage_of.get(id(p), 0), tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+    layers, begin = trunk.layers, sum(counts[:index])
+    assert all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
+    stages = stage_of_parameters(model, counts)
+    places = {name: Place(stages[name], tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
     rows, width = output.weight.shape
     model.stage = Stage(index, len(counts), group, width, rows, output.weight.dtype, places)
     for n in range(len(layers)):
-        if not ends[index] <= n < ends[index + 1]:
+        if not begin <= n < begin + counts[index]:
             layers[n] = _Elsewhere()
     if not model.stage.is_last:
         trunk.norm = _Elsewhere()
@@ -107,8 +103,21 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
     assert {name for name, place in places.items() if place.stage == index} == dict(model.named_parameters()).keys()
 
 
-def problem(language_model: nn.Module) -> str | None:
-    """Why a language model can't be cut into stages; None if it can. It may be on no device."""
+def stage_of_parameters(model: nn.Module, counts: list[int]) -> dict[str, int]:
+    """The stage that has each parameter of a whole LlavaModel, by name. counts: layers of each stage."""
+    trunk, output = model.language_model.base_model, model.language_model.get_output_embeddings()
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    found = {id(p): stage for layer, stage in zip(trunk.layers, stages, strict=True) for p in layer.parameters()}
+    found |= {id(p): len(counts) - 1 for part in (trunk.norm, output) for p in part.parameters()}
+    return {name: found.get(id(p), 0) for name, p in model.named_parameters()}
+
+
+def problem(config: PreTrainedConfig) -> str | None:
+    """Why a language model can't be cut into stages; None if it can. A small random copy of it is cut and compared."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        language_model = probe.random_copy(config)
+        inputs = probe.random_inputs(language_model)
     trunk = language_model.base_model
     if not isinstance(getattr(trunk, "layers", None), nn.ModuleList) or not hasattr(trunk, "norm"):
         return "names of layers and of the norm behind them are not Llama's"
@@ -117,4 +126,12 @@ def problem(language_model: nn.Module) -> str | None:
         return f"{min(beside)} is neither a layer nor at an end of them"
     if language_model.get_output_embeddings().weight is language_model.get_input_embeddings().weight:
         return "output layer is its embedding, of which the first stage and the last would both train a copy"
+    with torch.no_grad():
+        expected, (first, *others), norm = trunk(**inputs)[0], trunk.layers, trunk.norm
+        trunk.layers, trunk.norm = nn.ModuleList([first, *(_Elsewhere() for _ in others)]), _Elsewhere()
+        hidden = trunk(**inputs)[0]
+        trunk.layers, trunk.norm = nn.ModuleList([_Elsewhere(), *others]), norm
+        found = trunk(**{**inputs, "inputs_embeds": hidden})[0]
+    if not torch.equal(found, expected):
+        return "trunk changes what goes into its layers or comes out of them, which every stage would do again"
     return None

@@ -17,7 +17,8 @@ w (C + 2D). Logits are not saved; while the loss and its gradients are computed,
 bf16, once more, and beside it the gradient of the output layer: V D w from one chunk, from several V D 4 and, at the
 end, V D w too. What the last layer saves at positions that are not supervised is not subtracted. With MLPs that take
 some tokens at a time (--mlp_tile_tokens), what they save and need meanwhile is that of so many tokens. With
-checkpointing a layer saves its input, T w D, and is recomputed in backward.
+checkpointing a layer saves its input, T w D, and is recomputed in backward. A stage of a pipeline has some of the
+layers, and beside them, for each micro-batch that it has begun, T w D of what came in and of what went out.
 
 Beside the saved tensors, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower alone one
 layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts. A mixture of experts counts as an MLP that
@@ -56,17 +57,18 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     tokens = batch.num_tokens
     tiled = batch.has_tiled_mlps
     again = layer_bytes(text, tokens, w, tiled) if batch.num_recomputed else 0  # the layer that is computed once more
-    saved, head = saved_bytes(shape, batch, w), head_bytes(text, batch, w)
+    saved, head = saved_bytes(shape, batch, w), head_bytes(text, batch, w) if shape.is_last else 0
     # A critic goes backward before the actor's loss does, while the actor keeps all that it saved.
     below = saved if shape.has_critic else saved - head
-    at_the_loss = head + (saved - head) // (2 if shape.has_critic else 1) + loss_bytes(text, batch.num_supervised, w)
+    at_the_loss = head + (saved - head) // (2 if shape.has_critic else 1)
+    at_the_loss += loss_bytes(text, batch.num_supervised, w) if shape.is_last else 0
     # What dropout saved for the MLP's first two matrices to go backward is gone by then.
     gone = (w + 1) * (text.intermediate + text.hidden) if text.lora_dropped else 0
     mlp = (5 if text.routed else 3) * text.intermediate
     passing = w * 2 * text.hidden + 8 * text.hidden - gone
     in_mlps = batch.mlp_tokens * (w * mlp + _mlp_bytes(text, w)) if tiled else tokens * w * mlp
     in_a_layer = below + again + tokens * passing + in_mlps
-    return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w))
+    return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w) if shape.is_first else 0)
 
 
 def exchange_buffers(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
@@ -87,9 +89,11 @@ def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
     layers = (text.num_layers - again) * layer_bytes(text, tokens, w, batch.has_tiled_mlps)
     layers += again * tokens * w * text.hidden
     width = tower.hidden + (2 * text.hidden if tower.projector_layers > 1 else 0)
-    projector = batch.num_tiles * w * (tower.num_patches * width + tower.hidden)
+    projector = batch.num_tiles * w * (tower.num_patches * width + tower.hidden) if shape.is_first else 0
     rotary = 2 * tokens * w * text.query // text.num_heads
-    return (layers + projector + rotary) * (2 if shape.has_critic else 1) + head_bytes(text, batch, w)
+    passed_on = tokens * w * text.hidden * ((not shape.is_first) + (not shape.is_last))
+    head = head_bytes(text, batch, w) if shape.is_last else 0
+    return (layers + projector + rotary + passed_on) * (2 if shape.has_critic else 1) + head
 
 
 def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool = False) -> int:

@@ -20,9 +20,9 @@ from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.model.plan import ModelPlan
-from llava_ds.planning.activations import MicroBatch, activation_bytes
+from llava_ds.planning.activations import MicroBatch
 from llava_ds.planning.fit import GB, Run, advice, fits
-from llava_ds.planning.memory import Placement, Setup, ZeroSettings
+from llava_ds.planning.memory import Placement, Setup, ZeroSettings, most_activations
 from llava_ds.planning.shapes import ModelShape, shape_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
 
@@ -80,6 +80,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         moments=num_moments(resolved.config) + training.enable_ema,
         sp=sp,
         tp=training.tensor_parallel_size,
+        pp=training.pipeline_parallel_size,
     )
     run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)
     return run if shape.tower is None else _MicroBatchChoice(run, training, data, devices.memory).chosen()
@@ -125,7 +126,7 @@ class _MicroBatchChoice:
     def has_room(self, tokens: int, checkpointed: int) -> bool:
         planned = self.with_tokens(tokens, checkpointed)
         if self.training.activation_memory_gb is not None:
-            needed = activation_bytes(planned.shape, planned.batch, planned.setup.weight_bytes)
+            needed = most_activations(planned.shape, planned.setup, planned.batch)
             return needed <= self.training.activation_memory_gb * GB
         return self.memory is None or fits(planned.estimate().total, self.memory)
 

@@ -180,7 +180,7 @@ def _changed(run: Run) -> Iterator[Run]:
     for change in sorted(itertools.product(*choices), key=cost):
         doublings, offload, stage, halved, recomputed = change
         placement = Placement(stage, *offloads[offload])
-        if placement not in (run.placement, *PLACEMENTS.values()):
+        if placement not in (run.placement, *PLACEMENTS.values()) or not _goes_with(placement, run):
             continue
         batch = run.batch and dataclasses.replace(
             run.batch,
@@ -201,7 +201,12 @@ def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
 def table_placements(run: Run) -> dict[str, Placement]:
     """The table's columns: the usual placements, and the run's own if it is another."""
     own = {} if run.placement in PLACEMENTS.values() else {placement_name(run.placement): run.placement}
-    return PLACEMENTS | own
+    return {name: placement for name, placement in (PLACEMENTS | own).items() if _goes_with(placement, run)}
+
+
+def _goes_with(placement: Placement, run: Run) -> bool:
+    """False for what a pipeline's stages can't be trained with."""
+    return run.setup.pp == 1 or placement == run.placement or placement in (Placement(0), Placement(1))
 
 
 def placement_name(placement: Placement) -> str:

@@ -1,7 +1,8 @@
 # P parameters, T trained ones, N ranks, w bytes of a weight (2 in bf16 and fp16, 4 in fp32)
 """The bytes that a rank needs by ZeRO stage and offload, computed as DeepSpeed 0.19 allocates them.
 
-Under tensor parallelism P and T are those of a rank, and N the ranks with the same parts of matrices.
+Under tensor parallelism P and T are those of a rank, and N the ranks with the same parts of matrices. In a pipeline they
+are those of a stage, and N the ranks that have it.
 
 Model states are what exists at the boundary of an optimizer step: after the last backward, before the step.
 
@@ -36,11 +37,11 @@ default settings; NVMe alone was never compared with a run.
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
-from llava_ds.planning.activations import MicroBatch, activation_bytes, exchange_buffers
+from llava_ds.planning.activations import MicroBatch, activation_bytes, exchange_buffers, saved_bytes
 from llava_ds.planning.shapes import ModelShape
 
 ALL_REDUCE_BUCKET = 500_000_000  # elements that stage 0 reduces at a time (DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE)
@@ -113,7 +114,7 @@ class ZeroSettings:
 class Setup:
     """Devices and precision of a run. weight_bytes: 2 or 4; gradient_bytes: of an accumulated gradient; moments: fp32
     numbers that the optimizer keeps for a parameter; sp: ranks that share the tokens of each sample; tp: ranks that
-    share matrices."""
+    share matrices; pp: stages of the pipeline."""
 
     num_gpus: int
     zero: ZeroSettings = field(default_factory=ZeroSettings)
@@ -124,11 +125,12 @@ class Setup:
     moments: int = 2
     sp: int = 1
     tp: int = 1
+    pp: int = 1
 
     @property
     def ranks(self) -> int:
-        """Ranks that share model states by ZeRO: those with the same parts of matrices."""
-        return self.num_gpus // self.tp
+        """Ranks that share model states by ZeRO: those with the same parts of matrices and the same stage."""
+        return self.num_gpus // (self.tp * self.pp)
 
 
 @dataclass(frozen=True)
@@ -156,11 +158,38 @@ class Estimate:
 
 
 def estimate(shape: ModelShape, placement: Placement, setup: Setup, batch: MicroBatch | None = None) -> Estimate:
-    """Estimate a rank's memory; without a micro-batch there are no activations."""
-    activations = 0
-    if batch is not None:
-        activations = activation_bytes(shape, batch, setup.weight_bytes)
-        activations += exchange_buffers(shape, batch, setup.weight_bytes) if setup.sp > 1 else 0
+    """Estimate a rank's memory; without a micro-batch there are no activations.
+
+    Of a pipeline, that of a rank of the stage that needs most.
+    """
+    if shape.stages:
+        ranks = (
+            _estimate(stage, placement, setup, _activations(shape, index, setup, batch))
+            for index, stage in enumerate(shape.stages)
+        )
+        return max(ranks, key=lambda rank: rank.total)
+    return _estimate(shape, placement, setup, most_activations(shape, setup, batch))
+
+
+def most_activations(shape: ModelShape, setup: Setup, batch: MicroBatch | None) -> int:
+    """Bytes of the activations of the rank that has most; 0 without a micro-batch."""
+    return max(_activations(shape, index, setup, batch) for index in range(len(shape.stages) or 1))
+
+
+def _activations(shape: ModelShape, index: int, setup: Setup, batch: MicroBatch | None) -> int:
+    """Those of a rank of the index-th stage, which has begun micro-batches for itself and each stage behind it."""
+    if batch is None:
+        return 0
+    own, w, begun = shape, setup.weight_bytes, 0
+    if shape.stages:
+        own, begun = shape.stages[index], (len(shape.stages) - 1 - index if setup.accumulates else 0)
+        share = own.text.num_layers / shape.text.num_layers
+        batch = replace(batch, num_recomputed=math.ceil(batch.num_recomputed * share))
+    activations = activation_bytes(own, batch, w) + (begun * saved_bytes(own, batch, w) if begun else 0)
+    return activations + (exchange_buffers(own, batch, w) if setup.sp > 1 else 0)
+
+
+def _estimate(shape: ModelShape, placement: Placement, setup: Setup, activations: int) -> Estimate:
     of_stage = {0: _replicated, 1: _sharded_optimizer, 2: _sharded_optimizer, 3: _sharded}[placement.stage]
     return of_stage(shape, placement, setup, activations)
 

@@ -1,6 +1,7 @@
 """The sizes of a model's tensors by trained part, without any weights, as far as memory depends on them."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import read_parts
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.quantize import scale_bits
+from llava_ds.model.stages import stage_of_parameters
 from llava_ds.model.vision import TowerPlan, plan_tower
 
 LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; other numbers are typing errors
@@ -132,7 +134,8 @@ class ModelShape:
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
     the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
     that no stage shares out. flops: None when only the number of parameters is known. tp: ranks that share the matrices
-    of the layers; parts are whole, all else is what one of them has.
+    of the layers; parts are whole, all else is what one of them has. stages: of a pipeline, what each has; of these
+    is_first is True for the one with tower, projector and embedding, is_last for that with the output layer.
     """
 
     parts: tuple[Part, ...]
@@ -146,6 +149,9 @@ class ModelShape:
     scale_bits: float = 0
     flops: ModelFlops | None = None
     tp: int = 1
+    stages: tuple["ModelShape", ...] = ()
+    is_first: bool = True
+    is_last: bool = True
 
     @property
     def num_parameters(self) -> int:
@@ -235,7 +241,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     groups = parameter_groups(model, args)
     tp = args.training.tensor_parallel_size
     elements = num_divided(model, {p: p.numel() for p in model.parameters()}, tp)
-    return ModelShape(
+    whole = ModelShape(
         parts=tuple(
             Part(name, _numel(part.parameters()), _numel(p for p in part.parameters() if p.requires_grad))
             for name, part in model.named_children()
@@ -251,6 +257,27 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         flops=flops.of_rank(tp),
         tp=tp,
     )
+    pp = args.training.pipeline_parallel_size
+    return whole if pp == 1 else replace(whole, stages=tuple(_stages(model, whole, groups, tower, pp)))
+
+
+def _stages(
+    model: LlavaModel, whole: ModelShape, groups: list[dict], tower: TowerPlan, pp: int
+) -> Iterator[ModelShape]:
+    counts = whole.flops.layers_of_stages(whole.text.num_layers, tower.images.num_tokens, pp)
+    found = stage_of_parameters(model, counts)
+    stage_of = {p: found[name] for name, p in model.named_parameters()}
+    for stage, count in enumerate(counts):
+        ends = {"is_first": stage == 0, "is_last": stage == pp - 1}
+        trained = [tuple(p.numel() for p in group["params"] if stage_of[p] == stage) for group in groups]
+        yield replace(
+            whole,
+            groups=tuple(filter(None, trained)),
+            frozen=tuple(p.numel() for p, at in stage_of.items() if at == stage and not p.requires_grad),
+            text=replace(whole.text, num_layers=count),
+            flops=whole.flops.of_stage(count / whole.text.num_layers, **ends),
+            **ends,
+        )
 
 
 def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool) -> TextShape:

@@ -11,6 +11,7 @@ A step is the sum of
     optimizer         bytes that cast, clip and update read and write, or a CPU's time
     traffic           what collectives (planning/traffic.py) last longer than the compute that they overlap with
     PCIe              the same for offload
+    bubble            what a stage of a pipeline waits at the beginning and the end of a step
 
 for the rank with the average load. Not counted: waiting for data, evals, saves, the first steps, latency of
 collectives (small layers on hundreds of ranks), ranks that wait for a slower one.
@@ -118,6 +119,7 @@ class StepTime:
     optimizer_s: float
     traffic_s: float
     pcie_s: float
+    bubble_s: float
     hidden_traffic_s: float
     traffic_bytes: float
     tokens: float  # of all ranks
@@ -126,7 +128,7 @@ class StepTime:
     @property
     def total_s(self) -> float:
         gpu = self.matmul_s + self.attention_s + self.elementwise_s + self.recomputed_s + self.launches_s
-        return gpu + self.optimizer_s + self.traffic_s + self.pcie_s
+        return gpu + self.optimizer_s + self.traffic_s + self.pcie_s + self.bubble_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -137,6 +139,8 @@ def step_time(run: Run, placement: Placement, load: Load, machine: Machine) -> S
     """Estimate a step of the run with this stage and offload; None for NVMe, where the disk decides."""
     if "nvme" in (placement.optimizer, placement.param):
         return None
+    if run.shape.stages:
+        return _pipeline_time(run, placement, load, machine)
     shape, setup = run.shape, run.setup
     forward, backward, again = (p.times(machine, setup) for p in _passes(run, load))
     gpu_s = load.micro_steps * (forward.total + backward.total + again.total)
@@ -161,6 +165,7 @@ def step_time(run: Run, placement: Placement, load: Load, machine: Machine) -> S
         optimizer_s=_optimizer_s(shape, placement, setup, machine),
         traffic_s=exposed_s,
         pcie_s=pcie_s,
+        bubble_s=0.0,
         hidden_traffic_s=link_s - exposed_s,
         traffic_bytes=sent.total,
         tokens=load.micro_steps * load.tokens * setup.ranks,
@@ -168,6 +173,30 @@ def step_time(run: Run, placement: Placement, load: Load, machine: Machine) -> S
     )
     mfu = load.micro_steps * useful / partial.total_s / machine.peak(setup.weight_bytes)
     return StepTime(**{**partial.__dict__, "mfu": mfu})
+
+
+def _pipeline_time(run: Run, placement: Placement, load: Load, machine: Machine) -> StepTime:
+    """The step of a pipeline: its slowest stage sets the pace, and waits for as many micro-batches as others stand
+    before it or behind it (arXiv 2104.04473, 2.2.1). What goes to the next stage and comes back hides behind nothing.
+    """
+    setup, layers = run.setup, run.shape.text.num_layers
+    times = []
+    for stage in run.shape.stages:
+        recomputed = math.ceil(run.batch.num_recomputed * stage.text.num_layers / layers)
+        own = replace(run, shape=stage, batch=replace(run.batch, num_recomputed=recomputed))
+        times.append(step_time(own, placement, load, machine))
+    slowest = max(times, key=lambda time: time.total_s)
+    passed_on = 2 * load.micro_steps * load.tokens / load.useful * run.shape.text.hidden * setup.weight_bytes
+    passing_s = passed_on / machine.link_bandwidth(setup)
+    of_micro_batches = slowest.total_s - slowest.optimizer_s - slowest.traffic_s + passing_s
+    whole = replace(
+        slowest,
+        traffic_s=slowest.traffic_s + passing_s,
+        traffic_bytes=slowest.traffic_bytes + passed_on,
+        bubble_s=of_micro_batches * (setup.pp - 1) / load.micro_steps,
+    )
+    useful = sum(time.mfu * time.total_s for time in times) / setup.pp
+    return replace(whole, mfu=useful / whole.total_s)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ ROWS = {
     "optimizer": "optimizer_s",
     "traffic, not hidden": "traffic_s",
     "PCIe, not hidden": "pcie_s",
+    "bubble": "bubble_s",
     "= a step": "total_s",
 }
 
@@ -87,7 +88,8 @@ def speed_table(speed: SpeedRun) -> list[str]:
     cells = list(times.values())
     unit, times_per_s = ("s", 1) if max(time.total_s for time in cells if time is not None) >= 1 else ("ms", 1000)
     rows = [(f"{unit} of a step", names)]
-    rows += [(label, [_cell(time, name, ".3f", times_per_s) for time in cells]) for label, name in ROWS.items()]
+    shown = {label: name for label, name in ROWS.items() if name != "bubble_s" or speed.run.setup.pp > 1}
+    rows += [(label, [_cell(time, name, ".3f", times_per_s) for time in cells]) for label, name in shown.items()]
     rows += [("traffic, GB a rank", ["-" if time is None else f"{time.traffic_bytes / GB:.1f}" for time in cells])]
     rows += [("tokens/s, all GPUs", [_cell(time, "tokens_per_s", ",.0f") for time in cells])]
     rows += [("MFU", ["-" if time is None else f"{time.mfu:.1%}" for time in cells])]
@@ -119,6 +121,7 @@ def bounds(speed: SpeedRun, time: StepTime) -> dict[str, float]:
         "Python, which starts the kernels": time.launches_s,
         network: time.traffic_s,
         "the CPU's optimizer and PCIe": time.pcie_s + (time.optimizer_s if on_cpu else 0.0),
+        "stages that wait for each other": time.bubble_s,
     }
 
 

@@ -138,6 +138,7 @@ def _pipelined(engine, batches: list[Batch], scales: list[torch.Tensor], objecti
     found = forward_and_backward(
         engine, batches, objective.forward, lambda i, micro: micro.loss_sum * scales[i].float()
     )
+    engine.step()
     by_source = torch.zeros(len(batches), 2, objective.num_sources, dtype=torch.float64, device=engine.device)
     if found:
         by_source = torch.stack([micro.by_source for micro in found])

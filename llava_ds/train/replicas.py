@@ -7,38 +7,34 @@ import torch
 from llava_ds.constants import DataError
 from llava_ds.engine.tensor_parallel import part_of
 from llava_ds.model.loading import bit_sum
+from llava_ds.runtime.mesh import ALONE, Mesh
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.waiting import waiting
 
 MOST_NAMED = 4  # parameters
 
 
-def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks, tp: int = 1) -> None:
+def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks, mesh: Mesh = ALONE) -> None:
     """Raise DataError on every rank if ranks hold copies of a parameter that differ; looks every so many steps.
 
     At ZeRO 0 to 2 that is every parameter. At 3 it is the small ones that stay gathered, whose copies are made again
-    from their shards after every step. every: steps; 0 never looks; tp: ranks that share matrices, of which those with
-    the same part hold copies. All ranks call it together. Reads every weight once, and waits for the device.
+    from their shards after every step. every: steps; 0 never looks; mesh: of ranks that share matrices, those with the
+    same part hold copies, of a pipeline those with the same stage. All ranks call it together. Reads every weight once,
+    and waits for the device.
     """
     if every == 0 or step % every or ranks.world_size == 1:
         return
     sums = replica_sums(model)
     everyone = gather(list(sums.values()), ranks)
-    parameters = dict(model.named_parameters())
-    is_cut = [part_of(parameters[name]) is not None for name in sums]
-
-    def usual(i: int, rank: int) -> int:
-        peers = everyone[rank % tp :: tp] if is_cut[i] else everyone
-        return Counter(each[i] for each in peers).most_common(1)[0][0]
-
-    most_usual = [[usual(i, rank) for i in range(len(sums))] for rank in range(tp)]
-    wrong = {
-        rank: [n for n, a, b in zip(sums, mine, most_usual[rank % tp]) if a != b] for rank, mine in enumerate(everyone)
-    }
-    wrong = {rank: names for rank, names in wrong.items() if names}
+    cut = _cut_parameters(model, list(sums), mesh)
+    of_stage = ranks.world_size // mesh.pp
+    wrong = {}
+    for first in range(0, ranks.world_size, of_stage):
+        found = _odd_ones(everyone[first : first + of_stage], cut[first // of_stage], mesh.tp)
+        wrong |= {first + rank: names for rank, names in found.items()}
     if wrong:
         lines = [
-            f"  rank {rank}: {len(names):,} of {len(sums):,} parameters, {', '.join(names[:MOST_NAMED])}"
+            f"  rank {rank}: {len(names):,} of {len(everyone[rank]):,} parameters, {', '.join(names[:MOST_NAMED])}"
             for rank, names in wrong.items()
         ]
         most = 2 * len(wrong) < ranks.world_size
@@ -49,6 +45,34 @@ def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks, 
             "runs on some ranks only. Take the machine out, and go on from a checkpoint of step "
             f"{step - every:,} or before, when they were last seen to be the same: --resume PATH"
         )
+
+
+def _cut_parameters(model: torch.nn.Module, own: list[str], mesh: Mesh) -> list[dict[str, bool]]:
+    """The parameters of each stage, in the order of their sums, and whether ranks have parts of them. own: this rank's.
+
+    Where there are several stages, every rank has whole parameters.
+    """
+    if mesh.pp == 1:
+        parameters = dict(model.named_parameters())
+        return [{name: part_of(parameters[name]) is not None for name in own}]
+    places = model.stage.places.items()
+    return [{name: False for name, place in places if place.stage == stage} for stage in range(mesh.pp)]
+
+
+def _odd_ones(everyone: list[list[int]], is_cut: dict[str, bool], tp: int) -> dict[int, list[str]]:
+    """Names of the parameters whose sums differ from most others', by rank. everyone: the sums of ranks with the same
+    parameters; is_cut: these, and whether of tp ranks each has a part of its own."""
+
+    def usual(i: int, cut: bool, part: int) -> int:
+        peers = everyone[part::tp] if cut else everyone
+        return Counter(each[i] for each in peers).most_common(1)[0][0]
+
+    most_usual = [[usual(i, cut, part) for i, cut in enumerate(is_cut.values())] for part in range(tp)]
+    odd = {
+        rank: [name for name, a, b in zip(is_cut, mine, most_usual[rank % tp]) if a != b]
+        for rank, mine in enumerate(everyone)
+    }
+    return {rank: names for rank, names in odd.items() if names}
 
 
 def replica_sums(model: torch.nn.Module) -> dict[str, int]:

@@ -776,6 +776,7 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--ppo_epochs", ": did you mean --num_iterations?"),
         ("--context_parallel_size", ": did you mean --sequence_parallel_size?"),
         ("--tensor_model_parallel_size", ": did you mean --tensor_parallel_size?"),
+        ("--pipeline_model_parallel_size", ": did you mean --pipeline_parallel_size?"),
         ("--tp", ": did you mean --tensor_parallel_size?"),
         ("--actor_learning_rate", ": did you mean --learning_rate?"),
         (
@@ -789,10 +790,10 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         *[
             (
                 flag,
-                ": leave it out; ZeRO shards the model, --tensor_parallel_size its matrices, and "
-                "--sequence_parallel_size samples",
+                ": leave it out; ZeRO shards the model, --tensor_parallel_size its matrices, --pipeline_parallel_size "
+                "its layers, and --sequence_parallel_size samples",
             )
-            for flag in ("--pipeline_model_parallel_size", "--moe-expert-parallel-size", "--pp_size", "--ep")
+            for flag in ("--moe-expert-parallel-size", "--ep")
         ],
     ],
 )

@@ -21,18 +21,29 @@ MESHES = {
     "tp2": (2, {"tensor_parallel_size": 2}),
     "dp2xtp2": (4, {"tensor_parallel_size": 2}),
     "sp2xtp2": (4, {"sequence_parallel_size": 2, "tensor_parallel_size": 2}),
+    "pp2": (2, {"pipeline_parallel_size": 2}),
+    "pp2xdp2": (4, {"pipeline_parallel_size": 2}),
+    "pp2xsp2": (4, {"pipeline_parallel_size": 2, "sequence_parallel_size": 2}),
 }
 # Another one here and there.
 STAGE = {"dp2": 2, "sp2": 3, "dp4": 3, "dp2xsp2": 1, "tp2": 0, "dp2xtp2": 3, "sp2xtp2": 1}
-PAIRS = list(itertools.product(MESHES, MESHES))
-# A process has DeepSpeed's groups of one mesh: ranks, and how many of them share matrices.
-LAUNCHES = [(2, 1), (2, 2), (4, 1), (4, 2)]
+STAGE |= {"pp2": 1, "pp2xdp2": 0, "pp2xsp2": 1}
+EVERY_PAIR = ("dp2", "sp2", "tp2", "pp2", "dp4", "sp2xtp2")  # the others from the first of these and back
+PAIRS = [
+    (before, after)
+    for before, after in itertools.product(MESHES, MESHES)
+    if {before, after} <= {*EVERY_PAIR} or before == after or "dp2" in (before, after)
+]
 
 
-def launched(mesh: str) -> tuple[int, int]:
-    """The launch that runs on a mesh."""
+def launched(mesh: str) -> tuple[int, str]:
+    """The launch that runs on a mesh: its ranks, and "tp", "pp" or neither, as a process has DeepSpeed's groups of
+    one mesh."""
     ranks, flags = MESHES[mesh]
-    return ranks, flags.get("tensor_parallel_size", 1)
+    return ranks, next((flag[0] + "p" for flag in flags if not flag.startswith("seq")), "")
+
+
+LAUNCHES = sorted(set(map(launched, MESHES)))
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +58,16 @@ def folder(tmp_path_factory) -> Path:
         flags = {**more, **rates, **MESHES[mesh][1], "save_strategy": "steps"}
         return toy_run(given, folder / name, ds_config(STAGE[mesh]), **flags)
 
-    for ranks, tp in LAUNCHES:
-        whole = [run(mesh, mesh) for mesh in MESHES if launched(mesh) == (ranks, tp)]
-        run_many(ranks, folder / f"whole-{ranks}-{tp}", whole)
-    for ranks, tp in LAUNCHES:
+    for ranks, axis in LAUNCHES:
+        whole = [run(mesh, mesh) for mesh in MESHES if launched(mesh) == (ranks, axis)]
+        run_many(ranks, folder / f"whole-{ranks}-{axis}", whole)
+    for ranks, axis in LAUNCHES:
         moved = []
         for before, after in PAIRS:
-            if launched(after) == (ranks, tp):
+            if launched(after) == (ranks, axis):
                 break_off(folder / before, folder / f"{before} to {after}", SAVED)
                 moved.append(run(f"{before} to {after}", after))
-        said = run_many(ranks, folder / f"moved-{ranks}-{tp}", moved, timeout_s=1800)
+        said = run_many(ranks, folder / f"moved-{ranks}-{axis}", moved, timeout_s=1800)
         assert said.count(f"resumed at step {SAVED}") == len(moved)
     return folder
 

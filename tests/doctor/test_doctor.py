@@ -453,7 +453,7 @@ def test_this_machine_can_train(tmp_path):
     assert done.returncode == 0 and report["can_start"], done.stdout
     assert {finding["check"] for finding in report["findings"]} == {check.name for check in doctor.CHECKS}
     [ranks] = [finding["found"] for finding in report["findings"] if finding["check"] == "collective"][:1]
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"):
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"):
         assert name in ranks
 
 

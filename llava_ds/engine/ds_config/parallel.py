@@ -1,8 +1,6 @@
 """The axes of the mesh in flags and DeepSpeed JSON, and what can't be trained on them."""
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.config.bounds import MOST
@@ -243,9 +241,7 @@ def _pipeline_problems(args: Arguments, text_config: PreTrainedConfig, pp: int) 
         found.append(f"--objective {training.objective} needs a whole model: leave --{PIPELINE} out, or train by sft")
     if text_config.num_hidden_layers < pp:
         found.append(f"the language model has {text_config.num_hidden_layers} layers: give as many or fewer")
-    with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(text_config)
-    if problem := stages.problem(model):
+    if problem := stages.problem(text_config):
         found.append(f"the language model's {problem}: take another axis")
     if is_mixture(text_config):
         found.append("routers' loss is not carried between stages: take another axis")

@@ -54,6 +54,22 @@ def test_flag_and_deepspeeds_section_are_one_number(raw, flags, size):
     assert with_axes(args, {"tensor_parallel": raw}).training.tensor_parallel_size == size
 
 
+@pytest.mark.parametrize(
+    ("raw", "flags", "size"),
+    [
+        (None, ["--pipeline_parallel_size", "2"], 2),
+        (None, ["--pp_size", "2"], 2),
+        ({"stages": 2}, [], 2),
+        ({"stages": 2, "partition": "best", "seed_layers": False}, ["--pp_size", "2"], 2),
+        ({"stages": "auto"}, ["--pp_size", "2"], 2),
+        ({"stages": 1}, [], 1),
+        ({}, [], 1),
+    ],
+)
+def test_flag_and_the_section_of_a_pipeline_are_one_number(raw, flags, size):
+    assert with_axes(arguments(*flags), {"pipeline": raw}).training.pipeline_parallel_size == size
+
+
 @pytest.mark.parametrize("value", [0, -2, 2.0, True, "two", [2], 10**30])
 def test_what_is_no_size_is_refused(value):
     with pytest.raises(ConfigError, match=r"sequence_parallel_size is .* in the DeepSpeed JSON: write a whole number"):
@@ -157,6 +173,68 @@ def test_families_that_are_not_cut_are_refused_by_name(family, found):
         check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
 
 
+def test_every_reason_against_stages_is_given_at_once():
+    flags = [
+        "--pp_size", "3", "--tp_size", "2", "--lora_enable", "True", "--torch_compile", "True",
+        "--gradient_checkpointing", "auto",
+    ]  # fmt: skip
+    args = arguments(*flags).replaced(objective="dpo")
+    with pytest.raises(ConfigError) as caught:
+        check_axes(args, toys.language_model_config("llama"))
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("--pipeline_parallel_size is 3: ")]
+    reasons = (
+        "--tensor_parallel_size is 2, and DeepSpeed's AutoTP makes groups of all ranks",
+        "--objective dpo needs a whole model",
+        "the language model has 2 layers: give as many or fewer",
+        "a stage without trained weights of its own has nothing to do",
+        "--torch_compile is not tried with stages",
+        "--gradient_checkpointing auto measures a whole model: give all or off",
+    )
+    assert len(lines) == len(reasons) and all(reason in line for reason, line in zip(reasons, lines))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_5", "qwen3", "mistral", "phi3"])
+def test_families_whose_layers_are_cut_into_stages(family):
+    check_axes(arguments("--pp_size", "2"), toys.language_model_config(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "found"),
+    [
+        ("qwen2", "output layer is its embedding"),
+        ("gpt2", "names of layers"),
+        ("granite", "trunk changes what goes into its layers"),
+        ("mixtral", "routers' loss is not carried between stages"),
+    ],
+)
+def test_families_that_are_not_cut_into_stages(family, found):
+    with pytest.raises(ConfigError, match=found):
+        check_axes(arguments("--pp_size", "2"), toys.language_model_config(family))
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2, at which ranks would send the gradients"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, at which ranks would gather a stage's"),
+        (
+            {
+                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+                "zero_force_ds_cpu_optimizer": False,
+            },
+            'zero_optimization.offload_optimizer.device is "cpu", which is not tried',
+        ),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast is on"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile traces a whole model"),
+    ],
+)
+def test_what_does_not_go_with_stages(raw, said):
+    with pytest.raises(ConfigError) as caught:
+        resolve_ds_config({**raw, "pipeline": {"stages": 2}}, arguments(), dp=2, hidden_size=32)
+    lines = [line for line in str(caught.value).splitlines() if said in line]
+    assert len(lines) == 1 and lines[0].startswith("--pipeline_parallel_size is 2, but ")
+
+
 def test_heads_that_are_cut_and_exchanged():
     with pytest.raises(ConfigError, match="--sequence_parallel_size is 4 and --tensor_parallel_size 2: of a rank's"):
         check_axes(arguments("--tp_size", "2", "--sp_size", "4"), toys.language_model_config("llama"))
@@ -182,21 +260,24 @@ def test_deepspeed_cuts_by_rules_of_this_trainer():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sp", "tp", "said"),
+    ("world_size", "sp", "tp", "pp", "said"),
     [
-        (8, 1, 1, None),
-        (8, 2, 4, None),
-        (6, 4, 1, "--sequence_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6, or start another"),
-        (6, 1, 4, "--tensor_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6, or start another"),
-        (2, 2, 2, "2 times --tensor_parallel_size 2 is 4, which does not divide 2 ranks: give one of 1 x 1, 1 x 2, 2"),
+        (8, 1, 1, 1, None),
+        (8, 2, 4, 1, None),
+        (8, 2, 1, 4, None),
+        (6, 1, 1, 4, "--pipeline_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6, or start another"),
+        (4, 4, 1, 2, "--sequence_parallel_size 4 times --pipeline_parallel_size 2 is 8, which does not divide 4 ranks"),
+        (6, 4, 1, 1, "--sequence_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6, or start another"),
+        (6, 1, 4, 1, "--tensor_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6, or start another"),
+        (2, 2, 2, 1, "2 times --tensor_parallel_size 2 is 4, which does not divide 2 ranks: give one of 1 x 1, 1 x 2, 2"),
     ],
 )
-def test_axes_fit_the_ranks(world_size, sp, tp, said):
+def test_axes_fit_the_ranks(world_size, sp, tp, pp, said):
     if said is None:
-        check_sizes(world_size, sp, tp)
+        check_sizes(world_size, sp, tp, pp)
         return
     with pytest.raises(ConfigError, match=said):
-        check_sizes(world_size, sp, tp)
+        check_sizes(world_size, sp, tp, pp)
 
 
 def test_deepspeed_is_not_told_how_many_samples_a_step_has():

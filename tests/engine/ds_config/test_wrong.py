@@ -46,7 +46,7 @@ WRONG = [
     (zero(**{"offload_param.device": "cpu"}), {}, f'zero_optimization."offload_param.device" {NO_KEY} nest it, as {{"offload_param": {{"device": ...}}}}'),
     ({"zero_optimization.stage.x": 1}, {}, f'"zero_optimization.stage.x" {NO_KEY} did you mean zero_optimization?'),
     # What is not here, and what asks for nothing
-    ({"pipeline_model_parallel_size": 2}, {}, f"pipeline_model_parallel_size is 2 {J}: remove it, pipeline parallelism is not supported yet"),
+    ({"pipeline_model_parallel_size": 2}, {}, f'pipeline_model_parallel_size is 2 {J}: remove it, write "pipeline": {{"stages": 2}}'),
     ({"moe_expert_parallel_size": 2}, {}, f"moe_expert_parallel_size is 2 {J}: remove it, mixtures of experts are not supported yet"),
     ({"tp_size": 2}, {}, f'tp_size is 2 {J}: remove it, write "tensor_parallel": {{"autotp_size": 2}}'),
     ({"tp_size": True}, {}, f'tp_size is true {J}: remove it, write "tensor_parallel": {{"autotp_size": 2}}'),
@@ -61,7 +61,12 @@ WRONG = [
     ({"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}, {}, f"tensor_parallel.tp_overlap_comm is true {J}: remove it, DeepSpeed 0.19.8 gets the gradients of biases wrong with it"),
     ({"tensor_parallel": {"autotp_size": 2, "size": 2}}, {}, f'tensor_parallel.size is 2 {J}: remove it, write {{"autotp_size": 2}} alone'),
     ({"tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}, {}, "--tensor_parallel_size is 2, but Muon's updates depend on whole matrices, which no rank has: take another"),
-    ({"pipeline": {"stages": 2}}, {}, f"pipeline.stages is 2 {J}: remove it, pipeline parallelism is not supported yet"),
+    ({"pipeline": 2}, {}, f'pipeline is 2 {J}: write an object'),
+    ({"pipeline": {"stages": "two"}}, {}, f'pipeline.stages is "two" {J}: write a whole number above 0, or "auto"'),
+    ({"pipeline": {"stages": 2}}, {"pipeline_parallel_size": 4}, f'pipeline.stages is 2 {J} but --pipeline_parallel_size is 4: make them equal, or write "auto"'),
+    ({"pipeline": {"stages": 2, "partition": "parameters"}}, {}, f'pipeline.partition is "parameters" {J}: remove it, stages are cut so that their FLOPs are even'),
+    ({"pipeline": {"stages": 2, "micro_batches": 4}}, {}, f'pipeline.micro_batches is 4 {J}: remove it, write {{"stages": 2}} alone'),
+    ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}, {}, "--pipeline_parallel_size is 2, but zero_optimization.stage is 3, at which ranks would gather a stage's weights for every one: write 1, a stage has no more than its own part of the model"),
     ({"mpu": {"a": 1}}, {}, f'mpu is {{"a": 1}} {J}: remove it, it is an object of Megatron\'s: sequence_parallel_size and tensor_parallel lay the ranks out'),
     *[
         (nothing, {}, None)
