@@ -59,6 +59,13 @@ class ParallelUnit:
         return self._mesh.pp
 
 
+def open_pipeline(mesh: Mesh, device: torch.device) -> None:
+    """Let all stages of each pipeline meet once: NCCL connects the ranks of a group in its first collective, and can't
+    if this is between two of them alone."""
+    if mesh.pp > 1:
+        torch.distributed.all_reduce(torch.zeros(1, device=device), group=mesh.pp_group)
+
+
 def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
     """Let ZeRO-1's norm of the gradients be that of all stages of a pipeline, by one sum over them.
 
@@ -110,7 +117,7 @@ def forward_and_backward(
         if i > 0:
             engine.step()  # of the micro-batch before
         engine.set_gradient_accumulation_boundary(i == number - 1)
-        loss = loss_of(i, output) if stage.is_last else _Resumed.apply(output, gradient)
+        loss = loss_of(i, output) if stage.is_last else resumed(output, gradient)
         engine.backward(loss, scale_wrt_gas=False)
         return None if hidden is None else hidden.grad
 
@@ -156,9 +163,15 @@ def _shape(batch: Batch, stage: Stage) -> tuple[int, int, int]:
     return 1, batch.input_ids.shape[1], stage.width
 
 
+def resumed(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a scalar whose backward goes on with the gradient of output that came from the next stage.
+
+    Whatever factor DeepSpeed puts on the scalar is ignored: the last stage has applied it.
+    """
+    return _Resumed.apply(output, gradient)
+
+
 class _Resumed(torch.autograd.Function):
-    """A scalar whose backward goes on with a gradient that came from the next stage, whatever factor DeepSpeed has put
-    on the scalar: the last stage has applied it."""
 
     @staticmethod
     def forward(ctx, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,11 @@ class Stage:
         return self.index == self.size - 1
 
 
+def is_first(model: nn.Module) -> bool:
+    """True for a model that takes ids and images: a whole one, or the first stage of a pipeline."""
+    return model.stage is None or model.stage.is_first
+
+
 def is_last(model: nn.Module) -> bool:
     """True for a model that computes the loss: a whole one, or the last stage of a pipeline."""
     return model.stage is None or model.stage.is_last

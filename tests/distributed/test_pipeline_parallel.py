@@ -22,6 +22,8 @@ PACKED = {"tokens_per_micro_batch": 400}
 ONE_BY_ONE = {"per_device_train_batch_size": 1}
 CLIPPED = {"max_grad_norm": 0.05}
 IN_JSON = {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}
+IN_CPU = {"zero_optimization": {"stage": 1}, "activation_checkpointing": {"cpu_checkpointing": True}}
+PP4 = {"pipeline_parallel_size": 4}
 TORN = {"eval_fraction": 0.2, "sample_steps": STEPS}
 FAMILIES = ("qwen3", "mistral", "qwen2_5")  # norms of heads; windows; windows in some of three layers
 
@@ -36,9 +38,13 @@ MORE_ONE_RANK = {
     "frozen": (1, 0, {}),
     "video": (1, 0, TRAINED_TOWER),
     "torn": (1, 0, TORN),
+    "deep": (1, 0, TRAINED_TOWER),  # five layers
     **{family: (1, 0, {}) for family in FAMILIES},
 }
 MORE = {
+    **{f"deep-pp4-zero{stage}": (4, stage, {**PACKED, **TRAINED_TOWER, **PP4}) for stage in (0, 1)},
+    "deep-pp4-one-by-one": (4, 1, {**ONE_BY_ONE, **TRAINED_TOWER, **PP4}),
+    "plain-pp2-inputs-in-cpu": (2, IN_CPU, {**PP, **PACKED, **TRAINED_TOWER, "gradient_checkpointing": True}),
     "plain-pp2-one-pack": (2, 1, {**PP, **TRAINED_TOWER}),  # fewer micro-batches than stages
     **{f"clipped-pp2-zero{stage}": (2, stage, {**PP, **PACKED, **CLIPPED, **TRAINED_TOWER}) for stage in (0, 1)},
     **{f"frozen-pp2-zero{stage}": (2, stage, {**PP, **PACKED}) for stage in (0, 1)},
@@ -74,9 +80,10 @@ def more_runs(runs) -> dict[str, Path]:
     data |= dict.fromkeys(("clipped", "frozen", "bf16"), data["plain"])
     for family in FAMILIES:
         data[family] = data["plain"] | toys.write_language_model(folder / "base" / family, family)
+    data["deep"] = data["plain"] | toys.write_language_model(folder / "base/deep", num_hidden_layers=5)
     wanted = MORE_ONE_RANK | MORE
     # A process has the groups of one mesh: those that share nothing have a launch of their own.
-    staged = {name: run for name, run in wanted.items() if "pp2" in name}
+    staged = {name: run for name, run in wanted.items() if "-pp" in name}
     whole = {name: run for name, run in wanted.items() if name not in staged}
     return runs | train_all(folder, data, whole) | train_all(folder, data, staged)
 
