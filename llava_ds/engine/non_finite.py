@@ -130,7 +130,7 @@ def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: 
         optimizer._get_norm_groups = lambda: [total_norm()]
     else:
         optimizer.scaled_global_norm = total_norm
-    _step_with(optimizer, sys.modules[type(optimizer).__module__], is_invalid_grad_norm=lambda norm: False)
+    step_with(optimizer, sys.modules[type(optimizer).__module__], is_invalid_grad_norm=lambda norm: False)
 
 
 def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Mesh) -> None:
@@ -138,7 +138,7 @@ def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: 
 
     DeepSpeed asks for the norm of those that _counted_here would count.
     """
-    _step_with(
+    step_with(
         optimizer,
         bf16_optimizer,
         get_global_norm_of_tensors=lambda input_tensors, **_: judge(
@@ -191,7 +191,7 @@ def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Me
     adam.step = guarded
 
 
-def _step_with(optimizer, module, **others: Callable) -> None:
+def step_with(optimizer, module, **others: Callable) -> None:
     """Let an optimizer's step see other functions under these names of the module that it is written in."""
     step = optimizer.step
 

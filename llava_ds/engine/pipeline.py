@@ -15,9 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.fp16 import unfused_optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from llava_ds.batch import Batch
+from llava_ds.engine.non_finite import step_with
 from llava_ds.model.stages import Stage
 from llava_ds.runtime.mesh import Mesh
 
@@ -67,13 +70,28 @@ def open_pipeline(mesh: Mesh, device: torch.device) -> None:
 
 
 def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
-    """Let ZeRO-1's norm of the gradients be that of all stages of a pipeline, by one sum over them.
+    """Let the norm of the gradients be that of all stages of a pipeline, by one sum over them.
 
-    DeepSpeed 0.19.8 sums over stages once for each of a stage's parameter groups, of which the first stage, with tower
-    and projector, has more than the others: they would wait for each other for ever.
+    DeepSpeed 0.19.8 sums over stages once for each of a stage's parameter groups, at ZeRO-1 and at stage 0 in bf16. The
+    first stage, with tower and projector, has more groups than the others: they would wait for each other for ever. Its
+    other optimizers ask for one norm of all groups.
     """
-    if mesh.pp == 1 or not isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return
+    if mesh.pp > 1 and isinstance(optimizer, DeepSpeedZeroOptimizer):
+        _sum_norm_of_zero(optimizer, mesh)
+    elif mesh.pp > 1 and isinstance(optimizer, FP16_UnfusedOptimizer):
+        device = optimizer.fp32_groups[0][0].device
+
+        def of_all(norm_list: list) -> float:
+            squares = torch.as_tensor(of_groups(norm_list), dtype=torch.float32, device=device).square()
+            torch.distributed.all_reduce(squares, group=mesh.pp_group)
+            return squares.sqrt().item()  # which the step reads on the host anyway
+
+        of_groups, of_group = unfused_optimizer.get_global_norm, unfused_optimizer.get_weight_norm
+        own = {"get_weight_norm": lambda tensors, mpu: of_group(tensors), "get_global_norm": of_all}
+        step_with(optimizer, unfused_optimizer, **own)
+
+
+def _sum_norm_of_zero(optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> None:
     of_stage = optimizer.scaled_global_norm
 
     def of_all(norm_type: int = 2) -> torch.Tensor:
@@ -172,7 +190,6 @@ def resumed(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _Resumed(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gradient)

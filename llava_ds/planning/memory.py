@@ -1,8 +1,8 @@
 # P parameters, T trained ones, N ranks, w bytes of a weight (2 in bf16 and fp16, 4 in fp32)
 """The bytes that a rank needs by ZeRO stage and offload, computed as DeepSpeed 0.19 allocates them.
 
-Under tensor parallelism P and T are those of a rank, and N the ranks with the same parts of matrices. In a pipeline they
-are those of a stage, and N the ranks that have it.
+Under tensor parallelism P and T are those of a rank, and N the ranks with the same parts of matrices. In a pipeline
+they are those of a stage, and N the ranks that have it.
 
 Model states are what exists at the boundary of an optimizer step: after the last backward, before the step.
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from llava_ds.batch import Batch
+from llava_ds.engine.pipeline import forward_and_backward
 from llava_ds.train import loop
 
 TRAIN = Path(__file__).parents[1] / "train.py"
@@ -46,20 +48,25 @@ def _run_steps(found: dict[str, int]):
     def run_steps(engine, windows, *_):
         engine.train()
         for step in range(2):
-            window = next(windows)
-            for i, batch in enumerate(window.batches):
-                last = i == len(window.batches) - 1
-                loss = engine(batch)
-                engine.set_gradient_accumulation_boundary(last)
-                engine.backward(loss / 100, scale_wrt_gas=False)
-                del loss, batch
-                if step == 1 and last:
-                    del window
-                    found.update(_measure(engine))
-                    raise _MeasuredError
-                engine.step()
+            _run_backward(engine, next(windows).batches)
+            if step == 1:
+                found.update(_measure(engine))
+                raise _MeasuredError
+            engine.step()
 
     return run_steps
+
+
+def _run_backward(engine, batches: list[Batch]) -> None:
+    """All of an optimizer step but its end."""
+    if engine.module.stage is not None:
+        forward_and_backward(engine, batches, lambda engine, batch: engine(batch), lambda _, loss: loss / 100)
+        return
+    for i, batch in enumerate(batches):
+        if i > 0:
+            engine.step()
+        engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
+        engine.backward(engine(batch) / 100, scale_wrt_gas=False)
 
 
 def _measure(engine) -> dict[str, int]:
