@@ -16,7 +16,7 @@ from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
 from llava_ds.model.open.weights import WeightFiles, unused_tensors
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
-from llava_ds.model.stages import is_last, keep_stage
+from llava_ds.model.stages import is_last, keep_stage, stage_of
 from llava_ds.runtime.mesh import ALONE, Group, Mesh
 from llava_ds.runtime.ranks import Ranks, print_first
 
@@ -87,8 +87,9 @@ def _construct(
 def _elsewhere(model: LlavaModel) -> dict[str, dict[str, tuple[int, ...]]]:
     """Shapes of the parameters that other stages of a pipeline have, by part and name."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, place in model.stage.places.items() if model.stage is not None else ():
-        if place.stage != model.stage.index:
+    stage = stage_of(model)
+    for name, place in stage.places.items() if stage is not None else ():
+        if place.stage != stage.index:
             part, _, rest = name.partition(".")
             found.setdefault(part, {})[rest] = place.shape
     return found

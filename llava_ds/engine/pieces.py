@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.tensor_parallel import part_of
 from llava_ds.files.reading import read_json
+from llava_ds.model.stages import stage_of
 
 MAX_LAYOUT_BYTES = 256 << 20  # of a file, which has a line for every parameter
 
@@ -202,7 +203,7 @@ def layout_of(engine) -> Layout:
         tuple(tuple(pieces(slot, names)) for slot in slots),
         any(group.get("fused") for group in engine.basic_optimizer.param_groups),
         next((part.size for p in engine.param_names if (part := part_of(p)) is not None), 1),
-        1 if engine.module.stage is None else engine.module.stage.size,
+        1 if (stage := stage_of(engine)) is None else stage.size,
     )
 
 

@@ -18,18 +18,24 @@ import torch
 from deepspeed.runtime.fp16 import unfused_optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
 
 from llava_ds.batch import Batch
 from llava_ds.engine.non_finite import step_with
-from llava_ds.model.stages import Stage
+from llava_ds.model.stages import Stage, stage_of
 from llava_ds.runtime.mesh import Mesh
 
 
 class ParallelUnit:
-    """What DeepSpeed asks its "mpu" for, under Megatron's names: a pipeline's stages are its model parallelism."""
+    """What DeepSpeed asks its "mpu" for, under Megatron's names: a pipeline's stages are its model parallelism.
 
-    def __init__(self, mesh: Mesh) -> None:
+    model: this rank's stage.
+    """
+
+    def __init__(self, mesh: Mesh, model: nn.Module) -> None:
         self._mesh = mesh
+        for parameter in model.parameters():
+            parameter.model_parallel = True  # DeepSpeed counts others' gradients on the first stage alone
 
     def get_data_parallel_group(self):
         return self._mesh.data_group
@@ -115,7 +121,7 @@ def forward_and_backward(
     left for the caller is the engine's step of the last micro-batch, which updates the weights: in it stages meet.
     Before its first backward a stage runs as many forwards as there are stages behind it, and then one of each in turn.
     """
-    stage = engine.module.stage
+    stage = stage_of(engine)
     neighbours = _Neighbours(stage, engine.device)
     number, ahead = len(batches), min(stage.size - 1 - stage.index, len(batches))
     open_: deque[tuple[torch.Tensor | None, Any]] = deque()  # input and output of micro-batches without backward yet
@@ -158,7 +164,7 @@ def forward_and_backward(
 def run_forward(model, batch: Batch, forward: Callable[[Any, Batch], Any]) -> Any:
     """Run a micro-batch through all stages. Returns what forward returned on the last, None on the others; without a
     pipeline forward is all. model: an engine, or the LlavaModel in it, which forward is called with."""
-    stage = getattr(model, "module", model).stage
+    stage = stage_of(model)
     if stage is None:
         return forward(model, batch)
     neighbours = _Neighbours(stage, batch.input_ids.device)

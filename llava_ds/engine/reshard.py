@@ -22,6 +22,7 @@ from llava_ds.engine.checkpoint_files import (
     saved_pieces,
 )
 from llava_ds.engine.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, Piece, layout_of, masters, read_layout
+from llava_ds.model.stages import stage_of
 
 # Optimizers whose update of a weight depends on more than this weight's own gradients and states.
 WHOLE = {
@@ -98,7 +99,7 @@ def _saved_names(checkpoint: Path, world_size: int, saved: Layout) -> set[str]:
 def _trained_names(engine) -> set[str]:
     """Names of the parameters that train, on all stages of the pipeline."""
     own = (p for p in engine.module.parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel()))
-    names, stage = {engine.param_names[p] for p in own}, engine.module.stage
+    names, stage = {engine.param_names[p] for p in own}, stage_of(engine)
     if stage is None:
         return names
     everyone: list[set[str]] = [set()] * stage.size

@@ -57,7 +57,7 @@ def start_engine(
         return scheduler_factory(training, num_steps, config.get("scheduler"))(optimizer)
 
     if mesh.pp > 1:
-        built["mpu"] = ParallelUnit(mesh)
+        built["mpu"] = ParallelUnit(mesh, model)
     engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=for_engine(config), **built)
     engine._config.train_batch_size = config["train_batch_size"]  # it counts ranks with the same samples, too
     engine.config = redact(engine.config)  # DeepSpeed writes it into every file of a checkpoint, Comet's key and all

@@ -19,6 +19,7 @@ from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.pipeline import forward_and_backward
 from llava_ds.model.llava import has_critic
+from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
@@ -56,7 +57,7 @@ def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
     held_bytes: device memory to hold meanwhile, for states that the run will allocate later (missing_state_bytes).
     All ranks call it together.
     """
-    stage = engine.module.stage
+    stage = stage_of(engine)
     with discard_gradients(engine, held_bytes):
         if stage is not None:  # which has as many micro-batches at once
             batches = [largest.batch] * (stage.size if largest.accumulates else 1)

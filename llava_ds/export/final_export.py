@@ -27,6 +27,7 @@ from llava_ds.export.reload_check import compare_reloaded, compared_positions, d
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.quantize import exact_products
+from llava_ds.model.stages import stage_of
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.runtime.tf32 import exact_fp32
 from llava_ds.tracking.run_record import read_run_record
@@ -148,7 +149,7 @@ def _logits_everywhere(engine, batch: Batch, check: str) -> torch.Tensor:
     with full_precision_gathers(engine.module):
         positions = compared_positions(check, batch.input_ids.shape[1], batch.input_ids.device)
         logits = run_forward(engine.module, batch, partial(_logits_at, positions=positions))
-        stage = engine.module.stage
+        stage = stage_of(engine)
         if logits is None:
             logits = torch.empty(len(positions), stage.rows, dtype=stage.dtype, device=positions.device)
         logits = from_last(stage, logits)

@@ -22,7 +22,7 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import divided, to_disk
 from llava_ds.model.open.weights import Weights
-from llava_ds.model.stages import Place, Stage
+from llava_ds.model.stages import Place, Stage, stage_of
 from llava_ds.model.value_head import FILE
 from llava_ds.runtime.ranks import Ranks
 
@@ -52,7 +52,7 @@ def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
         for name, p in model.named_parameters()
         if not name.startswith(formats.CRITIC)
     }
-    stage = model.stage
+    stage = stage_of(model)
     if stage is None:
         return list(own.values())
     parameters = dict(model.named_parameters())

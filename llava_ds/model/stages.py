@@ -7,7 +7,7 @@ language model's own forward goes through all layers by their numbers.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,14 +50,21 @@ class Stage:
         return self.index == self.size - 1
 
 
+def stage_of(model: Any) -> "Stage | None":
+    """The stage of a pipeline that a model has; None for a whole one. model: an engine's, or the engine."""
+    return getattr(getattr(model, "module", model), "stage", None)
+
+
 def is_first(model: nn.Module) -> bool:
     """True for a model that takes ids and images: a whole one, or the first stage of a pipeline."""
-    return model.stage is None or model.stage.is_first
+    stage = stage_of(model)
+    return stage is None or stage.is_first
 
 
 def is_last(model: nn.Module) -> bool:
     """True for a model that computes the loss: a whole one, or the last stage of a pipeline."""
-    return model.stage is None or model.stage.is_last
+    stage = stage_of(model)
+    return stage is None or stage.is_last
 
 
 class _Elsewhere(nn.Module):

@@ -46,7 +46,9 @@ class Mesh:
         check_sizes(ranks.world_size, sp, tp, pp)
         dp = ranks.world_size // (pp * sp * tp)
         rank_of = torch.arange(ranks.world_size).view(pp, dp, sp, tp)
-        pp_rank, dp_rank, sp_rank, tp_rank = (rank_of == ranks.rank).nonzero()[0].tolist()
+        pp_rank, dp_rank, sp_rank, tp_rank = (
+            ranks.rank // (dp * sp * tp), ranks.rank // (sp * tp) % dp, ranks.rank // tp % sp, ranks.rank % tp
+        )  # fmt: skip
         is_shared, is_divided = pp * sp * tp > 1, pp * tp > 1
         return cls(
             dp,

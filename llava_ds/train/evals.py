@@ -23,6 +23,7 @@ from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.pipeline import from_last, run_forward
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather
 from llava_ds.runtime.waiting import queuing, waiting
@@ -72,7 +73,7 @@ def eval_loss(
     with waiting("the eval loss"):
         tensors = [torch.as_tensor(value, dtype=torch.float64, device=engine.device) for value in sums.values()]
         total = sum_over(mesh.data_group, torch.cat([tensor.flatten() for tensor in tensors]))
-        total = iter(from_last(engine.module.stage, total).tolist())
+        total = iter(from_last(stage_of(engine), total).tolist())
     found = {name: list(itertools.islice(total, tensor.numel())) for name, tensor in zip(sums, tensors)}
     (samples,), (targets,), by_source = found.pop("samples"), found.pop("targets"), found.pop("by_source")
     losses, units = by_source[:num_sources], by_source[num_sources:]

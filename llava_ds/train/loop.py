@@ -10,6 +10,7 @@ from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
 from llava_ds.engine.non_finite import skipped_steps
 from llava_ds.engine.pipeline import forward_and_backward, from_last
+from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import queuing
 from llava_ds.train.hooks import Hook, StepEnd
@@ -106,7 +107,7 @@ def micro_steps(engine, window: Window, counts: torch.Tensor, objective: Objecti
     counts: Window.counts summed over the data group, a tensor in the order of Counts.
     """
     scales = objective.scales(window, counts)
-    if engine.module.stage is None:
+    if stage_of(engine) is None:
         done = []
         for i, (batch, scale) in enumerate(zip(window.batches, scales)):
             micro = objective.forward(engine, batch)
@@ -142,7 +143,7 @@ def _pipelined(engine, batches: list[Batch], scales: list[torch.Tensor], objecti
     by_source = torch.zeros(len(batches), 2, objective.num_sources, dtype=torch.float64, device=engine.device)
     if found:
         by_source = torch.stack([micro.by_source for micro in found])
-    return [MicroLoss(None, each, {}) for each in from_last(engine.module.stage, by_source)]
+    return [MicroLoss(None, each, {}) for each in from_last(stage_of(engine), by_source)]
 
 
 def mean_of(passes: list[StepSums]) -> StepSums:

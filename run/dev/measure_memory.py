@@ -16,6 +16,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.engine.pipeline import forward_and_backward
+from llava_ds.model.stages import stage_of
 from llava_ds.train import loop
 
 TRAIN = Path(__file__).parents[1] / "train.py"
@@ -59,7 +60,7 @@ def _run_steps(found: dict[str, int]):
 
 def _run_backward(engine, batches: list[Batch]) -> None:
     """All of an optimizer step but its end."""
-    if engine.module.stage is not None:
+    if stage_of(engine) is not None:
         forward_and_backward(engine, batches, lambda engine, batch: engine(batch), lambda _, loss: loss / 100)
         return
     for i, batch in enumerate(batches):

@@ -39,7 +39,7 @@ MORE_ONE_RANK = {
     "video": (1, 0, TRAINED_TOWER),
     "torn": (1, 0, TORN),
     "deep": (1, 0, TRAINED_TOWER),  # five layers
-    **{family: (1, 0, {}) for family in FAMILIES},
+    **{family: (1, 0, ONE_BY_ONE) for family in FAMILIES},
 }
 MORE = {
     **{f"deep-pp4-zero{stage}": (4, stage, {**PACKED, **TRAINED_TOWER, **PP4}) for stage in (0, 1)},
