@@ -18,6 +18,8 @@ BUCKET_STEPS = 64  # optimizer steps whose samples are sorted by length together
 VERSION = 1  # of epochs' orders in files; raise it when the same settings would give another
 SHARED_SAMPLES = 200_000  # from so many on, an epoch's order is made once per machine and mapped by its ranks
 SORTED_TOGETHER = 1 << 20  # samples, which bounds the memory that sorting takes
+_FULL = 1 << 62  # above all chunks that have room
+_FEW = 1 / 16  # of the chunks: samples that go at once, below which one by one is faster
 
 
 @dataclass(frozen=True)
@@ -246,9 +248,18 @@ def by_shards(sizes: Sequence[int], together: int, seed: int, epoch: int) -> np.
 def _sorted_parts(order: np.ndarray, keys: np.ndarray, size: int) -> np.ndarray:
     """The order with every part of a size sorted by keys[sample], in place; equal keys stay as they are."""
     for rows in _rows(order, size):
-        ranked = np.argsort(keys[rows], axis=1, kind="stable")
-        rows[:] = np.take_along_axis(rows, ranked, axis=1)
+        rows[:] = _sorted_by(keys[rows], rows)
     return order
+
+
+def _sorted_by(keys: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Each row sorted by its keys, equal ones as they are. keys, rows: of one shape; keys below 2**31.
+
+    Key and place in one number, which numpy sorts several times as fast as it finds the order of keys.
+    """
+    places = np.sort(keys.astype(np.int64) * keys.shape[1] + np.arange(keys.shape[1]), axis=1)
+    places %= keys.shape[1]
+    return np.take_along_axis(rows, places, axis=1)
 
 
 def _shuffled_parts(order: np.ndarray, size: int, generator: torch.Generator) -> np.ndarray:
@@ -278,31 +289,60 @@ def _evened_steps(order: np.ndarray, lengths: np.ndarray, micro_batch_size: int,
         if count % num_micro_batches:
             chunks = np.arange(count)[None] % num_micro_batches
         else:
-            room = count // num_micro_batches
-            chunks = np.array([_even_chunks(row, num_micro_batches, room) for row in lengths[rows]])
-        rows[:] = np.take_along_axis(rows, np.argsort(chunks, axis=1, kind="stable"), axis=1)
+            chunks = _even_chunks(lengths[rows], num_micro_batches)
+        rows[:] = _sorted_by(np.broadcast_to(chunks, rows.shape), rows)
     return order
 
 
-def _even_chunks(lengths: np.ndarray, num_chunks: int, room: int) -> np.ndarray:
-    """The chunk of each sample: the shortest so far that has room, the first of several.
+def _even_chunks(lengths: np.ndarray, num_chunks: int) -> np.ndarray:
+    """The chunk of each sample, row by row: the shortest so far that has room, the first of several.
 
-    room: samples that go into a chunk.
+    lengths (R, samples), longest first; returns (R, samples). As many samples as possible go at once, each to the next
+    chunk by length: up to the first chunk that is longer than one filled before it has become. This takes 0.03 to 0.1
+    us a sample; rows where it is few at a time go on one by one, which takes 0.3.
     """
+    num_rows, size = lengths.shape
     # A chunk as one number, which is quick to compare: total length, number, and samples in it.
-    bits = room.bit_length()
-    mask, unit = (1 << bits) - 1, num_chunks << bits
-    chunks = [chunk << bits for chunk in range(num_chunks)]
-    taken = []
-    for length in lengths.tolist():
-        chunk = chunks[0]
-        taken.append(chunk)
-        chunk += length * unit + 1
-        if chunk & mask == room:
-            heapq.heappop(chunks)
+    bits = (size // num_chunks).bit_length()
+    steps = np.zeros((num_rows, size + num_chunks), np.int64)  # what a sample adds to the number
+    steps[:, :size] = lengths
+    steps[:, :size] = steps[:, :size] * (num_chunks << bits) + 1
+    chunks = np.tile(np.arange(num_chunks, dtype=np.int64) << bits, (num_rows, 1))
+    taken = np.empty_like(steps)
+    rows, done = np.arange(num_rows), np.zeros(num_rows, np.int64)
+    while len(rows):
+        places = (rows * steps.shape[1] + done)[:, None] + np.arange(num_chunks)
+        filled = _closed(chunks + steps.reshape(-1)[places], size // num_chunks)
+        fits = np.ones(chunks.shape, bool)
+        np.less(chunks[:, 1:], np.minimum.accumulate(filled, axis=1)[:, :-1], out=fits[:, 1:])
+        taken.reshape(-1)[places[fits]] = chunks[fits]
+        done += fits.sum(1)
+        chunks = np.where(fits, filled, chunks)
+        if fits.mean() < _FEW:
+            for row, first, own in zip(rows, done.tolist(), chunks):
+                taken[row, first:size] = _one_by_one(own, steps[row, first:size], size // num_chunks)
+            break
+        left = done < size
+        rows, done, chunks = rows[left], done[left], np.sort(chunks[left], axis=1)
+    return (taken[:, :size] >> bits) % num_chunks
+
+
+def _closed(chunks: np.ndarray, room: int) -> np.ndarray:
+    """Chunks as _even_chunks has them, with those that are full behind all others."""
+    return np.where(chunks & ((1 << room.bit_length()) - 1) == room, _FULL, chunks)
+
+
+def _one_by_one(chunks: np.ndarray, steps: np.ndarray, room: int) -> list[int]:
+    """The chunks that samples go to, as _even_chunks has them, at any lengths."""
+    heap, mask, taken = np.sort(chunks[chunks < _FULL]).tolist(), (1 << room.bit_length()) - 1, []
+    for step in steps.tolist():
+        taken.append(heap[0])
+        filled = heap[0] + step
+        if filled & mask == room:
+            heapq.heappop(heap)
         else:
-            heapq.heapreplace(chunks, chunk)
-    return (np.array(taken) >> bits) % num_chunks
+            heapq.heapreplace(heap, filled)
+    return taken
 
 
 def _rows(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
