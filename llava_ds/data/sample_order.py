@@ -1,7 +1,6 @@
 """Which samples an optimizer step takes: the same ones on any number of ranks."""
 
 import dataclasses
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,12 @@ import torch
 
 from llava_ds.data.fingerprint import digest_of
 from llava_ds.data.mapped_arrays import Mapped, mapped, remove_unused
+from llava_ds.data.spreading import spread
 
 BUCKET_STEPS = 64  # optimizer steps whose samples are sorted by length together, in the order by buckets
 VERSION = 1  # of epochs' orders in files; raise it when the same settings would give another
 SHARED_SAMPLES = 200_000  # from so many on, an epoch's order is made once per machine and mapped by its ranks
 SORTED_TOGETHER = 1 << 20  # samples, which bounds the memory that sorting takes
-_FULL = 1 << 62  # above all chunks that have room
-_FEW = 1 / 16  # of the chunks: samples that go at once, below which one by one is faster
 
 
 @dataclass(frozen=True)
@@ -289,60 +287,9 @@ def _evened_steps(order: np.ndarray, lengths: np.ndarray, micro_batch_size: int,
         if count % num_micro_batches:
             chunks = np.arange(count)[None] % num_micro_batches
         else:
-            chunks = _even_chunks(lengths[rows], num_micro_batches)
+            chunks = spread(lengths[rows], num_micro_batches, count // num_micro_batches)
         rows[:] = _sorted_by(np.broadcast_to(chunks, rows.shape), rows)
     return order
-
-
-def _even_chunks(lengths: np.ndarray, num_chunks: int) -> np.ndarray:
-    """The chunk of each sample, row by row: the shortest so far that has room, the first of several.
-
-    lengths (R, samples), longest first; returns (R, samples). As many samples as possible go at once, each to the next
-    chunk by length: up to the first chunk that is longer than one filled before it has become. This takes 0.03 to 0.1
-    us a sample; rows where it is few at a time go on one by one, which takes 0.3.
-    """
-    num_rows, size = lengths.shape
-    # A chunk as one number, which is quick to compare: total length, number, and samples in it.
-    bits = (size // num_chunks).bit_length()
-    steps = np.zeros((num_rows, size + num_chunks), np.int64)  # what a sample adds to the number
-    steps[:, :size] = lengths
-    steps[:, :size] = steps[:, :size] * (num_chunks << bits) + 1
-    chunks = np.tile(np.arange(num_chunks, dtype=np.int64) << bits, (num_rows, 1))
-    taken = np.empty_like(steps)
-    rows, done = np.arange(num_rows), np.zeros(num_rows, np.int64)
-    while len(rows):
-        places = (rows * steps.shape[1] + done)[:, None] + np.arange(num_chunks)
-        filled = _closed(chunks + steps.reshape(-1)[places], size // num_chunks)
-        fits = np.ones(chunks.shape, bool)
-        np.less(chunks[:, 1:], np.minimum.accumulate(filled, axis=1)[:, :-1], out=fits[:, 1:])
-        taken.reshape(-1)[places[fits]] = chunks[fits]
-        done += fits.sum(1)
-        chunks = np.where(fits, filled, chunks)
-        if fits.mean() < _FEW:
-            for row, first, own in zip(rows, done.tolist(), chunks):
-                taken[row, first:size] = _one_by_one(own, steps[row, first:size], size // num_chunks)
-            break
-        left = done < size
-        rows, done, chunks = rows[left], done[left], np.sort(chunks[left], axis=1)
-    return (taken[:, :size] >> bits) % num_chunks
-
-
-def _closed(chunks: np.ndarray, room: int) -> np.ndarray:
-    """Chunks as _even_chunks has them, with those that are full behind all others."""
-    return np.where(chunks & ((1 << room.bit_length()) - 1) == room, _FULL, chunks)
-
-
-def _one_by_one(chunks: np.ndarray, steps: np.ndarray, room: int) -> list[int]:
-    """The chunks that samples go to, as _even_chunks has them, at any lengths."""
-    heap, mask, taken = np.sort(chunks[chunks < _FULL]).tolist(), (1 << room.bit_length()) - 1, []
-    for step in steps.tolist():
-        taken.append(heap[0])
-        filled = heap[0] + step
-        if filled & mask == room:
-            heapq.heappop(heap)
-        else:
-            heapq.heapreplace(heap, filled)
-    return taken
 
 
 def _rows(order: np.ndarray, size: int) -> Iterator[np.ndarray]:

@@ -8,7 +8,6 @@ nothing: a shard that two processes encode is encoded alike. A shard may be read
 
 import atexit
 import contextlib
-import gc
 import json
 import multiprocessing
 import os
@@ -35,6 +34,7 @@ from llava_ds.data.sources import Source
 from llava_ds.data.sources.embedded import IMAGES
 from llava_ds.files.reading import read_json
 from llava_ds.files.writing import flush, flush_and_hash, write_whole
+from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import Process
 from llava_ds.runtime.processes import end_with_parent
 from llava_ds.runtime.ranks import progress_bar
@@ -104,7 +104,7 @@ def encode_together(
     most = num_workers or len(os.sched_getaffinity(0))
     claims = Claims(work.path)
     with (
-        _older_objects_passed_over(),
+        older_objects_passed_over(),
         _Helpers(work, checker, most) as helpers,
         progress_bar(desc="checking and encoding", delay=2, **({"disable": True} if order else {})) as bar,
     ):
@@ -331,17 +331,6 @@ class EncodingBeside:
             encode()
         except Exception as error:
             self._errors.put(error)
-
-
-@contextlib.contextmanager
-def _older_objects_passed_over() -> Iterator[None]:
-    """Keep Python's search for cycles away from what exists by now: some 300,000 objects of libraries, which it would
-    go through again and again as records become objects, in forked processes too."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def encoded_shards(folder: Path, number: int) -> dict[int, Path]:

@@ -252,29 +252,6 @@ def test_orders_equal_those_of_a_slow_reference(monkeypatch):
         assert all(found.tolist() == expected for found, expected in pairs), (number, micro, num_micro, seed, share)
 
 
-@pytest.mark.parametrize(("num_chunks", "room"), [(96, 3), (96, 16), (40, 40), (8, 16), (2, 64)])
-def test_micro_batches_of_very_different_lengths_are_evened_as_llava_does(num_chunks, room, monkeypatch):
-    """Lengths whose micro-batches take few samples at once, so that some rows end one sample at a time."""
-    one_by_one, began = sample_order._one_by_one, []
-
-    def noted(chunks, steps, room):
-        began.append(len(steps))
-        return one_by_one(chunks, steps, room)
-
-    monkeypatch.setattr(sample_order, "_one_by_one", noted)
-    rng = np.random.default_rng(0)
-    size = num_chunks * room
-    rows = [rng.lognormal(4, spread, size).astype(np.int32) for spread in (0.3, 1, 3) for _ in range(3)]
-    rows += [np.full(size, 5), np.repeat([9000, 1], [5, size - 5]), -rows[0], rng.integers(-9, 9, size)]
-    lengths = np.array([-np.sort(-row) for row in rows], np.int32)
-    for some in (lengths[:6], lengths):
-        found = sample_order._even_chunks(some, num_chunks)
-        for row, own in zip(some.tolist(), found.tolist()):
-            expected = even_chunks(list(range(size)), row, num_chunks)
-            assert [np.flatnonzero(np.equal(own, chunk)).tolist() for chunk in range(num_chunks)] == expected
-    assert num_chunks < 16 or (began and min(began) < size - num_chunks)
-
-
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
