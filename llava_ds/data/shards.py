@@ -36,7 +36,7 @@ from llava_ds.files.reading import read_json
 from llava_ds.files.writing import flush, flush_and_hash, write_whole
 from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import Process
-from llava_ds.runtime.processes import end_with_parent
+from llava_ds.runtime.processes import begin_helper, end_with_parent
 from llava_ds.runtime.ranks import progress_bar
 
 # Records of a shard. Part of the caches' format: work folders that a killed run left are continued.
@@ -287,10 +287,7 @@ class _Helpers:
                 self._processes[-1].start()
 
     def _help(self, parent: int) -> None:
-        end_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent ends this one
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        begin_helper(parent)
         try:
             claims = Claims(self._work.path)
             while os.getppid() == parent and (state := self._work.state()) is not None and not state.is_whole:
