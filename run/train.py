@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import torch
 
+from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
@@ -42,7 +43,8 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     if plan.args.training.dry_run:
         return show_dry_run(plan, started.ranks)
     session = build(plan, started, watchdog, stop)  # model, engine, restored state, largest micro-batch tried
-    train(session, hooks=[hook(session) for hook in (Stop, Average, Log, Health, Evaluate, Save)])
+    with older_objects_passed_over():
+        train(session, hooks=[hook(session) for hook in (Stop, Average, Log, Health, Evaluate, Save)])
     return finish(session)  # the export, or the end that was asked for
 
 

@@ -161,7 +161,9 @@ class DataArguments:
         False, "Group samples of similar length in tokens, every step from one bucket: more even than the orders above."
     )
     preprocessing_num_workers: Annotated[int, Bounds(1, 4096)] | None = _data_free(
-        None, "Processes that check and encode the data. Absent: one per core.", per_machine=True
+        None,
+        "Processes of a machine that check and encode the data, and look for changed images. Absent: one per core.",
+        per_machine=True,
     )
     cache_dir: str = _data_free(
         "~/.cache/llava_ds",

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns
 from llava_ds.files.object_store import configure
 from llava_ds.files.places import real_path
-from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, on_every_rank, print_first, printable
+from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
 ROWS_FORMAT = "shards 2"  # of the files; another one is another cache, and no other data
@@ -463,10 +464,11 @@ class DataSpec:
         number, rows = next_number(self.folder), open_newest(self.folder)
 
         share = _share(rows, ranks)
+        processes = (self.options.num_workers or len(os.sched_getaffinity(0))) // local_ranks()
 
         def why_outdated() -> str:
             with write_errors(self.options.cache_dir, "the encoded data"):
-                return "" if rows is None else _why_outdated(rows, self.checker, share)
+                return "" if rows is None else _why_outdated(rows, self.checker, share, processes)
 
         reasons = list(filter(None, gather(on_every_rank(ranks, why_outdated), ranks)))
         if reasons:
@@ -497,8 +499,9 @@ def _share(rows: CachedRows | None, ranks: Ranks) -> tuple[int, int]:
     return everyone[: ranks.rank].count(own), everyone.count(own)
 
 
-def _why_outdated(rows: CachedRows, checker: Checker, share: tuple[int, int]) -> str:
-    """The reason why the records have to be checked again, or "". share: the part of the rows to look at."""
+def _why_outdated(rows: CachedRows, checker: Checker, share: tuple[int, int], processes: int) -> str:
+    """The reason why the records have to be checked again, or "". share: the part of the rows to look at; processes:
+    that look."""
     if rows.is_stale:
         return "an image file that was read has changed since the data was checked"
     table, index = rows.table, index_of(rows.table, rows.folder)
@@ -507,7 +510,7 @@ def _why_outdated(rows: CachedRows, checker: Checker, share: tuple[int, int]) ->
         return "a file that was missing or broken can be used now"
     samples = index.accepted
     with_images = table.files_of(samples.rows[samples.num_images > 0])
-    changed = changed_files(table, checker.image_options, media_of_text, with_images[part])
+    changed = changed_files(table, checker.image_options, media_of_text, with_images[part], processes)
     return f"image files have changed since the data was checked, such as {printable(changed[0])}" if changed else ""
 
 

@@ -11,9 +11,12 @@ where most packs are one sample, to 6.5 % with one pack of 8,192 tokens a rank (
 import bisect
 import functools
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+
+from llava_ds.data.spreading import spread
 
 _EVEN_ENOUGH = 0.01  # of the mean: the heaviest and the lightest pack may differ by this
 _EXCHANGES = 2  # at most, per pack
@@ -65,17 +68,13 @@ def plans_across_epochs(
 
 
 def plan_by_tokens(
-    units: Sequence[tuple[int, ...]],
-    lengths: Sequence[int],
-    dp: int,
-    max_tokens: int,
-    costs: Sequence[int],
+    samples: Sequence[int], lengths: Sequence[int], dp: int, max_tokens: int, costs: Sequence[int]
 ) -> list[list[list[int]]]:
     """Packs of at most max_tokens tokens in few rounds, evened out by cost.
 
-    units: samples that stay together in one pack, because they share images; most are one sample. lengths and costs:
-    of each unit, above 0. A unit longer than max_tokens is a pack of its own. Returns [rank][micro-batch] -> samples,
-    heaviest first. ZeRO-3 needs as many packs on every rank; empty ones are added only where units are too few.
+    lengths and costs: of each sample, above 0. A sample longer than max_tokens is a pack of its own. Returns
+    [rank][micro-batch] -> samples, heaviest first. ZeRO-3 needs as many packs on every rank; empty ones are added only
+    where samples are too few.
     """
     lengths, costs = np.asarray(lengths, np.int64), np.asarray(costs, np.int64)
     fewest = _whole_rounds(_least_packs(lengths, max_tokens), dp)
@@ -88,10 +87,29 @@ def plan_by_tokens(
             packs = packs or _even_packs(lengths, costs, num_packs, max_tokens)
         packs = packs or _filled_up(full, lengths, costs, most, max_tokens)
     # If anything runs out of memory, it is the heaviest pack: let it do so at once, not in an hour.
-    cost_of = costs.tolist()
-    packs = sorted(packs, key=lambda pack: -sum([cost_of[i] for i in pack]))
-    packs = [[sample for i in pack for sample in units[i]] for pack in packs]
+    sizes, places = _joined(packs)
+    heaviest_first = np.argsort(-_sums(sizes, costs[places]), kind="stable").tolist()
+    packs = _parts(sizes, np.asarray(samples, np.int64)[places])
+    packs = [packs[i] for i in heaviest_first]
     return [packs[rank::dp] for rank in range(dp)]
+
+
+def _joined(packs: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The number of samples of each pack, and all packs end to end."""
+    return np.fromiter(map(len, packs), np.int64), np.fromiter(itertools.chain.from_iterable(packs), np.int64)
+
+
+def _parts(sizes: np.ndarray, joined: np.ndarray) -> list[list[int]]:
+    """The parts of these sizes."""
+    values, ends = joined.tolist(), np.cumsum(sizes).tolist()
+    return [values[begin:end] for begin, end in zip([0, *ends], ends)]
+
+
+def _sums(sizes: np.ndarray, joined: np.ndarray) -> np.ndarray:
+    """The sum of each part of these sizes."""
+    ends = np.cumsum(sizes)
+    sums = np.concatenate([[0], np.cumsum(joined)])
+    return sums[ends] - sums[ends - sizes]
 
 
 def _whole_rounds(num_packs: int, dp: int) -> int:
@@ -107,21 +125,24 @@ def _least_packs(lengths: np.ndarray, max_tokens: int) -> int:
 
 
 def _even_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_tokens: int) -> list[list[int]] | None:
-    """Positions of the units in packs of nearly one cost; None if these break the bound."""
-    count, tokens = len(lengths), lengths.tolist()
+    """Positions of the samples in packs of nearly one cost; None if these break the bound."""
+    count = max(1, len(lengths))
     packs, loads = _spread(costs, num_packs)
     _even(packs, loads, count, int(_EVEN_ENOUGH * sum(loads) / num_packs), 0)
-    places = [[entry % count for entry in pack] for pack in packs]
-    loads = [sum([tokens[i] for i in pack]) for pack in places]
-    if max(loads) > max_tokens:  # packs of one cost are not of one length
-        packs = [sorted([i - tokens[i] * count for i in pack]) for pack in places]
-        _even(packs, loads, count, 0, max_tokens)
-        places = [[entry % count for entry in pack] for pack in packs]
-    return places if all(load <= max_tokens or len(pack) < 2 for load, pack in zip(loads, places)) else None
+    sizes, entries = _joined(packs)
+    places = entries % count
+    tokens = _sums(sizes, lengths[places])
+    if tokens.max() > max_tokens:  # packs of one cost are not of one length
+        packs = [sorted(pack) for pack in _parts(sizes, places - lengths[places] * count)]
+        _even(packs, tokens.tolist(), count, 0, max_tokens)
+        sizes, entries = _joined(packs)
+        places = entries % count
+        tokens = _sums(sizes, lengths[places])
+    return _parts(sizes, places) if ((tokens <= max_tokens) | (sizes < 2)).all() else None
 
 
 def _entries(weights: np.ndarray) -> np.ndarray:
-    """Weight and position of every unit as one number, heaviest first, which is quick to sort, find and move.
+    """Weight and position of every sample as one number, heaviest first, which is quick to sort, find and move.
 
     entry // count is the negative weight, entry % count the position.
     """
@@ -132,21 +153,14 @@ def _entries(weights: np.ndarray) -> np.ndarray:
 def _spread(weights: np.ndarray, num_packs: int) -> tuple[list[list[int]], list[int]]:
     """Put the heaviest first, each into the lightest pack. Returns packs of entries, and the weight of each."""
     entries = _entries(weights)
-    packs: list[list[int]] = [[] for _ in range(num_packs)]
-    heap = list(range(num_packs))  # weight * num_packs + pack
-    steps = -(entries // max(1, len(weights))) * num_packs
-    for entry, step in zip(entries.tolist(), steps.tolist()):
-        lightest = heap[0]
-        packs[lightest % num_packs].append(entry)
-        heapq.heapreplace(heap, lightest + step)
-    loads = [0] * num_packs
-    for load in heap:
-        loads[load % num_packs] = load // num_packs
-    return packs, loads
+    heaviest_first = -(entries // max(1, len(weights)))
+    pack_of = spread(heaviest_first[None], num_packs)[0]
+    by_pack, sizes = np.argsort(pack_of, kind="stable"), np.bincount(pack_of, minlength=num_packs)
+    return _parts(sizes, entries[by_pack]), _sums(sizes, heaviest_first[by_pack]).tolist()
 
 
 def _best_fit(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Positions of the units in packs: the longest first, each into the fullest pack that has room."""
+    """Positions of the samples in packs: the longest first, each into the fullest pack that has room."""
     packs: list[list[int]] = []
     count = len(lengths)
     rooms: list[int] = []  # room * count + pack, sorted
@@ -168,8 +182,8 @@ def _filled_up(
 ) -> list[list[int]]:
     """Split the heaviest pack in two until there are num_packs, then even them out by cost.
 
-    packs: positions of the units, within max_tokens tokens, as the returned packs are. Empty packs are added where
-    every pack is down to one unit.
+    packs: positions of the samples, within max_tokens tokens, as the returned packs are. Empty packs are added where
+    every pack is down to one sample.
     """
     count, cost_of = len(lengths), costs.tolist()
     filled = [sorted([i - cost_of[i] * count for i in pack]) for pack in packs]  # entries
@@ -203,11 +217,11 @@ def _even(
     bound: int,
     exchange: Callable[[list[int], list[int], int, int, int], tuple[int, int]] | None = None,
 ) -> None:
-    """Exchange units of the heaviest pack for lighter units of the lightest pack, in place.
+    """Exchange samples of the heaviest pack for lighter samples of the lightest pack, in place.
 
     Ends when the packs are no more than slack apart, when none is above bound, or when nothing helps. packs of entries;
-    loads: their weights; count: units; exchange: _exchange or a function like it. No pack becomes heavier than the
-    heaviest was, and a heavy pack of one unit stays as it is.
+    loads: their weights; count: samples; exchange: _exchange or a function like it. No pack becomes heavier than the
+    heaviest was, and a heavy pack of one sample stays as it is.
     """
     exchange = exchange or _exchange
     ranked = sorted(zip(loads, range(len(packs))))
@@ -256,7 +270,7 @@ def _exchange_within(
 ) -> tuple[int, int]:
     """As _exchange, among pairs that leave both packs within max_tokens. Slower, as it tries every pair.
 
-    tokens: of each unit.
+    tokens: of each sample.
     """
     heavy_room, light_room = (max_tokens - sum([tokens[entry % count] for entry in pack]) for pack in (heavy, light))
     half = apart * count // 2

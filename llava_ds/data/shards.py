@@ -8,7 +8,6 @@ nothing: a shard that two processes encode is encoded alike. A shard may be read
 
 import atexit
 import contextlib
-import gc
 import json
 import multiprocessing
 import os
@@ -35,8 +34,9 @@ from llava_ds.data.sources import Source
 from llava_ds.data.sources.embedded import IMAGES
 from llava_ds.files.reading import read_json
 from llava_ds.files.writing import flush, flush_and_hash, write_whole
+from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import Process
-from llava_ds.runtime.processes import end_with_parent
+from llava_ds.runtime.processes import begin_helper, end_with_parent
 from llava_ds.runtime.ranks import progress_bar
 
 # Records of a shard. Part of the caches' format: work folders that a killed run left are continued.
@@ -104,7 +104,7 @@ def encode_together(
     most = num_workers or len(os.sched_getaffinity(0))
     claims = Claims(work.path)
     with (
-        _older_objects_passed_over(),
+        older_objects_passed_over(),
         _Helpers(work, checker, most) as helpers,
         progress_bar(desc="checking and encoding", delay=2, **({"disable": True} if order else {})) as bar,
     ):
@@ -287,10 +287,7 @@ class _Helpers:
                 self._processes[-1].start()
 
     def _help(self, parent: int) -> None:
-        end_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent ends this one
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        begin_helper(parent)
         try:
             claims = Claims(self._work.path)
             while os.getppid() == parent and (state := self._work.state()) is not None and not state.is_whole:
@@ -331,17 +328,6 @@ class EncodingBeside:
             encode()
         except Exception as error:
             self._errors.put(error)
-
-
-@contextlib.contextmanager
-def _older_objects_passed_over() -> Iterator[None]:
-    """Keep Python's search for cycles away from what exists by now: some 300,000 objects of libraries, which it would
-    go through again and again as records become objects, in forked processes too."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def encoded_shards(folder: Path, number: int) -> dict[int, Path]:

@@ -115,8 +115,7 @@ class Packing:
         if self.tokens_per_micro_batch is None:
             return plan_by_count(samples, self.dp, self.num_micro_batches, self.micro_batch_size)
         tokens = np.asarray(lengths)[samples].astype(np.int64)
-        units = [(sample,) for sample in samples]  # samples that share images would be one
-        return plan_by_tokens(units, tokens, self.dp, self.tokens_per_micro_batch, self.costs(tokens))
+        return plan_by_tokens(samples, tokens, self.dp, self.tokens_per_micro_batch, self.costs(tokens))
 
     def costs(self, tokens: np.ndarray) -> np.ndarray:
         """The costs of samples of so many tokens, int64."""

@@ -149,3 +149,15 @@ def no_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@contextlib.contextmanager
+def older_objects_passed_over() -> Iterator[None]:
+    """Keep Python's search for cycles away from what exists by now: some 300,000 objects of libraries, which it would
+    go through again and again as new objects are made, 0.1 s each time, in forked processes too."""
+    gc.collect()  # what is garbage by now would stay until the end
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import multiprocessing
 import os
 import select
 import signal
@@ -11,13 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from llava_ds.constants import EXIT_STOPPED
+from llava_ds.constants import EXIT_STOPPED, DataError
 
 # The modules that start ranks, by the names that python -m is given, and the scripts that run them.
 DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
@@ -229,6 +230,54 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def begin_helper(parent: int) -> None:
+    """Prepare a process that this one forked, to end with its parent alone. parent: its process."""
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent ends this one
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the parent's handler
+
+
+def in_processes(act: Callable, parts: Sequence) -> list:
+    """The value of a function for every part, each in a forked process of its own.
+
+    Raises the first error that a process raised, and DataError for one that was killed; the others are ended then.
+    """
+    context, parent, running = multiprocessing.get_context("fork"), os.getpid(), []
+
+    def run(part, answer) -> None:
+        begin_helper(parent)
+        try:
+            found = act(part), None
+        except Exception as error:
+            found = None, error
+        answer.send(found)
+
+    try:
+        for part in parts:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=run, args=(part, theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that its end ends the reading
+            running.append((process, ours))
+        return [_value_of(ours) for _, ours in running]
+    finally:
+        for process, ours in running:
+            process.kill()
+            process.join()
+            ours.close()
+
+
+def _value_of(answer) -> object:
+    try:
+        value, error = answer.recv()
+    except EOFError:
+        raise DataError("a helping process was killed: this machine may lack memory") from None
+    if error is not None:
+        raise error
+    return value
 
 
 def obey_only_parent(_: int = 0) -> None:

@@ -143,8 +143,7 @@ def pack(units: list[list[TrainedAnswer]], packing: Packing) -> list[list[Traine
     if not parts:
         return []
     lengths = np.array([sum(len(one.sample.input_ids) for one in part) for part in parts])
-    numbers = [(i,) for i in range(len(parts))]
-    [packs] = plan_by_tokens(numbers, lengths, 1, most, packing.costs(lengths))
+    [packs] = plan_by_tokens(range(len(parts)), lengths, 1, most, packing.costs(lengths))
     return [[one for i in each for one in parts[i]] for each in packs]
 
 

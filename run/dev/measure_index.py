@@ -80,7 +80,7 @@ def opened(setting: Setting, as_lists: bool) -> StepPlan:
     order = SampleOrder(
         setting.num_samples, packing.batch_size, 0, setting.how, words, setting.per_rank, folder=setting.folder
     )
-    dataset = SimpleNamespace(lengths=arrays["lengths"], num_targets=arrays["num_targets"])
+    dataset = SimpleNamespace(lengths=arrays["lengths"], num_targets=arrays["num_targets"], wait_for=lambda _: None)
     return StepPlan(dataset, order, packing, order.steps_per_epoch)
 
 
@@ -88,17 +88,18 @@ def rank(setting: Setting, as_lists: bool) -> dict[str, float]:
     """Seconds and bytes of one rank."""
     np.zeros(1).sum()
     private, peak = private_bytes()
-    row, started = {}, time.perf_counter()
+    row, started, used = {}, time.perf_counter(), time.process_time()
 
     def note(name: str) -> None:
-        nonlocal started
-        row[name], started = time.perf_counter() - started, time.perf_counter()
+        nonlocal started, used
+        row[f"{name} s"], started = time.perf_counter() - started, time.perf_counter()
+        row[f"{name} CPU s"], used = time.process_time() - used, time.process_time()
 
     plan = opened(setting, as_lists)
-    note("open s")
+    note("open")
     order = plan.order.epoch(0)
     order = order.tolist() if as_lists else order
-    note("order s")
+    note("order")
     if not as_lists:
         steps, times, began = plan.after(0), [], time.process_time()
         for _ in itertools.islice(steps, setting.num_steps):

@@ -27,7 +27,7 @@ def fill_and_balance(
     for samples in steps:
         own = [lengths[i] for i in samples]
         cost = [int(n + pair_cost * n**2) for n in own]
-        plan = plan_by_tokens([(i,) for i in samples], own, dp, max_tokens, cost)
+        plan = plan_by_tokens(samples, own, dp, max_tokens, cost)
         costs = [[sum(lengths[i] + pair_cost * lengths[i] ** 2 for i in micro) for micro in rank] for rank in plan]
         tokens += sum(own)
         packs += dp * len(plan[0])

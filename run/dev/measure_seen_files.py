@@ -1,7 +1,8 @@
 """Measure the cost of detecting changed image files: python run/dev/measure_seen_files.py [--images N] [--side N]
 
 Prints the seconds of a preflight of small image files, how many of them go into hashing what the files hold, and what
-the next start takes: with the stamps as they were, and with all of them changed (as by a copy without times).
+the next start takes: with the stamps as they were, by one process and by --processes, and with all of them changed (as
+by a copy without times). Of a start, also the processor time for each image of the process that takes most.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from llava_ds.data import preflight, seen_files
-from llava_ds.data.dataset import PreflightOptions, open_encoded
+from llava_ds.data.dataset import EncodedDataset, PreflightOptions, open_encoded
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.preflight import media_of_text
 from llava_ds.data.sources import SourceOptions, open_sources
@@ -45,6 +46,7 @@ def write_data(folder: Path, number: int, side: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=40_000)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--side", type=int, default=96, help="pixels; 96 makes files of 8 kB")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -79,9 +81,26 @@ def main() -> None:
             if what == "all changed":
                 for path in (folder / "images").iterdir():
                     os.utime(path, ns=(1, 1))
-            started = time.perf_counter()
-            assert not seen_files.changed_files(data.table, image_options, media_of_text)
-            print(f"the next start, stamps {what}: {time.perf_counter() - started:.2f} s")
+            for processes in (1, args.processes):
+                look(data, image_options, processes, what)
+
+
+def look(data: EncodedDataset, image_options: ImageOptions, processes: int, what: str) -> None:
+    """Print what the next start takes."""
+    started, before = time.perf_counter(), cpu_times()
+    assert not seen_files.changed_files(data.table, image_options, media_of_text, most_processes=processes)
+    own, helpers = (after - earlier for after, earlier in zip(cpu_times(), before))
+    each = max(own, helpers / processes) / len(data) * 1e6
+    print(
+        f"the next start, stamps {what}, up to {processes} processes: {time.perf_counter() - started:.2f} s, "
+        f"{each:.2f} us of processor time an image"
+    )
+
+
+def cpu_times() -> tuple[float, float]:
+    """Processor time of this process, and of those that it has ended."""
+    used = os.times()
+    return used.user + used.system, used.children_user + used.children_system
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tarfile
 from pathlib import Path
@@ -290,7 +291,7 @@ def many(opened, tmp_path, monkeypatch):
     path = write(tmp_path / "many.json", records)
     monkeypatch.setattr(shards, "SHARD_RECORDS", 10)
     monkeypatch.setattr(cache, "NUM_OPEN", 3)
-    return lambda **changed: opened(data_path=path, num_workers=1, **changed)
+    return lambda **changed: opened(**{"data_path": path, "num_workers": 1, **changed})
 
 
 def test_of_many_files_of_rows_few_are_open(many, monkeypatch):
@@ -313,6 +314,39 @@ def test_of_many_files_of_rows_few_are_open(many, monkeypatch):
     damaged.write_bytes(b"\xff" * len(rows))
     with pytest.raises(DataError, match=r"rows-000005-.* can't be read: .*remove its folder"):
         again.row(55)
+
+
+def test_many_images_are_looked_at_by_several_processes(many, tmp_path, monkeypatch):
+    data, seen, stamp = many(), tmp_path / "seen", seen_files.stamp_of
+
+    def noted(path):
+        with open(seen, "a") as file:  # by processes of which this one knows nothing
+            file.write(f"{os.getpid()} {os.path.basename(os.fsdecode(path))}\n")
+        return stamp(path)
+
+    monkeypatch.setattr(seen_files, "stamp_of", noted)
+    monkeypatch.setattr(seen_files, "NUM_SAMPLED", 0)
+    monkeypatch.setattr(seen_files, "FILES_PER_PROCESS", 2)
+
+    def looks() -> tuple[int, list[str]]:
+        """How many processes looked when the data was opened again, and at what."""
+        pids, names = zip(*(line.split() for line in seen.read_text().splitlines()))
+        seen.unlink()
+        return len(set(pids)), sorted(names)
+
+    everything = sorted(f"many{i}.png" for i in range(80))
+    assert many(num_workers=3).folder == data.folder and looks() == (3, everything)  # eight files of rows have images
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # a core for each rank
+    assert many(num_workers=3).folder == data.folder and looks() == (1, everything)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    path = next(tmp_path.rglob("many71.png"))
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"x")
+    table, options = data.table, data.image_options
+    assert seen_files.changed_files(table, options, preflight.media_of_text, range(8), 4) == [str(path)]
+    monkeypatch.setattr(seen_files, "_digest_or_none", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(DataError, match="a helping process was killed"):
+        seen_files.changed_files(table, options, preflight.media_of_text, range(8), 4)
 
 
 def test_all_ranks_look_for_changed_images_each_at_its_part(many, tmp_path, monkeypatch):

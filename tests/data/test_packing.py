@@ -12,8 +12,7 @@ from llava_ds.data.packing import plan_by_count, plans_across_epochs
 
 def plan_by_tokens(samples, lengths, dp, max_tokens, costs=None):
     """The plan of samples that share nothing, evened out by tokens unless there are costs."""
-    units = [(sample,) for sample in samples]
-    return packing.plan_by_tokens(units, lengths, dp, max_tokens, lengths if costs is None else costs)
+    return packing.plan_by_tokens(samples, lengths, dp, max_tokens, lengths if costs is None else costs)
 
 
 def check_places_all_once(plan: list[list[list[int]]], samples: list[int], dp: int) -> None:
@@ -199,24 +198,6 @@ def test_no_empty_micro_batch_where_there_are_samples_for_all():
             packs = list(itertools.chain(*plan))
             assert sum(map(bool, packs)) == min(len(packs), len(lengths))
             assert all(len(pack) == 1 or sum(lengths[i] for i in pack) <= bound for pack in packs)
-
-
-def test_samples_of_a_unit_stay_together():
-    rng = random.Random(4)
-    for _ in range(200):
-        dp, bound = rng.choice([1, 2, 3, 8]), rng.choice([50, 500])
-        units, num_samples = [], 0
-        for size in rng.choices([1, 1, 2, 5], k=rng.randint(1, 40)):
-            units.append(tuple(range(num_samples, num_samples + size)))
-            num_samples += size
-        lengths = [sum(rng.randint(1, 30) for _ in unit) for unit in units]
-        plan = packing.plan_by_tokens(units, lengths, dp, bound, lengths)
-        check_places_all_once(plan, list(range(num_samples)), dp)
-        length_of = dict(zip(units, lengths))
-        for pack in itertools.chain(*plan):
-            inside = [unit for unit in units if set(unit) & set(pack)]
-            assert sorted(pack) == sorted(itertools.chain(*inside))  # whole units, and nothing else
-            assert sum(length_of[unit] for unit in inside) <= bound or len(inside) == 1
 
 
 def test_heaviest_micro_batches_come_first_and_go_by_cost():

@@ -1,0 +1,59 @@
+# R rows, W weights of a row, B bins
+"""Greedy spreading of weights over bins, many at a time."""
+
+import heapq
+
+import numpy as np
+
+_CLOSED = 1 << 62  # above all bins that have room
+_FEW, _FEW_OF_BINS = 64, 1 / 16  # weights that go at once, below which one by one is faster
+
+
+def spread(weights: np.ndarray, num_bins: int, room: int | None = None) -> np.ndarray:
+    """The bin of each weight: the lightest so far that has room, the first of several.
+
+    weights (R, W) int, heaviest first, each row for itself; room: weights that go into a bin (any number), num_bins *
+    room is not less than W then. Returns (R, W) int64. As many weights as possible go at once, each to the next bin by
+    what is in it: up to the first bin that is heavier than one filled before it has become. This takes 0.03 to 0.1 us a
+    weight; where few go at once the rest goes one by one, which takes 0.3 us.
+    """
+    num_rows, size = weights.shape
+    # A bin as one number, which is quick to compare: total weight, number, and how many weights are in it.
+    bits = 0 if room is None else room.bit_length()
+    steps = np.zeros((num_rows, size + num_bins), np.int64)  # what a weight adds to the number
+    steps[:, :size] = weights
+    steps[:, :size] = steps[:, :size] * (num_bins << bits) + (room is not None)
+    bins = np.tile(np.arange(num_bins, dtype=np.int64) << bits, (num_rows, 1))
+    taken = np.empty_like(steps)
+    rows, done = np.arange(num_rows), np.zeros(num_rows, np.int64)
+    while len(rows):
+        places = (rows * steps.shape[1] + done)[:, None] + np.arange(num_bins)
+        filled = bins + steps.reshape(-1)[places]
+        if room is not None:
+            filled[filled & ((1 << bits) - 1) == room] = _CLOSED
+        fits = np.ones(bins.shape, bool)
+        np.less(bins[:, 1:], np.minimum.accumulate(filled, axis=1)[:, :-1], out=fits[:, 1:])
+        taken.reshape(-1)[places[fits]] = bins[fits]
+        done += fits.sum(1)
+        bins = np.where(fits, filled, bins)
+        if fits.sum() < _FEW + _FEW_OF_BINS * fits.size:
+            for row, first, own in zip(rows, done.tolist(), bins):
+                taken[row, first:size] = _one_by_one(own, steps[row, first:size], room)
+            break
+        left = done < size
+        rows, done, bins = rows[left], done[left], np.sort(bins[left], axis=1)
+    return (taken[:, :size] >> bits) % num_bins
+
+
+def _one_by_one(bins: np.ndarray, steps: np.ndarray, room: int | None) -> list[int]:
+    """The bins that weights go to, both as spread has them."""
+    heap, taken = np.sort(bins[bins < _CLOSED]).tolist(), []
+    mask, full = (0, 1) if room is None else ((1 << room.bit_length()) - 1, room)
+    for step in steps.tolist():
+        lightest = heap[0]
+        taken.append(lightest)
+        if (lightest + step) & mask == full:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, lightest + step)
+    return taken
