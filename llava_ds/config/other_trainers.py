@@ -34,7 +34,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
 }
 
 # Of model parallelism there is no flag to suggest.
-NO_PARALLELISM = re.compile(r"--\w*(pipeline|expert)\w*_parallel\w*|--[pe]p(_size)?")
+NO_PARALLELISM = re.compile(r"--\w*pipeline\w*_parallel\w*|--pp(_size)?")
 
 # Other trainers' names of our flags, where the most similar name would mislead.
 ELSEWHERE = {
@@ -45,6 +45,7 @@ ELSEWHERE = {
         "--data_path with the files of that split": "--data_split --dataset_split --dataset_train_split",
         "--image_folder": "--media_dir",
         "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
+        "--ep_size": "--expert_model_parallel_size --expert_model_parallel --moe_ep_size --ep",
         "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size",
         "--model_max_length": "--cutoff_len --max_length --max_seq_len --max_seq_length",

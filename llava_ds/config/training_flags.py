@@ -172,7 +172,8 @@ class TrainingArguments:
     router_aux_loss_coef: Rate = _objective(
         0.0,
         "Mixtures of experts: weight of the loss that keeps the load of experts even, transformers' over all layers "
-        "and tokens of a micro-batch. With it, the result depends on which samples lie in one micro-batch.",
+        "and tokens of a micro-batch, or MoE-LLaVA's, a sum over layers, with --moe_enable. With it, the result "
+        "depends on which samples lie in one micro-batch.",
     )
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
     max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs.")
@@ -204,6 +205,13 @@ class TrainingArguments:
         "large for ZeRO alone. They compute the same samples together, and add up what they have twice a layer, so "
         "they belong into one machine.",
         aliases=("--tp_size", "--deepspeed_autotp_size"),
+        resume="layout",
+    )
+    ep_size: Count = _steps(
+        1,
+        "Ranks that share the experts of --moe_enable, or of a folder that it made: each has some of them, and tokens "
+        "are sent to where theirs are. ZeRO 0 to 2.",
+        aliases=("--expert_parallel_size", "--moe_expert_parallel_size"),
         resume="layout",
     )
     steps_across_epochs: bool | None = _steps(

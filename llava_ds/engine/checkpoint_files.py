@@ -15,6 +15,7 @@ from llava_ds.constants import DataError
 from llava_ds.engine import safe_load
 from llava_ds.engine.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, has_layout, read_layout
 from llava_ds.engine.tensor_parallel import dim_of
+from llava_ds.model.upcycling import expert_of
 
 ENGINE = "engine"  # the tag, and the folder in a checkpoint, under which DeepSpeed writes its part
 COUNT_IN_LAST = ("FusedAdam", "FusedLion")
@@ -67,9 +68,14 @@ def optimizer_states(engine_dir: Path, rank: int, tp: int = 1) -> dict:
 
 
 def rank_states(layout: Layout, engine_dir: Path, rank: int) -> dict:
-    """Read the file with the masters of a rank: its own, or the common one where every rank has all of them."""
+    """Read the file with the masters of a rank: its own, or the common one where every rank has all of them, but for
+    experts, which lie in files of their own."""
     if layout.kind in REPLICATED:
-        return model_states(engine_dir, rank % layout.tp)
+        states = model_states(engine_dir, rank % layout.tp)
+        own = engine_dir / f"expp_rank_{rank % layout.ep}_mp_rank_00_optim_states.pt"
+        if own.is_file():
+            states = {**states, "module": {**states["module"], **_experts(engine_dir)}, **read_states(own)}
+        return states
     return optimizer_states(engine_dir, rank, layout.tp)
 
 
@@ -90,7 +96,7 @@ def saved_optimizer(layout: Layout, states: dict) -> dict:
 def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[SavedPiece]:
     """Yield every saved piece that has numbers of a rank's own. live: the rank's layout.
 
-    What ranks that share matrices all hold is yielded as the first of them saved it.
+    What ranks that share matrices or experts all hold is yielded as the first of them saved it.
     Raises DataError for files that can't be read, or that do not hold what their layout says.
     """
     own: dict[str, list[Piece]] = {}
@@ -98,11 +104,16 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
         for piece in slot:
             own.setdefault(piece.name, []).append(piece)
     first = read_layout(checkpoint, 0)
-    for rank in range(first.tp if first.kind in REPLICATED else world_size):
+    is_whole = first.kind in REPLICATED
+    for rank in range(first.tp * first.ep if is_whole else world_size):
         layout = read_layout(checkpoint, rank)
-        copied = rank % first.tp > 0  # what is whole here lies in another file, too
+        copied = rank % first.tp > 0 or (is_whole and rank > 0)  # what is whole here lies in another file, too
         wanted = [
-            [p for p in slot if (p.slice or not copied) and any(map(p.overlap, own.get(p.name, [])))]
+            [
+                p
+                for p in slot
+                if (p.slice or expert_of(p.name) or not copied) and any(map(p.overlap, own.get(p.name, [])))
+            ]
             for slot in layout.slots
         ]
         if not any(wanted):
@@ -153,12 +164,14 @@ def _joined(parts: tuple[SavedWeight, ...]) -> SavedWeight:
 
 def _trained_by(engine_dir: Path, tp_rank: int) -> tuple[list[SavedWeight], torch.dtype]:
     """The trained parameters as the ranks had them that were tp_rank-th of those that shared the matrices."""
-    files = sorted(engine_dir.glob(f"*mp_rank_{tp_rank:02}_model_states.pt"), key=_rank)
+    found = engine_dir.glob(f"*mp_rank_{tp_rank:02}_model_states.pt")
+    files = sorted((file for file in found if not file.name.startswith("layer_")), key=_rank)
     if not files:
         raise DataError(f"{engine_dir} holds no model states of DeepSpeed: is it a checkpoint of run/train.py?")
     try:
         first = read_states(files[0])
-        module, shared = first["module"], first["shared_params"] or {}  # None at stage 0
+        module = {**first["module"], **_experts(engine_dir)}
+        shared = first["shared_params"] or {}  # None at stage 0
         dtype = next(iter(module.values())).dtype
         if files[0].name.startswith("zero_pp_rank_"):
             return _partitioned_weights(engine_dir, first, dtype, tp_rank), dtype
@@ -167,6 +180,12 @@ def _trained_by(engine_dir: Path, tp_rank: int) -> tuple[list[SavedWeight], torc
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError) as error:
         text = f"{type(error).__name__}: {error}"[:200]
         raise DataError(f"{engine_dir} does not hold what DeepSpeed saves ({text}): take another checkpoint") from error
+
+
+def _experts(engine_dir: Path) -> dict[str, torch.Tensor]:
+    """The experts' weights at stages 0 to 2, by their names in the whole model, frozen ones among them."""
+    files = sorted(engine_dir.glob("layer_*_expert_*_model_states.pt"))
+    return {name: tensor for file in files for name, tensor in read_states(file).items()}
 
 
 def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, tp_rank: int) -> list[SavedWeight]:

@@ -21,7 +21,9 @@ from llava_ds.engine.checkpoint_files import (
     saved_optimizer,
     saved_pieces,
 )
+from llava_ds.engine.expert_parallel import names_in_model
 from llava_ds.engine.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, Piece, layout_of, masters, read_layout
+from llava_ds.model.upcycling import expert_of
 
 # Optimizers whose update of a weight depends on more than this weight's own gradients and states.
 WHOLE = {
@@ -97,16 +99,24 @@ def _refuse(engine, live: Layout, saved: Layout, common: dict) -> None:
             f"the checkpoint holds states of {saved.optimizer}, which {live.optimizer} can't use: give the same "
             "optimizer"
         )
-    own = (p for p in engine.module.parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel()))
-    trained = {engine.param_names[p] for p in own}
+    names, own = names_in_model(engine.param_names), engine.module.parameters()
+    trained = {names[p] for p in own if p.requires_grad and getattr(p, "ds_numel", p.numel())}
     # Under ZeRO a rank may hold nothing of some.
     held = saved.names if saved.kind in REPLICATED else {name for group in common["param_shapes"] for name in group}
+    if max(live.ep, saved.ep) > 1:  # of the experts, each side has names of its own
+        trained, held = ({_of_any_expert(name) for name in names} for names in (trained, held))
     if trained != held:
         name = min(trained ^ held)
         raise ConfigError(
             f"{len(trained ^ held)} parameters (like {name}) train now and did not when the checkpoint was saved, or "
             "the other way round: let the same parts train"
         )
+
+
+def _of_any_expert(name: str) -> str:
+    """A parameter's name; the same for all experts of a layer."""
+    parts = expert_of(name)
+    return name if parts is None else f"{parts[0]}*{parts[2]}"
 
 
 def fill(

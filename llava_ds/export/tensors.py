@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from llava_ds.engine.expert_parallel import expert_part, from_owner
 from llava_ds.engine.gather import on_host
 from llava_ds.engine.tensor_parallel import whole, whole_shape
 from llava_ds.files.writing import write_tensors
@@ -46,11 +47,18 @@ def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
     Reading is done by all ranks together and in the same order, and gives the tensor on rank 0 only. One parameter is
     whole at a time.
     """
-    return [
-        Entry(name, whole_shape(p), partial(_gathered, p, ranks))
-        for name, p in model.named_parameters()
-        if not name.startswith(formats.CRITIC)
-    ]
+    found = []
+    for name, p in model.named_parameters():
+        if name.startswith(formats.CRITIC):
+            continue
+        if (part := expert_part(p)) is not None:
+            found += [
+                Entry(part.name(name, index), tuple(p.shape), partial(_of_owner, p, index, ranks))
+                for index in range(part.ep)
+            ]
+            continue
+        found.append(Entry(name, whole_shape(p), partial(_gathered, p, ranks)))
+    return found
 
 
 class Counted:
@@ -78,6 +86,12 @@ def _gathered(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
         tensor = whole(parameter)
         return on_host(tensor) if ranks.is_first else None
+
+
+def _of_owner(parameter: nn.Parameter, index: int, ranks: Ranks) -> torch.Tensor | None:
+    """An expert's parameter, from the rank of rank 0's group that has it; experts are never partitioned."""
+    tensor = from_owner(parameter, index)
+    return on_host(tensor) if ranks.is_first else None
 
 
 def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) -> list[Entry]:

@@ -1,4 +1,7 @@
-"""The axes over which ranks share a model and its data: dp, of data with ZeRO, sp, of sequences, and tp, of tensors."""
+"""The axes over which ranks share a model and its data: dp, of data with ZeRO, sp, of sequences, and tp, of tensors.
+
+Beside them ep: ranks of dp, next to each other, that share the experts of a mixture.
+"""
 
 import itertools
 import math
@@ -34,11 +37,14 @@ class Mesh:
     tp_group: Group = None
     shared_host_group: Group = None
     data_group: Group = None
+    ep: int = 1
+    ep_group: Group = None
 
     @classmethod
-    def of(cls, ranks: Ranks, sp: int = 1, tp: int = 1) -> "Mesh":
+    def of(cls, ranks: Ranks, sp: int = 1, tp: int = 1, ep: int = 1) -> "Mesh":
         """Lay out all ranks. All call it together. Raises ConfigError for axes that don't fit them."""
         check_sizes(ranks.world_size, sp, tp)
+        check_experts(ranks.world_size, sp * tp, ep)
         shared = sp * tp
         dp, (dp_rank, place) = ranks.world_size // shared, divmod(ranks.rank, shared)
         sp_rank, tp_rank = divmod(place, tp)
@@ -54,12 +60,19 @@ class Mesh:
             tp_group=_own_group(rank_of.view(-1, tp)) if tp > 1 else None,
             shared_host_group=_own_group(rank_of.view(dp, -1), "gloo") if shared > 1 else None,
             data_group=_own_group(rank_of.view(-1, tp).T) if tp > 1 else None,
+            ep=ep,
+            ep_group=_own_group(rank_of.view(-1, ep)) if ep > 1 else None,
         )
 
     @property
     def grad_ranks(self) -> int:
         """Ranks over which the engine averages gradients: the factor that turns its average into a sum."""
         return self.dp * self.sp
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's place among those that share experts with it."""
+        return self.dp_rank % self.ep
 
     @property
     def shared(self) -> int:
@@ -92,6 +105,23 @@ def check_sizes(world_size: int, sp: int, tp: int) -> None:
         f"{' times '.join(given)} is {math.prod(flags.values())}, which does not divide {world_size} ranks: give one "
         f"of {', '.join(fitting)}, or start another number of ranks"
     )
+
+
+def check_experts(world_size: int, shared: int, ep: int) -> None:
+    """Raise ConfigError for ranks that can't share experts. shared: ranks with the same samples."""
+    if ep == 1:
+        return
+    if shared > 1:
+        raise ConfigError(
+            f"--ep_size {ep} beside ranks that share samples (--sequence_parallel_size, --tensor_parallel_size) is not "
+            "there: give one of them"
+        )
+    if world_size % ep:
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ConfigError(
+            f"--ep_size {ep} does not divide {world_size} ranks: give one of {divisors}, or start another number of "
+            "ranks"
+        )
 
 
 def _own_group(rows: torch.Tensor, backend: str | None = None) -> torch.distributed.ProcessGroup:

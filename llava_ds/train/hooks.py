@@ -171,7 +171,7 @@ class Health(Hook):
             end.paused = True
             self._meet_spike(end.step)
         check_replicas(
-            self.session.model, end.step, self.training.check_divergence_steps, self.session.ranks, self.session.mesh.tp
+            self.session.model, end.step, self.training.check_divergence_steps, self.session.ranks, self.session.mesh
         )
         # Weights that steps have left as they were, or that were brought back, are in the last checkpoint.
         unchanged = [p for p in (self.skipped_steps.problem, self.spikes.problem) if p is not None]

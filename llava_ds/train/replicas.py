@@ -5,35 +5,39 @@ from collections import Counter
 import torch
 
 from llava_ds.constants import DataError
+from llava_ds.engine.expert_parallel import expert_part
 from llava_ds.engine.tensor_parallel import part_of
 from llava_ds.model.loading import bit_sum
+from llava_ds.runtime.mesh import ALONE, Mesh
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.waiting import waiting
 
 MOST_NAMED = 4  # parameters
 
 
-def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks, tp: int = 1) -> None:
+def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks, mesh: Mesh = ALONE) -> None:
     """Raise DataError on every rank if ranks hold copies of a parameter that differ; looks every so many steps.
 
     At ZeRO 0 to 2 that is every parameter. At 3 it is the small ones that stay gathered, whose copies are made again
-    from their shards after every step. every: steps; 0 never looks; tp: ranks that share matrices, of which those with
-    the same part hold copies. All ranks call it together. Reads every weight once, and waits for the device.
+    from their shards after every step. every: steps; 0 never looks; mesh: where ranks share matrices or experts, those
+    with the same part hold copies. All ranks call it together. Reads every weight once, and waits for the device.
     """
     if every == 0 or step % every or ranks.world_size == 1:
         return
     sums = replica_sums(model)
     everyone = gather(list(sums.values()), ranks)
     parameters = dict(model.named_parameters())
-    is_cut = [part_of(parameters[name]) is not None for name in sums]
+    is_cut = [any(found(parameters[name]) is not None for found in (part_of, expert_part)) for name in sums]
+    shared = mesh.tp * mesh.ep  # one of them is 1
 
     def usual(i: int, rank: int) -> int:
-        peers = everyone[rank % tp :: tp] if is_cut[i] else everyone
+        peers = everyone[rank % shared :: shared] if is_cut[i] else everyone
         return Counter(each[i] for each in peers).most_common(1)[0][0]
 
-    most_usual = [[usual(i, rank) for i in range(len(sums))] for rank in range(tp)]
+    most_usual = [[usual(i, rank) for i in range(len(sums))] for rank in range(shared)]
     wrong = {
-        rank: [n for n, a, b in zip(sums, mine, most_usual[rank % tp]) if a != b] for rank, mine in enumerate(everyone)
+        rank: [n for n, a, b in zip(sums, mine, most_usual[rank % shared]) if a != b]
+        for rank, mine in enumerate(everyone)
     }
     wrong = {rank: names for rank, names in wrong.items() if names}
     if wrong:

@@ -57,7 +57,8 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
     check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
-    mesh = Mesh.of(ranks, args.training.sequence_parallel_size, args.training.tensor_parallel_size)
+    training = args.training
+    mesh = Mesh.of(ranks, training.sequence_parallel_size, training.tensor_parallel_size, training.ep_size)
     if local_ranks() % mesh.shared:
         print_first(
             f"the {mesh.shared} ranks that share samples (--sequence_parallel_size x --tensor_parallel_size) do not "

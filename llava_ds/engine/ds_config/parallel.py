@@ -12,6 +12,7 @@ from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 from llava_ds.model.exchange import heads_problem
 
 SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel_size"  # flags
+EXPERT, EXPERT_KEY = "ep_size", "moe_expert_parallel_size"  # flag and key, which DeepSpeed is not told either
 SECTION = "tensor_parallel"  # DeepSpeed's, of the JSON
 # Its other keys, with the values that ask for nothing, and what to do about the others.
 _OTHERS = {
@@ -47,6 +48,7 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
     gradients without an object of Megatron's, and with it divide them by other numbers at each stage (0.19.8).
     """
     written = {SEQUENCE: ((raw or {}).get(SEQUENCE), SEQUENCE), TENSOR: _of_section((raw or {}).get(SECTION))}
+    written[EXPERT] = (raw or {}).get(EXPERT_KEY), EXPERT_KEY
     for flag, (size, key) in written.items():
         if size in (None, AUTO):
             continue
@@ -101,8 +103,10 @@ def take_axes(draft: Draft) -> None:
         draft.args = with_axes(draft.args, draft.config)
     except ConfigError as error:
         draft.refuse(str(error))
-    for key in (SEQUENCE, SECTION):
+    for key in (SEQUENCE, SECTION, EXPERT_KEY):
         draft.config.pop(key, None)
+    if draft.args.training.ep_size > 1:
+        _check_experts(draft, f"--{EXPERT} is {draft.args.training.ep_size}")
     tp = draft.args.training.tensor_parallel_size
     if tp > 1:
         draft.fill(f"{SECTION}.autotp_size", tp, f"--{TENSOR}, or the JSON")
@@ -126,6 +130,28 @@ def _check_config(draft: Draft, tp: int) -> None:
             draft.refuse(f'{flag}, but zero_optimization.{part}.device is "nvme", which is not tried: write "cpu"')
     if deep_compiles(config):
         draft.refuse(f"{flag}, but compile.deepcompile cuts matrices by rules of its own: remove one of them")
+
+
+def _check_experts(draft: Draft, flag: str) -> None:
+    """Refuse what computes another norm of the gradients than one rank would, or groups of ranks of its own."""
+    config = draft.config
+    if value_at(config, "zero_optimization.stage") == 3:
+        draft.refuse(f"{flag}, but DeepSpeed's layer of experts works at ZeRO 0 to 2: give ds_configs/zero2.json")
+    if "optimizer" in config:
+        why = "norms of experts over the ranks that share them, with any other: leave optimizer out of the JSON"
+        draft.refuse(f"{flag} needs torch's AdamW, by flags; DeepSpeed averages {why}")
+    for part in OFFLOADED:
+        if offload_device(config, part) != "none":
+            draft.refuse(f"{flag}, but zero_optimization.{part} steps outside the check of all ranks' norm: remove it")
+    if value_at(config, "zero_optimization.compute_grad_norm") is False:
+        draft.refuse(f"{flag} needs the norm of gradients: remove zero_optimization.compute_grad_norm")
+    for section in ("fp16", "torch_autocast"):
+        if value_at(config, f"{section}.enabled") is True:
+            draft.refuse(f"{flag}, but with {section} each rank would look for its own loss scale: write bf16")
+    for key in _OWN_GROUPS:
+        value = value_at(config, f"zero_optimization.{key}")
+        if value not in (None, False) and (value is True or value not in (1, -1)):
+            draft.refuse(f"{flag}, but zero_optimization.{key} makes groups of ranks of its own: remove one of them")
 
 
 def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
