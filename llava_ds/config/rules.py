@@ -297,7 +297,7 @@ def upcycling(args: Arguments) -> Iterator[str]:
     model = args.model
     if model.moe_enable:
         if model.top_k_experts > model.num_experts:
-            yield f"--top_k_experts is {model.top_k_experts} of --num_experts {model.num_experts}: give as many or fewer"
+            yield f"--top_k_experts is {model.top_k_experts} of --num_experts {model.num_experts}: give fewer"
         if trains_projector_only(model):
             yield "--moe_enable True with a projector that trains alone: experts are for a later stage, leave one out"
     elif "moe_enable" not in args.given and (given := _given(args, MOE_FLAGS)):

@@ -65,7 +65,7 @@ def expert_part(parameter: torch.Tensor) -> ExpertPart | None:
 
 def expert_group(parameter: torch.Tensor) -> str | None:
     """The name by which DeepSpeed finds the ranks with copies of an expert's parameter; None for any other."""
-    return None if expert_part(parameter) is None else parameter.group_name
+    return getattr(parameter, "group_name", None)  # as DeepSpeed's layer marks them
 
 
 def names_in_model(names: dict[nn.Parameter, str]) -> dict[nn.Parameter, str]:

@@ -50,9 +50,9 @@ def choose_experts(language_model: nn.Module, wanted: str | None, device: torch.
 class Balance(NamedTuple):
     """How evenly the experts are used, scalars on the device; all but aux_loss without a gradient.
 
-    aux_loss: transformers' load-balancing loss over all layers together, or of upcycled models MoE-LLaVA's; max_over_mean: tokens of the busiest expert
-    by the mean over experts, and entropy: of the shares of tokens, as a part of the largest one; both are means over
-    layers.
+    aux_loss: transformers' load-balancing loss over all layers together, or of upcycled models MoE-LLaVA's;
+    max_over_mean: tokens of the busiest expert by the mean over experts, and entropy: of the shares of tokens, as a
+    part of the largest one; both are means over layers.
     """
 
     aux_loss: torch.Tensor

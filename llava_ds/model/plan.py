@@ -164,9 +164,7 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
         text_config, sources, notes = upcycle(text_config, sources, args)
     with torch.device("meta"):
         build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises if impossible
-    plan = ModelPlan(
-        text_config, parts.tower, tokenizer, sources, findings.whole_last_layer, value_head, tuple(notes)
-    )
+    plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer, value_head, tuple(notes))
     check_depth(text_config, sources.language_model.open(), sources.language_model.flag)
     with no_init_weights(), torch.device("meta"), library_errors(f"--model_name_or_path {args.model_name_or_path}"):
         model = assemble(text_config, plan.tower, args, torch.zeros(3), torch.zeros(3), value_head)

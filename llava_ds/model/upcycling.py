@@ -54,9 +54,12 @@ class Mixture:
         top_k = moe.get("top_k_experts")
         problems = []
         if not _are_numbers(layers, 0, config.num_hidden_layers - 1) or len(set(layers)) < len(layers):
-            problems.append(f"moe_layers_idx is {shown(layers)}, expected layers from 0 to {config.num_hidden_layers}")
+            last = config.num_hidden_layers - 1
+            problems.append(f"moe_layers_idx is {shown(layers)}, expected different layers from 0 to {last}")
         if not _are_numbers(counts, 2, MOST_EXPERTS) or len(set(counts)) > 1:
-            problems.append(f"num_experts is {shown(counts)}, expected one number of 2 to {MOST_EXPERTS} for all layers")
+            problems.append(
+                f"num_experts is {shown(counts)}, expected one number of 2 to {MOST_EXPERTS} for all layers"
+            )
         elif not _are_numbers([top_k], 1, counts[0]):
             problems.append(f"top_k_experts is {shown(top_k)}, expected 1 to {counts[0]}")
         if not isinstance(moe.get("use_residual"), bool):
@@ -79,27 +82,34 @@ def upcycle(
 
     Raises ConfigError for a model that has experts, or layers without an MLP of their own.
     """
-    where = f"--moe_enable True, but --model_name_or_path {args.model_name_or_path}"
-    if is_mixture(config) or is_upcycled(config):
-        raise ConfigError(f"{where} has experts already: leave --moe_enable out to train it as it is")
-    names = layer_names(config)
-    if not names:
-        raise ConfigError(f"{where} is a {config.model_type}, whose layers have no MLP of their own: take another model")
-    layers = _chosen(args, len(names))
-    config = copy.deepcopy(config)
-    setattr(config, UPCYCLED, _written(args, layers))
-    mixture = Mixture.of(config)
-    blocks = [f"{names[layer]}.mlp" for layer in layers]
+    config = upcycled_config(config, args)
+    mixture, names = Mixture.of(config), layer_names(config)
+    blocks = [f"{names[layer]}.mlp" for layer in mixture.layers]
     change = partial(Upcycled, blocks=blocks, mixture=mixture, width=config.hidden_size)
     source = sources.language_model
     source = dataclasses.replace(source, changes=(*source.changes, change))
     lines = [
-        f"upcycled: layers {', '.join(map(str, layers))} of {len(names)} get {mixture.num_experts} experts, "
+        f"upcycled: layers {', '.join(map(str, mixture.layers))} of {len(names)} get {mixture.num_experts} experts, "
         f"{mixture.top_k} for a token, each a copy of the layer's MLP"
     ]
     if mixture.top_k == 1:
         lines.append("--top_k_experts 1 scales an expert's result by its probability: training begins as another model")
     return config, dataclasses.replace(sources, language_model=source), lines
+
+
+def upcycled_config(config: PreTrainedConfig, args: ModelArguments) -> PreTrainedConfig:
+    """A copy of a dense language model's configuration with the mixtures of the flags. Raises as upcycle does."""
+    where = f"--moe_enable True, but --model_name_or_path {args.model_name_or_path}"
+    if is_mixture(config) or is_upcycled(config):
+        raise ConfigError(f"{where} has experts already: leave --moe_enable out to train it as it is")
+    names = layer_names(config)
+    if not names:
+        raise ConfigError(
+            f"{where} is a {config.model_type}, whose layers have no MLP of their own: take another model"
+        )
+    config = copy.deepcopy(config)
+    setattr(config, UPCYCLED, _written(args, _chosen(args, len(names))))
+    return config
 
 
 def _chosen(args: ModelArguments, num_layers: int) -> list[int]:
@@ -290,7 +300,7 @@ def check_stage(config: PreTrainedConfig, raw: dict) -> None:
     zero = raw.get("zero_optimization")
     if is_upcycled(config) and isinstance(zero, dict) and zero.get("stage") == 3:
         raise ConfigError(
-            "zero_optimization.stage is 3 in the DeepSpeed JSON: DeepSpeed's layer of experts (deepspeed.moe), which an "
-            "upcycled model has, works at stages 0 to 2 alone: give ds_configs/zero2.json, and --ep_size to share the "
-            "experts out"
+            "zero_optimization.stage is 3 in the DeepSpeed JSON, but an upcycled model has DeepSpeed's layer of "
+            "experts (deepspeed.moe), which works at stages 0 to 2 alone: give ds_configs/zero2.json, and --ep_size to "
+            "share the experts out"
         )

@@ -80,6 +80,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         moments=num_moments(resolved.config) + training.enable_ema,
         sp=sp,
         tp=training.tensor_parallel_size,
+        ep=training.ep_size,
     )
     run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)
     return run if shape.tower is None else _MicroBatchChoice(run, training, data, devices.memory).chosen()

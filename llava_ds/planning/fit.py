@@ -168,7 +168,7 @@ def _changed(run: Run) -> Iterator[Run]:
     if run.batch is not None:
         recompute += [True] if run.batch.num_recomputed != run.shape.text.num_layers else []
         halvings += [h for h in range(1, 32) if run.batch.num_tokens >> h >= run.longest_sample]
-    stages = range(run.placement.stage, 4)
+    stages = range(run.placement.stage, most_stage(run) + 1)
     own = (run.placement.optimizer, run.placement.param)
     offloads = [own, *(offload for offload in OFFLOADS if offload != own and _is_further(offload, own))]
 
@@ -201,7 +201,12 @@ def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
 def table_placements(run: Run) -> dict[str, Placement]:
     """The table's columns: the usual placements, and the run's own if it is another."""
     own = {} if run.placement in PLACEMENTS.values() else {placement_name(run.placement): run.placement}
-    return PLACEMENTS | own
+    return {name: p for name, p in PLACEMENTS.items() if p.stage <= most_stage(run)} | own
+
+
+def most_stage(run: Run) -> int:
+    """The last ZeRO stage that the model trains at: 2 if it is upcycled."""
+    return 2 if run.shape.text is not None and run.shape.text.expert_rows else 3
 
 
 def placement_name(placement: Placement) -> str:

@@ -70,9 +70,9 @@ UNSUPPORTED_SECTIONS = {
     "autotuning": "autotuning starts other runs; run/estimate.py says which stage fits",
     "data_efficiency": "the order of samples comes from --group_by_length and its like",
     "datastates_ckpt": "checkpoints are written and hashed before training goes on",
-    "expert_parallel": "DeepSpeed 0.19.8's AutoEP fails with transformers 5 (_CanRecordRegistry.get() takes 2 arguments, "
-    "3 are given), and has no experts when optimizers are made; a family with experts trains at stages 0 to 3 without "
-    "it, and moe_expert_parallel_size shares out the experts of --moe_enable",
+    "expert_parallel": "DeepSpeed 0.19.8's AutoEP fails with transformers 5 (_CanRecordRegistry.get() takes 2 "
+    "arguments, 3 are given), and makes its experts after the optimizer's groups; a family with experts trains at "
+    "stages 0 to 3 without it, and moe_expert_parallel_size shares out the experts of --moe_enable",
     "moe": "experts follow from flags: --moe_enable True --num_experts 4 --top_k_experts 2 --moe_mode second_half, and "
     "--ep_size or moe_expert_parallel_size for the ranks that share them",
     "hybrid_engine": "nothing is generated while training",

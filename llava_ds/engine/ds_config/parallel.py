@@ -105,8 +105,9 @@ def take_axes(draft: Draft) -> None:
         draft.refuse(str(error))
     for key in (SEQUENCE, SECTION, EXPERT_KEY):
         draft.config.pop(key, None)
-    if draft.args.training.ep_size > 1:
-        _check_experts(draft, f"--{EXPERT} is {draft.args.training.ep_size}")
+    ep = draft.args.training.ep_size
+    if draft.args.model.moe_enable or ep > 1:
+        _check_experts(draft, "--moe_enable is True" if ep == 1 else f"--{EXPERT} is {ep}")
     tp = draft.args.training.tensor_parallel_size
     if tp > 1:
         draft.fill(f"{SECTION}.autotp_size", tp, f"--{TENSOR}, or the JSON")
@@ -133,10 +134,13 @@ def _check_config(draft: Draft, tp: int) -> None:
 
 
 def _check_experts(draft: Draft, flag: str) -> None:
-    """Refuse what computes another norm of the gradients than one rank would, or groups of ranks of its own."""
+    """Refuse ZeRO-3; and over ranks that share experts what has another norm of the gradients than one rank, or groups
+    of ranks of its own."""
     config = draft.config
     if value_at(config, "zero_optimization.stage") == 3:
         draft.refuse(f"{flag}, but DeepSpeed's layer of experts works at ZeRO 0 to 2: give ds_configs/zero2.json")
+    if draft.args.training.ep_size == 1:
+        return
     if "optimizer" in config:
         why = "norms of experts over the ranks that share them, with any other: leave optimizer out of the JSON"
         draft.refuse(f"{flag} needs torch's AdamW, by flags; DeepSpeed averages {why}")
