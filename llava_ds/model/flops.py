@@ -21,9 +21,10 @@ from transformers.pytorch_utils import Conv1D
 
 from llava_ds.config.arguments import ModelArguments, trained_parts, trains_new_rows
 from llava_ds.model.families.language import is_upcycled
+from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.lora import linear_names
-from llava_ds.model.upcycling import Mixture, expert_of
+from llava_ds.model.upcycling import expert_of
 from llava_ds.model.vision import TowerPlan
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)

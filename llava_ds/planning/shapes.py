@@ -15,6 +15,7 @@ from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.tensor_parallel import num_divided
 from llava_ds.model.families.language import is_mixture, is_upcycled, mlp_width
+from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
@@ -22,7 +23,7 @@ from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import read_parts
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.quantize import scale_bits
-from llava_ds.model.upcycling import Mixture, check_upcycled, upcycled_config
+from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
 
 LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; other numbers are typing errors

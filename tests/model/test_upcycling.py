@@ -13,12 +13,12 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention
 from llava_ds.model.families.language import EXPERTS, is_upcycled
+from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.mixture import Gates, choose_experts
 from llava_ds.model.native_mixture import native_config, native_name
 from llava_ds.model.open.experts import Stacked, from_disk
 from llava_ds.model.open.weights import Source, Sources, TensorSource
 from llava_ds.model.upcycling import (
-    Mixture,
     add_experts,
     check_stage,
     check_upcycled,

@@ -142,13 +142,13 @@ def _check_experts(draft: Draft, flag: str) -> None:
     if draft.args.training.ep_size == 1:
         return
     if "optimizer" in config:
-        why = "norms of experts over the ranks that share them, with any other: leave optimizer out of the JSON"
-        draft.refuse(f"{flag} needs torch's AdamW, by flags; DeepSpeed averages {why}")
+        why = "with any other DeepSpeed averages norms of experts over the ranks that share them"
+        draft.refuse(f"{flag}, which needs torch's AdamW, by flags ({why}): leave optimizer out of the JSON")
     for part in OFFLOADED:
         if offload_device(config, part) != "none":
             draft.refuse(f"{flag}, but zero_optimization.{part} steps outside the check of all ranks' norm: remove it")
     if value_at(config, "zero_optimization.compute_grad_norm") is False:
-        draft.refuse(f"{flag} needs the norm of gradients: remove zero_optimization.compute_grad_norm")
+        draft.refuse(f"{flag}, which needs the norm of gradients: remove zero_optimization.compute_grad_norm")
     for section in ("fp16", "torch_autocast"):
         if value_at(config, f"{section}.enabled") is True:
             draft.refuse(f"{flag}, but with {section} each rank would look for its own loss scale: write bf16")
