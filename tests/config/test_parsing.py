@@ -835,6 +835,8 @@ def test_flags_of_experts_that_contradict_each_other_are_refused(flags, message)
 
 def test_flags_of_moe_llavas_scripts_are_read():
     flags = "--moe_enable True --num_experts 4 --top_k_experts 2 --capacity_factor 1.5 --moe_layers_idx 0 2"
-    model = parse_arguments([*flags.split(), "--train_modules", "gate_proj", "up_proj", "wg"])[0].model
+    argv = [*flags.split(), "--train_modules", "gate_proj", "up_proj", "wg"]
+    model = parse_arguments(argv, to_train=False)[0].model
     assert (model.moe_layers_idx, model.train_modules) == ("0,2", "gate_proj,up_proj,wg")
-    assert parse_arguments(["--moe_enable", "False", "--num_experts", "4"])[0].model.num_experts == 4
+    argv = ["--moe_enable", "False", "--num_experts", "4"]  # switched off in a script
+    assert parse_arguments(argv, to_train=False)[0].model.num_experts == 4

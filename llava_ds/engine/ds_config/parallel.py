@@ -134,8 +134,7 @@ def _check_config(draft: Draft, tp: int) -> None:
 
 
 def _check_experts(draft: Draft, flag: str) -> None:
-    """Refuse ZeRO-3; and over ranks that share experts what has another norm of the gradients than one rank, or groups
-    of ranks of its own."""
+    """Refuse ZeRO-3, and over ranks that share experts what has another norm of the gradients than one rank."""
     config = draft.config
     if value_at(config, "zero_optimization.stage") == 3:
         draft.refuse(f"{flag}, but DeepSpeed's layer of experts works at ZeRO 0 to 2: give ds_configs/zero2.json")
@@ -152,10 +151,6 @@ def _check_experts(draft: Draft, flag: str) -> None:
     for section in ("fp16", "torch_autocast"):
         if value_at(config, f"{section}.enabled") is True:
             draft.refuse(f"{flag}, but with {section} each rank would look for its own loss scale: write bf16")
-    for key in _OWN_GROUPS:
-        value = value_at(config, f"zero_optimization.{key}")
-        if value not in (None, False) and (value is True or value not in (1, -1)):
-            draft.refuse(f"{flag}, but zero_optimization.{key} makes groups of ranks of its own: remove one of them")
 
 
 def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:

@@ -60,7 +60,6 @@ WRONG = [
     (zero(2, compute_grad_norm=False), {"ep_size": 2}, "--ep_size is 2, which needs the norm of gradients: remove zero_optimization.compute_grad_norm"),
     ({"fp16": {"enabled": True}, **zero(2)}, {"ep_size": 2, "fp16": True, "device_type": "cuda"}, "--ep_size is 2, but with fp16 each rank would look for its own loss scale: write bf16"),
     ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **zero(2)}, {"ep_size": 2}, "--ep_size is 2, but with torch_autocast each rank would look for its own loss scale: write bf16"),
-    (zero(2, zero_hpz_partition_size=2), {"ep_size": 2}, "--ep_size is 2, but zero_optimization.zero_hpz_partition_size makes groups of ranks of its own: remove one of them"),
     ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {}, f"expert_parallel.enabled is true {J}: remove it, DeepSpeed 0.19.8's AutoEP fails with transformers 5 (_CanRecordRegistry.get() takes 2 arguments, 3 are given), and makes its experts after the optimizer's groups; a family with experts trains at stages 0 to 3 without it, and moe_expert_parallel_size shares out the experts of --moe_enable"),
     ({"tp_size": 2}, {}, f'tp_size is 2 {J}: remove it, write "tensor_parallel": {{"autotp_size": 2}}'),
     ({"tp_size": True}, {}, f'tp_size is true {J}: remove it, write "tensor_parallel": {{"autotp_size": 2}}'),
