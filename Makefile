@@ -32,6 +32,8 @@ else
   endif
 endif
 PROJECTOR ?= $(OUTPUT)-pretrain/mm_projector.bin
+# Written by the first run of the tiny model.
+SCENES    ?= $(HOME)/.cache/llava_ds/scenes
 
 # All local accelerators; without one, two ranks on CPU.
 # (the variable keeps DeepSpeed from warning that it found no GPU, the level the launcher that it found no hostfile).
@@ -43,11 +45,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean help
+.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean'
+	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean'
 
 install: $(VENV)/.installed
 
@@ -147,6 +149,14 @@ ppo-descriptions: install
 	for model in tiny-finetune tiny-ppo-descriptions; do $(BIN)/python run/evaluate.py --model_path output/$$model \
 	  --data_path output/descriptions/heldout.json --image_folder output/descriptions --metric run/recipes/facts.py:facts \
 	  --output output/$$model/descriptions.json; done
+
+# After make finetune: its MLPs become mixtures of experts and go on learning; scores before and after.
+moe: install
+	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
+	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-moe.yaml \
+	  --model_name_or_path output/tiny-finetune --data_path $(SCENES)/finetune.json --image_folder $(SCENES) $(ARGS)
+	for model in tiny-finetune tiny-moe; do \
+	  $(BIN)/python run/evaluate.py --model_path output/$$model --output output/$$model/experts.json || exit; done
 
 # The same stage 2 with a fresh projector, for comparison.
 ablation: install

@@ -32,7 +32,7 @@ from llava_ds.planning.shapes import NAMED, ModelShape, shape_named, shape_of_fo
 from llava_ds.planning.speed import OVERLAP, Machine
 from llava_ds.planning.speed_report import SpeedRun, load_of, speed_json, speed_lines, speed_table
 from llava_ds.runtime.gpus import GPUS, Gpu, gpu_named
-from llava_ds.runtime.mesh import check_sizes
+from llava_ds.runtime.mesh import check_experts, check_sizes
 from llava_ds.runtime.ranks import quiet_libraries
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
@@ -95,7 +95,8 @@ def add_flags(add: Callable[..., object]) -> None:
         "--zero_stage",
         type=int,
         choices=(0, 1, 2, 3),
-        help="stage of the estimate, without --deepspeed_config (default: 2 with --tune_mm_mlp_adapter, else 3)",
+        help="stage of the estimate, without --deepspeed_config (default: 2 with --tune_mm_mlp_adapter and with "
+        "--moe_enable, else 3)",
     )
     add(
         "--supervised_fraction",
@@ -171,8 +172,9 @@ def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> tupl
         raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
     args = with_axes(args, raw)
     training = args.training
-    tp, pp = training.tensor_parallel_size, training.pipeline_parallel_size
-    check_sizes(own.num_gpus, training.sequence_parallel_size, tp, pp)
+    sp, tp, pp = training.sequence_parallel_size, training.tensor_parallel_size, training.pipeline_parallel_size
+    check_sizes(own.num_gpus, sp, tp, pp)
+    check_experts(own.num_gpus, sp * tp * pp, training.ep_size)
     if own.model is not None:
         shape = shape_named(own.model, args)
     else:
@@ -220,7 +222,8 @@ def resolve(
         raw, line = choose_ds_config(DS_CONFIGS, shape, args, devices)
         print(line, file=sys.stderr)
     if args.training.deepspeed_config is None:
-        default_stage = 2 if trains_projector_only(args.model) else 3
+        needs_two = trains_projector_only(args.model) or (shape.text is not None and shape.text.expert_rows > 0)
+        default_stage = 2 if needs_two else 3
         raw["zero_optimization"]["stage"] = default_stage if own.zero_stage is None else own.zero_stage
         if not {"bf16", "fp16"} & args.given:
             args = args.replaced(bf16=True)

@@ -14,6 +14,7 @@ GROUPS = {
     "tower": "the vision tower",
     "trainable": "what trains",
     "lora": "LoRA and quantization",
+    "experts": "experts out of a dense model (MoE-LLaVA's stage 3)",
     "data": "the data",
     "images": "images and videos",
     "order": "order of the samples",

@@ -1,9 +1,9 @@
 """Flags of the model: its folders, its composition, and which parts of it train."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from llava_ds.config.bounds import Count, PartBelowOne, Whole
+from llava_ds.config.bounds import Bounds, Count, NotNegative, PartBelowOne, Positive, Whole
 from llava_ds.config.flags import flags_of
 
 # Declarations of flags by their group; _free: of those that a resumed run may change freely.
@@ -12,6 +12,7 @@ _tower, _tower_free = flags_of("tower")
 _trainable, _ = flags_of("trainable")
 _images, _ = flags_of("images")
 _lora, _lora_free = flags_of("lora")
+_experts, _ = flags_of("experts")
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,36 @@ class ModelArguments:
     )
     quant_type: Literal["nf4", "fp4"] = _lora("nf4", "Number format of --bits 4.")
     double_quant: bool = _lora(True, "Quantize the scales of 4-bit weights, too.")
+    moe_enable: bool = _experts(
+        False,
+        "Upcycle the dense language model of --model_name_or_path: MLPs become mixtures of experts, each of which "
+        "starts as the MLP (docs/experts.md).",
+    )
+    num_experts: Annotated[int, Bounds(2, 1024)] = _experts(4, "Experts of a layer.")
+    top_k_experts: Annotated[int, Bounds(1, 64)] = _experts(
+        2, "Experts that compute a token. With 1, their result is scaled by the router's probability."
+    )
+    moe_mode: Literal["first_half", "second_half", "sparse", "dense"] = _experts(
+        "second_half", "Layers that get experts: those of a half, every second one from the first on, or all."
+    )
+    moe_layers_idx: str | None = _experts(
+        None, "The layers that get experts, by number from 0 on, in place of --moe_mode.", argparse={"nargs": "*"}
+    )
+    use_residual: bool = _experts(
+        False, "Keep the MLP beside the experts, and add up the two with weights that a token chooses."
+    )
+    capacity_factor: Positive | None = _experts(
+        None,
+        "Most tokens that an expert takes in training, as a multiple of an even share; the rest are dropped, which "
+        "depends on the samples of a micro-batch. Absent: no token is dropped.",
+    )
+    min_capacity: NotNegative = _experts(0, "Tokens that an expert takes in any case, with --capacity_factor.")
+    train_modules: str | None = _experts(
+        None,
+        "Parts of parameters' names that train in the language model, like gate_proj up_proj down_proj wg (the "
+        "routers). Absent: all of it.",
+        argparse={"nargs": "*"},
+    )
 
 
 # The names of --mm_tunable_parts, and the parts of the model.

@@ -4,7 +4,6 @@ LLaVA's and LLaVA-NeXT's scripts run as they are; the names of ms-swift, TRL, LL
 ours.
 """
 
-import re
 from collections.abc import Collection, Iterator
 
 from llava_ds.constants import nearest_name
@@ -33,8 +32,6 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "per_device_eval_batch_size": (None, "eval samples are laid out as those of training"),
 }
 
-# Of experts there is no flag to suggest.
-NO_PARALLELISM = re.compile(r"--\w*expert\w*_parallel\w*|--ep(_size)?")
 
 # Other trainers' names of our flags, where the most similar name would mislead.
 ELSEWHERE = {
@@ -46,6 +43,7 @@ ELSEWHERE = {
         "--image_folder": "--media_dir",
         "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
         "--pipeline_parallel_size": "--pipeline_model_parallel_size --pp --pipeline_stages --num_stages",
+        "--ep_size": "--expert_model_parallel_size --expert_model_parallel --moe_ep_size --ep",
         "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size",
         "--model_max_length": "--cutoff_len --max_length --max_seq_len --max_seq_length",
@@ -137,12 +135,6 @@ def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
                 yield f"unexpected argument {flag!r}: every value belongs behind a --flag"
             continue
         after_flag = "=" not in token
-        if NO_PARALLELISM.fullmatch(flag.replace("-", "_").replace("__", "--", 1)):
-            yield (
-                f"unknown flag {flag}: leave it out; ZeRO shards the model, --tensor_parallel_size its matrices, "
-                "--pipeline_parallel_size its layers, and --sequence_parallel_size samples"
-            )
-            continue
         if flag in NOT_HERE:
             yield f"unknown flag {flag}: leave it out, for {NOT_HERE[flag]}"
             continue

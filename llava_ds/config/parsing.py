@@ -189,10 +189,18 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
         except ValueError:
             problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, auto or none")
             values["tokens_per_micro_batch"] = None
+    for name in ("moe_layers_idx", "train_modules"):
+        values[name] = _joined(getattr(args.model, name))
     values["report_to"], unknown = _trackers(args.training.report_to)
     known = f"give some of {', '.join(TRACKERS)}, or all, or none"
     problems += [f"--report_to {name} is unknown: {known}" for name in unknown]
     return args.replaced(**values), problems
+
+
+def _joined(value: str | list[str] | None) -> str | None:
+    """Words with commas between them; None for none."""
+    words = [value] if isinstance(value, str) else value or []
+    return ",".join(word for each in words for word in each.replace(",", " ").split()) or None
 
 
 def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:

@@ -24,6 +24,7 @@ _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local
 
 # Flags that change nothing without the one that they belong to.
 LORA_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_weight_path")
+MOE_FLAGS = ("num_experts", "top_k_experts", "moe_mode", "moe_layers_idx", "use_residual")  # of --moe_enable
 QUANTIZATION_FLAGS = ("quant_type", "double_quant")
 
 # Flags that may name an object store.
@@ -291,6 +292,25 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
         )
 
 
+def upcycling(args: Arguments) -> Iterator[str]:
+    """Flags of experts that mean nothing without another one, or contradict it."""
+    model = args.model
+    if model.moe_enable:
+        if model.top_k_experts > model.num_experts:
+            yield f"--top_k_experts is {model.top_k_experts} of --num_experts {model.num_experts}: give fewer"
+        if trains_projector_only(model):
+            yield "--moe_enable True with a projector that trains alone: experts are for a later stage, leave one out"
+    elif "moe_enable" not in args.given and (given := _given(args, MOE_FLAGS)):
+        yield (
+            f"{', '.join(f'--{name}' for name in given)} without --moe_enable would train a dense model: give "
+            "--moe_enable True, or --moe_enable False if that is meant"
+        )
+    if model.moe_layers_idx is not None and "moe_mode" in args.given:
+        yield "--moe_mode and --moe_layers_idx both say which layers get experts: give one of them"
+    if "min_capacity" in args.given and model.min_capacity and model.capacity_factor is None:
+        yield "--min_capacity has no effect without --capacity_factor: give that, or leave it out"
+
+
 def objectives(args: Arguments) -> Iterator[str]:
     """Flags of an objective that another one has no use for, and what is for supervised answers alone."""
     training, objective = args.training, args.training.objective
@@ -403,6 +423,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     eval_and_sample_steps,
     checkpoints,
     trainable_parts,
+    upcycling,
     objectives,
     streaming,
 )

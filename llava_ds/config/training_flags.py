@@ -172,7 +172,8 @@ class TrainingArguments:
     router_aux_loss_coef: Rate = _objective(
         0.0,
         "Mixtures of experts: weight of the loss that keeps the load of experts even, transformers' over all layers "
-        "and tokens of a micro-batch. With it, the result depends on which samples lie in one micro-batch.",
+        "and tokens of a micro-batch, or MoE-LLaVA's, a sum over layers, with --moe_enable. With it, the result "
+        "depends on which samples lie in one micro-batch.",
     )
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
     max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs.")
@@ -211,6 +212,13 @@ class TrainingArguments:
         "Stages of a pipeline: ranks that have some of the language model's layers each, for nodes joined by slow "
         "links. A step should have many micro-batches (--gradient_accumulation_steps): the more, the less stages wait.",
         aliases=("--pp_size",),
+        resume="layout",
+    )
+    ep_size: Count = _steps(
+        1,
+        "Ranks that share the experts of --moe_enable, or of a folder that it made: each has some of them, and tokens "
+        "are sent to where theirs are. ZeRO 0 to 2.",
+        aliases=("--expert_parallel_size", "--moe_expert_parallel_size"),
         resume="layout",
     )
     steps_across_epochs: bool | None = _steps(

@@ -15,6 +15,7 @@ from llava_ds.constants import DataError
 from llava_ds.engine import safe_load
 from llava_ds.engine.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, has_layout, read_layout
 from llava_ds.engine.tensor_parallel import dim_of
+from llava_ds.model.upcycling import expert_of
 
 ENGINE = "engine"  # the tag, and the folder in a checkpoint, under which DeepSpeed writes its part
 COUNT_IN_LAST = ("FusedAdam", "FusedLion")
@@ -68,13 +69,16 @@ def optimizer_states(engine_dir: Path, dp_rank: int, mp_rank: int = 0) -> dict:
 
 
 def rank_states(layout: Layout, engine_dir: Path, rank: int, world_size: int) -> dict:
-    """Read the file with the masters of a rank: its own, or the common one where every rank has all of them."""
+    """Read the file with the masters of a rank: its own, or the common one where every rank has all of them, but for
+    experts, which lie in files of their own."""
     dp_rank, mp_rank = _place(layout, rank, world_size)
-    return (
-        model_states(engine_dir, mp_rank)
-        if layout.kind in REPLICATED
-        else optimizer_states(engine_dir, dp_rank, mp_rank)
-    )
+    if layout.kind not in REPLICATED:
+        return optimizer_states(engine_dir, dp_rank, mp_rank)
+    states = model_states(engine_dir, mp_rank)
+    own = engine_dir / f"expp_rank_{rank % layout.ep}_mp_rank_00_optim_states.pt"
+    if own.is_file():
+        states = {**states, "module": {**states["module"], **_experts(engine_dir)}, **read_states(own)}
+    return states
 
 
 def _place(layout: Layout, rank: int, world_size: int) -> tuple[int, int]:
@@ -102,7 +106,7 @@ def saved_optimizer(layout: Layout, states: dict) -> dict:
 def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[SavedPiece]:
     """Yield every saved piece that has numbers of a rank's own. live: the rank's layout.
 
-    What ranks that share matrices all hold is yielded as the first of them saved it.
+    What ranks that share matrices or experts all hold is yielded as the first of them saved it.
     Raises DataError for files that can't be read, or that do not hold what their layout says.
     """
     own: dict[str, list[Piece]] = {}
@@ -110,13 +114,18 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
         for piece in slot:
             own.setdefault(piece.name, []).append(piece)
     first = read_layout(checkpoint, 0)
+    is_whole = first.kind in REPLICATED
     for rank in range(world_size):
-        if first.kind in REPLICATED and _place(first, rank, world_size)[0] > 0:
+        if is_whole and _place(first, rank, world_size)[0] >= first.ep:
             continue  # a copy
         layout = read_layout(checkpoint, rank)
-        copied = rank % first.tp > 0  # what is whole here lies in another file, too
+        copied = rank % first.tp > 0 or (is_whole and rank > 0)  # what is whole here lies in another file, too
         wanted = [
-            [p for p in slot if (p.slice or not copied) and any(map(p.overlap, own.get(p.name, [])))]
+            [
+                p
+                for p in slot
+                if (p.slice or expert_of(p.name) or not copied) and any(map(p.overlap, own.get(p.name, [])))
+            ]
             for slot in layout.slots
         ]
         if not any(wanted):
@@ -172,12 +181,14 @@ def _joined(parts: tuple[SavedWeight, ...]) -> SavedWeight:
 
 def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torch.dtype]:
     """The trained parameters as the ranks had them with the mp_rank-th part of the model."""
-    files = sorted(engine_dir.glob(f"*mp_rank_{mp_rank:02}_model_states.pt"), key=_rank)
+    found = engine_dir.glob(f"*mp_rank_{mp_rank:02}_model_states.pt")
+    files = sorted((file for file in found if not file.name.startswith("layer_")), key=_rank)
     if not files:
         raise DataError(f"{engine_dir} holds no model states of DeepSpeed: is it a checkpoint of run/train.py?")
     try:
         first = read_states(files[0])
-        module, shared = first["module"], first["shared_params"] or {}  # None at stage 0
+        module = {**first["module"], **_experts(engine_dir)}
+        shared = first["shared_params"] or {}  # None at stage 0
         dtype = next(iter(module.values())).dtype
         if files[0].name.startswith("zero_pp_rank_"):
             return _partitioned_weights(engine_dir, first, dtype, mp_rank), dtype
@@ -186,6 +197,12 @@ def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torc
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError) as error:
         text = f"{type(error).__name__}: {error}"[:200]
         raise DataError(f"{engine_dir} does not hold what DeepSpeed saves ({text}): take another checkpoint") from error
+
+
+def _experts(engine_dir: Path) -> dict[str, torch.Tensor]:
+    """The experts' weights at stages 0 to 2, by their names in the whole model, frozen ones among them."""
+    files = sorted(engine_dir.glob("layer_*_expert_*_model_states.pt"))
+    return {name: tensor for file in files for name, tensor in read_states(file).items()}
 
 
 def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_rank: int) -> list[SavedWeight]:

@@ -57,10 +57,10 @@ def _construct(
     """Build the model without its weights."""
     zero3 = ds_config["zero_optimization"].get("stage") == 3
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
-    # Weights that will be packed are never written: on the CPU they take no memory. Those that will be cut would take a
-    # whole model's on the device.
-    is_whole = mesh.tp == mesh.pp == 1
-    device = ranks.device if args.bits == 16 and is_whole else torch.device("cpu")
+    # Weights that will be packed are never written: on the CPU they take no memory. Those that will be cut, or that
+    # other ranks' stages and experts have, would take a whole model's on the device.
+    is_whole = args.bits == 16 and mesh.tp == mesh.pp == mesh.ep == 1
+    device = ranks.device if is_whole else torch.device("cpu")
     with construction(ds_config, dtype, device, zero3, mesh.data_group):
         model = assemble(plan.text_config, plan.tower, args, mean, std, plan.has_value_head)
     if mesh.pp > 1:

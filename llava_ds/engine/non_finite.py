@@ -21,8 +21,9 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from llava_ds.engine.expert_parallel import expert_part
 from llava_ds.engine.tensor_parallel import part_of
-from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.mesh import Group, Mesh
 from llava_ds.runtime.waiting import waiting
 
 SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: a tensor on the device, of steps not yet settled
@@ -124,7 +125,7 @@ def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: 
             parts += _counted_here(own, params, mesh)
         squares = _norm(parts, optimizer.device).square()
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
-        return judge(_over_parts(squares.sqrt(), mesh).float())
+        return judge(_over(mesh.tp_group, squares.sqrt()).float())
 
     if is_stage_3:  # which combines a list of norms
         optimizer._get_norm_groups = lambda: [total_norm()]
@@ -136,14 +137,23 @@ def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: 
 def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Mesh) -> None:
     """Stage 1 in bf16 with gradients accumulated in fp32: every rank holds all of them, added up.
 
-    DeepSpeed asks for the norm of those that _counted_here would count.
+    DeepSpeed asks for the norm of those that _counted_here would count, and then for that with a rank's experts.
     """
+    device = optimizer.fp32_groups_flat_partition[0].device
+
+    def norm_of(input_tensors, **_) -> torch.Tensor:
+        norm = _over(mesh.model_group, _norm(input_tensors, device))
+        return norm if optimizer.has_moe_layers else judge(norm.float())
+
+    def with_experts(norm, expert_tensors, **_) -> torch.Tensor:
+        experts = _norm([tensor for tensors in expert_tensors.values() for tensor in tensors], device)
+        return judge((norm.square() + _over(mesh.ep_group, experts).square()).sqrt().float())
+
     step_with(
         optimizer,
         bf16_optimizer,
-        get_global_norm_of_tensors=lambda input_tensors, **_: judge(
-            _over_parts(_norm(input_tensors, optimizer.fp32_groups_flat_partition[0].device), mesh).float()
-        ),
+        get_global_norm_of_tensors=norm_of,
+        get_norm_with_moe_layers=with_experts,
         is_invalid_grad_norm=lambda norm: False,
         clip_tensors_by_global_norm=lambda input_tensors, max_norm, global_norm, **_: _clip(
             input_tensors, max_norm, global_norm
@@ -160,8 +170,7 @@ def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mes
         for weight, copy in zip(weights, copies):
             copy.grad = torch.zeros_like(copy) if weight.grad is None else weight.grad.to(copy.dtype)
         gradients = [copy.grad for copy in copies]
-        norm = _norm(_counted_here(gradients, weights, mesh), copies[0].device)
-        optimizer._global_grad_norm = judge(_over_parts(norm, mesh).float())
+        optimizer._global_grad_norm = judge(_norm_of_all(gradients, weights, copies[0].device, mesh))
         if optimizer.clip_grad > 0:
             _clip(gradients, optimizer.clip_grad, optimizer._global_grad_norm)
         optimizer.optimizer.step()
@@ -182,8 +191,8 @@ def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Me
     def guarded(*args, **kwargs):
         trained = [p for group in adam.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in trained]
-        norm = _over_parts(_norm(_counted_here(gradients, trained, mesh), engine.device), mesh)
-        adam._global_grad_norm = judge(norm.float())  # where the engine looks for it
+        norm = _norm_of_all(gradients, trained, engine.device, mesh)
+        adam._global_grad_norm = judge(norm)  # where the engine looks for it
         if engine.gradient_clipping() > 0:
             _clip(gradients, engine.gradient_clipping(), adam._global_grad_norm)
         return step(*args, **kwargs)
@@ -213,19 +222,31 @@ def _replaced(module, others: dict[str, Callable]) -> Iterator[None]:
 
 
 def _counted_here(gradients: list[torch.Tensor], parameters: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
-    """Those of a rank's gradients that count in _over_parts: parts of cut matrices, and on the first rank all others,
+    """Those of a rank's gradients that count over tp_group: parts of cut matrices, and on the first rank all others,
     which are the same on every rank that shares the matrices."""
     if mesh.tp_rank == 0:
         return gradients
     return [g for g, p in zip(gradients, parameters) if part_of(p) is not None]
 
 
-def _over_parts(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The L2 norm over all ranks that share matrices, or have a stage each, from that of what each counts."""
-    if mesh.model_group is None:
+def _norm_of_all(
+    gradients: list[torch.Tensor], parameters: list[torch.Tensor], device: torch.device, mesh: Mesh
+) -> torch.Tensor:
+    """The L2 norm at stage 0, where a rank holds all gradients but those of matrices, stages and experts that others
+    have."""
+    if mesh.ep_rank > 0:
+        gradients = [g for g, p in zip(gradients, parameters) if expert_part(p) is not None]
+    else:
+        gradients = _counted_here(gradients, parameters, mesh)
+    return _over(mesh.ep_group, _over(mesh.model_group, _norm(gradients, device))).float()
+
+
+def _over(group: Group, norm: torch.Tensor) -> torch.Tensor:
+    """The L2 norm over the ranks of a group (None: this one alone), from that of what each counts."""
+    if group is None:
         return norm
     squares = norm.square()
-    torch.distributed.all_reduce(squares, group=mesh.model_group)
+    torch.distributed.all_reduce(squares, group=group)
     return squares.sqrt()
 
 

@@ -5,9 +5,11 @@ from torch import nn
 from llava_ds.config.arguments import Arguments, TrainingArguments, trained_parts, trains_new_rows
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
+from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.model.llava import LlavaModel, has_critic
 from llava_ds.model.lora import choose_adapters
 from llava_ds.model.quantize import is_packed, num_packed
+from llava_ds.model.upcycling import trained_of
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
@@ -27,6 +29,11 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
         choose_adapters(model.language_model, args.model.lora_bias)
     else:
         model.language_model.requires_grad_("language_model" in parts)
+        if "language_model" in parts and args.model.train_modules is not None:
+            named = dict(model.language_model.named_parameters())
+            trained = trained_of(list(named), args.model)
+            for name, parameter in named.items():
+                parameter.requires_grad_(name in trained)
     if "output_layer" in parts:
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
         outputs.requires_grad_(outputs.weight is not inputs.weight)  # LLaVA freezes a tied one with the embeddings
@@ -70,11 +77,26 @@ def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None 
                 groups.append({"name": name + suffix, "params": params, "lr": rate, "weight_decay": decay})
     if optimizer is not None and optimizer_name(optimizer) == "Muon":
         groups = _muon_groups(model, groups, optimizer["params"], _own_rates(training))
+    groups = _with_expert_groups(groups)
     if has_critic(model):
         rate = training.learning_rate if training.critic_learning_rate is None else training.critic_learning_rate
         own = parameter_groups(model.critic, args, optimizer)
         groups += [{**group, "name": f"critic_{group['name']}", "lr": rate} for group in own]
     return groups
+
+
+def _with_expert_groups(groups: list[dict]) -> list[dict]:
+    """The groups, each followed by one of its experts, which DeepSpeed wants marked and called by the ranks with
+    copies of them."""
+    split = []
+    for group in groups:
+        names = [expert_group(p) for p in group["params"]]
+        for name in dict.fromkeys([None, *names]):
+            params = [p for p, own in zip(group["params"], names) if own == name]
+            if params:
+                marks = {} if name is None else {"name": name, "moe": True}
+                split.append({**group, **marks, "params": params})
+    return split
 
 
 def _own_rates(training: TrainingArguments) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.engine.expert_parallel import expert_part, names_in_model
 from llava_ds.engine.tensor_parallel import part_of
 from llava_ds.files.reading import read_json
 from llava_ds.model.stages import stage_of
@@ -150,7 +151,7 @@ class Layout:
     kind: one of those above; optimizer: its class; dtype, master_dtype: of the model's and the optimizer's weights;
     slots: the pieces in each tensor that the optimizer updates, in the order in which it numbers their states; fused:
     torch's in one kernel, whose states lie on another device; tp: ranks that shared the matrices; pp: stages of the
-    pipeline.
+    pipeline; ep: ranks that shared the experts.
     """
 
     kind: str
@@ -161,6 +162,7 @@ class Layout:
     fused: bool = False
     tp: int = 1
     pp: int = 1
+    ep: int = 1
 
     @property
     def names(self) -> set[str]:
@@ -189,7 +191,7 @@ def masters(engine) -> list[torch.Tensor]:
 
 def layout_of(engine) -> Layout:
     """Describe what this rank of an engine holds."""
-    kind, names = kind_of(engine), engine.param_names
+    kind, names = kind_of(engine), names_in_model(engine.param_names)
     parameters = masters(engine) if kind == PLAIN else getattr(engine.optimizer, WRAPPERS[kind].weights)
     if kind == UNFUSED:
         parameters = [p for group in parameters for p in group]
@@ -204,6 +206,7 @@ def layout_of(engine) -> Layout:
         any(group.get("fused") for group in engine.basic_optimizer.param_groups),
         next((part.size for p in engine.param_names if (part := part_of(p)) is not None), 1),
         1 if (stage := stage_of(engine)) is None else stage.size,
+        next((part.ep for p in engine.param_names if (part := expert_part(p)) is not None), 1),
     )
 
 

@@ -21,8 +21,10 @@ from llava_ds.engine.checkpoint_files import (
     saved_optimizer,
     saved_pieces,
 )
+from llava_ds.engine.expert_parallel import names_in_model
 from llava_ds.engine.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, Piece, layout_of, masters, read_layout
 from llava_ds.model.stages import stage_of
+from llava_ds.model.upcycling import expert_of
 
 # Optimizers whose update of a weight depends on more than this weight's own gradients and states.
 WHOLE = {
@@ -99,7 +101,8 @@ def _saved_names(checkpoint: Path, world_size: int, saved: Layout) -> set[str]:
 def _trained_names(engine) -> set[str]:
     """Names of the parameters that train, on all stages of the pipeline."""
     own = (p for p in engine.module.parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel()))
-    names, stage = {engine.param_names[p] for p in own}, stage_of(engine)
+    in_model, stage = names_in_model(engine.param_names), stage_of(engine)
+    names = {in_model[p] for p in own}
     if stage is None:
         return names
     everyone: list[set[str]] = [set()] * stage.size
@@ -120,12 +123,20 @@ def _refuse(engine, live: Layout, saved: Layout, held: set[str]) -> None:
             "optimizer"
         )
     trained = _trained_names(engine)
+    if max(live.ep, saved.ep) > 1:  # of the experts, each side has names of its own
+        trained, held = ({_of_any_expert(name) for name in names} for names in (trained, held))
     if trained != held:
         name = min(trained ^ held)
         raise ConfigError(
             f"{len(trained ^ held)} parameters (like {name}) train now and did not when the checkpoint was saved, or "
             "the other way round: let the same parts train"
         )
+
+
+def _of_any_expert(name: str) -> str:
+    """A parameter's name; the same for all experts of a layer."""
+    parts = expert_of(name)
+    return name if parts is None else f"{parts[0]}*{parts[2]}"
 
 
 def fill(

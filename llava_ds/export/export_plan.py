@@ -10,6 +10,8 @@ from llava_ds.constants import ConfigError
 from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.export.tensors import Names
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.families.language import is_upcycled
+from llava_ds.model.native_mixture import native_config
 from llava_ds.model.plan import ModelPlan
 
 
@@ -54,6 +56,8 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) 
     """The model_type of transformers' class for such a model, and ""; or None, and why there is no class."""
     kind, why = hf_container(plan, args, image_options)
     if kind is None:
+        return None, why
+    if is_upcycled(plan.text_config) and (why := native_config(plan.text_config)[1]):
         return None, why
     ratio, merge = image_options.aspect_ratio, image_options.merge_type
     flags = f"--image_aspect_ratio {ratio} with --mm_patch_merge_type {merge}"

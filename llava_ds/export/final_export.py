@@ -21,10 +21,12 @@ from llava_ds.engine.pipeline import from_last, run_forward
 from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.export.card import write_card
 from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.layer_by_layer import NotCompared
 from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.output_folder import write_live_folder
 from llava_ds.export.reload_check import compare_reloaded, compared_positions, describe_comparison
 from llava_ds.files.writing import REMEDIES, described
+from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.quantize import exact_products
 from llava_ds.model.stages import stage_of
@@ -124,7 +126,16 @@ def _export_folder(engine, export: ExportPlan, args: Arguments, dataset: Encoded
         return
     tower, layouts = engine.module.vision_tower, [layout for _, layout in sample.media]
     compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits)
+    if is_upcycled(export.model.text_config) and export.dtype != torch.float32:
+        compare = _refuse_to_compare
     print(f"model: {output_dir} ({describe_comparison(check, batch.input_ids.shape[1], 'transformers', compare)})")
+
+
+def _refuse_to_compare() -> float:
+    raise NotCompared(
+        "transformers' routers compute in the precision of the weights, DeepSpeed's in float32, so that tokens between "
+        "two experts may go to another one"
+    )
 
 
 def _export_adapter(engine, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from llava_ds.engine.expert_parallel import expert_part, from_owner
 from llava_ds.engine.gather import on_host
 from llava_ds.engine.tensor_parallel import whole, whole_shape
 from llava_ds.files.writing import write_tensors
@@ -47,15 +48,18 @@ def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
     Reading is done by all ranks together and in the same order, and gives the tensor on rank 0 only. One parameter is
     whole at a time. Those of a pipeline's other stages come from there.
     """
-    own = {
-        name: Entry(name, whole_shape(p), partial(_gathered, p, ranks))
-        for name, p in model.named_parameters()
-        if not name.startswith(formats.CRITIC)
-    }
-    stage = stage_of(model)
+    own, parameters, stage = {}, dict(model.named_parameters()), stage_of(model)
+    for name, p in parameters.items():
+        if name.startswith(formats.CRITIC):
+            continue
+        if (part := expert_part(p)) is None:
+            own[name] = Entry(name, whole_shape(p), partial(_gathered, p, ranks))
+            continue
+        for index in range(part.ep):
+            expert = part.name(name, index)
+            own[expert] = Entry(expert, tuple(p.shape), partial(_of_owner, p, index, ranks))
     if stage is None:
         return list(own.values())
-    parameters = dict(model.named_parameters())
     return [
         own[name]
         if place.stage == stage.index == 0
@@ -98,6 +102,12 @@ def _sent(parameter: nn.Parameter | None, place: Place, stage: Stage, ranks: Ran
     device = ranks.device
     tensor = torch.empty(place.shape, dtype=place.dtype, device=device) if parameter is None else parameter.detach()
     torch.distributed.broadcast(tensor, group=stage.group, group_src=place.stage)
+    return on_host(tensor) if ranks.is_first else None
+
+
+def _of_owner(parameter: nn.Parameter, index: int, ranks: Ranks) -> torch.Tensor | None:
+    """An expert's parameter, from the rank of rank 0's group that has it; experts are never partitioned."""
+    tensor = from_owner(parameter, index)
     return on_host(tensor) if ranks.is_first else None
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 from transformers import (
@@ -24,10 +25,11 @@ from llava_ds.data.templates import resolve_template
 from llava_ds.export.export_plan import ExportPlan, hf_container
 from llava_ds.export.llava_folder import plain_config, with_old_names
 from llava_ds.export.safetensors_shards import write_shards
-from llava_ds.export.tensors import Entry, completed, read_entries
+from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import hf_tokenizer, write_generation_config, write_hf_tokenizer
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.hf import HF_CLASSES
+from llava_ds.model.native_mixture import converted, native_name
 
 CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}
 
@@ -39,7 +41,8 @@ def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     """
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     names = export.names
-    return names.divided(names.to_hf(names.resized(completed(entries, tower), _rows(export)[1])))
+    written = names.divided(names.to_hf(names.resized(completed(entries, tower), _rows(export)[1])))
+    return renamed(written, partial(native_name, config=export.model.text_config))
 
 
 def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
@@ -70,7 +73,7 @@ def _write_config(
     export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, rows: int, output_dir: Path
 ) -> None:
     plan, args, image_options = export.model, export.args, export.image_options
-    text_config = plain_config(plan.text_config, export.dtype)
+    text_config = plain_config(converted(plan.text_config), export.dtype)
     text_config["vocab_size"] = rows
     text_config["tie_word_embeddings"] = export.names.tied_in_hf
     own: dict[str, object] = {}

@@ -11,15 +11,18 @@ from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import ImageOptions
 from llava_ds.infer.formats import UnloadedModel, open_model
+from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
 from llava_ds.model.loading import check_depth, check_fit, load_weights, return_freed_memory
 from llava_ds.model.open.folder import read_pinpoints
 from llava_ds.model.open.weights import WeightFiles
+from llava_ds.model.upcycling import add_experts
 from llava_ds.model.vision import read_processor
 from llava_ds.runtime.ranks import Ranks
 
@@ -116,6 +119,8 @@ def construct_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
         config = unloaded.config
         with library_errors(f"--model_path {unloaded.path}"):
             model = HF_CLASSES[config.model_type]._from_config(config, dtype=dtype, **attention_options(config))
+            if is_upcycled(config.text_config):
+                add_experts(model.model.language_model, config.text_config, ModelArguments())
             model.tie_weights()
     finally:
         torch.set_default_dtype(before)

@@ -20,9 +20,12 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from llava_ds.config.arguments import ModelArguments, trained_parts, trains_new_rows
+from llava_ds.model.families.language import is_upcycled
+from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.lora import linear_names
 from llava_ds.model.stages import layers_of_stages
+from llava_ds.model.upcycling import expert_of
 from llava_ds.model.vision import TowerPlan
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
@@ -119,6 +122,10 @@ def _times(passes: bool, trains: bool) -> int:
 def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module) -> float:
     """Weights of all matrices but the output layer that are used for a token: of experts, those it is routed to."""
     dense = _dense_weights(llm, but=output)
+    if is_upcycled(text):
+        mixture = Mixture.of(text)
+        copies = sum(p.numel() for name, p in llm.named_parameters() if expert_of(name) and p.ndim == 2)
+        return dense - copies * (1 - mixture.top_k / mixture.num_experts)
     experts = sum(p.numel() for p in llm.parameters() if p.ndim == 3)  # one matrix per expert
     if not experts:
         return dense

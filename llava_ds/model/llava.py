@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import attention, last_layer, output_loss
-from llava_ds.model.families.language import final_logits, hold_rotary_angles, logits_divisor
+from llava_ds.model.families.language import final_logits, hold_rotary_angles, is_upcycled, logits_divisor
 from llava_ds.model.projector import Newline, Projector, build_projector
 from llava_ds.model.stages import Stage, is_last
+from llava_ds.model.upcycling import add_experts
 from llava_ds.model.value_head import ValueHead
 from llava_ds.model.vision import TowerPlan, VisionTower
 
@@ -196,6 +197,8 @@ def assemble(
     language_model = AutoModelForCausalLM.from_config(
         text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
     )
+    if is_upcycled(text_config):
+        add_experts(language_model, text_config, args)
     hold_rotary_angles(language_model)
     language_model.tie_weights()  # from_config ties in its initialisation, which callers switch off
     projector = build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)

@@ -2,7 +2,7 @@
 """Mixtures of experts: how experts are computed, the loss that keeps their load even, and that load."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig
 
 from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
-from llava_ds.model.families.language import is_mixture
+from llava_ds.model.families.language import is_mixture, is_upcycled
+from llava_ds.model.upcycling import expert_layers
 
 WAYS = {
     "grouped_mm": "all of a layer in one grouped matrix product",
@@ -24,7 +25,8 @@ WAYS = {
 def check_mixture_flags(training: TrainingArguments, config: PreTrainedConfig, path: str) -> None:
     """Raise ConfigError for flags of mixtures with a model that is none."""
     for name in ("router_aux_loss_coef", "experts_implementation"):
-        if getattr(training, name) and not is_mixture(config):
+        knows = is_mixture(config) or (is_upcycled(config) and name == "router_aux_loss_coef")
+        if getattr(training, name) and not knows:
             raise ConfigError(
                 f"--{name} is for mixtures of experts, but --model_name_or_path {path} is a {config.model_type}: "
                 "leave it out"
@@ -48,9 +50,9 @@ def choose_experts(language_model: nn.Module, wanted: str | None, device: torch.
 class Balance(NamedTuple):
     """How evenly the experts are used, scalars on the device; all but aux_loss without a gradient.
 
-    aux_loss: transformers' load-balancing loss over all layers together; max_over_mean: tokens of the busiest expert
-    by the mean over experts, and entropy: of the shares of tokens, as a part of the largest one; both are means over
-    layers.
+    aux_loss: transformers' load-balancing loss over all layers together, or of upcycled models MoE-LLaVA's;
+    max_over_mean: tokens of the busiest expert by the mean over experts, and entropy: of the shares of tokens, as a
+    part of the largest one; both are means over layers.
     """
 
     aux_loss: torch.Tensor
@@ -58,20 +60,18 @@ class Balance(NamedTuple):
     entropy: torch.Tensor
 
 
-class Routers:
-    """The routers of a language model, whose choices can be recorded."""
+class Recorder:
+    """Modules whose results can be recorded while they run in forward."""
 
-    def __init__(self, language_model: nn.Module) -> None:
-        kind = language_model._can_record_outputs["router_logits"].target_class  # returns logits, weights, choices
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._records = False
-        for module in language_model.modules():
-            if isinstance(module, kind):
-                module.register_forward_hook(self._record)
+        for module in modules:
+            module.register_forward_hook(self._record)
 
     @contextmanager
     def recording(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Record logits (T, E) and chosen experts (T, K) of every router that runs inside.
+        """Record what is_seen of every module that runs inside.
 
         Layers that are recomputed in backward run their routers again, outside.
         """
@@ -81,21 +81,66 @@ class Routers:
         finally:
             self._seen, self._records = [], False
 
-    def _record(self, _module: nn.Module, _inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
+    def _record(self, _module: nn.Module, _inputs: tuple, output: tuple) -> None:
         if self._records:
-            self._seen.append((output[0], output[2]))
+            self._seen.append(self.seen_of(output))
+
+
+class Routers(Recorder):
+    """The routers of a mixture of transformers': logits (T, E) and chosen experts (T, K) are recorded."""
+
+    def __init__(self, language_model: nn.Module) -> None:
+        kind = language_model._can_record_outputs["router_logits"].target_class  # returns logits, weights, choices
+        super().__init__(module for module in language_model.modules() if isinstance(module, kind))
+
+    @staticmethod
+    def seen_of(output: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        return output[0], output[2]
+
+    @staticmethod
+    def balance(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
+        """The balance of what was recorded."""
+        return balance_of(seen)
+
+
+class Gates(Recorder):
+    """The gates of an upcycled model: their loss, and the number of tokens of each expert, (E,), are recorded."""
+
+    def __init__(self, language_model: nn.Module) -> None:
+        super().__init__(layer.deepspeed_moe.gate for layer in expert_layers(language_model).values())
+
+    @staticmethod
+    def seen_of(output: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        return output[0], output[-1]
+
+    @staticmethod
+    def balance(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
+        """The balance of what was recorded. aux_loss: DeepSpeed's of every layer, added up, as in MoE-LLaVA; tokens
+        that are dropped count as well."""
+        loads = torch.stack([counts for _, counts in seen]).float()  # (layers, E)
+        return _balance(torch.stack([loss for loss, _ in seen]).sum(), loads)
+
+
+def routers_of(language_model: nn.Module) -> Routers | Gates:
+    """The routers of a language model with experts."""
+    return Gates(language_model) if is_upcycled(language_model.config) else Routers(language_model)
 
 
 def balance_of(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
-    """The balance of what was recorded. Source of aux_loss: transformers' load_balancing_loss_func."""
+    """The balance of what Routers recorded. Source of aux_loss: transformers' load_balancing_loss_func."""
     rows = sum(len(logits) for logits, _ in seen)
     num_experts = seen[0][0].shape[1]
     numbers = torch.arange(num_experts, device=seen[0][0].device)
     probs = sum(logits.float().softmax(-1).sum(0) for logits, _ in seen)  # (E,)
     loads = torch.stack([(chosen.flatten()[:, None] == numbers).sum(0) for _, chosen in seen]).float()  # (layers, E)
-    shares = loads / loads.sum(1, keepdim=True)
+    return _balance(num_experts * (loads.sum(0) / rows).dot(probs / rows), loads)
+
+
+def _balance(aux_loss: torch.Tensor, loads: torch.Tensor) -> Balance:
+    """loads: tokens of each expert, (layers, E)."""
+    num_experts, shares = loads.shape[1], loads / loads.sum(1, keepdim=True)
     return Balance(
-        aux_loss=num_experts * (loads.sum(0) / rows).dot(probs / rows),
+        aux_loss=aux_loss,
         max_over_mean=(shares.amax(1) * num_experts).mean(),
         entropy=torch.special.entr(shares).sum(1).mean() / math.log(max(2, num_experts)),
     )

@@ -20,6 +20,7 @@ from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFil
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.rows import resize_vocabulary
+from llava_ds.model.upcycling import upcycle
 from llava_ds.model.value_head import ValueHead, value_head_file
 from llava_ds.model.vision import ImageSpec, TowerPlan, plan_tower, read_processor, read_tower
 from llava_ds.tokenizer import add_image_tokens, open_tokenizer
@@ -115,6 +116,7 @@ class ModelPlan:
     sources: Sources
     whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
     has_value_head: bool = False
+    notes: tuple[str, ...] = ()  # lines about what the flags make of the model
 
     def last_layer_note(self) -> str:
         """A line about the positions of the last layer."""
@@ -157,9 +159,12 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     added = add_image_tokens(tokenizer, args)
     if args.mm_use_im_patch_token or args.mm_use_im_start_end:
         text_config, sources = resize_vocabulary(text_config, sources, tokenizer, added, args)
+    notes: list[str] = []
+    if args.moe_enable:
+        text_config, sources, notes = upcycle(text_config, sources, args)
     with torch.device("meta"):
         build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises if impossible
-    plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer, value_head)
+    plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer, value_head, tuple(notes))
     check_depth(text_config, sources.language_model.open(), sources.language_model.flag)
     with no_init_weights(), torch.device("meta"), library_errors(f"--model_name_or_path {args.model_name_or_path}"):
         model = assemble(text_config, plan.tower, args, torch.zeros(3), torch.zeros(3), value_head)

@@ -81,6 +81,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         sp=sp,
         tp=training.tensor_parallel_size,
         pp=training.pipeline_parallel_size,
+        ep=training.ep_size,
     )
     run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)
     return run if shape.tower is None else _MicroBatchChoice(run, training, data, devices.memory).chosen()

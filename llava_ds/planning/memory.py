@@ -2,7 +2,8 @@
 """The bytes that a rank needs by ZeRO stage and offload, computed as DeepSpeed 0.19 allocates them.
 
 Under tensor parallelism P and T are those of a rank, and N the ranks with the same parts of matrices. In a pipeline
-they are those of a stage, and N the ranks that have it.
+they are those of a stage, and N the ranks that have it. The same goes for experts that ranks share (--ep_size): their N
+is that of the ranks with the same ones.
 
 Model states are what exists at the boundary of an optimizer step: after the last backward, before the step.
 
@@ -114,7 +115,7 @@ class ZeroSettings:
 class Setup:
     """Devices and precision of a run. weight_bytes: 2 or 4; gradient_bytes: of an accumulated gradient; moments: fp32
     numbers that the optimizer keeps for a parameter; sp: ranks that share the tokens of each sample; tp: ranks that
-    share matrices; pp: stages of the pipeline."""
+    share matrices; pp: stages of the pipeline; ep: ranks that share experts."""
 
     num_gpus: int
     zero: ZeroSettings = field(default_factory=ZeroSettings)
@@ -126,6 +127,7 @@ class Setup:
     sp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
@@ -216,12 +218,13 @@ def _replicated(shape: ModelShape, placement: Placement, setup: Setup, activatio
 
 
 def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, activations: int) -> Estimate:
-    w, ranks = setup.weight_bytes, setup.ranks
+    w, copies = setup.weight_bytes, shape.copies(setup.ranks)
     # Each group is flattened to a multiple of two elements a rank (nccl_start_alignment_factor).
-    flat = [_padded(sum(group), 2 * ranks) for group in shape.groups]
-    owned = sum(flat) // ranks
+    flat = [_padded(sum(group), 2 * ranks) for group, ranks in zip(shape.groups, copies)]
+    partitions = [size // ranks for size, ranks in zip(flat, copies)]
+    owned = sum(partitions)
     # Accumulated in another precision, gradients lie in a flat buffer of just the partition.
-    held = owned if setup.gradient_bytes > w else _most_held(shape.groups, [n // ranks for n in flat])
+    held = owned if setup.gradient_bytes > w else _most_held(shape.groups, partitions)
     largest = max(map(max, shape.groups))
     buckets = setup.zero.reduce_bucket_size * (2 if setup.zero.overlap_comm else 1)
     buffers = w * (buckets + largest)
@@ -238,7 +241,7 @@ def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, ac
         activations=activations,
         gathered=0,
         buffers=buffers,
-        optimizer_step=0 if offloaded else 4 * max(flat) // ranks,
+        optimizer_step=0 if offloaded else 4 * max(partitions),
         cpu=in_cpu * _ranks_of_a_node(setup) if offloaded else 0,
         nvme=0,
     )

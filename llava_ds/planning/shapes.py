@@ -12,9 +12,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import check_axes
+from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.tensor_parallel import num_divided
-from llava_ds.model.families.language import is_mixture, mlp_width
+from llava_ds.model.families.language import is_mixture, is_upcycled, mlp_width
+from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
@@ -23,9 +25,12 @@ from llava_ds.model.plan import read_parts
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.quantize import scale_bits
 from llava_ds.model.stages import stage_of_parameters
+from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
 
 LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; other numbers are typing errors
+# Tokens of the busiest expert by an even share, which every expert of an upcycled model computes rows for.
+UNEVEN = 1.5
 TENSORS_OF_A_COUNT = 1000  # assumed for a mere number of parameters
 
 LLAMAS_LAYER = {
@@ -89,7 +94,8 @@ class TextShape:
     """Widths of the language model: query and key of all heads together, of those that a rank has, as of its MLP.
 
     trained: whether the stage trains its weights; intermediate: of the MLP, or for a mixture of experts of one that
-    saves as much for backward as the experts of a token; routed: True for such; is_llamas: whether its layers have
+    saves as much for backward as the experts of a token; routed: True for such; expert_rows: how often a token is sent
+    to an expert in all layers of an upcycled model; is_llamas: whether its layers have
     Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together, lora_dropped: the widths of the
     inputs that it drops parts of; tied: whether the output layer is the embedding.
     """
@@ -107,6 +113,7 @@ class TextShape:
     lora_rank: int = 0
     lora_dropped: int = 0
     routed: bool = False
+    expert_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,8 +141,9 @@ class ModelShape:
     units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
     the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
     that no stage shares out. flops: None when only the number of parameters is known. tp: ranks that share the matrices
-    of the layers; parts are whole, all else is what one of them has. stages: of a pipeline, what each has; of these
-    is_first is True for the one with tower, projector and embedding, is_last for that with the output layer.
+    of the layers, ep: that share the experts of an upcycled model; parts are whole, all else is what one of them has.
+    of_experts: which groups are of experts, empty for none. stages: of a pipeline, what each has; of these is_first is
+    True for the one with tower, projector and embedding, is_last for that with the output layer.
     """
 
     parts: tuple[Part, ...]
@@ -149,6 +157,8 @@ class ModelShape:
     scale_bits: float = 0
     flops: ModelFlops | None = None
     tp: int = 1
+    of_experts: tuple[bool, ...] = ()
+    ep: int = 1
     stages: tuple["ModelShape", ...] = ()
     is_first: bool = True
     is_last: bool = True
@@ -163,8 +173,12 @@ class ModelShape:
 
     @property
     def trained_of_rank(self) -> int:
-        """Those of one of the ranks that share matrices."""
+        """Those of one of the ranks that share matrices or experts."""
         return sum(map(sum, self.groups))
+
+    def copies(self, ranks: int) -> list[int]:
+        """Ranks over which ZeRO shares out each group, of so many: experts lie on some of them only."""
+        return [ranks // self.ep if routed else ranks for routed in self.of_experts or [False] * len(self.groups)]
 
     @property
     def has_critic(self) -> bool:
@@ -225,7 +239,10 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     The composition is built without memory, so every tensor is counted as it would be trained, tied ones once.
     Raises ConfigError for one that can't be trained on the flags' mesh.
     """
+    if args.model.moe_enable and not is_upcycled(text):
+        text = upcycled_config(text, args.model)
     check_axes(args, text)
+    check_upcycled(args, text)
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
         is_llamas = _has_llamas_layers(model.language_model)
@@ -239,8 +256,9 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     packed = names if args.model.bits < 16 else set()
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
-    tp = args.training.tensor_parallel_size
+    tp, ep = args.training.tensor_parallel_size, args.training.ep_size
     elements = num_divided(model, {p: p.numel() for p in model.parameters()}, tp)
+    elements = {p: n // ep if expert_group(p) else n for p, n in elements.items()}
     whole = ModelShape(
         parts=tuple(
             Part(name, _numel(part.parameters()), _numel(p for p in part.parameters() if p.requires_grad))
@@ -256,6 +274,8 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         scale_bits=scale_bits(args.model),
         flops=flops.of_rank(tp),
         tp=tp,
+        of_experts=tuple(group.get("moe", False) for group in groups),
+        ep=ep,
     )
     pp = args.training.pipeline_parallel_size
     return whole if pp == 1 else replace(whole, stages=tuple(_stages(model, whole, groups, tower, pp)))
@@ -299,7 +319,8 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
         tied=_is_tied(language_model),
         lora_rank=args.model.lora_r * len(layers) // num_layers,
         lora_dropped=inputs // num_layers if args.model.lora_dropout else 0,
-        routed=is_mixture(text),
+        routed=is_mixture(text) or is_upcycled(text),
+        expert_rows=_expert_rows(text),
     )
 
 
@@ -327,11 +348,19 @@ def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, arg
 def _saving_width(text: PreTrainedConfig) -> int:
     """TextShape.intermediate. For each of its k experts a token's input and the expert's output are saved, too: 2 D
     beside 4 I."""
+    if is_upcycled(text):
+        dense, part = mlp_width(text), len(Mixture.of(text).layers) / text.num_hidden_layers
+        rows = UNEVEN * Mixture.of(text).top_k
+        return int((1 - part) * dense + part * rows * (dense + text.hidden_size // 2))
     if not is_mixture(text):
         return mlp_width(text)
     expert = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     shared = getattr(text, "shared_expert_intermediate_size", None) or 0
     return text.num_experts_per_tok * (expert + text.hidden_size // 2) + shared
+
+
+def _expert_rows(text: PreTrainedConfig) -> int:
+    return len(Mixture.of(text).layers) * Mixture.of(text).top_k if is_upcycled(text) else 0
 
 
 def _has_llamas_layers(language_model: nn.Module) -> bool:

@@ -310,10 +310,11 @@ def _exposed(
     overlap = machine.overlap if sent.can_overlap else 0.0
     room = overlap * backward_s * sent.backward_micro_steps / load.micro_steps
     link_s = (sent.total - sent.exchanged) / bandwidth
-    link_s += sent.exchanged / machine.link_bandwidth(replace(setup, num_gpus=setup.sp * setup.tp))
+    between = machine.link_bandwidth(replace(setup, num_gpus=setup.sp * setup.tp * setup.ep))
+    link_s += sent.exchanged / between
     exposed = max(0.0, sent.forward / bandwidth - overlap * forward_s)
     exposed += max(0.0, sent.backward / bandwidth - room) + sent.after / bandwidth
-    exposed += sent.exchanged / machine.link_bandwidth(replace(setup, num_gpus=setup.sp * setup.tp))
+    exposed += sent.exchanged / between
     copied = max(0.0, sent.pcie / pcie - overlap * (forward_s + backward_s)) + sent.pcie_after / pcie
     return link_s, exposed, copied
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from llava_ds.planning.activations import exchanged_bytes
 from llava_ds.planning.memory import Placement, Setup
-from llava_ds.planning.shapes import ModelShape, TextShape
+from llava_ds.planning.shapes import UNEVEN, ModelShape, TextShape
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,14 @@ def exchange_traffic(text: TextShape, setup: Setup, tokens: float, recomputed: i
 
     tokens: the rank's; recomputed: checkpointed layers, whose forward runs twice. Sequence parallelism sends as much in
     backward as in forward; tensor parallelism adds up a layer's T D numbers twice in forward and, for each of five
-    matrices, five times in backward (module_inject/layers.py).
+    matrices, five times in backward (module_inject/layers.py). Tokens go to the ranks of their experts, and results
+    come back, in forward and in backward; with them the rows that an uneven load leaves empty.
     """
     sent = (setup.sp - 1) / setup.sp * sum(exchanged_bytes(text, tokens, setup.weight_bytes))
     added = 2 * (setup.tp - 1) / setup.tp * tokens * text.hidden * setup.weight_bytes
-    return sent * (2 * text.num_layers + recomputed) + added * (7 * text.num_layers + 2 * recomputed)
+    routed = (setup.ep - 1) / setup.ep * UNEVEN * tokens * text.expert_rows * text.hidden * setup.weight_bytes
+    routed *= 4 + 2 * recomputed / text.num_layers
+    return routed + sent * (2 * text.num_layers + recomputed) + added * (7 * text.num_layers + 2 * recomputed)
 
 
 def step_traffic(shape: ModelShape, placement: Placement, setup: Setup, micro_steps: int) -> Traffic:

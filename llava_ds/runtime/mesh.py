@@ -1,5 +1,8 @@
 """The axes over which ranks share a model and its data: pp, of a pipeline's stages, dp, of data with ZeRO, sp, of
-sequences, and tp, of tensors."""
+sequences, and tp, of tensors.
+
+Beside them ep: ranks of dp, next to each other, that share the experts of a mixture.
+"""
 
 import itertools
 import math
@@ -39,11 +42,14 @@ class Mesh:
     pp_group: Group = None
     shared_host_group: Group = None
     data_group: Group = None
+    ep: int = 1
+    ep_group: Group = None
 
     @classmethod
-    def of(cls, ranks: Ranks, sp: int = 1, tp: int = 1, pp: int = 1) -> "Mesh":
+    def of(cls, ranks: Ranks, sp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1) -> "Mesh":
         """Lay out all ranks. All call it together. Raises ConfigError for axes that don't fit them."""
         check_sizes(ranks.world_size, sp, tp, pp)
+        check_experts(ranks.world_size, sp * tp * pp, ep)
         dp = ranks.world_size // (pp * sp * tp)
         rank_of = torch.arange(ranks.world_size).view(pp, dp, sp, tp)
         pp_rank, dp_rank, sp_rank, tp_rank = (
@@ -64,12 +70,19 @@ class Mesh:
             pp_group=_own_group(rank_of.reshape(pp, -1).T) if pp > 1 else None,
             shared_host_group=_own_group(rank_of.transpose(0, 1).reshape(dp, -1), "gloo") if is_shared else None,
             data_group=_own_group(rank_of.permute(0, 3, 1, 2).reshape(pp * tp, -1)) if is_divided else None,
+            ep=ep,
+            ep_group=_own_group(rank_of.reshape(-1, ep)) if ep > 1 else None,
         )
 
     @property
     def grad_ranks(self) -> int:
         """Ranks over which the engine averages gradients: the factor that turns its average into a sum."""
         return self.dp * self.sp
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's place among those that share experts with it."""
+        return self.dp_rank % self.ep
 
     @property
     def shared(self) -> int:
@@ -109,6 +122,23 @@ def check_sizes(world_size: int, sp: int, tp: int, pp: int = 1) -> None:
         f"{' times '.join(given)} is {math.prod(flags.values())}, which does not divide {world_size} ranks: give one "
         f"of {', '.join(fitting)}, or start another number of ranks"
     )
+
+
+def check_experts(world_size: int, shared: int, ep: int) -> None:
+    """Raise ConfigError for ranks that can't share experts. shared: ranks with the same samples."""
+    if ep == 1:
+        return
+    if shared > 1:
+        raise ConfigError(
+            f"--ep_size {ep} beside ranks that share samples (--sequence_parallel_size, --tensor_parallel_size) is not "
+            "there: give one of them"
+        )
+    if world_size % ep:
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ConfigError(
+            f"--ep_size {ep} does not divide {world_size} ranks: give one of {divisors}, or start another number of "
+            "ranks"
+        )
 
 
 def _own_group(rows: torch.Tensor, backend: str | None = None) -> torch.distributed.ProcessGroup:

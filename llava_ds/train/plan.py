@@ -30,6 +30,7 @@ from llava_ds.model.families.language import length_note
 from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.mixture import check_mixture_flags
 from llava_ds.model.plan import ModelPlan, plan_model
+from llava_ds.model.upcycling import capacity_note, check_stage, check_upcycled
 from llava_ds.planning import dry_run
 from llava_ds.planning.auto import choose_for_ranks, choose_tokens_per_micro_batch, run_on_ranks
 from llava_ds.planning.shapes import shape_of
@@ -118,6 +119,7 @@ def make_plan(start: Start) -> Plan:
         shape = shape_of(model.text_config, model.tower, args)
         raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, ranks)
         print_first(line)
+    check_stage(model.text_config, raw_config)
     resolve = partial(
         resolve_ds_config,
         raw_config,
@@ -144,6 +146,8 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     model = plan_model(args.model, args.data.model_max_length, args.training.objective == "reward")
     check_axes(args, model.text_config)
     check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
+    check_upcycled(args, model.text_config)
+    print_first(*model.notes, *filter(None, [capacity_note(args.model)]))
     if args.training.router_aux_loss_coef:
         model = dataclasses.replace(model, whole_last_layer="--router_aux_loss_coef is over all of them")
     if args.training.sequence_parallel_size > 1:

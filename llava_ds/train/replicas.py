@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 
 from llava_ds.constants import DataError
+from llava_ds.engine.expert_parallel import expert_part
 from llava_ds.engine.tensor_parallel import part_of
 from llava_ds.model.loading import bit_sum
 from llava_ds.runtime.mesh import ALONE, Mesh
@@ -18,19 +19,19 @@ def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks, 
     """Raise DataError on every rank if ranks hold copies of a parameter that differ; looks every so many steps.
 
     At ZeRO 0 to 2 that is every parameter. At 3 it is the small ones that stay gathered, whose copies are made again
-    from their shards after every step. every: steps; 0 never looks; mesh: of ranks that share matrices, those with the
-    same part hold copies, of a pipeline those with the same stage. All ranks call it together. Reads every weight once,
-    and waits for the device.
+    from their shards after every step. every: steps; 0 never looks; mesh: where ranks share matrices or experts, those
+    with the same part hold copies, of a pipeline those with the same stage. All ranks call it together. Reads every
+    weight once, and waits for the device.
     """
     if every == 0 or step % every or ranks.world_size == 1:
         return
     sums = replica_sums(model)
     everyone = gather(list(sums.values()), ranks)
     cut = _cut_parameters(model, list(sums), mesh)
-    of_stage = ranks.world_size // mesh.pp
+    of_stage, shared = ranks.world_size // mesh.pp, mesh.tp * mesh.ep  # one of the two is 1
     wrong = {}
     for first in range(0, ranks.world_size, of_stage):
-        found = _odd_ones(everyone[first : first + of_stage], cut[first // of_stage], mesh.tp)
+        found = _odd_ones(everyone[first : first + of_stage], cut[first // of_stage], shared)
         wrong |= {first + rank: names for rank, names in found.items()}
     if wrong:
         lines = [
@@ -54,22 +55,23 @@ def _cut_parameters(model: torch.nn.Module, own: list[str], mesh: Mesh) -> list[
     """
     if mesh.pp == 1:
         parameters = dict(model.named_parameters())
-        return [{name: part_of(parameters[name]) is not None for name in own}]
+        of_ranks = (part_of, expert_part)
+        return [{name: any(found(parameters[name]) is not None for found in of_ranks) for name in own}]
     places = model.stage.places.items()
     return [{name: False for name, place in places if place.stage == stage} for stage in range(mesh.pp)]
 
 
-def _odd_ones(everyone: list[list[int]], is_cut: dict[str, bool], tp: int) -> dict[int, list[str]]:
+def _odd_ones(everyone: list[list[int]], is_cut: dict[str, bool], shared: int) -> dict[int, list[str]]:
     """Names of the parameters whose sums differ from most others', by rank. everyone: the sums of ranks with the same
-    parameters; is_cut: these, and whether of tp ranks each has a part of its own."""
+    parameters; is_cut: these, and whether of shared ranks each has a part of its own."""
 
     def usual(i: int, cut: bool, part: int) -> int:
-        peers = everyone[part::tp] if cut else everyone
+        peers = everyone[part::shared] if cut else everyone
         return Counter(each[i] for each in peers).most_common(1)[0][0]
 
-    most_usual = [[usual(i, cut, part) for i, cut in enumerate(is_cut.values())] for part in range(tp)]
+    most_usual = [[usual(i, cut, part) for i, cut in enumerate(is_cut.values())] for part in range(shared)]
     odd = {
-        rank: [name for name, a, b in zip(is_cut, mine, most_usual[rank % tp]) if a != b]
+        rank: [name for name, a, b in zip(is_cut, mine, most_usual[rank % shared]) if a != b]
         for rank, mine in enumerate(everyone)
     }
     return {rank: names for rank, names in odd.items() if names}

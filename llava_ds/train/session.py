@@ -20,6 +20,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.critic import add_critic
 from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
+from llava_ds.engine.expert_parallel import share_experts
 from llava_ds.engine.frozen import open_frozen
 from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
@@ -28,10 +29,10 @@ from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, wa
 from llava_ds.export.final_export import export_averages, export_model, write_model
 from llava_ds.export.trial import try_export
 from llava_ds.model.attention import attention_report
-from llava_ds.model.families.language import is_mixture
+from llava_ds.model.families.language import is_mixture, is_upcycled
 from llava_ds.model.liger import use_liger
 from llava_ds.model.llava import LlavaModel, has_critic
-from llava_ds.model.mixture import Routers, choose_experts
+from llava_ds.model.mixture import choose_experts, routers_of
 from llava_ds.model.mlp_tiles import tile_mlps
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
@@ -112,8 +113,8 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     _warm_up(plan, model, engine, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
     evaluation = Evaluation(engine, plan, objective, trackers, ranks, mesh)
-    if is_mixture(plan.model.text_config):
-        objective = Routed(objective, Routers(model.language_model), training.router_aux_loss_coef)
+    if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
+        objective = Routed(objective, routers_of(model.language_model), training.router_aux_loss_coef)
     saver = _saver(plan, engine, ranks)
     return Session(
         plan,
@@ -195,6 +196,7 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
     model.share_tokens(mesh.sp_group)
+    share_experts(model, mesh)
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
     rollouts = Rollouts(model, plan, ranks, mesh) if draws else None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from llava_ds.checkpoint.resume import saved_batch_size
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG
-from llava_ds.engine.ds_config.parallel import PIPELINE, SEQUENCE, TENSOR, with_axes
+from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, SEQUENCE, TENSOR, with_axes
 from llava_ds.engine.ds_config.resolve import read_ds_config
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.export.safetensors_shards import parse_size
@@ -57,7 +57,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
     check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
-    axes = (SEQUENCE, TENSOR, PIPELINE)
+    axes = (SEQUENCE, TENSOR, PIPELINE, EXPERT)
     mesh = Mesh.of(ranks, *(args.as_dict()[axis] for axis in axes))
     if local_ranks() % (mesh.sp * mesh.tp):
         print_first(

@@ -777,6 +777,8 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--context_parallel_size", ": did you mean --sequence_parallel_size?"),
         ("--tensor_model_parallel_size", ": did you mean --tensor_parallel_size?"),
         ("--pipeline_model_parallel_size", ": did you mean --pipeline_parallel_size?"),
+        ("--ep", ": did you mean --ep_size?"),
+        ("--expert_model_parallel_size", ": did you mean --ep_size?"),
         ("--tp", ": did you mean --tensor_parallel_size?"),
         ("--actor_learning_rate", ": did you mean --learning_rate?"),
         (
@@ -787,14 +789,6 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--lora_dim", ": did you mean --lora_r?"),
         ("--eval_iters", ": leave it out, for the eval loss is of all eval samples"),
         ("--zero_stage", ': did you mean "stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)?'),
-        *[
-            (
-                flag,
-                ": leave it out; ZeRO shards the model, --tensor_parallel_size its matrices, --pipeline_parallel_size "
-                "its layers, and --sequence_parallel_size samples",
-            )
-            for flag in ("--moe-expert-parallel-size", "--ep")
-        ],
     ],
 )
 def test_other_trainers_flags_lead_to_what_is_meant_here(flag, says):
@@ -809,3 +803,33 @@ def test_every_shipped_recipe_is_found_by_name(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     for name in (path.stem, path.name, f"recipes/{path.name}"):
         assert found(name, RECIPES, ".yaml") == str(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_experts", "4"], "--num_experts without --moe_enable would train a dense model"),
+        (["--moe_mode", "dense", "--use_residual", "True"], "--moe_mode, --use_residual without --moe_enable"),
+        (["--moe_enable", "True", "--top_k_experts", "5"], "--top_k_experts is 5 of --num_experts 4: give fewer"),
+        (["--moe_enable", "True", "--tune_mm_mlp_adapter", "True"], "--moe_enable True with a projector that trains"),
+        (
+            ["--moe_enable", "True", "--moe_mode", "dense", "--moe_layers_idx", "1"],
+            "--moe_mode and --moe_layers_idx both",
+        ),
+        (["--moe_enable", "True", "--min_capacity", "4"], "--min_capacity has no effect without --capacity_factor"),
+        (["--moe_enable", "True", "--num_experts", "1"], "--num_experts is 1: give 2 or more"),
+        (["--moe_enable", "True", "--capacity_factor", "0"], "--capacity_factor is 0"),
+    ],
+)
+def test_flags_of_experts_that_contradict_each_other_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_arguments(flags)
+
+
+def test_flags_of_moe_llavas_scripts_are_read():
+    flags = "--moe_enable True --num_experts 4 --top_k_experts 2 --capacity_factor 1.5 --moe_layers_idx 0 2"
+    argv = [*flags.split(), "--train_modules", "gate_proj", "up_proj", "wg"]
+    model = parse_arguments(argv, to_train=False)[0].model
+    assert (model.moe_layers_idx, model.train_modules) == ("0,2", "gate_proj,up_proj,wg")
+    argv = ["--moe_enable", "False", "--num_experts", "4"]  # switched off in a script
+    assert parse_arguments(argv, to_train=False)[0].model.num_experts == 4

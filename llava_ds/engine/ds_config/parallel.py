@@ -14,6 +14,7 @@ from llava_ds.model.exchange import heads_problem
 from llava_ds.model.families.language import is_mixture
 
 SEQUENCE, TENSOR, PIPELINE = "sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"  # flags
+EXPERT, EXPERT_KEY = "ep_size", "moe_expert_parallel_size"  # flag and key, which DeepSpeed is not told either
 SECTION, STAGES = "tensor_parallel", "pipeline"  # DeepSpeed's, of the JSON
 # Its other keys, with the values that ask for nothing, and what to do about the others.
 _OTHERS = {
@@ -61,6 +62,7 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
         SEQUENCE: (raw.get(SEQUENCE), SEQUENCE),
         TENSOR: _of_section(raw.get(SECTION)),
         PIPELINE: (_stages_of(raw.get(STAGES)), f"{STAGES}.stages"),
+        EXPERT: (raw.get(EXPERT_KEY), EXPERT_KEY),
     }
     for flag, (size, key) in written.items():
         if size in (None, AUTO):
@@ -129,9 +131,12 @@ def take_axes(draft: Draft) -> None:
         draft.args = with_axes(draft.args, draft.config)
     except ConfigError as error:
         draft.refuse(str(error))
-    for key in (SEQUENCE, SECTION, STAGES):
+    for key in (SEQUENCE, SECTION, STAGES, EXPERT_KEY):
         draft.config.pop(key, None)
     tp, pp = draft.args.training.tensor_parallel_size, draft.args.training.pipeline_parallel_size
+    ep = draft.args.training.ep_size
+    if draft.args.model.moe_enable or ep > 1:
+        _check_experts(draft, "--moe_enable is True" if ep == 1 else f"--{EXPERT} is {ep}")
     if tp > 1:
         draft.fill(f"{SECTION}.autotp_size", tp, f"--{TENSOR}, or the JSON")
         _check_config(draft, tp)
@@ -176,6 +181,26 @@ def _check_stages(draft: Draft, pp: int) -> None:
             draft.refuse(f"{flag}, but {key} is on, whose loss scale stages would have to agree on: use bf16 or fp32")
     if deep_compiles(config):
         draft.refuse(f"{flag}, but compile.deepcompile traces a whole model: remove one of them")
+
+
+def _check_experts(draft: Draft, flag: str) -> None:
+    """Refuse ZeRO-3, and over ranks that share experts what has another norm of the gradients than one rank."""
+    config = draft.config
+    if value_at(config, "zero_optimization.stage") == 3:
+        draft.refuse(f"{flag}, but DeepSpeed's layer of experts works at ZeRO 0 to 2: give ds_configs/zero2.json")
+    if draft.args.training.ep_size == 1:
+        return
+    if "optimizer" in config:
+        why = "with any other DeepSpeed averages norms of experts over the ranks that share them"
+        draft.refuse(f"{flag}, which needs torch's AdamW, by flags ({why}): leave optimizer out of the JSON")
+    for part in OFFLOADED:
+        if offload_device(config, part) != "none":
+            draft.refuse(f"{flag}, but zero_optimization.{part} steps outside the check of all ranks' norm: remove it")
+    if value_at(config, "zero_optimization.compute_grad_norm") is False:
+        draft.refuse(f"{flag}, which needs the norm of gradients: remove zero_optimization.compute_grad_norm")
+    for section in ("fp16", "torch_autocast"):
+        if value_at(config, f"{section}.enabled") is True:
+            draft.refuse(f"{flag}, but with {section} each rank would look for its own loss scale: write bf16")
 
 
 def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
@@ -243,8 +268,8 @@ def _pipeline_problems(args: Arguments, text_config: PreTrainedConfig, pp: int) 
         found.append(f"the language model has {text_config.num_hidden_layers} layers: give as many or fewer")
     if problem := stages.problem(text_config):
         found.append(f"the language model's {problem}: take another axis")
-    if is_mixture(text_config):
-        found.append("routers' loss is not carried between stages: take another axis")
+    if is_mixture(text_config) or args.model.moe_enable or training.ep_size > 1:
+        found.append("routers' loss is not carried between stages, nor are experts: take another axis")
     parts = trained_parts(model_args)
     if "language_model" not in parts or model_args.lora_enable or model_args.bits < 16:
         found.append(

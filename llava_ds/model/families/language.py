@@ -28,6 +28,8 @@ LLAVA_CLASSES = {
     "gemma": ("llava_gemma", "LlavaGemmaForCausalLM"),
     "phi": ("llava_phi", "LlavaPhiForCausalLM"),
 }
+MOE_PREFIX = "moe_"  # of MoE-LLaVA's model_type, before LLaVA's
+UPCYCLED = "moe"  # the field of a configuration that describes its experts, as in MoE-LLaVA
 PUBLISHED = "llava"  # model_type of LLaVA-1.5's published folders, whatever the language model
 
 # Fields of a configuration with the width of MLPs, and of experts.
@@ -85,6 +87,11 @@ def is_mixture(config: PreTrainedConfig) -> bool:
     return config.model_type in EXPERTS
 
 
+def is_upcycled(config: PreTrainedConfig) -> bool:
+    """True for a dense family some of whose MLPs are mixtures of experts (model/upcycling.py)."""
+    return isinstance(getattr(config, UPCYCLED, None), dict)
+
+
 def read_text_config(path: str | Path) -> PreTrainedConfig:
     """The configuration of a language model's folder. Raises ConfigError when the folder holds none."""
     config = read_any_config(path, f"--model_name_or_path {path}")
@@ -122,7 +129,8 @@ def is_llava_type(model_type: object) -> bool:
 
 
 def _family_of(llava_type: str) -> str | None:
-    """The language model's model_type for one of LLaVA's format; None for others."""
+    """The language model's model_type for one of LLaVA's format, or MoE-LLaVA's; None for others."""
+    llava_type = llava_type.removeprefix(MOE_PREFIX)
     for family, (known, _) in LLAVA_CLASSES.items():
         if llava_type == known:
             return family

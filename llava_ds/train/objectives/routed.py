@@ -8,7 +8,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
-from llava_ds.model.mixture import Routers, balance_of
+from llava_ds.model.mixture import Gates, Routers
 from llava_ds.train.objectives.objective import MicroLoss, Objective
 
 
@@ -21,7 +21,7 @@ class Routed:
     """
 
     objective: Objective
-    routers: Routers
+    routers: Routers | Gates
     coefficient: float
 
     @property
@@ -42,7 +42,7 @@ class Routed:
         with self.routers.recording() as seen:
             micro = self.objective.forward(engine, batch)
         with nullcontext() if self.coefficient else torch.no_grad():
-            balance = balance_of(seen)
+            balance = self.routers.balance(seen)
         units = micro.by_source[1].sum().to(micro.loss_sum.dtype)
         return micro._replace(
             loss_sum=micro.loss_sum + self.coefficient * balance.aux_loss * units,

@@ -1,0 +1,69 @@
+"""Mixtures of transformers' own that compute what an upcycled model does: Mixtral of a Llama, Qwen3-MoE of a Qwen 3.
+
+Both choose the k largest probabilities of a softmax over all experts, and give them the sum 1, as DeepSpeed's gate does
+for k of 2 or more; and neither has experts beside an MLP. Mixtral has experts in every layer.
+"""
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from llava_ds.model.families.language import EXPERTS, UPCYCLED, is_upcycled
+from llava_ds.model.families.upcycled import Mixture
+from llava_ds.model.open.experts import to_disk
+from llava_ds.model.upcycling import GATE, expert_of
+
+# By the dense family, what has its attention.
+FAMILIES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
+_WORDS = ("gate_proj", "up_proj", "down_proj")
+_OWN = ("model_type", "architectures", "transformers_version", "auto_map", UPCYCLED)
+
+
+def native_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig | None, str]:
+    """The configuration of the same model in a family of transformers', and ""; or None, and why there is none."""
+    family, mixture = FAMILIES.get(config.model_type), Mixture.of(config)
+    dense = [layer for layer in range(config.num_hidden_layers) if layer not in mixture.layers]
+    has_biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
+    for is_other, why in (
+        (family is None, f"a {config.model_type} with experts"),
+        (mixture.use_residual, "experts beside an MLP (--use_residual)"),
+        (mixture.top_k == 1, "one expert for a token, scaled by its probability (--top_k_experts 1)"),
+        (family == "mixtral" and bool(dense), f"a {config.model_type} with experts in some of its layers alone"),
+        (has_biases, "experts with biases"),
+        (getattr(config, "use_sliding_window", False), "experts and a window in some layers"),
+    ):
+        if is_other:
+            return None, f"transformers has no class for {why}"
+    known = set(CONFIG_MAPPING[family]().to_dict()) - set(_OWN) | {"head_dim"}
+    fields = {key: value for key, value in config.to_dict().items() if key in known}
+    fields["num_experts_per_tok"] = mixture.top_k
+    if family == "mixtral":
+        fields |= {"num_local_experts": mixture.num_experts, "sliding_window": getattr(config, "sliding_window", None)}
+    else:
+        fields |= {
+            "num_experts": mixture.num_experts,
+            "moe_intermediate_size": config.intermediate_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": dense,
+        }
+    return CONFIG_MAPPING[family].from_dict(fields), ""
+
+
+def converted(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration that a folder for transformers has: of its own family where there is one, else as it is."""
+    return config if not is_upcycled(config) else native_config(config)[0] or config
+
+
+def native_name(name: str, config: PreTrainedConfig) -> str:
+    """The name on disk in the family that converted gives, of a tensor by its name in an upcycled model."""
+    family = converted(config)
+    if not is_upcycled(config) or family is config:
+        return name
+    names = EXPERTS[family.model_type]
+    if name.endswith(f".mlp.{GATE}"):
+        return to_disk(name.replace(GATE, "gate.weight"), names)
+    if (parts := expert_of(name)) is None:
+        return name
+    block, number, rest = parts
+    word = dict(zip(_WORDS, names.matrices))[rest.split(".")[1]]
+    return to_disk(f"{block.partition('deepspeed_moe.')[0]}experts.{number}.{word}.weight", names)

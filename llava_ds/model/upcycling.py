@@ -1,0 +1,265 @@
+# E experts of a layer, k of them for a token, D width of the language model
+"""Upcycling: MLPs of a dense language model become mixtures of experts, each of which starts as the MLP.
+
+Layers and names are MoE-LLaVA's (arXiv 2401.15947, stage 3): layers.N.mlp.deepspeed_moe.gate.wg.weight (E, D), the
+router, layers.N.mlp.deepspeed_moe.experts.deepspeed_experts.I.*, expert I with the names of the MLP, and with
+use_residual layers.N.mlp.mlp.* and layers.N.mlp.coefficient.*. The configuration says which layers, in its field moe.
+"""
+
+import copy
+import dataclasses
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from llava_ds.config.arguments import Arguments, ModelArguments
+from llava_ds.constants import ConfigError
+from llava_ds.model.families.language import UPCYCLED, is_mixture, is_upcycled
+from llava_ds.model.families.upcycled import Mixture
+from llava_ds.model.open.weights import Sources, Weights
+
+if TYPE_CHECKING:
+    from llava_ds.model.expert_layer import ExpertLayer
+
+GATE, EXPERTS = "deepspeed_moe.gate.wg.weight", "deepspeed_moe.experts.deepspeed_experts."
+_EXPERT = re.compile(rf"^(.*\.{re.escape(EXPERTS)})(\d+)(\..+)$")
+
+
+def upcycle(
+    config: PreTrainedConfig, sources: Sources, args: ModelArguments
+) -> tuple[PreTrainedConfig, Sources, list[str]]:
+    """Give configuration and sources of a dense language model the mixtures of the flags; and lines about them.
+
+    Raises ConfigError for a model that has experts, or layers without an MLP of their own.
+    """
+    config = upcycled_config(config, args)
+    mixture, names = Mixture.of(config), layer_names(config)
+    blocks = [f"{names[layer]}.mlp" for layer in mixture.layers]
+    change = partial(Upcycled, blocks=blocks, mixture=mixture, width=config.hidden_size)
+    source = sources.language_model
+    source = dataclasses.replace(source, changes=(*source.changes, change))
+    lines = [
+        f"upcycled: layers {', '.join(map(str, mixture.layers))} of {len(names)} get {mixture.num_experts} experts, "
+        f"{mixture.top_k} for a token, each a copy of the layer's MLP"
+    ]
+    if mixture.top_k == 1:
+        lines.append("--top_k_experts 1 scales an expert's result by its probability: training begins as another model")
+    return config, dataclasses.replace(sources, language_model=source), lines
+
+
+def upcycled_config(config: PreTrainedConfig, args: ModelArguments) -> PreTrainedConfig:
+    """A copy of a dense language model's configuration with the mixtures of the flags. Raises as upcycle does."""
+    where = f"--moe_enable True, but --model_name_or_path {args.model_name_or_path}"
+    if is_mixture(config) or is_upcycled(config):
+        raise ConfigError(f"{where} has experts already: leave --moe_enable out to train it as it is")
+    names = layer_names(config)
+    if not names:
+        raise ConfigError(
+            f"{where} is a {config.model_type}, whose layers have no MLP of their own: take another model"
+        )
+    config = copy.deepcopy(config)
+    setattr(config, UPCYCLED, _written(args, _chosen(args, len(names))))
+    return config
+
+
+def _chosen(args: ModelArguments, num_layers: int) -> list[int]:
+    """The layers that get experts. Source: MoE-LLaVA's initialize_moe_modules."""
+    if args.moe_layers_idx is None:
+        half = num_layers // 2
+        chosen = {
+            "first_half": range(half),
+            "second_half": range(half, num_layers),
+            "sparse": range(0, num_layers, 2),
+            "dense": range(num_layers),
+        }
+        return list(chosen[args.moe_mode])
+    words = args.moe_layers_idx.split(",")
+    wrong = [word for word in words if not word.isdecimal() or int(word) >= num_layers]
+    if wrong or len(set(words)) < len(words):
+        found = wrong[0] if wrong else "a layer twice"
+        raise ConfigError(f"--moe_layers_idx names {found}: give different layers from 0 to {num_layers - 1}")
+    return sorted(map(int, words))
+
+
+def _written(args: ModelArguments, layers: list[int]) -> dict[str, object]:
+    """The field moe. MoE-LLaVA's own loader asks for all of these; its eval drops tokens above a capacity, which this
+    one is never reached at."""
+    return {
+        "moe_enable": True,
+        "moe_mode": args.moe_mode if args.moe_layers_idx is None else "custom",
+        "moe_layers_idx": layers,
+        "num_experts": [args.num_experts] * len(layers),
+        "top_k_experts": args.top_k_experts,
+        "use_residual": args.use_residual,
+        "ep_size": 1,
+        "capacity_factor": args.capacity_factor or args.num_experts / args.top_k_experts,
+        "eval_capacity_factor": args.num_experts / args.top_k_experts,
+        "min_capacity": args.min_capacity,
+        "router_aux_loss_coef": 0.0,
+        "train_modules": [],
+    }
+
+
+def layer_names(config: PreTrainedConfig) -> list[str]:
+    """Names of the repeated layers, in order; empty if not all of them have an MLP."""
+    with no_init_weights(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = _layers(model)
+    return list(found) if all(isinstance(getattr(layer, "mlp", None), nn.Module) for layer in found.values()) else []
+
+
+def _layers(language_model: nn.Module) -> dict[str, nn.Module]:
+    return {n: m for n, m in language_model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
+
+
+def add_experts(language_model: nn.Module, config: PreTrainedConfig, args: ModelArguments) -> None:
+    """Replace the MLPs of an upcycled model's layers, with weights as they come: the model is filled afterwards."""
+    from llava_ds.model.expert_layer import ExpertLayer  # with DeepSpeed, which takes seconds
+
+    mixture, layers = Mixture.of(config), list(_layers(language_model).values())
+    for number in mixture.layers:
+        layer = layers[number]
+        layer.mlp = ExpertLayer(layer.mlp, config.hidden_size, mixture, args.capacity_factor, args.min_capacity)
+
+
+def expert_layers(model: nn.Module) -> "dict[str, ExpertLayer]":
+    """The mixtures of an upcycled model, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "deepspeed_moe")}
+
+
+class Upcycled:
+    """A language model's weights, in which MLPs are copied to every expert, and routers start at random.
+
+    blocks: names of the MLPs. A router's start follows from its name alone, so that every rank and every export has
+    the same.
+    """
+
+    def __init__(self, below: Weights, *, blocks: list[str], mixture: Mixture, width: int) -> None:
+        self.path, self._below, self._mixture = below.path, below, mixture
+        self._blocks = blocks
+        self._copies = {name: list(self._places(name)) for name in below.shapes}
+        self.shapes = {place: shape for name, shape in below.shapes.items() for place in self._copies[name]}
+        self._fresh = {f"{block}.{GATE}": (mixture.num_experts, width) for block in blocks}
+        if mixture.use_residual:
+            self._fresh |= {f"{block}.coefficient.weight": (2, width) for block in blocks}
+            self._fresh |= {f"{block}.coefficient.bias": (2,) for block in blocks}
+        self.shapes |= self._fresh
+        self.notes = (*below.notes, f"{len(blocks)} MLPs copied to {mixture.num_experts} experts each")
+
+    def _places(self, name: str) -> Iterator[str]:
+        block = next((block for block in self._blocks if name.startswith(f"{block}.")), None)
+        if block is None:
+            yield name
+            return
+        rest = name.removeprefix(f"{block}.")
+        for expert in range(self._mixture.num_experts):
+            yield f"{block}.{EXPERTS}{expert}.{rest}"
+        if self._mixture.use_residual:
+            yield f"{block}.mlp.{rest}"
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        for name, read in self._below.tensors():
+            for place in self._copies[name]:
+                yield place, read
+        for name, shape in self._fresh.items():
+            yield name, partial(_random, name, shape)
+
+
+def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A linear layer's start as in torch; of a bias, zeros."""
+    if len(shape) == 1:
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def expert_of(name: str) -> tuple[str, int, str] | None:
+    """The parts of an expert's parameter's name: before its number, the number, and after it; None for all others."""
+    found = _EXPERT.match(name)
+    return None if found is None else (found[1], int(found[2]), found[3])
+
+
+def trained_of(names: list[str], args: ModelArguments) -> set[str]:
+    """Those of a language model's parameters that --train_modules names, by whole words between dots.
+
+    Raises ConfigError for a word that names none, or if no expert is among them.
+    """
+    if args.train_modules is None:
+        return set(names)
+    found: set[str] = set()
+    for word in args.train_modules.split(","):
+        named = {name for name in names if f".{word}." in f".{name}."}
+        if not named:
+            parts = sorted({part for name in names for part in name.split(".") if not part.isdecimal()})
+            raise ConfigError(f"--train_modules {word} is in no parameter's name: give some of {', '.join(parts)}")
+        found |= named
+    if not any(expert_of(name) for name in found):
+        raise ConfigError(
+            f"--train_modules {args.train_modules} leaves all experts frozen, which DeepSpeed's optimizers don't take: "
+            "name a matrix of the experts, too"
+        )
+    return found
+
+
+def check_upcycled(args: Arguments, config: PreTrainedConfig) -> None:
+    """Raise ConfigError, with every reason, for what does not go with an upcycled model; for others, for its flags."""
+    model, training = args.model, args.training
+    if not is_upcycled(config):
+        needing = [name for name in ("capacity_factor", "min_capacity", "train_modules") if name in args.given]
+        if needing or training.ep_size > 1:
+            raise ConfigError(
+                f"--{needing[0] if needing else 'ep_size'} is for experts out of --moe_enable True, which --model_name_"
+                f"or_path {model.model_name_or_path} has none of: give that, or leave it out"
+            )
+        return
+    found = [
+        f"{flag}: {why}"
+        for flag, is_set, why in (
+            ("--lora_enable True", model.lora_enable, "adapters beside these experts are not there"),
+            ("--tune_mm_mlp_adapter True", model.tune_mm_mlp_adapter, "it writes a projector and no model"),
+            (f"--objective {training.objective}", training.objective != "sft", "it is not tried with these experts"),
+            ("--enable_ema True", training.enable_ema, "it is not tried with these experts"),
+            ("--torch_compile True", training.torch_compile, "how many tokens an expert has is read by the host"),
+            ("--use_liger_kernel True", training.use_liger_kernel, "Liger has no kernels for these experts"),
+            ("--mlp_tile_tokens", training.mlp_tile_tokens is not None, "experts deal tokens out themselves"),
+            ("--sequence_parallel_size", training.sequence_parallel_size > 1, "it is not tried with these experts"),
+            ("--tensor_parallel_size", training.tensor_parallel_size > 1, "AutoTP does not know these experts"),
+        )
+        if is_set
+    ]
+    experts = Mixture.of(config).num_experts
+    if experts % training.ep_size:
+        found.append(f"--ep_size {training.ep_size}: it does not divide the {experts} experts of a layer")
+    if found:
+        raise ConfigError("\n".join(f"{line}: leave it out, for the language model is upcycled" for line in found))
+
+
+def capacity_note(args: ModelArguments) -> str | None:
+    """A warning where tokens are dropped."""
+    if args.capacity_factor is None:
+        return None
+    return (
+        f"--capacity_factor {args.capacity_factor:g}: an expert takes so many times its even share of a micro-batch's "
+        "tokens and drops the rest, so the result depends on which samples lie together, and on the number of ranks"
+    )
+
+
+def check_stage(config: PreTrainedConfig, raw: dict) -> None:
+    """Raise ConfigError for ZeRO-3 with an upcycled model."""
+    zero = raw.get("zero_optimization")
+    if is_upcycled(config) and isinstance(zero, dict) and zero.get("stage") == 3:
+        raise ConfigError(
+            "zero_optimization.stage is 3 in the DeepSpeed JSON, but an upcycled model has DeepSpeed's layer of "
+            "experts (deepspeed.moe), which works at stages 0 to 2 alone: give ds_configs/zero2.json, and --ep_size to "
+            "share the experts out"
+        )
