@@ -125,7 +125,7 @@ def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: 
             parts += _counted_here(own, params, mesh)
         squares = _norm(parts, optimizer.device).square()
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
-        return judge(_over(mesh.tp_group, squares.sqrt()).float())
+        return judge(_over(mesh.model_group, squares.sqrt()).float())
 
     if is_stage_3:  # which combines a list of norms
         optimizer._get_norm_groups = lambda: [total_norm()]
@@ -222,7 +222,7 @@ def _replaced(module, others: dict[str, Callable]) -> Iterator[None]:
 
 
 def _counted_here(gradients: list[torch.Tensor], parameters: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
-    """Those of a rank's gradients that count over tp_group: parts of cut matrices, and on the first rank all others,
+    """Those of a rank's gradients that count over model_group: parts of cut matrices, and on the first rank all others,
     which are the same on every rank that shares the matrices."""
     if mesh.tp_rank == 0:
         return gradients

@@ -7,7 +7,7 @@ come over exactly, no rank holds more than its share, and nothing is sent betwee
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -59,13 +59,15 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
     if live.kind == ZERO_3:
         engine.optimizer.checkpoint_event_prologue()  # partitions what it has gathered
     fill(engine.basic_optimizer, masters(engine), live, saved_pieces(checkpoint, world_size, live))
-    for group, before in zip(engine.basic_optimizer.param_groups, saved_optimizer(saved, first)["param_groups"]):
+    for group, before in _matching_groups(engine, checkpoint, world_size, saved, live):
         group.update({key: before[key] for key in before.keys() & group.keys() - OWN_KEYS})
     _update_weights(engine, live)
     if live.kind == ZERO_3:
         engine.optimizer.checkpoint_event_epilogue()
-    if schedule:
+    if schedule and live.pp == saved.pp == 1:
         engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
+    elif schedule:  # it has a rate for each of a stage's groups
+        _step_schedule(engine, common["lr_scheduler"])
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, common[name])
     if engine.fp16_enabled():
@@ -80,7 +82,31 @@ def renew_rates(engine, groups: list[dict], checkpoint: Path) -> None:
     """
     for group, before in zip(engine.basic_optimizer.param_groups, groups):
         group.update({key: value for key, value in before.items() if key != "params"})
-    done, fresh = model_states(checkpoint / ENGINE)["lr_scheduler"], engine.lr_scheduler.state_dict()
+    _step_schedule(engine, model_states(checkpoint / ENGINE)["lr_scheduler"])
+
+
+def _matching_groups(
+    engine, checkpoint: Path, world_size: int, saved: Layout, live: Layout
+) -> Iterator[tuple[dict, dict]]:
+    """The groups of an engine's optimizer, each with the one that a checkpoint has of it.
+
+    Of a pipeline's stages each has groups of its own parameters alone: they are found by name.
+    """
+    groups, held = engine.basic_optimizer.param_groups, []
+    for first in range(0, world_size, world_size // saved.pp):
+        states = rank_states(saved, checkpoint / ENGINE, first, world_size)
+        held += saved_optimizer(saved, states)["param_groups"]
+    if live.pp == saved.pp == 1:
+        yield from zip(groups, held)
+        return
+    by_name = {group["name"]: group for group in held}
+    for group in groups:
+        yield group, by_name[group["name"]]
+
+
+def _step_schedule(engine, done: dict) -> None:
+    """Step the schedule, still at its beginning, to where that of a checkpoint was. done: its state."""
+    fresh = engine.lr_scheduler.state_dict()
     counter = "last_epoch" if "last_epoch" in fresh else "last_batch_iteration"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch expects the optimizer to have stepped as often
