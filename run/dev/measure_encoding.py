@@ -4,7 +4,8 @@
 
 With --older: run/train.py --dry_run of both checkouts in turns, with one process, on records of text and images; the
 processor time of a first start, without that of a second one, for which all is encoded. Then run/encode.py on one core,
-and as two machines with a core each and one cache.
+and as two machines with a core each and one cache: seconds, which mean something on two idle cores alone; and of each
+process the processor time and the shards that it encoded. The busier one's processor time is what two machines take.
 """
 
 import argparse
@@ -25,6 +26,16 @@ from PIL import Image
 from llava_ds.tiny import WEIGHTS_PATH
 
 ROOT = Path(__file__).parents[2]
+# run/encode.py, which ends with a line: processor time, shards encoded
+COUNTED = """
+import atexit, os, runpy, sys
+from llava_ds.data import shards
+encode, taken = shards._encode, []
+shards._encode = lambda work, shard, *rest: (taken.append(shard), encode(work, shard, *rest))
+atexit.register(lambda: print("used", sum(os.times()[:4]), len(taken)))
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 IMAGES = 200
 
 
@@ -97,22 +108,31 @@ def cpu_time(command: list[str], root: Path) -> float:
 
 def compare_machines(folder: Path, flags: list[str], number: int) -> None:
     """Time run/encode.py on one core and on two with one process each."""
-    data, seconds, prints = folder / "all.jsonl", {}, set()
+    data, seconds, busiest, prints = folder / "all.jsonl", {1: [], 2: []}, {1: [], 2: []}, set()
     for machines in (1, 2, 2, 1):
-        cache = folder / f"shared-{machines}-{len(seconds)}-{time.time_ns()}"
-        command = [sys.executable, str(ROOT / "run" / "encode.py"), *flags, "--data_path", str(data)]
+        cache = folder / f"shared-{machines}-{len(seconds[machines])}"
+        command = [sys.executable, "-c", COUNTED, str(ROOT / "run" / "encode.py"), *flags, "--data_path", str(data)]
         command += ["--image_folder", str(folder), "--cache_dir", str(cache), "--preprocessing_num_workers", "1"]
         started = time.perf_counter()
         running = [
-            subprocess.Popen(["taskset", "-c", str(core), *command], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                ["taskset", "-c", str(core), *command],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
             for core in range(machines)
         ]
         outputs = [process.communicate()[0] for process in running]
-        seconds.setdefault(machines, []).append(time.perf_counter() - started)
-        prints |= {output.rpartition("fingerprint ")[2].strip() for output in outputs}
-        print(f"{number:,} records, {machines} machines: {seconds[machines][-1]:.1f} s")
+        seconds[machines].append(time.perf_counter() - started)
+        prints |= {output.rpartition("fingerprint ")[2].split()[0] for output in outputs}
+        used = [output.rpartition("used ")[2].split() for output in outputs]
+        busiest[machines].append(max(float(cpu) for cpu, _ in used))
+        shares = "; ".join(f"{float(cpu):.1f} s of processor time, {shards} shards" for cpu, shards in used)
+        print(f"{number:,} records, {machines} machines: {seconds[machines][-1]:.1f} s ({shares})", flush=True)
     assert len(prints) == 1, prints
-    print(f"two machines are {sum(seconds[1]) / sum(seconds[2]):.2f} times as fast as one; one fingerprint")
+    for what, found in (("seconds", seconds), ("the busiest process's processor time", busiest)):
+        print(f"by {what} two machines are {sum(found[1]) / sum(found[2]):.2f} times as fast as one; one fingerprint")
 
 
 if __name__ == "__main__":
