@@ -44,6 +44,7 @@ ELSEWHERE = {
         "--data_path with a mixture of several files": "--sft_only_data_path",
         "--data_path with the files of that split": "--data_split --dataset_split --dataset_train_split",
         "--image_folder": "--media_dir",
+        "--mm_vision_tower_lr": "--vision_tower_lr",
         "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
         "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size",

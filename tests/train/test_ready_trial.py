@@ -1,0 +1,98 @@
+"""The trial of ready models: it finds nothing in a sound family, and refuses a copy that leaks, with the figure."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from ready_models import FAMILIES, write_ready
+
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import ConfigError
+from llava_ds.model import attention
+from llava_ds.model.families import ready_family
+from llava_ds.model.plan import plan_model
+from llava_ds.train import ready_trial
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def planned(request, tmp_path_factory):
+    """A family's plan and image options, and its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    # Tied in one family, and another language model in another.
+    text = {"tie_word_embeddings": request.param == "smolvlm"}
+    if request.param == "internvl":
+        text |= {"model_type": "qwen3", "head_dim": 16}
+    model = ModelArguments(**write_ready(folder, request.param, **text), version="processor")
+    plan = plan_model(model, 512)
+    assert plan.text_config.tie_word_embeddings == text["tie_word_embeddings"]
+    return plan, plan.tower.image_options(Arguments(model, DataArguments(), TrainingArguments(), frozenset())), folder
+
+
+def test_a_pack_is_what_transformers_computes_one_by_one(planned):
+    plan, images, folder = planned
+    found = ready_trial.try_ready(plan, images, str(folder))
+    assert found.problem() is None
+    assert found.pixels == 0
+    assert found.logits < 2e-5
+    assert found.loss < 1e-6
+    assert found.gradient < 1e-4
+    if plan.ready.config.model_type == "idefics3":  # whose processor opens without more packages
+        assert found.ids
+
+
+def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_path):
+    """One sample sees those before it in the pack, as where an attention does not know where samples begin."""
+    plan, images, folder = planned
+    sound = attention.attend
+
+    def leaking(query, key, value, cu_seqlens, max_seqlen, rule, query_positions=None):
+        whole = torch.tensor([0, int(cu_seqlens[-1])], dtype=torch.int32)
+        return sound(query, key, value, whole, int(cu_seqlens[-1]), rule, query_positions)
+
+    monkeypatch.setattr(attention, "attend", leaking)
+    monkeypatch.setattr("llava_ds.model.last_layer.attend", leaking)
+    with pytest.raises(ConfigError, match=r"can't be trained here: logits of a pack differ from one by one by 0\.\d"):
+        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+    assert not list(tmp_path.rglob("*.json"))  # a refusal is not remembered
+
+
+def test_wrong_features_are_refused(planned, tmp_path):
+    """Of a family whose connector is called with the rows of an image in another order."""
+    plan, images, folder = planned
+    family = plan.ready.family
+
+    def turned(connector, config, features):
+        return family.connect(connector, config, features.flip(1))
+
+    other = plan.ready._replace(family=dataclasses.replace(family, connect=turned))
+    wrong = dataclasses.replace(plan, tower=dataclasses.replace(plan.tower, ready=other))
+    with pytest.raises(ConfigError, match="logits of a pack differ"):
+        ready_trial.check_ready(wrong, images, str(folder), str(tmp_path))
+
+
+def test_the_result_is_kept(planned, monkeypatch, tmp_path):
+    plan, images, folder = planned
+    line = ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+    monkeypatch.setattr(ready_trial, "try_ready", None)
+    assert ready_trial.check_ready(plan, images, str(folder), str(tmp_path)) == f"{line} (tried before)"
+    other = dataclasses.replace(images, resample=0)
+    with pytest.raises(TypeError):  # tried again
+        ready_trial.check_ready(plan, other, str(folder), str(tmp_path))
+
+
+def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
+    plan, _, folder = planned
+    kind = plan.ready.config.model_type
+    for name, value, wrong in (
+        ("preprocessor_config.json", {"do_rescale": False}, "do_rescale False, expected True"),
+        ("preprocessor_config.json", {"size": {"shortest_edge": 32}}, "expected"),
+        ("processor_config.json", {"image_seq_length" if kind == "internvl" else "image_seq_len": 9}, "a tile has 4"),
+    ):
+        for file in folder.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        changed = json.loads((folder / name).read_text()) | value
+        (tmp_path / name).write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=wrong):
+            plan_model(ModelArguments(model_name_or_path=str(tmp_path), version="processor"), 512)
+    assert ready_family.token_of(plan.tokenizer, plan.tokenizer.eos_token)
