@@ -27,6 +27,7 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, Dat
 from llava_ds.data.chat_template import parts_of
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import EncodingOptions
+from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import digest_of, tokenizer_parts
 from llava_ds.data.images.resize import cut_by
 from llava_ds.data.ready_encode import encoder_of
@@ -107,8 +108,9 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, path: str, cache_dir
             f"random copy with torch {torch.__version__} and transformers {transformers.__version__}: report this"
         )
     line = difference.line(config.model_type)
-    known.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(known, json.dumps({"line": line}), shared=True)
+    with write_errors(cache_dir, "the result of a trial"):
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(known, json.dumps({"line": line}), shared=True)
     return line
 
 

@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 from ready_models import FAMILIES, write_ready
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
@@ -96,3 +98,18 @@ def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
         with pytest.raises(ConfigError, match=wrong):
             plan_model(ModelArguments(model_name_or_path=str(tmp_path), version="processor"), 512)
     assert ready_family.token_of(plan.tokenizer, plan.tokenizer.eos_token)
+
+
+def test_ends_are_tied_as_transformers_ties_them(tmp_path):
+    """A folder whose configuration ties both ends may hold both: they are one only where they are equal."""
+    for name, equal in (("equal", True), ("other", False)):
+        folder = tmp_path / name
+        write_ready(folder, "internvl", tie_word_embeddings=True)
+        tensors = load_file(folder / "model.safetensors")
+        embedding = tensors["language_model.model.embed_tokens.weight"]
+        tensors["language_model.lm_head.weight"] = embedding.clone() if equal else embedding + 1
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        plan = plan_model(ModelArguments(model_name_or_path=str(folder), version="processor"), 512)
+        theirs = AutoModelForImageTextToText.from_pretrained(folder)
+        tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
+        assert plan.text_config.tie_word_embeddings == tied == equal

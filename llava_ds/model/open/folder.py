@@ -445,6 +445,8 @@ def _ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
     if training.objective != "sft":
         problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
     problems += sharing_problems(args, kind)
+    if args.model.bits != 16:
+        problems.append(f"--bits {args.model.bits}: {kind}, whose weights can't be quantized so far: give 16")
     if args.model.lora_weight_path is not None:
         problems.append(
             f"--lora_weight_path {args.model.lora_weight_path}: {kind}, whose adapter can't be gone on with: give the "

@@ -6,8 +6,10 @@ under its own names.
 """
 
 import copy
+import json
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
@@ -18,6 +20,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import library_errors
 from llava_ds.model.families.language import config_of, trunk_name
 from llava_ds.model.families.ready import READY
+from llava_ds.model.open.weights import WeightFiles, tensor_names
 from llava_ds.model.ready import ReadyModel, outer_class
 
 TOWER, CONNECTOR = "tower.", "connector."  # names of tensors in their parts begin with this
@@ -34,14 +37,8 @@ class ReadyNames:
             f"{family.trunk}.": ("language_model", f"{trunk_name(text_config)}."),
             "lm_head.": ("language_model", "lm_head."),
         }
-        outer = meta_model(ready.config)
-        self.in_memory = [name for name, _ in outer.named_parameters(remove_duplicate=False)]
-        tensors = {name: p.data for name, p in outer.named_parameters(remove_duplicate=False)}
-        self._known: dict[str, str] = {name: name for name in self.in_memory}
-        for name, tensor in tensors.items():
-            for on_disk in revert_weight_conversion(outer, {name: tensor}):
-                self._known[on_disk] = name
-        self.is_tied = outer.get_output_embeddings().weight is outer.get_input_embeddings().weight
+        found = _outer_names(ready.config.model_type, json.dumps(ready.config.to_dict(), sort_keys=True, default=str))
+        self.in_memory, self._known, self.ends, self.is_tied = found
 
     def to_memory(self, on_disk: str) -> str | None:
         """A name on disk to transformers' in memory; None for tensors that the model doesn't have."""
@@ -70,12 +67,38 @@ class ReadyNames:
         return {part: names.get for part, names in found.items()}
 
 
-def meta_model(config: PreTrainedConfig) -> torch.nn.Module:
-    """transformers' class without weights, tied as it ties."""
+class _OuterNames(NamedTuple):
+    """Names of a whole model in memory, those by any name on disk, its two ends, and whether its class ties these."""
+
+    in_memory: tuple[str, ...]
+    known: dict[str, str]
+    ends: tuple[str, str]
+    is_tied: bool
+
+
+@lru_cache(maxsize=8)
+def _outer_names(model_type: str, config_json: str) -> _OuterNames:
+    """Ask transformers' class, built without weights. It takes a second for a large model."""
+    config = config_of({**json.loads(config_json), "model_type": model_type}, "a ready model")
     with torch.device("meta"), no_init_weights():
-        model = outer_class(config)._from_config(copy.deepcopy(config), dtype=torch.float32)
-    model.tie_weights()
-    return model
+        outer = outer_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    outer.tie_weights()
+    tensors = {name: p.data for name, p in outer.named_parameters(remove_duplicate=False)}
+    known = {name: name for name in tensors}
+    for name, tensor in tensors.items():
+        known |= dict.fromkeys(revert_weight_conversion(outer, {name: tensor}), name)
+    inputs, outputs = outer.get_input_embeddings(), outer.get_output_embeddings()
+    modules = {id(module): name for name, module in outer.named_modules()}
+    ends = tuple(f"{modules[id(end)]}.weight" for end in (inputs, outputs))
+    return _OuterNames(tuple(tensors), known, ends, outputs.weight is inputs.weight)
+
+
+@cache
+def _ends_differ(path: str, embedding: str, output: str) -> bool:
+    """True if a folder's embedding and output layer, by their names on disk, hold other numbers."""
+    files = WeightFiles(path, {embedding: embedding, output: output}.get)
+    found = dict(files.read((embedding, output)))
+    return not torch.equal(found[embedding], found[output])
 
 
 def read_ready(path: str, config: dict, where: str) -> tuple[ReadyModel, PreTrainedConfig, ReadyNames]:
@@ -93,6 +116,10 @@ def read_ready(path: str, config: dict, where: str) -> tuple[ReadyModel, PreTrai
     ready = ReadyModel(READY[config["model_type"]], whole)
     with library_errors(where, "config.json is not what transformers expects"):
         names = ReadyNames(ready, text)
+    if names.is_tied:  # as transformers ties, which leaves apart what is in the files twice and differs
+        on_disk = {names.to_memory(name): name for name in tensor_names(path)}
+        ends = [on_disk.get(end) for end in names.ends]
+        names.is_tied = None in ends or not _ends_differ(path, *ends)
     text.tie_word_embeddings = names.is_tied
     strange = [name for name in names.in_memory if names.part_of(name) is None]
     if strange:
