@@ -110,6 +110,8 @@ def plan_vision(
         raise ConfigError(f"{where}: its image processor says resample {resample!r}, expected one of Pillow's filters")
     side = tiles.tiling.side
     per_row = round(tiles.features**0.5)
+    if side // (side // per_row) != per_row:
+        raise ConfigError(f"{where}: {per_row} x {per_row} features don't divide its tiles of {side} pixels")
     return ReadyVision(ready, ImageSpec(side, side // per_row, mean, std), tiles, resample)
 
 

@@ -72,12 +72,13 @@ def conversations(number: int):
         yield ours, theirs, sizes
 
 
-def test_ids_and_labels_are_the_processors(ready):
-    """Over 200 conversations with several images, one, or none, and system turns."""
+@pytest.mark.parametrize("number", [25, pytest.param(200, marks=pytest.mark.full)])
+def test_ids_and_labels_are_the_processors(ready, number):
+    """Of conversations with several images, one, or none, and system turns."""
     family, folder, processor = ready
     encoder, options, tokenizer = opened(folder)
     marked = ready_models.INTERNVL_MARKED if family == "internvl" else ready_models.SMOLVLM_MARKED
-    talks = list(conversations(200))
+    talks = list(conversations(number))
     features = [[media_layout("image", (size,), 1, options).mark for size in sizes] for _, _, sizes in talks]
     found = encoder.encode_batch([(ours, marks) for (ours, _, _), marks in zip(talks, features)])
     image_id = tokenizer.convert_tokens_to_ids(options.tiling.image_token)

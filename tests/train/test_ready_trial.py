@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import ready_models
 import torch
 from ready_models import FAMILIES, write_ready
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from llava_ds.model import attention
 from llava_ds.model.families import ready_family
 from llava_ds.model.plan import plan_model
 from llava_ds.train import ready_trial
+from llava_ds.train.plan import _plan_model
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -41,6 +43,16 @@ def test_a_pack_is_what_transformers_computes_one_by_one(planned):
     assert found.gradient < 1e-4
     if plan.ready.config.model_type == "idefics3":  # whose processor opens without more packages
         assert found.ids
+
+
+def test_tiles_that_patches_do_not_divide(monkeypatch, tmp_path):
+    """As of SmolVLM 2.2B, whose tower leaves 6 of 384 pixels out."""
+    monkeypatch.setitem(ready_models.VISION, "patch_size", 7)
+    model = ModelArguments(**write_ready(tmp_path, "smolvlm"), version="processor")
+    plan = plan_model(model, 512)
+    images = plan.tower.image_options(Arguments(model, DataArguments(), TrainingArguments(), frozenset()))
+    assert (images.side, plan.tower.num_patches) == (2, 16)
+    assert ready_trial.try_ready(plan, images, str(tmp_path)).problem() is None
 
 
 def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_path):
@@ -89,6 +101,7 @@ def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
     for name, value, wrong in (
         ("preprocessor_config.json", {"do_rescale": False}, "do_rescale False, expected True"),
         ("preprocessor_config.json", {"size": {"shortest_edge": 32}}, "expected"),
+        ("preprocessor_config.json", {"do_image_splitting": 3, "max_patches": "x"}, "expected a value like"),
         ("processor_config.json", {"image_seq_length" if kind == "internvl" else "image_seq_len": 9}, "a tile has 4"),
     ):
         for file in folder.iterdir():
@@ -113,3 +126,13 @@ def test_ends_are_tied_as_transformers_ties_them(tmp_path):
         theirs = AutoModelForImageTextToText.from_pretrained(folder)
         tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
         assert plan.text_config.tie_word_embeddings == tied == equal
+
+
+@pytest.mark.parametrize("name", ["sequence_parallel_size", "tensor_parallel_size"])
+def test_ranks_that_share_are_refused_where_the_json_says_so(planned, name):
+    """The JSON's sizes are known after the folder's flags."""
+    _, _, folder = planned
+    model = ModelArguments(model_name_or_path=str(folder), version="processor")
+    args = Arguments(model, DataArguments(), TrainingArguments(), frozenset()).replaced(**{name: 2})
+    with pytest.raises(ConfigError, match=f"--{name} 2: this is a ready model"):
+        _plan_model(args)

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector
 
-from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, expect, side_of, token_of
+from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, expect, setting, side_of, token_of
 from llava_ds.tilings import SplitTiling
 
 _CONNECTORS = {"idefics3": Idefics3Connector, "smolvlm": SmolVLMConnector}
@@ -18,13 +18,13 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     vision, scale = config.vision_config, config.scale_factor
     side = side_of(images, "max_image_size", "longest_edge")
     longest = side_of(images, "size", "longest_edge")
-    patches, rest = divmod(side, vision.patch_size)
-    if rest or patches % scale or side > vision.image_size:
+    patches = side // vision.patch_size  # SmolVLM's tower leaves out what fills no patch
+    if patches == 0 or patches % scale or side > vision.image_size:
         raise ValueError(f"tiles of {side} pixels don't fit {scale} x {scale} patches of {vision.patch_size} a feature")
     features = (patches // scale) ** 2
     if (said := processor.get("image_seq_len", features)) != features:
         raise ValueError(f"its processor_config.json says image_seq_len {said}, but a tile has {features} features")
-    tiling = SplitTiling(side, longest, images.get("do_image_splitting", True))
+    tiling = SplitTiling(side, longest, setting(images, "do_image_splitting", True))
     for token in (tiling.image_token, tiling.around):
         token_of(tokenizer, token)
     if tokenizer.convert_tokens_to_ids(tiling.image_token) != config.image_token_id:

@@ -6,9 +6,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
-from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, expect, side_of, token_of
+from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, expect, setting, side_of, token_of
 from llava_ds.tilings import CanvasTiling
 
+MAX_TILES = 1000  # of an image; published models have 12
 _TOKENS = ("context_image_token", "start_image_token", "end_image_token")
 
 
@@ -28,7 +29,9 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     if tokenizer.convert_tokens_to_ids(image_token) != config.image_token_id:
         raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {image_token}")
     # InternVLProcessor always crops, whatever its image processor's crop_to_patches says.
-    least, most = images.get("min_patches", 1), images.get("max_patches", 12)
+    least, most = setting(images, "min_patches", 1), setting(images, "max_patches", 12)
+    if not 1 <= least <= most <= MAX_TILES:
+        raise ValueError(f"its image processor says min_patches {least} and max_patches {most}")
     tiling = CanvasTiling(side, least, most, True, image_token, start, end)
     return TileSpec(tiling, patches**2, patches**2 + 1, features)
 

@@ -56,6 +56,14 @@ def expect(settings: dict, **values: object) -> None:
             raise ValueError(f"its image processor says {name} {found!r}, expected {value!r}")
 
 
+def setting(settings: dict, name: str, default: int) -> int:
+    """A setting of an image processor, or its default where it has none. Raises ValueError for one of another type."""
+    value = settings.get(name)
+    if value is not None and type(value) is not type(default):
+        raise ValueError(f"its image processor says {name} {value!r}, expected a value like {default!r}")
+    return default if value is None else value
+
+
 def side_of(settings: dict, name: str, *keys: str) -> int:
     """A side in pixels among an image processor's settings, the same under all keys of `name`. Raises ValueError."""
     value = settings.get(name)
