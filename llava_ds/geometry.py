@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 
 from llava_ds.config.arguments import DataArguments, ModelArguments
-from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, in_short
+from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
+from llava_ds.tilings import Tiling
 
 Size = tuple[int, int]  # width, height
 
@@ -90,6 +91,15 @@ class ImageOptions:
         """The N of anyres_max_N."""
         found = re.fullmatch(r"anyres_max_(\d+)", self.aspect_ratio)
         return None if found is None else int(found[1])
+
+
+@dataclass(frozen=True)
+class ReadyImageOptions(ImageOptions):
+    """The same of a ready model, whose own image processor decides. size: side of a tile; patch_size: side of what one
+    feature of the language model stands for; tiling: its tiles; resample: Pillow's number of its filter."""
+
+    tiling: Tiling | None = None
+    resample: int = 3
 
 
 def image_options(
@@ -279,6 +289,12 @@ class MediaLayout:
     )  # the images' sizes; other sizes may give the same layout
     overview: bool = True
     pools_by_max: bool = False
+    text: str | None = None  # of a ready model: what is written in its place, with a token for each tile's features
+
+    @property
+    def mark(self) -> int | str:
+        """What the encoder puts in its place: positions in a row, or a ready model's text."""
+        return self.num_tokens if self.text is None else self.text
 
     @property
     def rows(self) -> np.ndarray:
@@ -306,6 +322,8 @@ def media_layout(
     """
     side, newline, class_token = options.side, options.has_newline, options.class_token
     whole = (0, 0, side, side)
+    if isinstance(options, ReadyImageOptions):
+        return _ready_layout(kind, sizes, options)
     if kind != "image":
         n, stride = len(sizes), options.pool_stride
         if class_token and stride > 1:
@@ -343,6 +361,18 @@ def media_layout(
     tokens = overview * side * side + height * (width + newline)
     behind = "row" if newline else "none"
     return MediaLayout(n, tokens, side, grid, box, pooled, None, behind, class_token, sizes, overview)
+
+
+def _ready_layout(kind: str, sizes: tuple[Size, ...], options: ReadyImageOptions) -> MediaLayout:
+    """The layout of an image of a ready model: all features of its tiles, in order."""
+    if kind != "image":
+        raise DataError(
+            "videos of ready models are not supported yet: take the record out, or give its frames as images"
+        )
+    cut = options.tiling.cut(sizes[0])
+    n, side = cut.num_tiles, options.side
+    tokens, text = n * options.tokens_per_tile, options.tiling.text(cut)
+    return MediaLayout(n, tokens, side, None, (0, 0, side, side), None, None, "none", False, sizes, text=text)
 
 
 def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:

@@ -99,12 +99,13 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
     training would refuse the model or its length.
     """
     folder = Path(args.model.model_name_or_path)
-    tokenizer_path, tower = str(folder), None
+    tokenizer_path, tower, tokenizer = str(folder), None, None
     if (folder / "config.json").is_file() or is_adapter(folder):
         try:
             args, notes = take_from_model(args)
             parts = read_parts(args.model)
             tower, tokenizer_path = parts.tower, parts.folder.tokenizer
+            tokenizer = parts.open_tokenizer() if parts.folder.ready is not None else None
             print_first(*notes)
             problem = length_problem(parts.text_config, args.data.model_max_length)
             note = length_note(parts.text_config, args.data.model_max_length)
@@ -121,7 +122,7 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
             print("no --vision_tower: images are prepared and counted as for the tiny model's")
             args = args.replaced(vision_tower=str(CLIP_PATH))
         tower = read_tower(args.model.vision_tower, args.model)
-    tokenizer = open_tokenizer(tokenizer_path)
+    tokenizer = tokenizer or open_tokenizer(tokenizer_path)
     if added := add_image_tokens(tokenizer, args.model):
         print(f"added to the tokenizer: {', '.join(added)}")
     return args, tokenizer, tower

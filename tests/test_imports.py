@@ -14,6 +14,7 @@ LEVELS = [
     {"files"},
     {"config"},
     {"runtime"},
+    {"tilings"},
     {"batch", "geometry", "tokenizer"},
     {"data", "model"},
     {"engine"},

@@ -22,8 +22,9 @@ class ModelArguments:
     model_name_or_path: str | None = _model_free(
         None,
         "Folder of a causal language model, or of a LLaVA to continue from: in LLaVA's format, in transformers' "
-        "(Llava, LlavaNext, LlavaOnevision), or a LoRA adapter. The settings in a LLaVA's folder replace the defaults "
-        "of flags that are not given. Absent: the tiny model that ships with the package.",
+        "(Llava, LlavaNext, LlavaOnevision), or a LoRA adapter; or of a ready model (SmolVLM, Idefics3, InternVL in "
+        "transformers' format). The settings in its folder replace the defaults of flags that are not given. Absent: "
+        "the tiny model that ships with the package.",
         path="model",
     )
     model_base: str | None = _model_free(
@@ -65,10 +66,16 @@ class ModelArguments:
         "Parts that train, in place of the four flags before: any of mm_vision_tower, mm_mlp_adapter and "
         "mm_language_model, separated by commas (LLaVA-NeXT).",
     )
+    tune_mm_vision: bool | None = _trainable(
+        None, "With the next two: the parts that train, in place of the flags before (qwen-vl-finetune). The tower."
+    )
+    tune_mm_mlp: bool | None = _trainable(None, "The projector.")
+    tune_mm_llm: bool | None = _trainable(None, "The language model.")
     version: str = _model(
         "v1",
-        "Conversation template: plain (stage 1), v1 (Vicuna), llava_v0, llama_2, mistral_instruct, mpt, chatml "
-        "(Qwen), llama_3, gemma, phi, or chat_template for the tokenizer's own. LLaVA's names for them are known too.",
+        "Conversation template, which a ready model brings itself: plain (stage 1), v1 (Vicuna), llava_v0, llama_2, "
+        "mistral_instruct, mpt, chatml (Qwen), llama_3, gemma, phi, or chat_template for the tokenizer's own. LLaVA's "
+        "names for them are known too.",
     )
     mm_use_im_start_end: bool = _model(
         False,
@@ -162,11 +169,19 @@ TUNABLE_PARTS = {
 }
 
 
+# The vendor's flags of Qwen-VL, of which one that is not given leaves its part frozen.
+TUNING_FLAGS = {"tune_mm_vision": "vision_tower", "tune_mm_mlp": "projector", "tune_mm_llm": "language_model"}
+
+
 def trained_parts(model: ModelArguments) -> frozenset[str]:
     """The parts that train, of vision_tower, projector, language_model and output_layer (the language model's alone).
 
-    Source: LLaVA's and LLaVA-NeXT's train(), whose --freeze_backbone leaves the output layer training.
+    Source: LLaVA's and LLaVA-NeXT's train(), whose --freeze_backbone leaves the output layer training, and
+    qwen-vl-finetune's set_model.
     """
+    tuned = {flag: getattr(model, flag) for flag in TUNING_FLAGS}
+    if any(value is not None for value in tuned.values()):
+        return frozenset(TUNING_FLAGS[flag] for flag, value in tuned.items() if value)
     if model.mm_tunable_parts is not None:
         named = {name.strip() for name in model.mm_tunable_parts.split(",")}
         return frozenset(part for name, part in TUNABLE_PARTS.items() if name in named)

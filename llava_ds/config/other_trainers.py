@@ -41,6 +41,7 @@ ELSEWHERE = {
         "--data_path with a mixture of several files": "--sft_only_data_path",
         "--data_path with the files of that split": "--data_split --dataset_split --dataset_train_split",
         "--image_folder": "--media_dir",
+        "--mm_vision_tower_lr": "--vision_tower_lr",
         "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
         "--pipeline_parallel_size": "--pipeline_model_parallel_size --pp --pipeline_stages --num_stages",
         "--ep_size": "--expert_model_parallel_size --expert_model_parallel --moe_ep_size --ep",

@@ -10,7 +10,7 @@ from itertools import chain
 from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
 from llava_ds.config.bounds import out_of_bounds, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
-from llava_ds.config.model_flags import TUNABLE_PARTS, trained_parts, trains_projector_only
+from llava_ds.config.model_flags import TUNABLE_PARTS, TUNING_FLAGS, trained_parts, trains_projector_only
 from llava_ds.config.training_flags import PAIR_OBJECTIVES, TRACKERS
 from llava_ds.constants import ConfigError
 from llava_ds.files.object_store import is_remote, url_problem
@@ -80,6 +80,15 @@ PPO_FLAGS = (
 )
 LOSS_TYPES = {"dpo": ("sigmoid", "hinge", "ipo", "simpo"), "grpo": ("dapo", "grpo", "dr_grpo")}
 OBJECTIVE_FLAGS = {"sft": (), "dpo": DPO_FLAGS, "reward": REWARD_FLAGS, "grpo": GRPO_FLAGS, "ppo": PPO_FLAGS}
+
+# LLaVA's and LLaVA-NeXT's flags of what trains.
+PART_FLAGS = (
+    "mm_tunable_parts",
+    "tune_mm_mlp_adapter",
+    "freeze_mm_mlp_adapter",
+    "freeze_backbone",
+    "unfreeze_mm_vision_tower",
+)
 
 Rule = Callable[[Arguments], Iterator[str]]
 
@@ -275,10 +284,22 @@ def trainable_parts(args: Arguments) -> Iterator[str]:
             yield f"--{name} is a rate for the {part.replace('_', ' ')}, which does not train: leave it out"
 
 
+def tuning_flags(args: Arguments) -> Iterator[str]:
+    """The vendor's flags of Qwen-VL beside LLaVA's."""
+    model = args.model
+    tuned = [name for name in TUNING_FLAGS if getattr(model, name) is not None]
+    others = [name for name in PART_FLAGS if getattr(model, name)]
+    if tuned and others:
+        yield f"--{tuned[0]} and --{others[0]} both say what trains: give one of them"
+    if tuned and not trained_parts(model):
+        yield f"--{tuned[0]} False leaves nothing to train: give one of {', '.join(TUNING_FLAGS)} as True"
+
+
 def lora_and_quantization(args: Arguments) -> Iterator[str]:
     model = args.model
     if model.lora_enable and "language_model" not in trained_parts(model):
         freezing = "--tune_mm_mlp_adapter" if model.tune_mm_mlp_adapter else "--mm_tunable_parts"
+        freezing = "--tune_mm_llm" if any(getattr(model, name) is not None for name in TUNING_FLAGS) else freezing
         yield f"--lora_enable trains adapters of the language model, which {freezing} leaves alone: choose one"
     if model.bits != 16 and not model.lora_enable:
         yield (
@@ -424,6 +445,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     checkpoints,
     trainable_parts,
     upcycling,
+    tuning_flags,
     objectives,
     streaming,
 )

@@ -44,16 +44,21 @@ def render_own(
     other texts in place of the answers, has to agree with the first in everything around them. Raises DataError if the
     template refuses the messages or changes more of an answer than its outer spaces.
     """
-    chat = _as_chat(messages, mm_use_im_start_end)
+    return _segments(_as_chat(messages, mm_use_im_start_end), tokenizer)
+
+
+def _segments(chat: list[dict[str, object]], tokenizer: PreTrainedTokenizerBase, prompt: str = "") -> list[Segment]:
+    """Segments of a chat as render_own gives them. prompt: what the template writes before an answer that is to come;
+    spaces between it and an answer that is there are supervised with the answer."""
     source = own_template(tokenizer)
     if re.search(r"\{%-?\s*generation\b", source):
         text, spans = _rendered(chat, tokenizer, source, marks=True)
         return _cut(text, spans)
     text, _ = _rendered(chat, tokenizer, source)
-    answers = [turn["content"] for turn in chat if turn["role"] == "assistant"]
+    answers = [_text_of(turn) for turn in chat if turn["role"] == "assistant"]
     markers = [f"\ue000{i}\ue001" for i in range(len(answers))]
     names = iter(markers)
-    marked = [{**turn, "content": next(names)} if turn["role"] == "assistant" else turn for turn in chat]
+    marked = [_with_text(turn, next(names)) if turn["role"] == "assistant" else turn for turn in chat]
     around = re.split("|".join(markers), _rendered(marked, tokenizer, source)[0]) if markers else [text]
     if len(around) != len(answers) + 1:
         raise DataError("the tokenizer's chat template leaves answers out: give --version one of LLaVA's templates")
@@ -68,11 +73,81 @@ def render_own(
             raise DataError(_UNSTABLE)
         end = start + len(written)
         marker = special.match(after)
-        spans.append((start, end + (marker.end() if marker else 0)))
+        spans.append((_behind_prompt(text, start, prompt), end + (marker.end() if marker else 0)))
         end += len(after)
     if end != len(text):
         raise DataError(_UNSTABLE)
     return _cut(text, spans)
+
+
+def _behind_prompt(text: str, start: int, prompt: str) -> int:
+    """The place behind the prompt before an answer at start, if only spaces are between them; else start."""
+    if not prompt.strip():
+        return start
+    behind = text.rfind(prompt, 0, start) + len(prompt)
+    return behind if behind >= len(prompt) and not text[behind:start].strip() else start
+
+
+def _text_of(turn: dict[str, object]) -> str:
+    content = turn["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _with_text(turn: dict[str, object], text: str) -> dict[str, object]:
+    is_text = isinstance(turn["content"], str)
+    return {**turn, "content": text if is_text else [{"type": "text", "text": text}]}
+
+
+def render_ready(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[Segment]:
+    """Render a conversation as a ready model's processor does, with images where their marks are. prompt: of
+    answer_prompt. Raises DataError as render_own does."""
+    return _segments(_as_parts(messages), tokenizer, prompt)
+
+
+def render_ready_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text up to the beginning of the next answer, as a ready model's processor writes it."""
+    return _rendered(_as_parts(messages), tokenizer, own_template(tokenizer), prompt=True)[0]
+
+
+def answer_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text that the template writes before an answer that is to come; "" for a template that writes none."""
+    chat, source = _as_parts([Message("human", "x")]), own_template(tokenizer)
+    before, after = (_rendered(chat, tokenizer, source, prompt=prompt)[0] for prompt in (False, True))
+    return after[len(before) :] if after.startswith(before) else ""
+
+
+def answer_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The special token that ends an answer in a ready model's template; None if there is none."""
+    answer = [Message("human", "x"), Message("gpt", "y")]
+    text = "".join(segment.text for segment in render_ready(answer, tokenizer, "") if segment.supervised)
+    return next((token for token in tokenizer.all_special_tokens if token and text.endswith(token)), None)
+
+
+def _as_parts(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """Turns whose content is a list of parts: images where their marks are, and the text between without its outer
+    spaces, as the vendors' own trainers cut it."""
+    roles = {**ROLES, "system": "system"}
+    if not any(message.role == "human" for message in messages):
+        raise DataError("there is no question in the conversation")
+    chat = []
+    for i, message in enumerate(messages):
+        if message.role not in roles or (message.role == "system" and i > 0):
+            raise DataError(f"turn {i} is from {message.role!r}, expected 'human' or 'gpt'")
+        if IMAGE_TOKEN in message.text and message.role != "human":
+            raise DataError(f"turn {i}, from {message.role!r}, holds an {IMAGE_TOKEN} mark: images belong to questions")
+        chat.append({"role": roles[message.role], "content": parts_of(message.text)})
+    return chat
+
+
+def parts_of(text: str) -> list[dict[str, str]]:
+    """A message's text as parts of type "text" and "image"."""
+    if IMAGE_TOKEN not in text:
+        return [{"type": "text", "text": text}]
+    parts: list[dict[str, str]] = []
+    for i, piece in enumerate(text.split(IMAGE_TOKEN)):
+        parts += [{"type": "image"}] * (i > 0)
+        parts += [{"type": "text", "text": stripped} for stripped in [piece.strip()] if stripped]
+    return parts
 
 
 def render_own_prompt(
@@ -96,7 +171,7 @@ def _as_chat(messages: Sequence[Message], mm_use_im_start_end: bool) -> list[dic
 
 
 def _rendered(
-    chat: list[dict[str, str]],
+    chat: list[dict[str, object]],
     tokenizer: PreTrainedTokenizerBase,
     source: str,
     *,

@@ -21,7 +21,7 @@ from llava_ds.config.training_flags import PAIR_OBJECTIVES
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
-from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import (
     digest_of,
@@ -42,6 +42,7 @@ from llava_ds.data.preflight import (
     reasons_in_short,
     rejections,
 )
+from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import UNMARKED_TEXTS, Media
 from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files, changes_since
@@ -429,7 +430,7 @@ class DataSpec:
         with first_rank_first(ranks):  # rank 0 hashes the files, and the others find the hashes in the cache
             stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
             contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
-        checker = Checker(tuple(sources), Encoder(tokenizer, encoding), image_options)
+        checker = Checker(tuple(sources), encoder_of(tokenizer, encoding, image_options), image_options)
         form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
         folder = cache_dir / "encoded" / digest_of([form, *common, options_part(image_options), *stamps, *roots])
         return cls(checker, options, folder, common, contents)

@@ -17,7 +17,7 @@ from llava_ds.constants import (
     ConfigError,
     DataError,
 )
-from llava_ds.data.chat_template import render_own, render_own_prompt
+from llava_ds.data.chat_template import answer_end, render_own, render_own_prompt
 from llava_ds.data.sample import Message
 from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
@@ -60,7 +60,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """A text to tokenize by itself. before: ids in front of it; base: its place in the whole text."""
 
     text: str
@@ -93,10 +93,9 @@ class Encoder:
         if self.special is not None:
             self.backend = self.special.backend
         if self.template.whole:
-            self.backend = with_token(self.backend, MARKED_IMAGE)
-            self.image_id = self.backend.token_to_id(MARKED_IMAGE)
+            self._find_image_token()
         else:
-            self.first_ids, self.last_ids = _framing_ids(self.tokenizer)
+            self.first_ids, self.last_ids = framing_ids(self.tokenizer)
         self.learned = [i for i in map(ids, self.template.learned) if i is not None]
         if options.template == "chatml" and self.backend.id_to_token(_QWEN_NEWLINE[0]) == _QWEN_NEWLINE[1]:
             self.learned.append(_QWEN_NEWLINE[0])
@@ -112,17 +111,22 @@ class Encoder:
         """The rules of the conversation template."""
         return TEMPLATES[self.options.template]
 
+    def _find_image_token(self) -> None:
+        """Set the token of an image in a text that is tokenized as a whole."""
+        self.backend = with_token(self.backend, MARKED_IMAGE)
+        self.image_id = self.backend.token_to_id(MARKED_IMAGE)
+
     def encode_batch(
-        self, conversations: Sequence[tuple[Sequence[Message], Sequence[int]]]
+        self, conversations: Sequence[tuple[Sequence[Message], Sequence[int | str]]]
     ) -> list[Encoded | DataError]:
         """Ids and labels of every conversation, or the reason why it can't be encoded, in order.
 
-        A conversation: its messages, and the number of features of each <image> mark in the text's order. Cut at
+        A conversation: its messages, and MediaLayout.mark for each <image> mark in the text's order. Cut at
         max_length, features included. A token is supervised if it begins in a supervised segment: a token that begins
         before it can't follow a prompt.
         """
         results: list[Encoded | DataError | None] = []
-        rows: list[tuple[int, list[_Piece], list[tuple[int, int, int]], Sequence[int]]] = []
+        rows: list[tuple[int, list[Piece], list[tuple[int, int, int]], Sequence[int]]] = []
         for messages, features in conversations:
             try:
                 pieces, spans = self._pieces(self._render(messages), features)
@@ -144,7 +148,7 @@ class Encoder:
         return results
 
     def _in_larger_parts(
-        self, pieces: list[_Piece], num_chars: int, spans: Sequence[tuple[int, int, int]], features: Sequence[int]
+        self, pieces: list[Piece], num_chars: int, spans: Sequence[tuple[int, int, int]], features: Sequence[int]
     ) -> Encoded | DataError:
         """Encode a long conversation of which num_chars characters gave too few tokens."""
         limit, beginning = self.options.max_length, None
@@ -161,16 +165,17 @@ class Encoder:
             f"{limit:,} tokens spell, are fewer: take out what the tokenizer passes over, such as spaces in a row"
         )
 
-    def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int | str]) -> list[int]:
         """The ids up to the beginning of the next answer, not cut. messages end with a question."""
-        im_start_end = self.options.mm_use_im_start_end
-        messages = self._guarded(messages)
-        if self.template.write is None:
-            text = render_own_prompt(messages, self.tokenizer, im_start_end)
-        else:
-            text = render_prompt(messages, self.options.template, im_start_end)
+        text = self._prompt_text(self._guarded(messages))
         pieces, spans = self._pieces(self._named([Segment(text)]), num_image_tokens)
         return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)[0].tolist()
+
+    def _prompt_text(self, messages: Sequence[Message]) -> str:
+        im_start_end = self.options.mm_use_im_start_end
+        if self.template.write is None:
+            return render_own_prompt(messages, self.tokenizer, im_start_end)
+        return render_prompt(messages, self.options.template, im_start_end)
 
     def _render(self, messages: Sequence[Message]) -> list[Segment]:
         messages = self._guarded(messages)
@@ -194,10 +199,9 @@ class Encoder:
 
     def _pieces(
         self, segments: Sequence[Segment], features: Sequence[int]
-    ) -> tuple[list[_Piece], list[tuple[int, int, int]]]:
+    ) -> tuple[list[Piece], list[tuple[int, int, int]]]:
         """Texts to tokenize separately, and supervised spans of the whole text: start, end, most tokens (0: all)."""
-        if self.options.supervise_last_turn_only:
-            segments = _last_answer_only(segments)
+        segments = self._chosen(segments)
         spans: list[tuple[int, int, int]] = []
         end = 0
         for segment in segments:
@@ -215,11 +219,15 @@ class Encoder:
             before, base = before + self.head.ids, len(self.head.text)
             texts[0] = self.head.joint + texts[0][base:]
             base -= len(self.head.joint)
-        pieces = [_Piece(texts[0], before, base)]
+        pieces = [Piece(texts[0], before, base)]
         for piece in texts[1:]:
             base += len(pieces[-1].text) + len(IMAGE_TOKEN)
-            pieces.append(_Piece(piece, [], base))
+            pieces.append(Piece(piece, [], base))
         return pieces, spans
+
+    def _chosen(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """The segments, of which the last answer alone is supervised if that is asked for."""
+        return _last_answer_only(segments) if self.options.supervise_last_turn_only else segments
 
     def _tokenize(self, texts: list[str]) -> Iterator[WordRow | WholeRow]:
         """The tokens of each text."""
@@ -245,7 +253,7 @@ class Encoder:
 
     def _join(
         self,
-        pieces: Sequence[_Piece],
+        pieces: Sequence[Piece],
         coded: Iterator[WordRow | WholeRow],
         spans: Sequence[tuple[int, int, int]],
         features: Sequence[int],
@@ -312,7 +320,7 @@ class Encoder:
         return None
 
 
-def _beginning(pieces: list[_Piece], num_chars: int) -> list[_Piece]:
+def _beginning(pieces: list[Piece], num_chars: int) -> list[Piece]:
     """The pieces up to num_chars characters; the same list if they have no more."""
     for i, piece in enumerate(pieces):
         if len(piece.text) > num_chars:
@@ -327,6 +335,11 @@ def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[s
     if template == "chat_template" and tokenizer.chat_template is None:
         problems.append(
             "--version chat_template takes the tokenizer's own template, but this one has none: give another --version"
+        )
+    if template == "processor" and answer_end(tokenizer) is None:
+        problems.append(
+            "its chat template writes no special token behind an answer, so the model would never learn to stop: "
+            "bring the instruction-tuned model's chat template"
         )
     rules = TEMPLATES[template]
     markers = [marker for marker in rules.end_markers if marker not in _NOT_TOKENS]
@@ -349,7 +362,8 @@ def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizer
 
 def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end an answer: the template's end markers that are one token, and the tokenizer's own."""
-    ids = [_single_id(tokenizer, marker) for marker in TEMPLATES[template].end_markers if marker not in _NOT_TOKENS]
+    markers = [answer_end(tokenizer)] if template == "processor" else TEMPLATES[template].end_markers
+    ids = [_single_id(tokenizer, marker) for marker in markers if marker is not None and marker not in _NOT_TOKENS]
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
@@ -361,7 +375,7 @@ def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
     return known.get(token, None if token not in tokenizer.get_vocab() else tokenizer.convert_tokens_to_ids(token))
 
 
-def _framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Ids that the tokenizer adds before and behind every text."""
     where = f"the tokenizer of {tokenizer.name_or_path}"
     with library_errors(where, "it can't tokenize a text"):

@@ -106,7 +106,7 @@ class Checker:
         places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
         outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
-        coded = iter(self.encoder.encode_batch([(each, one.num_tokens) for one in good for each in one.conversations]))
+        coded = iter(self.encoder.encode_batch([(each, one.marks) for one in good for each in one.conversations]))
         rows = [
             self._row(one, [next(coded) for _ in one.conversations]) if isinstance(one, _Checked) else one
             for one in outcomes
@@ -129,8 +129,11 @@ class Checker:
             return _rejected(sample.id, error, text)
         media = tuple(sized for sized, _ in found)
         seen = [file for _, files in found for file in files]
-        num_tokens = [layout_of(one, len(media), self.image_options).num_tokens for one in media]
-        return _Checked(sample, media, seen, num_tokens)
+        try:
+            marks = [layout_of(one, len(media), self.image_options).mark for one in media]
+        except DataError as error:
+            return _rejected(sample.id, error)
+        return _Checked(sample, media, seen, marks)
 
     def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
@@ -179,12 +182,12 @@ class Checker:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A record that only remains to be encoded; num_tokens of each of its media."""
+    """A record that only remains to be encoded; MediaLayout.mark of each of its media."""
 
     sample: Sample
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
-    num_tokens: list[int]
+    marks: list[int | str]
 
     @property
     def conversations(self) -> list[tuple[Message, ...]]:

@@ -26,6 +26,7 @@ from llava_ds.model import lora, quantize
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.loading import load_weights
 from llava_ds.model.open import names as formats
+from llava_ds.model.open.ready_folder import ReadyNames
 from llava_ds.runtime.ranks import Ranks
 
 # The settings that peft has had since LLaVA's time. Later ones have their defaults when absent: an earlier peft, as
@@ -35,7 +36,7 @@ ADAPTER_KEYS = (
     "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "r",
     "revision", "target_modules", "task_type",
 )  # fmt: skip
-PROJECTOR = (formats.PROJECTOR, formats.NEWLINE)
+PROJECTOR = ("projector.", formats.NEWLINE)
 _A, _B = (f".lora_{half}.{lora.ADAPTER}.weight" for half in "AB")
 
 
@@ -85,24 +86,49 @@ def write_adapter(
     of the third by their names in the model.
     Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
     """
-    config = lora.lora_config(export.args, layers).to_dict()
-    written = {
-        **{key: config[key] for key in ADAPTER_KEYS},
-        "inference_mode": True,  # as peft writes it: who opens the folder does not train it
-        "target_modules": layers,  # peft has them in the order of a set, another in every process
-    }
+    if export.model.ready is not None:
+        _write_ready_adapter(export, layers, {**adapters, **beside}, output_dir)
+        return
+    _write_config(export, layers, output_dir)
     rest = {
         formats.tower_to_llava(name)
         if name.startswith(formats.TOWER)
         else formats.projector_to_llava(name, export.args.mm_projector_type): tensor
         for name, tensor in beside.items()
     }
-    (output_dir / lora.ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     tensors = {lora.to_peft(name.removeprefix(formats.LANGUAGE_MODEL)): tensor for name, tensor in adapters.items()}
     write_tensors(output_dir / lora.ADAPTER_FILES[0], tensors)
     others = {lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}
     write_file(output_dir / lora.NON_LORA, lambda file: torch.save(others, file))
     (output_dir / "config.json").write_text(json.dumps(llava_config(export), indent=2) + "\n", encoding="utf-8")
+
+
+def _write_config(export: ExportPlan, layers: list[str], output_dir: Path, saved: list[str] | None = None) -> None:
+    """Write adapter_config.json. saved: names of modules whose weights are in the adapter's file as a whole."""
+    config = lora.lora_config(export.args, layers).to_dict()
+    written = {
+        **{key: config[key] for key in ADAPTER_KEYS},
+        "inference_mode": True,  # as peft writes it: who opens the folder does not train it
+        "target_modules": layers,  # peft has them in the order of a set, another in every process
+        "modules_to_save": saved,
+    }
+    (output_dir / lora.ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_ready_adapter(
+    export: ExportPlan, layers: list[str], tensors: dict[str, torch.Tensor], output_dir: Path
+) -> None:
+    """Write peft's folder over transformers' class of the whole model. What trained beside LoRA is among its
+    modules_to_save."""
+    ready = export.model.ready
+    names = ReadyNames(ready, export.model.text_config)
+    places = {"projector": ready.family.connector, "vision_tower": ready.family.vision}
+    saved = {part: place for part, place in places.items() if part in trained_parts(export.args)}
+    outer = [names.from_part(f"{formats.LANGUAGE_MODEL}{layer}") for layer in layers]
+    _write_config(export, outer, output_dir, list(saved.values()) or None)
+    kept = {name: t for name, t in tensors.items() if name.startswith((formats.LANGUAGE_MODEL, *saved))}
+    written = {lora.to_peft(names.from_part(name)): tensor for name, tensor in kept.items()}
+    write_tensors(output_dir / lora.ADAPTER_FILES[0], written)
 
 
 @torch.no_grad()

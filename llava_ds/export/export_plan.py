@@ -55,8 +55,8 @@ class ExportPlan:
 def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
     """The model_type of transformers' class for such a model, and ""; or None, and why there is no class."""
     kind, why = hf_container(plan, args, image_options)
-    if kind is None:
-        return None, why
+    if kind is None or plan.ready is not None:
+        return kind, why
     if is_upcycled(plan.text_config) and (why := native_config(plan.text_config)[1]):
         return None, why
     ratio, merge = image_options.aspect_ratio, image_options.merge_type
@@ -75,6 +75,8 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) 
 def hf_container(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
     """The model_type of transformers' class that has such a model's weights, whatever its own code does with images,
     and ""; or None, and why there is no class."""
+    if plan.ready is not None:
+        return plan.ready.config.model_type, ""
     if args.mm_projector_type != "mlp2x_gelu":
         return None, f"transformers has no class with --mm_projector_type {args.mm_projector_type}: give mlp2x_gelu"
     if args.s2:
@@ -91,11 +93,16 @@ def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions)
 
     Raises ConfigError where --export_format is not possible.
     """
-    if trains_projector_only(args.model):
+    if trains_projector_only(args.model) and plan.ready is None:
         return "projector", []
     if args.model.lora_enable:
         return "adapter", []
     wanted = args.training.export_format
+    if wanted == "llava" and plan.ready is not None:
+        kind = plan.ready.config.model_type
+        raise ConfigError(
+            f"--export_format llava has no place for a {kind}: leave it out, for transformers' own format"
+        )
     if wanted == "llava":
         return wanted, []
     kind, why = hf_kind(plan, args.model, image_options)

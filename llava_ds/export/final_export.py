@@ -24,6 +24,7 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import NotCompared
 from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.output_folder import write_live_folder
+from llava_ds.export.ready_folder import source_folder
 from llava_ds.export.reload_check import compare_reloaded, compared_positions, describe_comparison
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.families.language import is_upcycled
@@ -141,7 +142,8 @@ def _refuse_to_compare() -> float:
 def _export_adapter(engine, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
     """Write the folder of LLaVA and peft. peft has to compute the same logits from it, for one sample."""
     output_dir, check = Path(args.training.output_dir), args.training.check_export
-    batch = collate([dataset.example()], dataset.image_options).to(ranks.device)
+    sample = dataset.example()
+    batch = collate([sample], dataset.image_options).to(ranks.device)
     embeds = logits = None
     if check != "off":
         with torch.no_grad(), exact_products(engine.module):
@@ -150,6 +152,10 @@ def _export_adapter(engine, export: ExportPlan, args: Arguments, dataset: Encode
     export_adapter(export, engine.module, output_dir, ranks)
     if ranks.is_first:
         compare = partial(compare_reloaded_adapter, output_dir, export, embeds, logits)
+        if export.model.ready is not None:
+            tower, layouts = engine.module.vision_tower, [layout for _, layout in sample.media]
+            base = source_folder(export)
+            compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits, base)
         print(f"adapter: {output_dir} ({describe_comparison(check, batch.input_ids.shape[1], 'peft', compare)})")
 
 

@@ -1,6 +1,7 @@
 # T tokens, V vocabulary, N image tiles, S side of the tower's square
 """Compare the logits of a reloaded folder in transformers with those of the trained model."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from llava_ds.batch import Batch
 from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow, layer_by_layer
 from llava_ds.geometry import MediaLayout
 from llava_ds.model.families.language import final_logits
-from llava_ds.model.hf import HF_CLASSES, TOLERANCE, HFModel, attention_options, embed_batch
+from llava_ds.model.families.ready import READY
+from llava_ds.model.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
 
 # Of the host's free memory that a second copy of the weights may take beside what is running.
 MEMORY_PART = 0.8
@@ -53,19 +55,28 @@ def compare_reloaded(
     mean: torch.Tensor,
     std: torch.Tensor,
     logits: torch.Tensor,
+    base: Path | None = None,
 ) -> float:
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
-    batch: a single sample, and the layouts of its images; mean, std (1, 3, 1, 1): how the tower scales pixels;
+    base: the model's folder where the exported one is an adapter, which peft merges into it; batch: a single sample,
+    and the layouts of its images; mean, std (1, 3, 1, 1): how the tower scales pixels;
     logits (T, V) of the trained model at every position, or at the first ones. The device of the logits is used where
     it has room. Returns and raises as compare_logits does. Raises NotCompared where time or memory end first.
     """
     deadline = Deadline()
-    config = AutoConfig.from_pretrained(output_dir, local_files_only=True, trust_remote_code=False)
+    folder = output_dir if base is None else base
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # In the precision of the files, transformers maps them: no second copy of the weights is in memory.
-    reloaded = HF_CLASSES[config.model_type].from_pretrained(
-        output_dir, dtype=logits.dtype, local_files_only=True, **attention_options(config)
+    reloaded = hf_class(config).from_pretrained(
+        folder, dtype=logits.dtype, local_files_only=True, **attention_options(config)
     )
+    if base is not None:
+        from peft import PeftModel
+
+        with warnings.catch_warnings():  # as in adapter.py
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            reloaded = PeftModel.from_pretrained(reloaded, output_dir).merge_and_unload()
     with layer_by_layer(reloaded.eval(), logits, deadline) as device:
         batch = batch.to(device)
         pixels = ((batch.pixel_values.float() / 255 - mean.to(device)) / std.to(device)).to(
@@ -89,6 +100,8 @@ def _inputs(
         return {"input_ids": ids[:, :num_positions]}
     if num_positions < ids.shape[1]:  # the last image may be cut
         return {"inputs_embeds": embed_batch(reloaded, batch, pixels)[:, :num_positions]}
+    if (family := READY.get(model_type)) is not None:
+        return {"input_ids": ids, **family.outer_pixels(pixels)}
     if model_type == "llava" and not any(layout.pooled for layout in layouts):
         return {"input_ids": ids, "pixel_values": pixels}
     if model_type != "llava" and (images := _tiled_images(reloaded, pixels, layouts)) is not None:

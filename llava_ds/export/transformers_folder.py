@@ -24,6 +24,7 @@ from llava_ds.data.chat_template import chat_template
 from llava_ds.data.templates import resolve_template
 from llava_ds.export.export_plan import ExportPlan, hf_container
 from llava_ds.export.llava_folder import plain_config, with_old_names
+from llava_ds.export.ready_folder import ready_entries, write_ready
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import hf_tokenizer, write_generation_config, write_hf_tokenizer
@@ -37,8 +38,11 @@ CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision
 def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     """The entries that are written: llava-hf's names, rows for new tokens, and the tower's unused layers.
 
-    A tokenizer without <image> gets it as a new last token, whose rows are the mean of the others.
+    A tokenizer without <image> gets it as a new last token, whose rows are the mean of the others. A ready model keeps
+    all as it came.
     """
+    if export.model.ready is not None:
+        return ready_entries(export, entries)
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     names = export.names
     written = names.divided(names.to_hf(names.resized(completed(entries, tower), _rows(export)[1])))
@@ -50,6 +54,9 @@ def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, hole
 
     entries: of the model, by their names here. holes: files of weights without weights.
     """
+    if export.model.ready is not None:
+        write_ready(export, entries, output_dir, holes=holes)
+        return
     kind, _ = hf_container(export.model, export.args, export.image_options)
     assert kind is not None, "export_format would have said so"
     tokenizer, rows = _rows(export)

@@ -11,7 +11,7 @@ from llava_ds.export.output_folder import folder_entries, planned_entries, write
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.files.model_files import said_by
 from llava_ds.model.families.language import read_any_config
-from llava_ds.model.hf import HF_CLASSES
+from llava_ds.model.hf import hf_class
 from llava_ds.tokenizer import read_tokenizer
 
 REMEDY = "or give --export_format llava, which LLaVA's own code opens"
@@ -55,11 +55,11 @@ def _check_room(output_dir: Path, total: int) -> None:
 def _open_with_transformers(folder: Path) -> None:
     where = "the finished model"
     read_tokenizer(folder, where)
-    kind = read_any_config(folder, where).model_type
+    cls = hf_class(read_any_config(folder, where))
     try:
         # In their own precision files are mapped into memory, and holes are never read. On the meta device this would
         # need accelerate.
-        _, report = HF_CLASSES[kind].from_pretrained(
+        _, report = cls.from_pretrained(
             folder,
             dtype="auto",
             local_files_only=True,
@@ -81,6 +81,6 @@ def _open_with_transformers(folder: Path) -> None:
     ]
     if problems:
         raise ConfigError(
-            f"transformers' {HF_CLASSES[kind].__name__} would not open the finished model: {'; '.join(problems)}: "
+            f"transformers' {cls.__name__} would not open the finished model: {'; '.join(problems)}: "
             f"take another --model_name_or_path, {REMEDY}"
         )

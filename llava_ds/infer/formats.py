@@ -16,13 +16,16 @@ from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.model_files import check_folder, is_there, read_config, shown
 from llava_ds.model.families.language import EXPERTS, config_of
+from llava_ds.model.families.ready import READY
 from llava_ds.model.hf import HF_CLASSES, HFModel
 from llava_ds.model.lora import ADAPTER_CONFIG
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, from_disk, part_of
 from llava_ds.model.open.folder import FLAG
+from llava_ds.model.open.ready_folder import ReadyNames
 from llava_ds.model.open.weights import WeightFiles, Weights
-from llava_ds.tokenizer import read_tokenizer
+from llava_ds.model.ready import ReadyModel
+from llava_ds.tokenizer import open_ready_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from llava_ds.export.export_plan import ExportPlan
@@ -172,6 +175,9 @@ class _Entries:
 def _in_memory(weights: Callable[[Callable[[str], str | None]], Weights], model: HFModel) -> Weights:
     """Weights by the model's own names, without those that it does not have, and experts stacked. weights: takes a
     function from names on disk to these, or to None."""
+    if (family := READY.get(model.config.model_type)) is not None:
+        ready = ReadyModel(family, model.config)
+        return weights(ReadyNames(ready, model.config.text_config).to_memory)
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     experts = EXPERTS.get(model.config.get_text_config().model_type)
 
@@ -197,11 +203,13 @@ def _settings(folder: Path, path: Path) -> tuple[PreTrainedConfig, PreTrainedTok
     config_json = read_config(folder / "config.json", where)
     absent = [name for name in ("text_config", "vision_config") if not isinstance(config_json.get(name), dict)]
     kind = config_json.get("model_type")
-    if isinstance(kind, str) and kind in HF_CLASSES and absent:  # transformers' default has 7 billion parameters
+    known = (*HF_CLASSES, *READY)
+    if isinstance(kind, str) and kind in known and absent:  # transformers' default has 7 billion parameters
         raise ConfigError(f"{where}: its config.json has no {' and no '.join(absent)}: copy it again")
     if config_json.get("quantization_config"):
         raise ConfigError(f"{where} is quantized: give the model that it was made from")
     config = config_of(config_json, where, str(folder))
-    if config.model_type not in HF_CLASSES:
-        raise ConfigError(f"{where}: its model_type is {config.model_type!r}, expected {' or '.join(HF_CLASSES)}")
-    return config, read_tokenizer(folder, where)
+    if config.model_type not in known:
+        raise ConfigError(f"{where}: its model_type is {config.model_type!r}, expected {' or '.join(known)}")
+    is_ready = config.model_type in READY
+    return config, open_ready_tokenizer(str(folder), where) if is_ready else read_tokenizer(folder, where)

@@ -20,6 +20,7 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
 from llava_ds.data.images.decode import load_media, probe
+from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
 from llava_ds.infer.load import LoadedModel
@@ -54,15 +55,13 @@ class Answer:
 
 def make_encoder(loaded: LoadedModel) -> Encoder:
     """Make training's encoder, with the template of the exported model."""
-    return Encoder(
-        loaded.tokenizer,
-        EncodingOptions(
-            loaded.version,
-            loaded.tokenizer.model_max_length,
-            getattr(loaded.model.config, "mm_use_im_start_end", False),
-            split_special_tokens=getattr(loaded.model.config, "split_special_tokens", False),
-        ),
+    options = EncodingOptions(
+        loaded.version,
+        loaded.tokenizer.model_max_length,
+        getattr(loaded.model.config, "mm_use_im_start_end", False),
+        split_special_tokens=getattr(loaded.model.config, "split_special_tokens", False),
     )
+    return encoder_of(loaded.tokenizer, options, loaded.image_options)
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, encoder: Encoder | None = None) -> list[int]:
@@ -323,7 +322,7 @@ def media_of(prompt: Prompt, image_options: ImageOptions) -> list[tuple[Media, t
 def _encode(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _EncodedPrompt:
     media = media_of(prompt, loaded.image_options)
     return _EncodedPrompt(
-        encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in media]), media, prompt.blank
+        encoder.prompt_ids(prompt.messages, [layout.mark for *_, layout in media]), media, prompt.blank
     )
 
 

@@ -11,17 +11,20 @@ from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from llava_ds.config.arguments import ModelArguments
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import ImageOptions
 from llava_ds.infer.formats import UnloadedModel, open_model
 from llava_ds.model.families.language import is_upcycled
-from llava_ds.model.hf import HF_CLASSES, HFModel, attention_options
+from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready_family import ReadyFamily
+from llava_ds.model.hf import HFModel, attention_options, hf_class
 from llava_ds.model.loading import check_depth, check_fit, load_weights, return_freed_memory
 from llava_ds.model.open.folder import read_pinpoints
 from llava_ds.model.open.weights import WeightFiles
+from llava_ds.model.ready import ReadyModel, plan_vision
 from llava_ds.model.upcycling import add_experts
 from llava_ds.model.vision import read_processor
 from llava_ds.runtime.ranks import Ranks
@@ -118,8 +121,8 @@ def construct_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
     try:
         config = unloaded.config
         with library_errors(f"--model_path {unloaded.path}"):
-            model = HF_CLASSES[config.model_type]._from_config(config, dtype=dtype, **attention_options(config))
-            if is_upcycled(config.text_config):
+            model = hf_class(config)._from_config(config, dtype=dtype, **attention_options(config))
+            if is_upcycled(config.get_text_config()):
                 add_experts(model.model.language_model, config.text_config, ModelArguments())
             model.tie_weights()
     finally:
@@ -148,6 +151,8 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
     mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
     exported = getattr(model.config, "llava_ds_version", None)
     notes = unloaded.notes
+    if (family := READY.get(model.config.model_type)) is not None:
+        return _ready_settings(model, family, processor, unloaded, version)
     if version is None and exported is not None:
         try:
             version = resolve_template(str(exported))
@@ -160,6 +165,23 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
         notes += (f"{unloaded.path} has no conversation template: Vicuna's is used; --version names another",)
     image_options = _image_options(model, processor, unloaded.path)
     return LoadedModel(model, unloaded.tokenizer, mean, std, image_options, version, notes=notes)
+
+
+def _ready_settings(
+    model: HFModel, family: ReadyFamily, processor: dict, unloaded: UnloadedModel, version: str | None
+) -> LoadedModel:
+    """The same of a ready model, whose processor says all of it."""
+    where = f"--model_path {unloaded.path}"
+    if version not in (None, "processor"):
+        raise ConfigError(
+            f"--version {version}: {where} is a ready model, whose chat template is its own: leave it out"
+        )
+    whole = read_json_if_there(unloaded.folder / "processor_config.json", where)
+    vision = plan_vision(ReadyModel(family, model.config), processor, whole, unloaded.tokenizer, where)
+    args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
+    images = vision.images
+    options = vision.image_options(args)
+    return LoadedModel(model, unloaded.tokenizer, images.mean, images.std, options, "processor", notes=unloaded.notes)
 
 
 def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:

@@ -24,6 +24,7 @@ from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.lora import linear_names
+from llava_ds.model.ready import ReadyVision
 from llava_ds.model.stages import layers_of_stages
 from llava_ds.model.upcycling import expert_of
 from llava_ds.model.vision import TowerPlan
@@ -75,7 +76,7 @@ class ModelFlops:
         return self.per_pair / (2 * self.per_token)
 
 
-def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
+def model_flops(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: ModelArguments) -> ModelFlops:
     """The FLOPs of a composition with the flags. It is built on the meta device, so no family is a special case.
 
     LoRA counts with its own matrices, quantized weights like those of 16 bits.
@@ -85,7 +86,9 @@ def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) 
     return flops_of_model(model, text, tower, args)
 
 
-def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
+def flops_of_model(
+    model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: ModelArguments
+) -> ModelFlops:
     """The FLOPs of a composition that has been built already, without its adapters."""
     parts = trained_parts(args)
     trains_tower, trains_projector = "vision_tower" in parts, "projector" in parts
@@ -140,23 +143,19 @@ def _heads_width(text: PreTrainedConfig) -> int:
     return heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
 
 
-def _tower_flops(tower: nn.Module, plan: TowerPlan, trains: bool) -> float:
+def _tower_flops(tower: nn.Module, plan: TowerPlan | ReadyVision, trains: bool) -> float:
     """FLOPs of one tile, at every scale of S2. The patch embedding passes no gradient on."""
-    config = plan.config
-    is_siglip2 = config.model_type == "siglip2_vision_model"
-    patches = config.num_patches if is_siglip2 else (config.image_size // config.patch_size) ** 2
-    positions = patches + plan.has_class_token
-    embedding = tower.embeddings.patch_embedding
+    positions, embedding = plan.num_positions, plan.patch_embedding(tower)
     layers = _dense_weights(tower, but=embedding)
     once = (
-        patches * embedding.weight.numel() * _times(False, trains)
+        plan.num_patches * embedding.weight.numel() * _times(False, trains)
         + positions * layers * _times(trains, trains)
-        + 4 * plan.num_layers * config.hidden_size * positions**2 * (3 if trains else 1)
+        + 4 * plan.num_layers * plan.config.hidden_size * positions**2 * (3 if trains else 1)
     )
     return once * sum((scale // plan.scales[0]) ** 2 for scale in plan.scales) if plan.scales else once
 
 
-def _projector_flops(projector: nn.Module, plan: TowerPlan, trains_tower: bool, trains: bool) -> float:
+def _projector_flops(projector: nn.Module, plan: TowerPlan | ReadyVision, trains_tower: bool, trains: bool) -> float:
     """FLOPs of one tile. Only a tower that trains needs the gradient of its features."""
     matrices = [m.weight.numel() for m in projector.modules() if isinstance(m, MATRICES)]
     per_feature = sum(

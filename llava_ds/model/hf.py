@@ -9,11 +9,14 @@ from transformers import (
     LlavaNextForConditionalGeneration,
     LlavaOnevisionForConditionalGeneration,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from llava_ds.batch import Batch
+from llava_ds.model.families.ready import READY
 from llava_ds.model.llava import merge_features
 from llava_ds.model.projector import with_newlines
+from llava_ds.model.ready import outer_class
 
 HFModel = LlavaForConditionalGeneration | LlavaNextForConditionalGeneration | LlavaOnevisionForConditionalGeneration
 
@@ -22,6 +25,14 @@ HF_CLASSES = {  # by model_type
     "llava_next": LlavaNextForConditionalGeneration,
     "llava_onevision": LlavaOnevisionForConditionalGeneration,
 }
+
+
+def hf_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """transformers' class of a LLaVA or a ready model; None for another kind."""
+    if config.model_type in READY:
+        return outer_class(config)
+    return HF_CLASSES.get(config.model_type)
+
 
 # Largest difference of logits, relative to their largest magnitude, at which another's model counts as the same: the
 # two sides add in another order.
@@ -43,8 +54,12 @@ def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Ten
     transformers' own merge cuts every image of a LlavaNext into tiles, also where a sample shows several, and knows
     no frames.
     """
-    inner, layer = model.model, model.config.vision_feature_layer
     embeds = model.get_input_embeddings()(batch.input_ids)
+    if (family := READY.get(model.config.model_type)) is not None:
+        features = family.features(model.get_submodule(family.vision), pixels)
+        connected = family.connect(model.get_submodule(family.connector), model.config, features)
+        return merge_features(embeds, connected, batch, None)
+    inner, layer = model.model, model.config.vision_feature_layer
     hidden = inner.vision_tower(pixels, output_hidden_states=True).hidden_states[layer]
     if model.config.vision_feature_select_strategy == "default":
         hidden = hidden[:, 1:]  # without the class token

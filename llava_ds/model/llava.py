@@ -13,7 +13,8 @@ from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import attention, last_layer, output_loss
 from llava_ds.model.families.language import final_logits, hold_rotary_angles, is_upcycled, logits_divisor
-from llava_ds.model.projector import Newline, Projector, build_projector
+from llava_ds.model.projector import Newline, Projector
+from llava_ds.model.ready import Connector, ReadyTower, ReadyVision
 from llava_ds.model.stages import Stage, is_last
 from llava_ds.model.upcycling import add_experts
 from llava_ds.model.value_head import ValueHead
@@ -25,8 +26,8 @@ class LlavaModel(nn.Module):
 
     def __init__(
         self,
-        vision_tower: VisionTower,
-        projector: Projector,
+        vision_tower: VisionTower | ReadyTower,
+        projector: Projector | Connector,
         language_model: nn.Module,
         newline: Newline | None = None,
         value_head: ValueHead | None = None,
@@ -186,7 +187,7 @@ def _pooled(features: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def assemble(
     text_config: PreTrainedConfig,
-    tower: TowerPlan,
+    tower: TowerPlan | ReadyVision,
     args: ModelArguments,
     mean: torch.Tensor,
     std: torch.Tensor,
@@ -201,10 +202,10 @@ def assemble(
         add_experts(language_model, text_config, args)
     hold_rotary_angles(language_model)
     language_model.tie_weights()  # from_config ties in its initialisation, which callers switch off
-    projector = build_projector(args.mm_projector_type, tower.width, text_config.hidden_size)
+    projector = tower.build_projector(args, text_config.hidden_size)
     newline = Newline(text_config.hidden_size) if "unpad" in args.mm_patch_merge_type else None
     head = ValueHead(text_config.hidden_size) if value_head else None
-    return LlavaModel(VisionTower(tower, mean, std), projector, language_model, newline, head)
+    return LlavaModel(tower.build(mean, std), projector, language_model, newline, head)
 
 
 def layer_classes(model: nn.Module) -> list[type[nn.Module]]:

@@ -1,7 +1,7 @@
 """Plan of a model from its folders: configurations, tokenizer, and the names and shapes of all weights."""
 
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -9,7 +9,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.files.model_files import library_errors
+from llava_ds.files.model_files import library_errors, read_json_if_there
 from llava_ds.model import lora
 from llava_ds.model.families.language import length_problem
 from llava_ds.model.llava import assemble
@@ -19,11 +19,12 @@ from llava_ds.model.open.folder import FLAG, ModelFolder, read_folder, without_p
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.projector import Newline, build_projector
+from llava_ds.model.ready import ReadyModel, ReadyVision, plan_vision
 from llava_ds.model.rows import resize_vocabulary
 from llava_ds.model.upcycling import upcycle
 from llava_ds.model.value_head import ValueHead, value_head_file
 from llava_ds.model.vision import ImageSpec, TowerPlan, plan_tower, read_processor, read_tower
-from llava_ds.tokenizer import add_image_tokens, open_tokenizer
+from llava_ds.tokenizer import add_image_tokens, open_ready_tokenizer, open_tokenizer
 
 # Settings that have to be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
@@ -35,8 +36,18 @@ class Parts:
 
     folder: ModelFolder
     text_config: PreTrainedConfig
-    tower: TowerPlan
+    tower: TowerPlan | ReadyVision
     sources: Sources
+
+    def open_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with LLaVA's ids or, for a ready model, its processor's."""
+        return _open_tokenizer(self.folder)
+
+
+def _open_tokenizer(folder: ModelFolder) -> PreTrainedTokenizerBase:
+    if folder.ready is None:
+        return open_tokenizer(folder.tokenizer)
+    return open_ready_tokenizer(folder.tokenizer, f"{FLAG} {folder.path}")
 
 
 def read_parts(args: ModelArguments) -> Parts:
@@ -67,8 +78,12 @@ def read_parts(args: ModelArguments) -> Parts:
     return Parts(folder, folder.text_config, tower, sources)
 
 
-def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Source, Source | None]:
+def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | ReadyVision, Source, Source | None]:
     """The tower, the source of the layers that run, and the source of the rest if that is another."""
+    if folder.ready is not None:
+        where, own = f"{FLAG} {folder.path}", Path(folder.base or folder.path)
+        settings = read_processor(own, where), read_json_if_there(own / "processor_config.json", where)
+        return plan_vision(folder.ready, *settings, _open_tokenizer(folder), where), folder.vision_tower, None
     given = args.vision_tower
     elsewhere = given and Source("--vision_tower", given, formats.tower_from_disk)
     if folder.vision_config is not None:
@@ -111,12 +126,17 @@ class ModelPlan:
     """All that is known of a model before it is built."""
 
     text_config: PreTrainedConfig
-    tower: TowerPlan
+    tower: TowerPlan | ReadyVision
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
     whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
     has_value_head: bool = False
     notes: tuple[str, ...] = ()  # lines about what the flags make of the model
+
+    @property
+    def ready(self) -> ReadyModel | None:
+        """A ready model's family and configuration; None for a composition of this package."""
+        return self.tower.ready if isinstance(self.tower, ReadyVision) else None
 
     def last_layer_note(self) -> str:
         """A line about the positions of the last layer."""
@@ -155,7 +175,7 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     findings = check_language_model(args.model_name_or_path, text_config)
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
-    tokenizer = open_tokenizer(parts.folder.tokenizer)
+    tokenizer = parts.open_tokenizer()
     added = add_image_tokens(tokenizer, args)
     if args.mm_use_im_patch_token or args.mm_use_im_start_end:
         text_config, sources = resize_vocabulary(text_config, sources, tokenizer, added, args)
@@ -163,7 +183,7 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     if args.moe_enable:
         text_config, sources, notes = upcycle(text_config, sources, args)
     with torch.device("meta"):
-        build_projector(args.mm_projector_type, parts.tower.width, text_config.hidden_size)  # raises if impossible
+        parts.tower.build_projector(args, text_config.hidden_size)  # raises if impossible
     plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer, value_head, tuple(notes))
     check_depth(text_config, sources.language_model.open(), sources.language_model.flag)
     with no_init_weights(), torch.device("meta"), library_errors(f"--model_name_or_path {args.model_name_or_path}"):
@@ -201,8 +221,7 @@ def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
     source: Source | None = getattr(plan.sources, name)
     if source is None:
         return None
-    runs = partial(formats.runs_in_tower, num_layers=plan.tower.num_layers)
-    files = source.files(runs if name == "vision_tower" else lambda _: True)
+    files = source.files(plan.tower.runs if name == "vision_tower" else lambda _: True)
     weights = source.changed(files)
     if name == "newline" and not weights.shapes:
         return None

@@ -60,10 +60,10 @@ def examine(config: PreTrainedConfig) -> Findings:
         torch.manual_seed(0)
         try:
             with torch.device("meta"):
-                size = sum(tensor.nbytes for tensor in _tensors(_build(_small(config), "eager")))
+                size = sum(tensor.nbytes for tensor in _tensors(_build(small_copy(config), "eager")))
             if size > MAX_COPY_BYTES:
                 return Findings(f"a small copy of it, to try its attention, would take {size / 1e9:,.0f} GB")
-            model, reference = random_copy(config), _build(_small(config), "eager")
+            model, reference = random_copy(config), _build(small_copy(config), "eager")
         except Exception as error:  # any error of a family's configuration or constructor
             return Findings(f"no small copy of it can be built to try its attention ({_first_line(error)})")
         reference.load_state_dict(model.state_dict())
@@ -92,10 +92,10 @@ def _config_problem(config: PreTrainedConfig) -> str | None:
 
 def random_copy(config: PreTrainedConfig) -> nn.Module:
     """A small copy of a language model with random weights and this package's attention, float32, on the CPU."""
-    model = _build(_small(config), attention.register())
+    model = _build(small_copy(config), attention.register())
     with torch.no_grad():
         for parameter in model.parameters():
-            _draw(parameter)
+            draw(parameter)
     return model
 
 
@@ -113,7 +113,7 @@ def random_inputs(model: nn.Module) -> dict[str, object]:
     }
 
 
-def _small(config: PreTrainedConfig) -> PreTrainedConfig:
+def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration with few heads of unchanged width, and one layer of each kind, at least two.
 
     Its last layer is the model's last one.
@@ -166,7 +166,7 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
-def _draw(parameter: nn.Parameter) -> None:
+def draw(parameter: nn.Parameter) -> None:
     """Random numbers so large that every part of a layer changes the logits."""
     if parameter.ndim > 1:
         parameter.normal_(0, parameter.shape[-1] ** -0.5)

@@ -23,7 +23,8 @@ from llava_ds.config.arguments import Arguments, ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import is_there, library_errors, read_config, read_json, shown
 from llava_ds.geometry import ImageOptions, image_options
-from llava_ds.model.projector import pooled_patch_size
+from llava_ds.model.open.names import runs_in_tower
+from llava_ds.model.projector import Projector, build_projector, pooled_patch_size
 
 # By model_type of a vision model's own configuration.
 TOWERS = {
@@ -93,6 +94,34 @@ class TowerPlan:
     def has_class_token(self) -> bool:
         """True if the tower computes a class token, used or not."""
         return self.config.model_type == "clip_vision_model"
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of a tile."""
+        if self.config.model_type == "siglip2_vision_model":
+            return self.config.num_patches
+        return (self.config.image_size // self.config.patch_size) ** 2
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of a tile in the tower."""
+        return self.num_patches + self.has_class_token
+
+    def runs(self, name: str) -> bool:
+        """True for parameters of layers that run."""
+        return runs_in_tower(name, self.num_layers)
+
+    def build(self, mean: torch.Tensor, std: torch.Tensor) -> "VisionTower":
+        """The tower, uninitialised."""
+        return VisionTower(self, mean, std)
+
+    def build_projector(self, args: ModelArguments, hidden_size: int) -> Projector:
+        """The projector to a language model of this width, uninitialised. Raises ConfigError for an impossible one."""
+        return build_projector(args.mm_projector_type, self.width, hidden_size)
+
+    def patch_embedding(self, tower: nn.Module) -> nn.Module:
+        """The first layer of a tower."""
+        return tower.embeddings.patch_embedding
 
 
 def read_tower(path: str | Path, args: ModelArguments) -> TowerPlan:

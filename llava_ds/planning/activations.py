@@ -88,7 +88,7 @@ def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
     again = batch.num_recomputed
     layers = (text.num_layers - again) * layer_bytes(text, tokens, w, batch.has_tiled_mlps)
     layers += again * tokens * w * text.hidden
-    width = tower.hidden + (2 * text.hidden if tower.projector_layers > 1 else 0)
+    width = tower.hidden * tower.shuffled + (2 * text.hidden if tower.projector_layers > 1 else 0)
     projector = batch.num_tiles * w * (tower.num_patches * width + tower.hidden) if shape.is_first else 0
     rotary = 2 * tokens * w * text.query // text.num_heads
     passed_on = tokens * w * text.hidden * ((not shape.is_first) + (not shape.is_last))
@@ -134,6 +134,6 @@ def loss_bytes(text: TextShape, num_supervised: int, weight_bytes: int) -> int:
 
 
 def _tower_bytes(tower: TowerShape, num_tiles: int, weight_bytes: int) -> int:
-    tokens = num_tiles * (tower.num_patches + 1)
+    tokens = num_tiles * tower.num_positions
     pixels = 3 * tower.image_size**2 * num_tiles * (1 + 4 + 4 + weight_bytes)
     return pixels + weight_bytes * tokens * (3 * tower.hidden + 3 * tower.intermediate)

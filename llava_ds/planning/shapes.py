@@ -24,6 +24,7 @@ from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import read_parts
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.quantize import scale_bits
+from llava_ds.model.ready import ReadyVision
 from llava_ds.model.stages import stage_of_parameters
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
@@ -120,6 +121,7 @@ class TextShape:
 class TowerShape:
     """Widths and layers of the vision tower, features per tile, side of a tile in pixels, and layers of the projector.
 
+    num_patches: features per tile of the projector, each of so many positions of the tower as shuffled says;
     num_parameters: of the tower alone; trained: whether the stage trains it.
     """
 
@@ -131,6 +133,12 @@ class TowerShape:
     projector_layers: int
     num_parameters: int
     trained: bool
+    shuffled: int = 1
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of a tile in the tower, a class token among them."""
+        return self.num_patches * self.shuffled + 1
 
 
 @dataclass(frozen=True)
@@ -233,7 +241,7 @@ def shape_of_count(count: int) -> ModelShape:
     return ModelShape((Part("model", count, count),), (tensors,), (), tuple((size,) for size in tensors))
 
 
-def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> ModelShape:
+def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Arguments) -> ModelShape:
     """Any causal language model with any tower, as the flags of a run compose and train them.
 
     The composition is built without memory, so every tensor is counted as it would be trained, tied ones once.
@@ -324,7 +332,7 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
     )
 
 
-def _tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerShape:
+def _tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Arguments) -> TowerShape:
     return TowerShape(
         hidden=tower.config.hidden_size,
         intermediate=tower.config.intermediate_size,
@@ -334,10 +342,11 @@ def _tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerS
         projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
         num_parameters=_numel(model.vision_tower.parameters()),
         trained="vision_tower" in trained_parts(args.model),
+        shuffled=tower.tiles.patches // tower.tiles.features if isinstance(tower, ReadyVision) else 1,
     )
 
 
-def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
+def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Arguments) -> None:
     """Add a critic as large as the actor, which it is unless another model is named."""
     model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
     if args.model.lora_enable:

@@ -288,7 +288,7 @@ def adapter_bytes_moved(text: TextShape, weight_bytes: int) -> tuple[float, floa
 def tower_bytes_moved(tower: TowerShape, weight_bytes: int) -> float:
     """The same of a tile in the tower: norms that are one kernel, residuals, and an activation of three kernels."""
     per_token = weight_bytes * (10 * tower.hidden + 7 * tower.intermediate)
-    return tower.num_layers * (tower.num_patches + 1) * per_token
+    return tower.num_layers * tower.num_positions * per_token
 
 
 def _launches_s(run: Run, placement: Placement, load: Load) -> float:

@@ -11,6 +11,7 @@ from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.config.arguments import Arguments, with_objective_defaults
 from llava_ds.config.shipped import DS_CONFIGS
+from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.splits import split_datasets
@@ -29,6 +30,7 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import length_note
 from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.mixture import check_mixture_flags
+from llava_ds.model.open.folder import sharing_problems
 from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.model.upcycling import capacity_note, check_stage, check_upcycled
 from llava_ds.planning import dry_run
@@ -44,6 +46,7 @@ from llava_ds.runtime.ranks import (
     print_first,
 )
 from llava_ds.tiny import default as tiny
+from llava_ds.train.ready_trial import check_ready
 from llava_ds.train.rewards import Reward, open_rewards
 from llava_ds.train.start import Start
 
@@ -109,6 +112,9 @@ def make_plan(start: Start) -> Plan:
     named = args.training.reward_funcs, args.training.reward_weights, judge is not None
     rewards = on_every_rank(ranks, partial(open_rewards, *named))
     model, images, form = _plan_model(args)
+    if model.ready is not None:
+        tried = model, images, model.sources.vision_tower.path, args.data.cache_dir
+        print_first(broadcast_from_first(ranks, partial(check_ready, *tried)))
     judging = model, images, args.data.model_max_length
     reward_model = judge and plan_frozen("--reward_model_name_or_path", judge, *judging, value_head=True)
     reference = args.training.ref_model_name_or_path
@@ -145,6 +151,8 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
     model = plan_model(args.model, args.data.model_max_length, args.training.objective == "reward")
     check_axes(args, model.text_config)
+    if model.ready is not None and (shared := sharing_problems(args, "this is a ready model")):  # in the JSON, too
+        raise ConfigError("\n".join(shared))
     check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
     check_upcycled(args, model.text_config)
     print_first(*model.notes, *filter(None, [capacity_note(args.model)]))

@@ -318,6 +318,12 @@ def test_a_flag_out_of_bounds_is_said_once():
             ["--tune_mm_mlp_adapter", "--mm_tunable_parts", "mm_mlp_adapter"],
             "True and --mm_tunable_parts both say what",
         ),
+        (
+            ["--tune_mm_llm", "True", "--mm_tunable_parts", "mm_mlp_adapter"],
+            "--tune_mm_llm and --mm_tunable_parts both say what trains",
+        ),
+        (["--tune_mm_llm", "False"], "--tune_mm_llm False leaves nothing to train"),
+        (["--tune_mm_mlp", "True", "--lora_enable", "True"], "which --tune_mm_llm leaves alone: choose one"),
         (["--mm_tunable_parts", "mm_adapter"], "names 'mm_adapter', which is no part: give some of mm_vision_tower,"),
         (["--freeze_mm_mlp_adapter", "--mm_projector_lr", "1e-3"], "rate for the projector, which does not train"),
         (["--mm_vision_tower_lr", "1e-3"], "--mm_vision_tower_lr is a rate for the vision tower, which does not train"),

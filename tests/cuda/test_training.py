@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import ready_models
 import torch
 import toys
 from fake_gpu import HostWait, gpu
@@ -13,6 +14,7 @@ from llava_ds.data.collate import LoadedPair
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
 from llava_ds.model import attention
 from llava_ds.model.liger import replace_kernels
+from llava_ds.model.plan import plan_model
 from llava_ds.model.probe import examine
 
 pytestmark = pytest.mark.cuda
@@ -211,3 +213,20 @@ def test_weights_in_4_bits_with_lora(quant_type, double_quant):
     model = trained_once(lora_enable=True, bits=4, quant_type=quant_type, double_quant=double_quant)
     packed = [p for p in model.language_model.parameters() if p.dtype == torch.uint8]
     assert packed and all(p.is_cuda and p.grad is None for p in packed)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("family", ready_models.FAMILIES)
+def test_ready_models(family, trained, tmp_path):
+    args = arguments(**ready_models.write_ready(tmp_path, family), version="processor", tune_mm_vision=trained,
+                     tune_mm_mlp=True, tune_mm_llm=True)  # fmt: skip
+    plan = plan_model(args.model, 512)
+    options = plan.tower.image_options(args)
+    with gpu() as rules:
+        with rules.building():
+            model = built(plan.text_config, plan.tower, args, short=True)
+        (micro,) = on_gpu(talks(options), options)
+        loss, _ = model(micro.batch, num_sources=2)
+        backward(model, loss)
+        assert not rules.waits
+    assert any(p.grad is not None for p in model.vision_tower.parameters()) == trained

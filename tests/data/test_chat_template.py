@@ -33,7 +33,7 @@ def written(tokenizer, template: str, talk: list[Message], im: bool = False, **o
 
 
 def test_every_template_has_one():
-    assert set(CHAT_TEMPLATES) | {"chat_template"} == set(TEMPLATES)
+    assert set(CHAT_TEMPLATES) | {"chat_template", "processor"} == set(TEMPLATES)
 
 
 @pytest.mark.parametrize("template", sorted({*CHAT_TEMPLATES} - {"plain"}))

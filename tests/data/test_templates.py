@@ -87,7 +87,7 @@ def test_the_text_of_every_template(template):
 
 
 def test_every_template_is_tested():
-    assert set(WRITTEN) | {"v1", "plain", "chat_template"} == set(TEMPLATES)
+    assert set(WRITTEN) | {"v1", "plain", "chat_template", "processor"} == set(TEMPLATES)
 
 
 def test_names_of_llava_lead_to_templates_and_other_names_are_refused_with_the_known_ones():
@@ -149,7 +149,7 @@ def test_image_first(text, expected):
     assert image_first(text) == expected
 
 
-@pytest.mark.parametrize("template", sorted({*TEMPLATES} - {"chat_template"}))
+@pytest.mark.parametrize("template", sorted({*TEMPLATES} - {"chat_template", "processor"}))
 def test_a_prompt_is_the_beginning_of_what_training_saw(template):
     talk = [human("<image>\nWhat?"), gpt("A cat."), human("And?"), gpt("No more.")]
     for turns in (1, 3) if template != "plain" else (1,):

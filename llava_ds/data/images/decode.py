@@ -16,9 +16,9 @@ from llava_ds import geometry
 from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
 from llava_ds.data.file_slices import opened_file
 from llava_ds.data.images import video
-from llava_ds.data.images.resize import bands, cut_tiles, to_tile, too_narrow
+from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import ImageOptions, MediaLayout, Size
+from llava_ds.geometry import ImageOptions, MediaLayout, ReadyImageOptions, Size
 
 # Raster formats whose decoders run no program and open no other file. Not ICO, which hides images of other sizes.
 FORMATS = (
@@ -52,7 +52,10 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
     for ref in used_files(media, options):
         with _opened(ref, options.max_pixels) as (_, _, size):
             sizes.append(size)
-        _check_resized(ref, size, _aspect_ratio(media, options), options)
+        if isinstance(options, ReadyImageOptions):
+            _check_steps(ref, size, options)
+        else:
+            _check_resized(ref, size, _aspect_ratio(media, options), options)
     return tuple(sizes)
 
 
@@ -68,6 +71,9 @@ def load_media(
     Raises DataError for a broken file, and FileChanged if the layout depends on a size that has changed.
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
     """
+    if isinstance(options, ReadyImageOptions):
+        tiles = _ready_tiles(media.refs[0], sizes[0], options)
+        return tiles if wanted is None else tiles[list(wanted)]
     size, mean, bound, fast = options.size, options.mean, options.max_pixels, options.fast_decoding
     if media.kind == "video":
         frames = video.frames(media.refs[0], sizes, options)
@@ -88,6 +94,11 @@ def load_media(
             _check_resized(ref, image.size, aspect_ratio, options)  # it may have changed since it was probed
             tiles.append(to_tile(image, size, aspect_ratio, mean, bound, fast))
     return torch.stack(tiles if wanted is None or not tiled else [tiles[i] for i in wanted])
+
+
+def _ready_tiles(ref: FileRef, size: Size, options: ReadyImageOptions) -> torch.Tensor:
+    """Tiles of an image as a ready model's own image processor makes them. size: from probe."""
+    return cut_by(_load(ref, options.max_pixels, size), options.tiling.cut(size), options.size, options.resample)
 
 
 def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
@@ -240,6 +251,16 @@ def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOp
     resized = stretched if aspect_ratio == "stretch" else geometry.resized_size(*size, options.size)
     if resized[0] * resized[1] > options.max_pixels:
         raise DataError(f"{ref.path}: {too_narrow(size, resized)}")
+
+
+def _check_steps(ref: FileRef, size: Size, options: ReadyImageOptions) -> None:
+    """Refuse an image that would be resized to more pixels than the bound, also halfway, by width alone."""
+    steps = options.tiling.cut(size).steps
+    before = (size, *steps)
+    if any(max(width * h, width * height) > options.max_pixels for (_, h), (width, height) in zip(before, steps)):
+        raise DataError(
+            f"{ref.path}: an image of {size[0]} x {size[1]} would be resized to too many pixels: leave it out"
+        )
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from PIL import Image
 from llava_ds import geometry
 from llava_ds.constants import MAX_IMAGE_PIXELS, DataError
 from llava_ds.geometry import Size
+from llava_ds.tilings import Cut
 
 _BAND_PIXELS = 4_000_000  # converted or padded at a time, so that a large image is never copied whole
 
@@ -63,6 +64,22 @@ def cut_tiles(image: Image.Image, size: Size, pinpoint: Size, side: int, fast: b
         canvas[:, y : y + side, x : x + side] for y in range(0, pinpoint[1], side) for x in range(0, pinpoint[0], side)
     ]
     return [tile.contiguous() for tile in (overview, *tiles)]
+
+
+def cut_by(image: Image.Image, cut: Cut, side: int, resample: int) -> torch.Tensor:
+    """Tiles of a ready model's image, (n, 3, S, S) uint8. side: S; resample: Pillow's number of the filter.
+
+    Source: transformers' image processors, which resize by Pillow alone.
+    """
+    images = [image]
+    for size in cut.steps:
+        images.append(images[-1].resize(size, resample))
+    across, down = cut.grid
+    whole = _planes(images[-1]).reshape(3, down, side, across, side)
+    tiles = whole.permute(1, 3, 0, 2, 4).reshape(-1, 3, side, side)
+    if cut.overview_from is None:
+        return tiles
+    return torch.cat([tiles, _planes(images[cut.overview_from].resize((side, side), resample))[None]])
 
 
 def too_narrow(size: Size, resized_to: Size) -> str:

@@ -28,10 +28,13 @@ from llava_ds.model.families.language import (
     text_config_of_llava,
     trunk_name,
 )
+from llava_ds.model.families.ready import NOT_YET, READY
 from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, from_disk
+from llava_ds.model.open.ready_folder import language_model_rename, read_ready
 from llava_ds.model.open.weights import Overlaid, Source, WeightFiles, Weights, tensor_names
+from llava_ds.model.ready import ReadyModel
 from llava_ds.model.vision import read_processor, vision_config
 
 FLAG = "--model_name_or_path"
@@ -65,6 +68,12 @@ IMAGE_OPTION_FLAGS = {
     "pool_stride": "mm_spatial_pool_stride",
     "pool_mode": "mm_spatial_pool_mode",
 }
+# Flags of LLaVA's own composition and templates, which a ready model's files decide.
+COMPOSING_FLAGS = (
+    "vision_tower", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales",
+    "pretrain_mm_mlp_adapter", "version", "mm_use_im_start_end", "mm_use_im_patch_token", "split_special_tokens",
+    "mm_patch_merge_type", "image_aspect_ratio", "image_grid_pinpoints", "fast_image_decoding",
+)  # fmt: skip
 # Flags that a trained projector depends on: another value needs another projector.
 PROJECTOR_FLAGS = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales")
 _PINPOINTS = Annotated[list[tuple[PositiveInt, PositiveInt]], Field(min_length=1, max_length=10_000)]
@@ -77,7 +86,7 @@ class ModelFolder:
     kind: for messages; tokenizer: the folder that has it; flags: values that the model was trained with, by flag;
     projector, newline and vision_tower are None where the folder has none; vision_config: of the tower in the folder;
     trained_with: the tower that the model was trained with, and the width of its features; base: the folder under an
-    adapter.
+    adapter; ready: of a ready vision-language model.
     """
 
     path: str
@@ -92,6 +101,7 @@ class ModelFolder:
     vision_config: PreTrainedConfig | None = None
     trained_with: tuple[str | None, int | None] = (None, None)
     base: str | None = None
+    ready: ReadyModel | None = None
 
 
 def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
@@ -107,6 +117,13 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
     kind = config.get("model_type")
     if kind in HF and "text_config" in config:
         return _read_hf(path, config)
+    if isinstance(kind, str) and kind in READY:
+        return _read_ready(path, config)
+    if isinstance(kind, str) and kind in NOT_YET:
+        raise ConfigError(
+            f"{FLAG} {path} is a {kind}, which can't be trained here yet ({NOT_YET[kind]}): give one of "
+            f"{', '.join(READY)}, or a language model with --vision_tower"
+        )
     if kind == "llava_mpt":
         raise ConfigError(f"{FLAG} {path} is LLaVA's MPT, which is not supported: give a model of another family")
     if is_llava_type(kind):
@@ -216,6 +233,24 @@ def _read_hf(path: str, config: dict) -> ModelFolder:
     )
 
 
+def _read_ready(path: str, config: dict) -> ModelFolder:
+    """A ready model, whose own processor says how images and conversations are written."""
+    ready, text, names = read_ready(path, config, f"{FLAG} {path}")
+    renames = names.renames()
+    return ModelFolder(
+        path,
+        f"a ready model of {ready.family.name} ({config['model_type']})",
+        text,
+        _language_model(path, text, language_model_rename(renames["language_model"], names.is_tied)),
+        tokenizer=path,
+        flags={"version": "processor"},
+        projector=Source(FLAG, path, renames["projector"]),
+        vision_tower=Source(FLAG, path, renames["vision_tower"]),
+        vision_config=ready.config.vision_config,
+        ready=ready,
+    )
+
+
 def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
     """A LoRA adapter of LLaVA's or peft's, over the model that it was trained from."""
     adapter = lora.read_adapter(path)
@@ -241,8 +276,8 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
     else:
         renames = {
             "language_model": base.language_model.rename,
-            "projector": formats.projector_from_hf,
-            "vision_tower": formats.tower_from_hf,
+            "projector": base.projector.rename,
+            "vision_tower": base.vision_tower.rename,
         }
     renames["newline"] = formats.newline_from_llava
     beside = Path(path) / NON_LORA
@@ -381,6 +416,8 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     given_projector = args.model.pretrain_mm_mlp_adapter is not None or lora.non_lora_file(args.model) is not None
     lines = []
     if folder is not None:
+        if folder.ready is not None and (problems := _ready_problems(args, folder)):
+            raise ConfigError("\n".join(problems))
         values = _defaults(args, folder, brings_projector and not given_projector)
         args = args.replaced(**values)
         if problems := data_problems(args):
@@ -393,6 +430,37 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     if not (brings_projector or given_projector or trains_projector_only(args.model)):
         lines.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
     return args, lines
+
+
+def _ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
+    """Lines about flags that a ready model has no use for, and about what it can't be trained with yet."""
+    given = [name for name in COMPOSING_FLAGS if name in args.given and name != "version"]
+    given += ["version"] * ("version" in args.given and args.model.version != "processor")
+    kind, training, problems = f"{FLAG} {folder.path} is {folder.kind}", args.training, []
+    if given:
+        problems.append(
+            f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
+            "prepared: leave them out"
+        )
+    if training.objective != "sft":
+        problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
+    problems += sharing_problems(args, kind)
+    if args.model.bits != 16:
+        problems.append(f"--bits {args.model.bits}: {kind}, whose weights can't be quantized so far: give 16")
+    if args.model.lora_weight_path is not None:
+        problems.append(
+            f"--lora_weight_path {args.model.lora_weight_path}: {kind}, whose adapter can't be gone on with: give the "
+            f"adapter's folder to {FLAG}, which merges it"
+        )
+    return problems
+
+
+def sharing_problems(args: Arguments, kind: str) -> list[str]:
+    """Lines about ranks that share samples or matrices, which a ready model's can't yet."""
+    sizes = {name: getattr(args.training, name) for name in ("sequence_parallel_size", "tensor_parallel_size")}
+    return [
+        f"--{name} {size}: {kind}, which ranks can't share so far: give 1" for name, size in sizes.items() if size > 1
+    ]
 
 
 def _defaults(args: Arguments, folder: ModelFolder, keeps_projector: bool) -> dict[str, object]:

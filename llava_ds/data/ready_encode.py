@@ -1,0 +1,85 @@
+"""Encoding of conversations as a ready model's own processor writes them."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data.chat_template import answer_prompt, render_ready, render_ready_prompt
+from llava_ds.data.encode import Encoder, EncodingOptions, Piece, framing_ids
+from llava_ds.data.sample import Message
+from llava_ds.data.special_tokens import LITERAL_IMAGE
+from llava_ds.data.templates import Segment
+from llava_ds.data.word_tokenizer import WholeRow, WordRow
+from llava_ds.geometry import ImageOptions, ReadyImageOptions
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ImageOptions) -> Encoder:
+    """The encoder of a model: of a ready one by its image options, else with LLaVA's ids."""
+    if isinstance(images, ReadyImageOptions):
+        return ReadyEncoder(tokenizer, options, images)
+    if options.template == "processor":
+        raise ConfigError("--version processor is for ready models, whose processors write conversations: leave it out")
+    return Encoder(tokenizer, options)
+
+
+class ReadyEncoder(Encoder):
+    """Encodes conversations to the ids of a ready model's processor, and labels by character offsets.
+
+    In place of an image comes the text of its layout, in which one token stands for the features of a tile.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ReadyImageOptions) -> None:
+        self.image_token, self.tokens_per_tile = images.tiling.image_token, images.tokens_per_tile
+        super().__init__(tokenizer, options)
+        self.prompt = answer_prompt(self.tokenizer)
+        self.bos = self.tokenizer.bos_token
+        self.framing, last = framing_ids(self.tokenizer)
+        if last:
+            raise ConfigError(
+                f"the tokenizer of {self.tokenizer.name_or_path} adds {self.tokenizer.convert_ids_to_tokens(last)} "
+                "behind every text, which its chat template does not write: set add_eos_token to false in it"
+            )
+
+    def _find_image_token(self) -> None:
+        self.image_id = self.backend.token_to_id(self.image_token)
+
+    def _render(self, messages: Sequence[Message]) -> list[Segment]:
+        return render_ready(self._guarded(messages), self.tokenizer, self.prompt)
+
+    def _prompt_text(self, messages: Sequence[Message]) -> str:
+        return render_ready_prompt(messages, self.tokenizer)
+
+    def _pieces(
+        self, segments: Sequence[Segment], features: Sequence[str]
+    ) -> tuple[list[Piece], list[tuple[int, int, int]]]:
+        """The text with every image's own text in its place, and its supervised spans."""
+        spans, parts, length, left = [], [], 0, iter(features)
+        for segment in self._chosen(segments):
+            pieces = re.split(f"({re.escape(self.image_token)})", segment.text)
+            text = "".join(next(left, self.image_token) if i % 2 else piece for i, piece in enumerate(pieces))
+            if segment.supervised:
+                spans.append((length, length + len(text), 0))
+            parts.append(text)
+            length += len(text)
+        found = sum(segment.text.count(self.image_token) for segment in segments)
+        whole = "".join(parts)
+        if found != len(features) or (LITERAL_IMAGE in whole and self.image_token == IMAGE_TOKEN):
+            raise DataError(
+                f"the conversation holds {found} of the model's image token {self.image_token} for {len(features)} "
+                "images: its text must not spell that token, and every image needs its mark"
+            )
+        before = [] if self.bos and whole.startswith(self.bos) else self.framing
+        return [Piece(whole.replace(LITERAL_IMAGE, IMAGE_TOKEN), before, 0)], spans
+
+    def _join(
+        self,
+        pieces: Sequence[Piece],
+        coded: Iterator[WordRow | WholeRow],
+        spans: Sequence[tuple[int, int, int]],
+        features: Sequence[str],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        num_tiles = sum(text.count(self.image_token) for text in features)
+        return super()._join(pieces, coded, spans, [self.tokens_per_tile] * num_tiles)

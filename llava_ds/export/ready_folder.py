@@ -1,0 +1,46 @@
+"""The folder of a ready model: weights by the names that it came with, its configuration, its processor's files."""
+
+import json
+import shutil
+from pathlib import Path
+
+from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.safetensors_shards import write_shards
+from llava_ds.export.tensors import Entry, renamed
+from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, check_folder, read_json
+from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
+from llava_ds.model.open.weights import tensor_names
+
+NOT_COPIED = ("config.json", "adapter_config.json")  # which are written, or belong to an adapter
+
+
+def source_folder(export: ExportPlan) -> Path:
+    """The folder that the ready model came from, or the one under its adapter."""
+    return Path(export.model.sources.vision_tower.path)
+
+
+def ready_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
+    """The entries by the names that they have in the folder that the model came from."""
+    names = ReadyNames(export.model.ready, export.model.text_config)
+    known = names_in_folder(names, tensor_names(source_folder(export)))
+    return renamed(entries, lambda name: known.get(name) or names.from_part(name))
+
+
+def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
+    """Write the folder, one tensor in memory at a time. holes: files of weights without weights."""
+    source = source_folder(export)
+    write_shards(ready_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
+    check_folder(source, str(source))
+    for name in (*JSON_FILES, *OTHER_FILES):
+        if name not in NOT_COPIED and (source / name).is_file():
+            shutil.copy(source / name, output_dir / name)
+    for file in source.glob(f"{TEMPLATES_FOLDER}/*.jinja"):
+        (output_dir / TEMPLATES_FOLDER).mkdir(exist_ok=True)
+        shutil.copy(file, output_dir / TEMPLATES_FOLDER)
+    config = read_json(source / "config.json", str(source))
+    config["dtype"] = str(export.dtype).removeprefix("torch.")
+    for part in (config, *(each for each in config.values() if isinstance(each, dict))):
+        for name in ("dtype", "torch_dtype"):
+            if name in part:
+                part[name] = config["dtype"]
+    (output_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,56 @@
+# N tiles, S side of a tile, C width of the tower, D width of the language model, P features of a tile
+"""Idefics3, SmolVLM and SmolVLM 2: square tiles through a SigLIP that also takes others, pixel shuffle, one matrix."""
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector
+
+from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, expect, setting, side_of, token_of
+from llava_ds.tilings import SplitTiling
+
+_CONNECTORS = {"idefics3": Idefics3Connector, "smolvlm": SmolVLMConnector}
+
+
+def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase) -> TileSpec:
+    expect(images, do_resize=True, do_rescale=True, do_normalize=True, do_convert_rgb=True, do_pad=True)
+    vision, scale = config.vision_config, config.scale_factor
+    side = side_of(images, "max_image_size", "longest_edge")
+    longest = side_of(images, "size", "longest_edge")
+    patches = side // vision.patch_size  # SmolVLM's tower leaves out what fills no patch
+    if patches == 0 or patches % scale or side > vision.image_size:
+        raise ValueError(f"tiles of {side} pixels don't fit {scale} x {scale} patches of {vision.patch_size} a feature")
+    features = (patches // scale) ** 2
+    if (said := processor.get("image_seq_len", features)) != features:
+        raise ValueError(f"its processor_config.json says image_seq_len {said}, but a tile has {features} features")
+    tiling = SplitTiling(side, longest, setting(images, "do_image_splitting", True))
+    for token in (tiling.image_token, tiling.around):
+        token_of(tokenizer, token)
+    if tokenizer.convert_tokens_to_ids(tiling.image_token) != config.image_token_id:
+        raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {tiling.image_token}")
+    return TileSpec(tiling, patches**2, patches**2, features)
+
+
+def _features(tower: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+    """(N, 3, S, S) to (N, patches, C), by its parts: with a mask of full tiles its forward waits for the device."""
+    patches = pixels.shape[-1] // tower.patch_size
+    full = torch.ones(len(pixels), patches, patches, dtype=torch.bool, device=pixels.device)
+    hidden = tower.embeddings(pixel_values=pixels, patch_attention_mask=full)
+    return tower.post_layernorm(tower.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state)
+
+
+FAMILY = ReadyFamily(
+    name="Idefics3 and SmolVLM",
+    model_types=("idefics3", "smolvlm"),
+    vision="model.vision_model",
+    connector="model.connector",
+    trunk="model.text_model",
+    tiles=_tiles,
+    build_connector=lambda config: _CONNECTORS[config.model_type](config),
+    features=_features,
+    connect=lambda connector, config, features: connector(features),
+    patch_embedding=lambda tower: tower.embeddings.patch_embedding,
+    outer_pixels=lambda pixels: {"pixel_values": pixels[None]},
+    resample=1,  # Lanczos
+)

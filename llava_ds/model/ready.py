@@ -1,0 +1,147 @@
+# N tiles, S side of a tile, C width of the tower, D width of the language model, P features of a tile
+"""A ready model's vision model and connector, in the places of tower and projector."""
+
+import copy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModel, PreTrainedConfig, PreTrainedTokenizerBase
+
+from llava_ds.config.arguments import Arguments, ModelArguments
+from llava_ds.constants import ConfigError
+from llava_ds.geometry import ReadyImageOptions
+from llava_ds.model.families.ready_family import ReadyFamily, TileSpec
+from llava_ds.model.vision import ImageSpec
+
+
+class ReadyModel(NamedTuple):
+    """A folder's family, and the configuration of the whole model."""
+
+    family: ReadyFamily
+    config: PreTrainedConfig
+
+
+def outer_class(config: PreTrainedConfig) -> type[nn.Module]:
+    """transformers' class of the whole model."""
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+
+
+@dataclass(frozen=True)
+class ReadyVision:
+    """A ready model's vision model and connector before they are built; stands in the place of a TowerPlan.
+
+    images: size and patch_size as of TowerPlan's, in features of the language model; tiles: their number and order;
+    resample: Pillow's number of the filter.
+    """
+
+    ready: ReadyModel
+    images: ImageSpec
+    tiles: TileSpec
+    resample: int
+    scales: tuple[int, ...] = ()
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The vision model's configuration."""
+        return self.ready.config.vision_config
+
+    @property
+    def width(self) -> int:
+        """C, numbers in a feature of the vision model."""
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that run: all."""
+        return self.config.num_hidden_layers
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of a tile in the vision model."""
+        return self.tiles.positions
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of a tile."""
+        return self.tiles.patches
+
+    def runs(self, name: str) -> bool:
+        """True for parameters of layers that run: all."""
+        return True
+
+    def image_options(self, args: Arguments) -> ReadyImageOptions:
+        """Image preprocessing, by the model's own processor."""
+        images, data = self.images, args.data
+        return ReadyImageOptions(
+            images.size,
+            images.patch_size,
+            images.mean,
+            max_pixels=data.max_image_pixels,
+            tiling=self.tiles.tiling,
+            resample=self.resample,
+        )
+
+    def build(self, mean: torch.Tensor, std: torch.Tensor) -> "ReadyTower":
+        """The vision model, uninitialised."""
+        return ReadyTower(self, mean, std)
+
+    def build_projector(self, args: ModelArguments, hidden_size: int) -> "Connector":
+        """The connector, uninitialised."""
+        return Connector(self.ready)
+
+    def patch_embedding(self, tower: nn.Module) -> nn.Module:
+        """The first layer of a vision model."""
+        return self.ready.family.patch_embedding(tower)
+
+
+def plan_vision(
+    ready: ReadyModel, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase, where: str
+) -> ReadyVision:
+    """Plan a ready model's images from its configuration and its processors' settings. Raises ConfigError."""
+    try:
+        tiles = ready.family.tiles(ready.config, images, processor, tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {ready.config.model_type} in this form can't be trained here: {error}") from error
+    mean, std = (tuple(images.get(name) or [0.5] * 3) for name in ("image_mean", "image_std"))
+    resample = images.get("resample", ready.family.resample)
+    if type(resample) is not int or not 0 <= resample <= 5:
+        raise ConfigError(f"{where}: its image processor says resample {resample!r}, expected one of Pillow's filters")
+    side = tiles.tiling.side
+    per_row = round(tiles.features**0.5)
+    if side // (side // per_row) != per_row:
+        raise ConfigError(f"{where}: {per_row} x {per_row} features don't divide its tiles of {side} pixels")
+    return ReadyVision(ready, ImageSpec(side, side // per_row, mean, std), tiles, resample)
+
+
+class ReadyTower(nn.Module):
+    """A ready model's vision model, on uint8 tiles."""
+
+    def __init__(self, plan: ReadyVision, mean: torch.Tensor, std: torch.Tensor) -> None:
+        """mean and std: as VisionTower takes them."""
+        super().__init__()
+        self.plan = plan
+        config = copy.deepcopy(plan.config)
+        self.tower = AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
+        self.register_buffer("mean", mean.view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """(N, 3, S, S) uint8 to (N, patches, C)."""
+        family = self.plan.ready.family
+        pixels = (pixel_values.float() / 255 - self.mean) / self.std
+        return family.features(self.tower, pixels.to(family.patch_embedding(self.tower).weight.dtype))
+
+
+class Connector(nn.Module):
+    """What is between a ready model's vision model and its language model."""
+
+    def __init__(self, ready: ReadyModel) -> None:
+        super().__init__()
+        self.ready = ready
+        self.connector = ready.family.build_connector(copy.deepcopy(ready.config))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """(N, patches, C) to (N, P, D)."""
+        return self.ready.family.connect(self.connector, self.ready.config, features)

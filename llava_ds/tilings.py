@@ -1,0 +1,152 @@
+"""Tiles of ready models' image processors: sizes, their order, and the text in an image's place. No pixels, no files.
+
+A family's tiling says into which tiles an image of a size is cut, so that lengths are known without decoding it.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+Size = tuple[int, int]  # width, height
+
+MAX_SIDE = 4096  # pixels of the longer side of an image of Idefics3's or SmolVLM's processor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Steps from an image to its tiles.
+
+    steps: sizes that it is resized to, one after the other; grid: tiles across and down of the last one, row by row;
+    overview_from: the image that is resized to one more tile, which comes last (0: the one before all steps, 1: the one
+    after the first); None without.
+    """
+
+    steps: tuple[Size, ...]
+    grid: tuple[int, int]
+    overview_from: int | None = None
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles, with the overview."""
+        return self.grid[0] * self.grid[1] + (self.overview_from is not None)
+
+
+@dataclass(frozen=True)
+class SplitTiling:
+    """Tiles of Idefics3 and SmolVLM: the image scaled to a longest edge, stretched to whole tiles, then an overview.
+
+    side: of a tile in pixels; longest_edge: in pixels; splits: False to stretch every image to one tile; the rest are
+    tokens: image_token for a feature, around for the marks beside tiles, overview before the last tile.
+    Source: transformers' Idefics3ImageProcessor and Idefics3Processor.
+    """
+
+    side: int
+    longest_edge: int
+    splits: bool
+    image_token: str = "<image>"
+    around: str = "<fake_token_around_image>"
+    overview: str = "<global-img>"
+
+    def cut(self, size: Size) -> Cut:
+        """The tiles of an image."""
+        scaled = _below(_to_longest(size, self.longest_edge), MAX_SIDE)
+        if not self.splits:
+            return Cut((scaled, (self.side, self.side)), (1, 1))
+        (width, height), side = scaled, self.side
+        if width >= height:
+            across = math.ceil(width / side)
+            down = math.ceil(int(across * side / (width / height)) / side)
+        else:
+            down = math.ceil(height / side)
+            across = math.ceil(int(down * side * (width / height)) / side)
+        whole = across * side, down * side
+        return Cut((scaled, whole), (across, down), 2 if (across, down) != (1, 1) else None)
+
+    def text(self, cut: Cut) -> str:
+        """The text in the image's place, with one image_token for all features of a tile."""
+        last = f"{self.around}{self.overview}{self.image_token}{self.around}"
+        if cut.overview_from is None:
+            return last
+        rows = (
+            "".join(f"{self.around}<row_{row}_col_{column}>{self.image_token}" for column in _from_one(cut.grid[0]))
+            for row in _from_one(cut.grid[1])
+        )
+        return "".join(f"{row}\n" for row in rows) + f"\n{last}"
+
+
+@dataclass(frozen=True)
+class CanvasTiling:
+    """Tiles of InternVL: the image stretched to the grid of the most similar shape, and an overview of several.
+
+    side: of a tile in pixels; least, most: tiles of a grid; splits: False to stretch every image to one tile; the rest
+    are tokens: image_token for a feature, start and end around an image.
+    Source: transformers' GotOcr2ImageProcessor and InternVLProcessor.
+    """
+
+    side: int
+    least: int
+    most: int
+    splits: bool
+    image_token: str
+    start: str
+    end: str
+
+    def cut(self, size: Size) -> Cut:
+        """The tiles of an image."""
+        across, down = self._grid(size) if self.splits and self.most > 1 else (1, 1)
+        overview = 0 if (across, down) != (1, 1) else None
+        return Cut(((across * self.side, down * self.side),), (across, down), overview)
+
+    def text(self, cut: Cut) -> str:
+        """The text in the image's place, with one image_token for all features of a tile."""
+        return f"{self.start}{self.image_token * cut.num_tiles}{self.end}"
+
+    def _grid(self, size: Size) -> tuple[int, int]:
+        """The grid nearest to the image's shape; of equally near ones the largest that it fills by more than half."""
+        shape, pixels = size[0] / size[1], size[0] * size[1]
+        best, smallest = (1, 1), math.inf
+        for grid in _grids(self.least, self.most):
+            difference = abs(shape - grid[0] / grid[1])
+            fills = pixels > 0.5 * self.side * self.side * grid[0] * grid[1]
+            if difference < smallest or (difference == smallest and fills):
+                best, smallest = grid, difference
+        return best
+
+
+Tiling = SplitTiling | CanvasTiling
+
+
+@cache
+def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Grids of least to most tiles, the smallest first."""
+    sides = _from_one(most)
+    return tuple(
+        sorted(
+            ((across, down) for across in sides for down in sides if least <= across * down <= most),
+            key=lambda grid: grid[0] * grid[1],
+        )
+    )
+
+
+def _from_one(count: int) -> range:
+    return range(1, count + 1)
+
+
+def _to_longest(size: Size, edge: int) -> Size:
+    """The size with its longer side at edge pixels; the shorter one is even, or 1."""
+    width, height = size
+    if width >= height:
+        short = int(edge / (width / height))
+        return edge, max(1, short + short % 2)
+    short = int(edge * (width / height))
+    return max(1, short + short % 2), edge
+
+
+def _below(size: Size, most: int) -> Size:
+    """The size scaled down to at most so many pixels a side."""
+    width, height = size
+    if max(size) <= most:
+        return size
+    if width >= height:
+        return most, max(1, int(most / (width / height)))
+    return max(1, int(most * (width / height))), most

@@ -1,0 +1,286 @@
+# T tokens of all samples laid end to end, S supervised positions, N tiles, V vocabulary
+"""Trial of a ready model: a small random copy, packed by this program against one by one through transformers.
+
+A ready model's family is never assumed to be computed as transformers computes it: packs that leak from one sample into
+the next, positions of another kind or features in another order still train, to a worse model. The copy has the
+folder's own kinds of layers and its processors' inputs; logits, loss and every gradient are compared.
+"""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from PIL import Image
+from torch import nn
+from transformers import AutoImageProcessor, AutoProcessor, PreTrainedConfig
+
+from llava_ds.batch import Batch
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, DataError
+from llava_ds.data.chat_template import parts_of
+from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.encode import EncodingOptions
+from llava_ds.data.file_slices import write_errors
+from llava_ds.data.fingerprint import digest_of, tokenizer_parts
+from llava_ds.data.images.resize import cut_by
+from llava_ds.data.ready_encode import encoder_of
+from llava_ds.data.sample import Message
+from llava_ds.files.model_files import library_errors
+from llava_ds.files.writing import write_whole
+from llava_ds.geometry import ReadyImageOptions, media_layout
+from llava_ds.model.llava import LlavaModel, assemble
+from llava_ds.model.open.ready_folder import ReadyNames
+from llava_ds.model.plan import ModelPlan
+from llava_ds.model.probe import draw, small_copy
+from llava_ds.model.ready import ReadyModel, ReadyVision, outer_class
+
+VERSION = 1  # raise it when the trial becomes stricter
+# Relative to the largest logit, to the loss, and to the norm of a gradient. In fp32 the same maths differ by 1e-6;
+# samples that see each other by more than 0.1.
+LOGITS, LOSS, GRADIENTS = 1e-4, 1e-5, 1e-3
+LEAST_NORM = 1e-4  # of a gradient, relative to the largest: a tower's key biases have a true one of zero
+LEAST_PIXEL = 1e-5  # of a normalised pixel
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+# Conversations: the sizes of their images, and turns of question and answer with marks.
+TALKS = (
+    (((64, 20),), (("<image>\nWhat is this?", "A red cat."), ("And now?", "It runs."))),
+    ((), (("How many are two?", "Two."),)),
+    (((20, 64), (40, 40)), (("<image> or <image>: which?", "The second one."),)),
+)
+
+
+class Difference(NamedTuple):
+    """Largest differences: of a pixel, of a logit relative to the largest, of the loss, and of a gradient by norm, with
+    the name of its parameter; ids: whether ids were compared, too."""
+
+    pixels: float
+    logits: float
+    loss: float
+    gradient: float
+    parameter: str
+    ids: bool
+
+    def line(self, name: str) -> str:
+        """A line for the start of a run."""
+        read = "ids and pixels are its processor's, " if self.ids else "pixels are its image processor's, "
+        return (
+            f"trial of {name}: {read}and a pack differs from one by one through transformers by {self.logits:.1e} "
+            f"(logits), {self.loss:.1e} (loss), {self.gradient:.1e} (gradients)"
+        )
+
+    def problem(self) -> str | None:
+        """What is different, if anything is."""
+        if not self.pixels <= LEAST_PIXEL:
+            return f"pixels differ from its image processor's by {self.pixels:.2g}"
+        if not self.logits <= LOGITS:
+            return f"logits of a pack differ from one by one by {self.logits:.2g} of the largest, allowed {LOGITS:g}"
+        if not self.loss <= LOSS:
+            return f"the loss of a pack differs by {self.loss:.2g} of it, allowed {LOSS:g}"
+        if not self.gradient <= GRADIENTS:
+            return f"the gradient of {self.parameter} differs by {self.gradient:.2g} of it, allowed {GRADIENTS:g}"
+        return None
+
+
+def check_ready(plan: ModelPlan, images: ReadyImageOptions, path: str, cache_dir: str) -> str:
+    """Try a ready model's small copy, or find the result of the same trial in cache_dir. Returns a line.
+
+    path: of the folder. Raises ConfigError with the figure where the copy is computed differently.
+    """
+    config = plan.ready.config
+    same = [str(VERSION), torch.__version__, transformers.__version__, config.to_json_string(), repr(images)]
+    known = Path(cache_dir).expanduser() / "trials" / f"{digest_of([*same, *tokenizer_parts(plan.tokenizer)])}.json"
+    try:
+        return f"{json.loads(known.read_text(encoding='utf-8'))['line']} (tried before)"
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not tried, or the note was cut short
+    difference = try_ready(plan, images, path)
+    if problem := difference.problem():
+        raise ConfigError(
+            f"--model_name_or_path {path} ({config.model_type}) can't be trained here: {problem}, tried on a small "
+            f"random copy with torch {torch.__version__} and transformers {transformers.__version__}: report this"
+        )
+    line = difference.line(config.model_type)
+    with write_errors(cache_dir, "the result of a trial"):
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(known, json.dumps({"line": line}), shared=True)
+    return line
+
+
+def try_ready(plan: ModelPlan, images: ReadyImageOptions, path: str) -> Difference:
+    """Compare a small random copy's pack with transformers' forward of each sample. Raises ConfigError where the copy
+    can't be built or run, or its processor gives other ids."""
+    encoder = encoder_of(plan.tokenizer, EncodingOptions("processor", 10**6), images)
+    shown = [[_random_image(size) for size in sizes] for sizes, _ in TALKS]
+    samples = [_sample(encoder, images, pictures, turns) for pictures, (_, turns) in zip(shown, TALKS)]
+    where = f"--model_name_or_path {path}"
+    with library_errors(where, "a small copy of it can't be tried"):
+        pixels = [_processor_pixels(path, pictures) for pictures in shown]
+        has_ids = _compare_ids(path, plan, images, samples, shown)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return _compare(plan, images, samples, pixels)._replace(ids=has_ids)
+
+
+def _sample(encoder, images: ReadyImageOptions, pictures: Sequence[Image.Image], turns) -> LoadedSample:
+    messages = [Message(role, text) for turn in turns for role, text in zip(("human", "gpt"), turn)]
+    layouts = [media_layout("image", (picture.size,), len(pictures), images) for picture in pictures]
+    coded = encoder.encode_batch([(messages, [layout.mark for layout in layouts])])[0]
+    if isinstance(coded, DataError):
+        raise ConfigError(f"its chat template can't write a conversation about an image: {coded}") from coded
+    tiles = [cut_by(p, images.tiling.cut(p.size), images.size, images.resample) for p in pictures]
+    ids, labels = (torch.from_numpy(row.astype(np.int64)) for row in (coded.input_ids, coded.labels))
+    return LoadedSample(ids, labels, list(zip(tiles, layouts)))
+
+
+def _random_image(size: tuple[int, int]) -> Image.Image:
+    rng = np.random.default_rng(size)
+    return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def _processor_pixels(path: str, pictures: Sequence[Image.Image]) -> torch.Tensor | None:
+    """(N, 3, S, S) of the folder's image processor; None without images."""
+    if not pictures:
+        return None
+    processor = AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True, trust_remote_code=False)
+    crops = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor calls it
+    pixels = processor(list(pictures), return_tensors="pt", **crops)["pixel_values"]
+    return pixels.reshape(-1, *pixels.shape[-3:])
+
+
+def _compare_ids(path: str, plan: ModelPlan, images: ReadyImageOptions, samples, shown) -> bool:
+    """True if the processor gives the samples' ids; False where it can't be opened, as without packages for videos.
+
+    Raises DataError for other ids.
+    """
+    try:
+        processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception:  # of any type where a package is missing
+        return False
+    image_id = plan.tokenizer.convert_tokens_to_ids(images.tiling.image_token)
+    for sample, pictures, (_, turns) in zip(samples, shown, TALKS):
+        left, chat = iter(pictures), []
+        for question, answer in turns:
+            content = [part if part["type"] == "text" else {**part, "image": next(left)} for part in parts_of(question)]
+            chat.append({"role": "user", "content": content})
+            chat.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        expected = processor.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"][0]
+        if sample.input_ids.masked_fill(sample.input_ids == IMAGE_TOKEN_INDEX, image_id).tolist() != list(expected):
+            raise DataError("its processor gives a conversation about images other ids than this program")
+    return True
+
+
+def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSample], pixels: list) -> Difference:
+    """The differences of a small copy, without ids."""
+    known = torch.cat([sample.input_ids for sample in samples]).unique()  # image features, IMAGE_TOKEN_INDEX, first
+    samples = [_renumbered(sample, known) for sample in samples]
+    ready, text = _small(plan, len(known) + 1)
+    outer = outer_class(ready.config)._from_config(
+        copy.deepcopy(ready.config), attn_implementation="eager", dtype=torch.float32
+    )
+    outer.tie_weights()
+    outer.eval()
+    with torch.no_grad():
+        for parameter in outer.parameters():
+            draw(parameter)
+    vision = dataclasses.replace(plan.tower, ready=ready)
+    mean, std = (torch.tensor(values) for values in (vision.images.mean, vision.images.std))
+    model = assemble(text, vision, ModelArguments(), mean, std).eval()
+    names = ReadyNames(ready, text)
+    given = dict(outer.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(given[names.from_part(name)])
+    if plan.whole_last_layer is None:
+        model.shorten_last_layer()
+    batch = collate(samples, images)
+    logits, loss, largest = _one_by_one(outer, ready, samples, pixels)
+    own = model(batch)
+    own.backward()
+    found = _at_targets(model, batch)
+    normalised = (batch.pixel_values.float() / 255 - model.vision_tower.mean) / model.vision_tower.std
+    expected = torch.cat([each for each in pixels if each is not None])
+    gradient, parameter = _worst_gradient(model, given, names)
+    return Difference(
+        pixels=_largest(normalised, expected),
+        logits=_largest(found, logits) / largest,
+        loss=abs(own.item() - loss) / abs(loss),
+        gradient=gradient,
+        parameter=parameter,
+        ids=False,
+    )
+
+
+def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConfig]:
+    """The configuration of a small copy, and its language model's. Token 0 is the image's."""
+    vision: ReadyVision = plan.tower
+    config = copy.deepcopy(vision.ready.config)
+    text = small_copy(plan.text_config)
+    text.vocab_size = vocab_size
+    for name, value in VISION.items():
+        setattr(config.vision_config, name, value)
+    config.text_config, config.image_token_id = copy.deepcopy(text), 0
+    for each in (config.text_config, text):
+        each.pad_token_id = vocab_size - 1  # its row has no gradient, and no sample has it
+    return ReadyModel(vision.ready.family, config), text
+
+
+def _renumbered(sample: LoadedSample, known: torch.Tensor) -> LoadedSample:
+    """A sample with ids from 1 on, so that the copy needs a row for each of its own only."""
+    ids = torch.searchsorted(known, sample.input_ids)
+    labels = torch.where(sample.labels == IGNORE_INDEX, IGNORE_INDEX, torch.searchsorted(known, sample.labels))
+    is_image = sample.input_ids == IMAGE_TOKEN_INDEX
+    return dataclasses.replace(sample, input_ids=ids.masked_fill(is_image, IMAGE_TOKEN_INDEX), labels=labels)
+
+
+def _one_by_one(
+    outer: nn.Module, ready: ReadyModel, samples: list[LoadedSample], pixels: list[torch.Tensor | None]
+) -> tuple[torch.Tensor, float, float]:
+    """transformers' logits (S, V) before all targets, the summed loss, whose gradients are left in the parameters, and
+    the largest logit."""
+    found, total, largest = [], 0.0, 0.0
+    for sample, shown in zip(samples, pixels):
+        ids = sample.input_ids.masked_fill(sample.input_ids == IMAGE_TOKEN_INDEX, 0)[None]
+        options = {} if shown is None else ready.family.outer_pixels(shown)
+        mask = torch.ones_like(ids)
+        logits = outer(input_ids=ids, attention_mask=mask, use_cache=False, **options).logits[0, :-1]  # (L - 1, V)
+        kept = sample.labels[1:] != IGNORE_INDEX
+        loss = F.cross_entropy(logits[kept], sample.labels[1:][kept], reduction="sum")
+        loss.backward()
+        total, largest = total + loss.item(), max(largest, logits.abs().max().item())
+        found.append(logits[kept].detach())
+    return torch.cat(found), total, largest
+
+
+@torch.no_grad()
+def _at_targets(model: LlavaModel, batch: Batch) -> torch.Tensor:
+    return model(batch, logits_at=batch.target_positions)
+
+
+def _worst_gradient(model: LlavaModel, given: dict[str, nn.Parameter], names: ReadyNames) -> tuple[float, str]:
+    """The largest difference of a parameter's gradient relative to its norm, and the parameter."""
+    pairs = {name: (p.grad, given[names.from_part(name)].grad) for name, p in model.named_parameters()}
+    missing = [name for name, (own, other) in pairs.items() if (own is None) != (other is None)]
+    if missing:
+        return float("inf"), missing[0]
+    pairs = {name: pair for name, pair in pairs.items() if pair[0] is not None}
+    floor = LEAST_NORM * max(other.norm().item() for _, other in pairs.values())
+    worst = {
+        name: ((own - other).norm() / other.norm().clamp_min(floor)).item() for name, (own, other) in pairs.items()
+    }
+    name = max(worst, key=lambda each: worst[each] if worst[each] == worst[each] else float("inf"))
+    return worst[name], name
+
+
+def _largest(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    difference = (found - expected).abs().max()
+    return difference.item() if difference.isfinite() else float("inf")

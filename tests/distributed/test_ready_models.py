@@ -1,0 +1,214 @@
+"""Ready models through the launcher: the curve of a plain loop over transformers, resume, LoRA, export and answers."""
+
+import importlib.util
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ready_models
+import torch
+import torch.nn.functional as F
+import toys
+from launching import ROOT, ds_config, losses, run_many, tight_config, toy_run
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from llava_ds.data.sample import Message
+from llava_ds.infer.generate import Prompt, answer
+from llava_ds.infer.load import load_model
+
+STEPS, SAVED, BATCH, RATE = 20, 10, 4, 2e-3
+KINDS = "itiititt"
+LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 16, "lora_dropout": 0.0}
+QUICK = "smolvlm"
+
+
+class Runs:
+    """A family's base and data, and what its runs left."""
+
+    def __init__(self, family: str, folder: Path, stages: tuple[int, ...], steps: int, alone: bool = False) -> None:
+        """alone: without the runs that resume and that train LoRA."""
+        self.family, self.folder, self.base = family, folder, folder / "base"
+        self.stages, self.steps = stages, steps
+        self.given = {**ready_models.write_ready(self.base, family), **toys.write_data(folder / "data", KINDS)}
+        saves = {"save_strategy": "steps", "save_steps": SAVED}
+        todo = [self.run(f"zero{stage}", self.config(stage), tune_mm_vision=True, **saves) for stage in stages]
+        last = f"zero{stages[-1]}"
+        resume = folder / last / f"checkpoint-{SAVED}"
+        todo += [
+            self.run("resumed", self.config(stages[-1]), tune_mm_vision=True, **saves, resume=resume),
+            self.run(
+                "lora", ds_config(2), **LORA, max_steps=4, save_strategy="steps", gradient_checkpointing="all",
+                tokens_per_micro_batch=200, eval_fraction=0.3,
+            ),
+        ]  # fmt: skip
+        self.output = run_many(2, folder / "launch", todo[: len(stages)] if alone else todo)
+
+    def config(self, stage: int) -> str:
+        return tight_config(self.folder) if stage == 3 else ds_config(stage)
+
+    def run(self, name: str, config: str, **more: object) -> dict[str, object]:
+        flags = {
+            "max_steps": self.steps, "lr_scheduler_type": "constant", "learning_rate": RATE, "shuffle": False,
+            "train_batch_size": BATCH, "tune_mm_mlp": True, "tune_mm_llm": True, **more,
+        }  # fmt: skip
+        flags = toy_run(self.given, self.folder / name, config, **flags)
+        return {name: value for name, value in flags.items() if name != "mm_projector_lr"}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> Runs:
+    return Runs(QUICK, tmp_path_factory.mktemp("ready"), (3,), 6, alone=True)
+
+
+@pytest.fixture(scope="module", params=ready_models.FAMILIES)
+def full(request, tmp_path_factory) -> Runs:
+    return Runs(request.param, tmp_path_factory.mktemp("ready"), (0, 1, 2, 3), STEPS)
+
+
+def samples(runs: Runs) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """The processor's inputs of every record, and labels of its own mask of answers."""
+    processor = ready_models.open_processor(runs.base, runs.family)
+    marked = ready_models.INTERNVL_MARKED if runs.family == "internvl" else ready_models.SMOLVLM_MARKED
+    space = processor.tokenizer.convert_tokens_to_ids("Ġ")
+    found = []
+    for record in json.loads(Path(runs.given["data_path"]).read_text()):
+        chat = []
+        for turn in record["conversations"]:
+            text = turn["value"].removeprefix("<image>\n")
+            parts = [{"type": "text", "text": text}]
+            if text != turn["value"]:
+                picture = Image.open(Path(runs.given["image_folder"]) / record["image"])
+                parts = [{"type": "image", "image": picture}, *parts]
+            chat.append({"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": parts})
+        inputs = processor.apply_chat_template(
+            chat, chat_template=marked, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+            return_tensors="pt",
+        )  # fmt: skip
+        learned = torch.as_tensor(inputs.pop("assistant_masks"))[0].bool()
+        if runs.family != "internvl":  # the space behind "Assistant:" is the answer's
+            behind = torch.cat([learned[1:], torch.tensor([False])])
+            learned = learned | (behind & (inputs["input_ids"][0] == space))
+        found.append((dict(inputs), inputs["input_ids"][0].masked_fill(~learned, -100)))
+    return found
+
+
+def plain_loop(runs: Runs) -> tuple[list[float], torch.nn.Module]:
+    """Losses of a loop over transformers' own forward and torch's AdamW, and the model that it leaves."""
+    model = AutoModelForImageTextToText.from_pretrained(runs.base, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    data, curve = samples(runs), []
+    for step in range(runs.steps):
+        chosen = [data[i % len(data)] for i in range(step * BATCH, (step + 1) * BATCH)]
+        total = sum((labels[1:] != -100).sum() for _, labels in chosen)
+        losses_of_step = []
+        for inputs, labels in chosen:
+            logits = model(**inputs, use_cache=False).logits[0, :-1]
+            loss = F.cross_entropy(logits, labels[1:], reduction="sum") / total
+            loss.backward()
+            losses_of_step.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(sum(losses_of_step))
+    return curve, model.eval()
+
+
+def check_curve(runs: Runs) -> None:
+    expected, _ = plain_loop(runs)
+    for stage in runs.stages:
+        found = losses(runs.folder / f"zero{stage}")
+        assert expected[-1] < expected[0] - 0.5  # it learns
+        assert np.allclose(found, expected, rtol=5e-6, atol=0), (stage, np.abs(np.divide(found, expected) - 1).max())
+
+
+def check_resumed(runs: Runs) -> None:
+    """Weights are equal bit for bit, and so is every loss after the checkpoint."""
+    whole, resumed = (runs.folder / name for name in (f"zero{runs.stages[-1]}", "resumed"))
+    assert losses(whole)[SAVED:] == losses(resumed)[-(runs.steps - SAVED) :]
+    one, other = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
+    assert one.keys() == other.keys() == load_file(runs.base / "model.safetensors").keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def check_answers(runs: Runs) -> None:
+    """The exported folder answers as transformers does with the processor's own inputs, and so does the one before."""
+    folder = runs.folder / f"zero{runs.stages[-1]}"
+    for name in ("chat_template.jinja", "preprocessor_config.json", "processor_config.json", "tokenizer.json"):
+        assert (folder / name).read_bytes() == (runs.base / name).read_bytes()
+    assert any(answers_of(runs, runs.base))  # after few steps an answer may be empty
+    answers_of(runs, folder)
+
+
+def answers_of(runs: Runs, folder: Path) -> list[str]:
+    """Answers to a question about an image and to one without, which are those of transformers' own generate."""
+    loaded = load_model(folder)
+    processor = ready_models.open_processor(folder, runs.family)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    path = str(Path(runs.given["image_folder"]) / "0.png")
+    prompts = [
+        Prompt((Message("human", "<image>\nWhat is it, number 0?"),), (path,)),
+        Prompt((Message("human", "What is it, number 1?"),), ()),
+    ]
+    found = answer(loaded, prompts, max_new_tokens=8)
+    for prompt, text in zip(prompts, found):
+        parts = [{"type": "image", "image": Image.open(path)}] * len(prompt.images)
+        question = prompt.messages[0].text.removeprefix("<image>\n")
+        chat = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+        inputs = processor.apply_chat_template(
+            chat, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
+        )
+        stop = processor.tokenizer.eos_token_id
+        new = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=stop)
+        expected = processor.tokenizer.decode(new[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert text == expected.strip()
+    return found
+
+
+def export(*arguments: object) -> None:
+    """run/export.py in this process."""
+    spec = importlib.util.spec_from_file_location("export", ROOT / "run" / "export.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    before, sys.argv = sys.argv, ["export.py", *map(str, arguments)]
+    try:
+        script.main()
+    finally:
+        sys.argv = before
+
+
+def check_lora(runs: Runs) -> None:
+    """peft merges what run/export.py merges, from the adapter and from the checkpoint."""
+    from peft import PeftModel
+
+    folder, merged = runs.folder / "lora", runs.folder / "merged"
+    read = partial(AutoModelForImageTextToText.from_pretrained, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(read(runs.base), folder).merge_and_unload().state_dict()
+    for source in (folder, folder / "checkpoint-4"):
+        export(source, "--format", "hf", "--output_dir", merged, "--overwrite")
+        ours = read(merged).state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-6) for name in ours)
+    base = read(runs.base).state_dict()
+    changed = {name for name in base if not torch.equal(base[name], theirs[name])}
+    assert any("q_proj" in name for name in changed)
+    assert not any("vision" in name for name in changed)
+
+
+def test_a_ready_model_trains_as_a_plain_loop_over_transformers(quick):
+    assert "trial of smolvlm" in quick.output
+    assert "reloaded with transformers, logits differ by" in quick.output
+    check_curve(quick)
+    check_answers(quick)
+
+
+@pytest.mark.full
+def test_so_does_every_family_at_every_stage(full):
+    assert "reloaded with peft, logits differ by" in full.output
+    check_curve(full)
+    check_resumed(full)
+    check_answers(full)
+    check_lora(full)

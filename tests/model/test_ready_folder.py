@@ -1,0 +1,111 @@
+"""Folders of ready models: what is read from them, and what is refused with one message."""
+
+import dataclasses
+import json
+
+import pytest
+from ready_models import FAMILIES, write_ready
+from safetensors.torch import load_file
+
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments, trained_parts
+from llava_ds.constants import ConfigError
+from llava_ds.model.open.folder import COMPOSING_FLAGS, read_folder, take_from_model
+from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
+from llava_ds.model.plan import plan_model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    write_ready(path, request.param)
+    return path
+
+
+def taken(folder, **flags):
+    """take_from_model's flags for a folder and given flags."""
+    args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset(flags))
+    args = args.replaced(model_name_or_path=str(folder), **flags)
+    return take_from_model(args)[0]
+
+
+def test_every_tensor_has_its_part_and_its_name(folder):
+    read = read_folder(str(folder))
+    names = ReadyNames(read.ready, read.text_config)
+    on_disk = load_file(folder / "model.safetensors").keys()
+    known = names_in_folder(names, on_disk)
+    assert sorted(known.values()) == sorted(on_disk)
+    assert {names.to_memory(name): names.from_part(part) for part, name in known.items()} == {
+        name: name for name in names.in_memory
+    }
+    for part, prefix in (("vision_tower", "tower."), ("projector", "connector."), ("language_model", "")):
+        source = getattr(read, part)
+        assert set(source.files().shapes) == {
+            name.removeprefix(f"{part}.") for name in known if name.startswith(f"{part}.{prefix}")
+        }
+
+
+def test_the_folder_gives_the_template(folder):
+    assert taken(folder).model.version == "processor"
+    assert taken(folder, version="processor").model.version == "processor"
+
+
+def test_flags_of_llavas_own_composition_are_refused(folder):
+    values = {"version": "v1", "vision_tower": str(folder), "image_aspect_ratio": "pad", "s2": True}
+    with pytest.raises(ConfigError) as refused:
+        taken(folder, **values)
+    for name in values:
+        assert name in COMPOSING_FLAGS
+        assert f"--{name}" in str(refused.value)
+    assert "leave them out" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"objective": "dpo"}, "--objective dpo: .* give sft"),
+        ({"sequence_parallel_size": 2}, "--sequence_parallel_size 2: .* give 1"),
+        ({"tensor_parallel_size": 2}, "--tensor_parallel_size 2: .* give 1"),
+        ({"bits": 4, "lora_enable": True}, "--bits 4: .* give 16"),
+        ({"lora_weight_path": "adapter"}, "--lora_weight_path adapter: .* which merges it"),
+    ],
+)
+def test_what_is_not_tried_is_refused(folder, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        taken(folder, **flags)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3", "mllama"])
+def test_other_ready_models_are_refused_by_name(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ConfigError, match=f"is a {kind}, which can't be trained here yet .*: give one of idefics3"):
+        read_folder(str(tmp_path))
+
+
+def test_a_folder_without_a_chat_template_is_refused(tmp_path):
+    write_ready(tmp_path, "smolvlm")
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="has no chat template"):
+        plan_model(ModelArguments(model_name_or_path=str(tmp_path), version="processor"), 512)
+
+
+def test_a_config_without_a_part_is_refused(tmp_path):
+    write_ready(tmp_path, "internvl")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["vision_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="has no vision_config: copy it again"):
+        read_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({"tune_mm_llm": True}, {"language_model"}),
+        ({"tune_mm_vision": False, "tune_mm_mlp": True, "tune_mm_llm": True}, {"projector", "language_model"}),
+        ({"tune_mm_vision": True}, {"vision_tower"}),
+        ({"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter"}, {"vision_tower", "projector"}),
+        ({}, {"projector", "language_model"}),
+    ],
+)
+def test_the_vendors_flags_say_what_trains(flags, parts):
+    assert trained_parts(dataclasses.replace(ModelArguments(), **flags)) == parts

@@ -1,0 +1,138 @@
+"""The trial of ready models: it finds nothing in a sound family, and refuses a copy that leaks, with the figure."""
+
+import dataclasses
+import json
+
+import pytest
+import ready_models
+import torch
+from ready_models import FAMILIES, write_ready
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import ConfigError
+from llava_ds.model import attention
+from llava_ds.model.families import ready_family
+from llava_ds.model.plan import plan_model
+from llava_ds.train import ready_trial
+from llava_ds.train.plan import _plan_model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def planned(request, tmp_path_factory):
+    """A family's plan and image options, and its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    # Tied in one family, and another language model in another.
+    text = {"tie_word_embeddings": request.param == "smolvlm"}
+    if request.param == "internvl":
+        text |= {"model_type": "qwen3", "head_dim": 16}
+    model = ModelArguments(**write_ready(folder, request.param, **text), version="processor")
+    plan = plan_model(model, 512)
+    assert plan.text_config.tie_word_embeddings == text["tie_word_embeddings"]
+    return plan, plan.tower.image_options(Arguments(model, DataArguments(), TrainingArguments(), frozenset())), folder
+
+
+def test_a_pack_is_what_transformers_computes_one_by_one(planned):
+    plan, images, folder = planned
+    found = ready_trial.try_ready(plan, images, str(folder))
+    assert found.problem() is None
+    assert found.pixels == 0
+    assert found.logits < 2e-5
+    assert found.loss < 1e-6
+    assert found.gradient < 1e-4
+    if plan.ready.config.model_type == "idefics3":  # whose processor opens without more packages
+        assert found.ids
+
+
+def test_tiles_that_patches_do_not_divide(monkeypatch, tmp_path):
+    """As of SmolVLM 2.2B, whose tower leaves 6 of 384 pixels out."""
+    monkeypatch.setitem(ready_models.VISION, "patch_size", 7)
+    model = ModelArguments(**write_ready(tmp_path, "smolvlm"), version="processor")
+    plan = plan_model(model, 512)
+    images = plan.tower.image_options(Arguments(model, DataArguments(), TrainingArguments(), frozenset()))
+    assert (images.side, plan.tower.num_patches) == (2, 16)
+    assert ready_trial.try_ready(plan, images, str(tmp_path)).problem() is None
+
+
+def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_path):
+    """One sample sees those before it in the pack, as where an attention does not know where samples begin."""
+    plan, images, folder = planned
+    sound = attention.attend
+
+    def leaking(query, key, value, cu_seqlens, max_seqlen, rule, query_positions=None):
+        whole = torch.tensor([0, int(cu_seqlens[-1])], dtype=torch.int32)
+        return sound(query, key, value, whole, int(cu_seqlens[-1]), rule, query_positions)
+
+    monkeypatch.setattr(attention, "attend", leaking)
+    monkeypatch.setattr("llava_ds.model.last_layer.attend", leaking)
+    with pytest.raises(ConfigError, match=r"can't be trained here: logits of a pack differ from one by one by 0\.\d"):
+        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+    assert not list(tmp_path.rglob("*.json"))  # a refusal is not remembered
+
+
+def test_wrong_features_are_refused(planned, tmp_path):
+    """Of a family whose connector is called with the rows of an image in another order."""
+    plan, images, folder = planned
+    family = plan.ready.family
+
+    def turned(connector, config, features):
+        return family.connect(connector, config, features.flip(1))
+
+    other = plan.ready._replace(family=dataclasses.replace(family, connect=turned))
+    wrong = dataclasses.replace(plan, tower=dataclasses.replace(plan.tower, ready=other))
+    with pytest.raises(ConfigError, match="logits of a pack differ"):
+        ready_trial.check_ready(wrong, images, str(folder), str(tmp_path))
+
+
+def test_the_result_is_kept(planned, monkeypatch, tmp_path):
+    plan, images, folder = planned
+    line = ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+    monkeypatch.setattr(ready_trial, "try_ready", None)
+    assert ready_trial.check_ready(plan, images, str(folder), str(tmp_path)) == f"{line} (tried before)"
+    other = dataclasses.replace(images, resample=0)
+    with pytest.raises(TypeError):  # tried again
+        ready_trial.check_ready(plan, other, str(folder), str(tmp_path))
+
+
+def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
+    plan, _, folder = planned
+    kind = plan.ready.config.model_type
+    for name, value, wrong in (
+        ("preprocessor_config.json", {"do_rescale": False}, "do_rescale False, expected True"),
+        ("preprocessor_config.json", {"size": {"shortest_edge": 32}}, "expected"),
+        ("preprocessor_config.json", {"do_image_splitting": 3, "max_patches": "x"}, "expected a value like"),
+        ("processor_config.json", {"image_seq_length" if kind == "internvl" else "image_seq_len": 9}, "a tile has 4"),
+    ):
+        for file in folder.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        changed = json.loads((folder / name).read_text()) | value
+        (tmp_path / name).write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=wrong):
+            plan_model(ModelArguments(model_name_or_path=str(tmp_path), version="processor"), 512)
+    assert ready_family.token_of(plan.tokenizer, plan.tokenizer.eos_token)
+
+
+def test_ends_are_tied_as_transformers_ties_them(tmp_path):
+    """A folder whose configuration ties both ends may hold both: they are one only where they are equal."""
+    for name, equal in (("equal", True), ("other", False)):
+        folder = tmp_path / name
+        write_ready(folder, "internvl", tie_word_embeddings=True)
+        tensors = load_file(folder / "model.safetensors")
+        embedding = tensors["language_model.model.embed_tokens.weight"]
+        tensors["language_model.lm_head.weight"] = embedding.clone() if equal else embedding + 1
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        plan = plan_model(ModelArguments(model_name_or_path=str(folder), version="processor"), 512)
+        theirs = AutoModelForImageTextToText.from_pretrained(folder)
+        tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
+        assert plan.text_config.tie_word_embeddings == tied == equal
+
+
+@pytest.mark.parametrize("name", ["sequence_parallel_size", "tensor_parallel_size"])
+def test_ranks_that_share_are_refused_where_the_json_says_so(planned, name):
+    """The JSON's sizes are known after the folder's flags."""
+    _, _, folder = planned
+    model = ModelArguments(model_name_or_path=str(folder), version="processor")
+    args = Arguments(model, DataArguments(), TrainingArguments(), frozenset()).replaced(**{name: 2})
+    with pytest.raises(ConfigError, match=f"--{name} 2: this is a ready model"):
+        _plan_model(args)
