@@ -182,6 +182,8 @@ def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> tupl
         shape = shape_of_folders(args)
     if shape.tp != tp:
         raise ConfigError(f"--tensor_parallel_size {tp} needs the model's layers: name a size or folders")
+    if args.model.moe_enable and shape.text is None:
+        raise ConfigError("--moe_enable True needs the model's layers: name a size or folders")
     resolved = resolve(own, args, raw, shape, devices)
     longest = args.data.model_max_length
     # Without data every sample may have the greatest length.
