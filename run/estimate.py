@@ -184,6 +184,8 @@ def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> tupl
     for flag, size, found in ((TENSOR, tp, shape.tp), (PIPELINE, pp, len(shape.stages) or 1)):
         if found != size:
             raise ConfigError(f"--{flag} {size} needs the model's layers: name a size or folders")
+    if args.model.moe_enable and shape.text is None:
+        raise ConfigError("--moe_enable True needs the model's layers: name a size or folders")
     resolved = resolve(own, args, raw, shape, devices)
     longest = args.data.model_max_length
     # Without data every sample may have the greatest length.

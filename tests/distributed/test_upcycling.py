@@ -2,6 +2,8 @@
 
 import json
 import math
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,23 @@ def test_a_checkpoint_and_the_export_hold_every_expert(quick):
     layouts = [json.loads((quick / "ep2-2" / f"checkpoint-5/layout-{rank}.json").read_text()) for rank in range(2)]
     held = [{piece[0] for slot in layout["slots"] for piece in slot if "_experts." in piece[0]} for layout in layouts]
     assert not held[0] & held[1] and len(held[0] | held[1]) == 2 * 4 * 3
+
+
+@pytest.mark.parametrize("name", ["ep2-0", "ep2-2"])
+def test_a_checkpoint_exports_the_same_model(quick, name):
+    before, sys.argv = (
+        sys.argv,
+        ["export.py", str(quick / name / f"checkpoint-{STEPS}"), "--output_dir", str(quick / f"again-{name}")],
+    )
+    try:
+        runpy.run_path(str(ROOT / "run" / "export.py"))["main"]()
+    finally:
+        sys.argv = before
+    expected, found = (load_file(quick / each / "model.safetensors") for each in (name, f"again-{name}"))
+    shared = expected.keys() & found.keys()
+    experts = [key for key in expected if "deepspeed_experts" in key]
+    assert len(experts) == 2 * 4 * 3 and set(experts) <= shared
+    assert all(torch.equal(expected[key], found[key]) for key in shared)
 
 
 def test_transformers_computes_the_same_as_a_mixtral(quick):

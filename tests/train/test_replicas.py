@@ -5,9 +5,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_ds.constants import DataError
-from llava_ds.engine import non_finite
+from llava_ds.engine import expert_parallel, non_finite
+from llava_ds.engine.expert_parallel import ExpertPart
 from llava_ds.engine.non_finite import _norm
 from llava_ds.model import loading
+from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train import replicas
 from llava_ds.train.replicas import check_replicas, replica_sums
@@ -48,6 +50,28 @@ def test_copies_pass_and_parts_of_zero_3_are_not_compared(monkeypatch):
     for parameter in parts.parameters():
         parameter.ds_id, parameter.ds_persist = 0, parameter.ndim == 1
     assert set(replica_sums(parts)) == {"0.bias", "1.bias"}
+
+
+def with_experts(seed: int) -> torch.nn.Module:
+    """A model whose second layer is an expert of a rank of two that share them; the first is everybody's."""
+    model = model_of()
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(model[1].weight)
+    for parameter in model[1].parameters():
+        setattr(parameter, expert_parallel._PART, ExpertPart(seed % 2, 2, 1, None))
+    return model
+
+
+def test_experts_are_compared_with_the_ranks_that_have_the_same(monkeypatch):
+    mesh, ranks = Mesh(4, 0, ep=2), Ranks(0, 0, 4, torch.device("cpu"))
+    as_seen_by_others(monkeypatch, with_experts(1), with_experts(0), with_experts(1))
+    check_replicas(with_experts(0), 20, 10, ranks, mesh)
+    as_seen_by_others(monkeypatch, with_experts(1), with_experts(0), with_one_bit_changed(with_experts(1)))
+    with pytest.raises(DataError, match=r"(?s)step 20:.*rank 3: 1 of 4 parameters, 1\.weight|rank 1: 1 of 4"):
+        check_replicas(with_experts(0), 20, 10, ranks, mesh)
+    as_seen_by_others(monkeypatch, with_experts(1), with_experts(0), with_experts(0))
+    with pytest.raises(DataError, match=r"1 of 4 parameters, 1\.weight"):  # another rank's expert is no copy
+        check_replicas(with_experts(0), 20, 10, ranks, mesh)
 
 
 class Converted(TorchDispatchMode):

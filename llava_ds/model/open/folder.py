@@ -456,8 +456,9 @@ def _ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
 
 
 def sharing_problems(args: Arguments, kind: str) -> list[str]:
-    """Lines about ranks that share samples or matrices, which a ready model's can't yet."""
-    sizes = {name: getattr(args.training, name) for name in ("sequence_parallel_size", "tensor_parallel_size")}
+    """Lines about ranks that share samples, matrices, layers or experts, which a ready model's can't yet."""
+    axes = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "ep_size")
+    sizes = {name: getattr(args.training, name) for name in axes}
     return [
         f"--{name} {size}: {kind}, which ranks can't share so far: give 1" for name, size in sizes.items() if size > 1
     ]
