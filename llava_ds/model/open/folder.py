@@ -456,11 +456,17 @@ def _ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
 
 
 def sharing_problems(args: Arguments, kind: str) -> list[str]:
-    """Lines about ranks that share samples, matrices, layers or experts, which a ready model's can't yet."""
+    """Lines about experts, and about ranks that share parts of a model, which a ready model can't have yet."""
     axes = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "ep_size")
     sizes = {name: getattr(args.training, name) for name in axes}
+    upcycled = [f"--moe_enable True: {kind}, whose MLPs can't become experts so far: leave it out"]
     return [
-        f"--{name} {size}: {kind}, which ranks can't share so far: give 1" for name, size in sizes.items() if size > 1
+        *(
+            f"--{name} {size}: {kind}, which ranks can't share so far: give 1"
+            for name, size in sizes.items()
+            if size > 1
+        ),
+        *(upcycled if args.model.moe_enable else []),
     ]
 
 
