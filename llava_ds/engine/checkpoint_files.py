@@ -116,10 +116,11 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
     first = read_layout(checkpoint, 0)
     is_whole = first.kind in REPLICATED
     for rank in range(world_size):
-        if is_whole and _place(first, rank, world_size)[0] >= first.ep:
+        dp_rank, _ = _place(first, rank, world_size)
+        if is_whole and dp_rank >= first.ep:
             continue  # a copy
         layout = read_layout(checkpoint, rank)
-        copied = rank % first.tp > 0 or (is_whole and rank > 0)  # what is whole here lies in another file, too
+        copied = rank % first.tp > 0 or (is_whole and dp_rank > 0)  # what is whole here lies in another file, too
         wanted = [
             [
                 p
