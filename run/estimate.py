@@ -24,7 +24,7 @@ from llava_ds.config.bounds import AtLeastOne, Count, Part, PartAboveZero, Posit
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import PIPELINE, TENSOR, with_axes
+from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, TENSOR, with_axes
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.planning.auto import SUPERVISED, Data, Devices, choose_ds_config, planned_run
 from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
@@ -181,7 +181,8 @@ def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> tupl
         if args.model.model_name_or_path is None:
             args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
         shape = shape_of_folders(args)
-    for flag, size, found in ((TENSOR, tp, shape.tp), (PIPELINE, pp, len(shape.stages) or 1)):
+    held = ((TENSOR, tp, shape.tp), (PIPELINE, pp, len(shape.stages) or 1), (EXPERT, training.ep_size, shape.ep))
+    for flag, size, found in held:
         if found != size:
             raise ConfigError(f"--{flag} {size} needs the model's layers: name a size or folders")
     if args.model.moe_enable and shape.text is None:

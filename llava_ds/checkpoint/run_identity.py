@@ -103,11 +103,13 @@ class RunIdentity:
     @property
     def _layout_decides(self) -> bool:
         """True if the loss, or the samples of a step, depend on ranks and micro-batches."""
-        return self.flags["loss_reduction"] == "micro_batch" or bool(self.flags["steps_across_epochs"])
+        drops_tokens = self.flags["capacity_factor"] is not None  # which ones depends on those beside them
+        return self.flags["loss_reduction"] == "micro_batch" or bool(self.flags["steps_across_epochs"]) or drops_tokens
 
     def _decides(self, name: str, saved: dict) -> bool:
         """True if a change of layout leads to another model. Ranks that share samples compute the same loss."""
-        same_samples = name in SHARED_BY or (name == "world_size" and data_ranks(saved) == data_ranks(vars(self)))
+        same_ranks = name == "world_size" and data_ranks(saved) == data_ranks(vars(self))
+        same_samples = same_ranks or name in (*SHARED_BY, "ep_size")
         return self._layout_decides and not same_samples
 
     @property

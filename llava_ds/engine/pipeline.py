@@ -112,13 +112,17 @@ def _sum_norm_of_zero(optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> None:
 
 
 def forward_and_backward(
-    engine, batches: Sequence[Batch], forward: Callable[[Any, Batch], Any], loss_of: Callable[[int, Any], torch.Tensor]
+    engine,
+    batches: Sequence[Batch],
+    forward: Callable[[Any, Batch], Any],
+    loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]],
 ) -> list[Any]:
     """Run forward and backward of every micro-batch of one optimizer step on this stage.
 
-    forward: of the engine and a micro-batch, run on the last stage; loss_of: the scalar to run backward on, from a
-    micro-batch's number and what forward returned. Returns all that forward returned; on other stages nothing. What is
-    left for the caller is the engine's step of the last micro-batch, which updates the weights: in it stages meet.
+    forward: of the engine and a micro-batch, run on the last stage; loss_of: from a micro-batch's number and what
+    forward returned, the scalar to run backward on, and what to return of it, without its graph, which would keep the
+    micro-batch's activations. Returns all of these; on other stages nothing. What is left for the caller is the
+    engine's step of the last micro-batch, which updates the weights: in it stages meet.
     Before its first backward a stage runs as many forwards as there are stages behind it, and then one of each in turn.
     """
     stage = stage_of(engine)
@@ -131,17 +135,18 @@ def forward_and_backward(
         batch = batches[i] if hidden is None else dataclasses.replace(batches[i], hidden=hidden.requires_grad_())
         output = forward(engine, batch) if stage.is_last else engine(batch)
         open_.append((hidden, output))
-        if stage.is_last:
-            found.append(output)
-            return None
-        return output.detach()
+        return None if stage.is_last else output.detach()
 
     def run_backward(i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         hidden, output = open_.popleft()
         if i > 0:
             engine.step()  # of the micro-batch before
         engine.set_gradient_accumulation_boundary(i == number - 1)
-        loss = loss_of(i, output) if stage.is_last else resumed(output, gradient)
+        if stage.is_last:
+            loss, kept = loss_of(i, output)
+            found.append(kept)
+        else:
+            loss = backward_from(output, gradient)
         engine.backward(loss, scale_wrt_gas=False)
         return None if hidden is None else hidden.grad
 
@@ -187,7 +192,7 @@ def _shape(batch: Batch, stage: Stage) -> tuple[int, int, int]:
     return 1, batch.input_ids.shape[1], stage.width
 
 
-def resumed(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def backward_from(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return a scalar whose backward goes on with the gradient of output that came from the next stage.
 
     Whatever factor DeepSpeed puts on the scalar is ignored: the last stage has applied it.

@@ -40,7 +40,7 @@ FAMILIES = {
     **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), "Lion"),
 }
 # Settings of the code that computes, which are this run's own.
-OWN_KEYS = {"params", "fused", "foreach", "capturable", "differentiable"}
+OWN_KEYS = {"params", "name", "fused", "foreach", "capturable", "differentiable"}
 SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 

@@ -1,5 +1,7 @@
 """Start of a DeepSpeed engine, and checks that it trains as the resolved configuration says."""
 
+from functools import partial
+
 import deepspeed
 import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -153,7 +155,8 @@ def _take_back_first_step(engine) -> None:
         optimizer.optimizer.state.clear()
         if isinstance(optimizer, FP16_UnfusedOptimizer):
             pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups)
-            assert all(torch.equal(p.float(), copy) for ps, copies in pairs for p, copy in zip(ps, copies))
+            same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+            assert all(same(p.float(), copy) for ps, copies in pairs for p, copy in zip(ps, copies))
 
 
 def _rates(group: dict) -> tuple[float, float]:

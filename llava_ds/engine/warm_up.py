@@ -62,7 +62,7 @@ def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
         if stage is not None:  # which has as many micro-batches at once
             batches = [largest.batch] * (stage.size if largest.accumulates else 1)
             micro_steps = engine.micro_steps
-            forward_and_backward(engine, batches, summed_loss, lambda _, loss_sum: loss_sum * 0)
+            forward_and_backward(engine, batches, summed_loss, lambda _, loss_sum: (loss_sum * 0, None))
             engine.micro_steps = micro_steps
             return
         for is_last in (False, True) if largest.accumulates else (True,):

@@ -234,14 +234,19 @@ def check_upcycled(args: Arguments, config: PreTrainedConfig) -> None:
             ("--mlp_tile_tokens", training.mlp_tile_tokens is not None, "experts deal tokens out themselves"),
             ("--sequence_parallel_size", training.sequence_parallel_size > 1, "it is not tried with these experts"),
             ("--tensor_parallel_size", training.tensor_parallel_size > 1, "AutoTP does not know these experts"),
+            ("--pipeline_parallel_size", training.pipeline_parallel_size > 1, "stages don't carry routers' loss"),
         )
         if is_set
     ]
-    experts = Mixture.of(config).num_experts
-    if experts % training.ep_size:
-        found.append(f"--ep_size {training.ep_size}: it does not divide the {experts} experts of a layer")
-    if found:
-        raise ConfigError("\n".join(f"{line}: leave it out, for the language model is upcycled" for line in found))
+    lines, experts = [f"{line}: leave it out, for the language model is upcycled" for line in found], Mixture.of(config)
+    if experts.num_experts % training.ep_size:
+        sizes = [n for n in range(1, experts.num_experts + 1) if experts.num_experts % n == 0]
+        lines.append(
+            f"--ep_size {training.ep_size} does not divide the {experts.num_experts} experts of a layer: give one of "
+            f"{', '.join(map(str, sizes))}"
+        )
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def capacity_note(args: ModelArguments) -> str | None:

@@ -21,7 +21,7 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, re
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.model.plan import ModelPlan
 from llava_ds.planning.activations import MicroBatch
-from llava_ds.planning.fit import GB, Run, advice, fits
+from llava_ds.planning.fit import GB, Run, advice, fits, most_stage
 from llava_ds.planning.memory import Placement, Setup, ZeroSettings, most_activations
 from llava_ds.planning.shapes import ModelShape, shape_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
@@ -224,7 +224,7 @@ def choose_ds_config(
     """
     longest = args.data.model_max_length
     refused: ConfigError | None = None
-    runs: dict[str, Run] = {}
+    most, runs = most_stage(shape), {}
     resolve = partial(
         resolve_ds_config,
         dp=max(1, devices.num_ranks // ranks_per_sample(args.training)),
@@ -234,7 +234,7 @@ def choose_ds_config(
     )
     for name, why in candidates(_filled(folder, args, resolve), devices.num_ranks, devices.kind).items():
         raw = read_ds_config(folder / f"{name}.json")
-        if stage not in (None, raw["zero_optimization"]["stage"]):
+        if stage not in (None, raw["zero_optimization"]["stage"]) or raw["zero_optimization"]["stage"] > most:
             continue
         try:
             resolved = resolve(raw, args)

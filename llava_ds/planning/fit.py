@@ -168,7 +168,7 @@ def _changed(run: Run) -> Iterator[Run]:
     if run.batch is not None:
         recompute += [True] if run.batch.num_recomputed != run.shape.text.num_layers else []
         halvings += [h for h in range(1, 32) if run.batch.num_tokens >> h >= run.longest_sample]
-    stages = range(run.placement.stage, most_stage(run) + 1)
+    stages = range(run.placement.stage, most_stage(run.shape) + 1)
     own = (run.placement.optimizer, run.placement.param)
     offloads = [own, *(offload for offload in OFFLOADS if offload != own and _is_further(offload, own))]
 
@@ -205,17 +205,18 @@ def table_placements(run: Run) -> dict[str, Placement]:
 
 
 def _goes_with(placement: Placement, run: Run) -> bool:
-    """False for what a pipeline's stages, or an upcycled model, can't be trained with."""
+    """False for what a pipeline's stages, shared experts, or an upcycled model can't be trained with."""
+    setup, is_offloaded = run.setup, placement.optimizer != "none"
     if placement == run.placement:
         return True
-    if run.setup.pp > 1:
-        return placement in (Placement(0), Placement(1))
-    return placement.stage <= most_stage(run)
+    if is_offloaded and max(setup.pp, setup.ep) > 1:
+        return False
+    return placement.stage <= (1 if setup.pp > 1 else most_stage(run.shape))
 
 
-def most_stage(run: Run) -> int:
-    """The last ZeRO stage that the model trains at: 2 if it is upcycled."""
-    return 2 if run.shape.text is not None and run.shape.text.expert_rows else 3
+def most_stage(shape: ModelShape) -> int:
+    """The last ZeRO stage that a model trains at: 2 if it is upcycled."""
+    return 2 if shape.text is not None and shape.text.expert_rows else 3
 
 
 def placement_name(placement: Placement) -> str:

@@ -23,7 +23,8 @@ class Mesh:
     rank = ((pp_rank * dp + dp_rank) * sp + sp_rank) * tp + tp_rank. dp: groups of ranks with different samples, and
     dp_rank the place of this rank's among them; sp: ranks that share the tokens of every micro-batch, and sp_rank this
     one's place among those; tp: ranks that share the language model's matrices, and tp_rank this one's place among
-    those; pp: ranks that have a stage each of the layers, and pp_rank this one's stage. sp_group, tp_group and
+    those; pp: ranks that have a stage each of the layers, and pp_rank this one's stage; ep: ranks next to each other on
+    the data axis that share experts, ep_group. sp_group, tp_group and
     pp_group: the process groups of these, None for a rank that has all to itself; shared_host_group: of all ranks with
     the same samples, for what lies on the host. data_group: the ranks that hold the same parameters and parts of
     matrices, over which counts, losses and gradients are summed (None: all ranks).
@@ -130,8 +131,8 @@ def check_experts(world_size: int, shared: int, ep: int) -> None:
         return
     if shared > 1:
         raise ConfigError(
-            f"--ep_size {ep} beside ranks that share samples (--sequence_parallel_size, --tensor_parallel_size) is not "
-            "there: give one of them"
+            f"--ep_size {ep} can't be combined with ranks that share samples (--sequence_parallel_size, "
+            "--tensor_parallel_size, --pipeline_parallel_size): leave one of them out"
         )
     if world_size % ep:
         divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)

@@ -136,9 +136,11 @@ def micro_steps(engine, window: Window, counts: torch.Tensor, objective: Objecti
 
 def _pipelined(engine, batches: list[Batch], scales: list[torch.Tensor], objective: Objective) -> list[MicroLoss]:
     """The same through the stages of a pipeline, of which the last alone has losses: it tells the others."""
-    found = forward_and_backward(
-        engine, batches, objective.forward, lambda i, micro: micro.loss_sum * scales[i].float()
-    )
+
+    def loss_of(i: int, micro: MicroLoss) -> tuple[torch.Tensor, MicroLoss]:
+        return micro.loss_sum * scales[i].float(), micro._replace(loss_sum=None)
+
+    found = forward_and_backward(engine, batches, objective.forward, loss_of)
     engine.step()
     by_source = torch.zeros(len(batches), 2, objective.num_sources, dtype=torch.float64, device=engine.device)
     if found:

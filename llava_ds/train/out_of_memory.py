@@ -100,18 +100,28 @@ def name_samples_of(plan: StepPlan, step: int, rank: int) -> str:
 def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:
     """List what to change, the cheapest first."""
     training, stage = resolved.args.training, resolved.zero_stage
-    lines = [*_about_layers(training), *_about_tokens(training, batch, longest_sample)]
-    if stage < 3:
-        lines.append(f"--deepspeed_config ds_configs/zero{stage + 1}.json, or higher, on several GPUs: shards more")
-    if offload_device(resolved.config, "offload_optimizer") == "none":
+    pp, ep = training.pipeline_parallel_size, training.ep_size
+    has_experts = resolved.args.model.moe_enable or ep > 1
+    lines = [*_about_layers(training), *_about_tokens(training, batch, longest_sample, has_experts)]
+    most = 1 if pp > 1 else 2 if has_experts else 3
+    if stage < most:
+        higher = ", or higher" if stage + 1 < most else ""
+        lines.append(f"--deepspeed_config ds_configs/zero{stage + 1}.json{higher}, on several GPUs: shards more")
+    if offload_device(resolved.config, "offload_optimizer") == "none" and pp == ep == 1:
         name = "zero3_offload" if stage == 3 else "zero2_offload"
         lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states into the node's memory, slower")
+    if pp > 1:
+        lines.append(f"--pipeline_parallel_size {2 * pp}: fewer layers on each GPU")
+    if has_experts:
+        lines.append(f"--ep_size {2 * ep}, on several GPUs: fewer experts on each")
     # A checkpoint belongs to its layout and stage.
     restart = "all but --gradient_checkpointing start the run again, with --resume never"
     return [f"to need less, the cheapest first ({restart}):", *(f"  {line}" for line in lines)]
 
 
 def _about_layers(training: TrainingArguments) -> list[str]:
+    if training.gradient_checkpointing == "off" and training.pipeline_parallel_size > 1:
+        return ["--gradient_checkpointing all: every layer keeps its input alone"]
     if training.gradient_checkpointing == "off":
         return ["--gradient_checkpointing auto: checkpoints as few layers as it takes to fit (all: every one)"]
     if training.gradient_checkpointing == "auto" or training.gradient_checkpointing_every_n_layers > 1:
@@ -119,7 +129,9 @@ def _about_layers(training: TrainingArguments) -> list[str]:
     return []
 
 
-def _about_tokens(training: TrainingArguments, batch: Batch | None, longest_sample: int) -> list[str]:
+def _about_tokens(
+    training: TrainingArguments, batch: Batch | None, longest_sample: int, has_experts: bool
+) -> list[str]:
     sp = training.sequence_parallel_size
     longest_sample, whole = -(-longest_sample // sp), longest_sample  # of a rank
     tokens = max(longest_sample, batch.input_ids.shape[1] if batch is not None else 0)
@@ -137,8 +149,9 @@ def _about_tokens(training: TrainingArguments, batch: Batch | None, longest_samp
         )
         lines.append(f"--per_device_train_batch_size {half}{more}: likewise")
     if least >= tokens:
-        if training.mlp_tile_tokens is None:
+        if training.mlp_tile_tokens is None and not has_experts:
             lines.append(f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take so many tokens at a time, twice")
-        lines.append(f"--sequence_parallel_size {2 * sp}, on several GPUs: more of them share each sample")
+        if not has_experts:
+            lines.append(f"--sequence_parallel_size {2 * sp}, on several GPUs: more of them share each sample")
         lines.append(f"--model_max_length below {whole}: the longest sample alone does not fit")
     return lines

@@ -150,9 +150,9 @@ def make_plan(start: Start) -> Plan:
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
     model = plan_model(args.model, args.data.model_max_length, args.training.objective == "reward")
-    check_axes(args, model.text_config)
     if model.ready is not None and (shared := sharing_problems(args, "this is a ready model")):  # in the JSON, too
         raise ConfigError("\n".join(shared))
+    check_axes(args, model.text_config)
     check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
     check_upcycled(args, model.text_config)
     print_first(*model.notes, *filter(None, [capacity_note(args.model)]))

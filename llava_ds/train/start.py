@@ -59,10 +59,11 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     print_first(*notes, *more_notes)
     axes = (SEQUENCE, TENSOR, PIPELINE, EXPERT)
     mesh = Mesh.of(ranks, *(args.as_dict()[axis] for axis in axes))
-    if local_ranks() % (mesh.sp * mesh.tp):
+    together = mesh.sp * mesh.tp * mesh.ep
+    if local_ranks() % together:
         print_first(
-            f"the {mesh.sp * mesh.tp} ranks that share layers (--sequence_parallel_size x --tensor_parallel_size) do "
-            f"not divide the {local_ranks()} of a machine: every layer sends its tokens between machines, which is slow"
+            f"the {together} ranks that share layers (--sequence_parallel_size x --tensor_parallel_size, or --ep_size) "
+            f"do not divide the {local_ranks()} of a machine: layers send tokens between machines, which is slow"
         )
     if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, mesh.dp)):
         args = args.replaced(train_batch_size=batch_size)

@@ -61,7 +61,7 @@ def _run_steps(found: dict[str, int]):
 def _run_backward(engine, batches: list[Batch]) -> None:
     """All of an optimizer step but its end."""
     if stage_of(engine) is not None:
-        forward_and_backward(engine, batches, lambda engine, batch: engine(batch), lambda _, loss: loss / 100)
+        forward_and_backward(engine, batches, lambda engine, batch: engine(batch), lambda _, loss: (loss / 100, None))
         return
     for i, batch in enumerate(batches):
         if i > 0:

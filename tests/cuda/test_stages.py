@@ -10,7 +10,7 @@ from fake_models import arguments, built, sample, tower_plan
 
 from llava_ds.data.collate import collate
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
-from llava_ds.engine.pipeline import resumed
+from llava_ds.engine.pipeline import backward_from
 from llava_ds.model.stages import keep_stage
 
 pytestmark = pytest.mark.cuda
@@ -43,7 +43,7 @@ def test_forward_and_backward_of_a_stage(index, family, recomputed):
         else:
             output = model(batch)
             assert (tuple(output.shape), output.dtype, output.device.type) == (shape, model.stage.dtype, "cuda")
-            loss = resumed(output, torch.empty_like(output))
+            loss = backward_from(output, torch.empty_like(output))
         loss.backward()
         if index > 0:
             assert (received.grad.shape, received.grad.dtype) == (received.shape, model.stage.dtype)

@@ -207,7 +207,7 @@ def arguments(given: frozenset[str] = frozenset(), model: dict | None = None, **
         ({}, {"mlp_tile_tokens": 8}, "--mlp_tile_tokens: "),
         ({}, {"sequence_parallel_size": 2}, "--sequence_parallel_size: "),
         ({}, {"tensor_parallel_size": 2}, "--tensor_parallel_size: "),
-        ({}, {"ep_size": 3}, "--ep_size 3: it does not divide the 4 experts"),
+        ({}, {"ep_size": 3}, "--ep_size 3 does not divide the 4 experts"),
     ],
 )
 def test_what_does_not_go_with_experts_is_refused(model, training, message):

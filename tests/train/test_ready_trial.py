@@ -128,7 +128,9 @@ def test_ends_are_tied_as_transformers_ties_them(tmp_path):
         assert plan.text_config.tie_word_embeddings == tied == equal
 
 
-@pytest.mark.parametrize("name", ["sequence_parallel_size", "tensor_parallel_size"])
+@pytest.mark.parametrize(
+    "name", ["sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "ep_size"]
+)
 def test_ranks_that_share_are_refused_where_the_json_says_so(planned, name):
     """The JSON's sizes are known after the folder's flags."""
     _, _, folder = planned

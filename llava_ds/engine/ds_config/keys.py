@@ -47,7 +47,7 @@ UNSUPPORTED = {
     "checkpoint.load_universal": ((False,), "checkpoints are taken up by --resume"),
     "checkpoint.use_node_local_storage": ((False,), "checkpoints are written to --output_dir, which nodes share"),
     "checkpoint.writer": ((), "checkpoints are written and hashed before training goes on"),
-    "checkpoint.parallel_write.pipeline_stage": ((False,), "there are no pipeline stages"),
+    "checkpoint.parallel_write.pipeline_stage": ((False,), "each stage has its own files already"),
     "gradient_allreduce_op": (("mean",), "the loss is divided by the tokens of all ranks, which takes their mean"),
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
     "use_data_before_expert_parallelism": ((False,), "the ranks that share experts are always beside each other"),
@@ -60,7 +60,10 @@ UNSUPPORTED = {
     "expert_model_parallel_size": ((1,), "write moe_expert_parallel_size, which shares experts out over ranks"),
     "expert_parallel_size": ((1,), "write moe_expert_parallel_size, which shares experts out over ranks"),
     "context_parallel_size": ((1,), "write sequence_parallel_size, which shares the tokens of a sample out by heads"),
-    "mpu": ((), "it is an object of Megatron's: sequence_parallel_size and tensor_parallel lay the ranks out"),
+    "mpu": (
+        (),
+        "it is an object of Megatron's: the sizes of the axes lay the ranks out",
+    ),
     "zero_optimization.elastic_checkpoint": ((False,), "checkpoints are taken up by --resume"),
     "zero_optimization.legacy_stage1": ((False,), "write stage 1 alone"),
     "zero_optimization.zenflow": ((), "ZenFlow is not supported yet; offload_optimizer trains the same model"),
@@ -78,7 +81,7 @@ UNSUPPORTED_SECTIONS = {
     "hybrid_engine": "nothing is generated while training",
     "weight_quantization": "weights train in the precision of bf16, fp16 or fp32",
 }
-OFF = {"enabled": (False,), "stages": (1, "auto")}
+OFF = {"enabled": (False,)}
 
 
 def check_keys(draft: Draft) -> None:

@@ -11,7 +11,7 @@ from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 from llava_ds.model import stages
 from llava_ds.model.exchange import heads_problem
-from llava_ds.model.families.language import is_mixture
+from llava_ds.model.families.language import is_mixture, is_upcycled
 
 SEQUENCE, TENSOR, PIPELINE = "sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"  # flags
 EXPERT, EXPERT_KEY = "ep_size", "moe_expert_parallel_size"  # flag and key, which DeepSpeed is not told either
@@ -268,7 +268,7 @@ def _pipeline_problems(args: Arguments, text_config: PreTrainedConfig, pp: int) 
         found.append(f"the language model has {text_config.num_hidden_layers} layers: give as many or fewer")
     if problem := stages.problem(text_config):
         found.append(f"the language model's {problem}: take another axis")
-    if is_mixture(text_config) or args.model.moe_enable or training.ep_size > 1:
+    if is_mixture(text_config) or is_upcycled(text_config) or args.model.moe_enable or training.ep_size > 1:
         found.append("routers' loss is not carried between stages, nor are experts: take another axis")
     parts = trained_parts(model_args)
     if "language_model" not in parts or model_args.lora_enable or model_args.bits < 16:

@@ -314,5 +314,5 @@ def test_ranks_that_cant_share_experts_are_refused():
     check_experts(6, 1, 3)
     with pytest.raises(ConfigError, match="--ep_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6"):
         check_experts(6, 1, 4)
-    with pytest.raises(ConfigError, match="--ep_size 2 beside ranks that share samples"):
+    with pytest.raises(ConfigError, match="--ep_size 2 can't be combined with ranks that share samples"):
         check_experts(4, 2, 2)

@@ -80,7 +80,7 @@ WRONG = [
     ({"pipeline": {"stages": 2, "partition": "parameters"}}, {}, f'pipeline.partition is "parameters" {J}: remove it, stages are cut so that their FLOPs are even'),
     ({"pipeline": {"stages": 2, "micro_batches": 4}}, {}, f'pipeline.micro_batches is 4 {J}: remove it, write {{"stages": 2}} alone'),
     ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}, {}, "--pipeline_parallel_size is 2, but zero_optimization.stage is 3, at which ranks would gather a stage's weights for every one: write 1, a stage has no more than its own part of the model"),
-    ({"mpu": {"a": 1}}, {}, f'mpu is {{"a": 1}} {J}: remove it, it is an object of Megatron\'s: sequence_parallel_size and tensor_parallel lay the ranks out'),
+    ({"mpu": {"a": 1}}, {}, f'mpu is {{"a": 1}} {J}: remove it, it is an object of Megatron\'s: the sizes of the axes lay the ranks out'),
     *[
         (nothing, {}, None)
         for nothing in (
