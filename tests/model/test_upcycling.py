@@ -207,7 +207,7 @@ def arguments(given: frozenset[str] = frozenset(), model: dict | None = None, **
         ({}, {"mlp_tile_tokens": 8}, "--mlp_tile_tokens: "),
         ({}, {"sequence_parallel_size": 2}, "--sequence_parallel_size: "),
         ({}, {"tensor_parallel_size": 2}, "--tensor_parallel_size: "),
-        ({}, {"ep_size": 3}, "--ep_size 3 does not divide the 4 experts"),
+        ({}, {"pipeline_parallel_size": 2}, "--pipeline_parallel_size: "),
     ],
 )
 def test_what_does_not_go_with_experts_is_refused(model, training, message):
@@ -215,6 +215,12 @@ def test_what_does_not_go_with_experts_is_refused(model, training, message):
     check_upcycled(arguments(ep_size=2), config)
     with pytest.raises(ConfigError, match=f"^{message}.*, for the language model is upcycled"):
         check_upcycled(arguments(model=model, **training), config)
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused():
+    config = upcycled_config(toys.language_model_config("llama"), ALL)
+    with pytest.raises(ConfigError, match="--ep_size 3 does not divide the 4 experts of a layer: give one of 1, 2, 4"):
+        check_upcycled(arguments(ep_size=3), config)
 
 
 def test_flags_of_experts_are_refused_without_any():

@@ -212,6 +212,13 @@ def test_families_that_are_not_cut_into_stages(family, found):
         check_axes(arguments("--pp_size", "2"), toys.language_model_config(family))
 
 
+def test_an_upcycled_folder_is_not_cut_into_stages():
+    config = toys.language_model_config("llama")
+    config.moe = {"num_experts": 4}
+    with pytest.raises(ConfigError, match="routers' loss is not carried between stages, nor are experts"):
+        check_axes(arguments("--pp_size", "2"), config)
+
+
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
