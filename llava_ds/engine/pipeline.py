@@ -128,17 +128,17 @@ def forward_and_backward(
     stage = stage_of(engine)
     neighbours = _Neighbours(stage, engine.device)
     number, ahead = len(batches), min(stage.size - 1 - stage.index, len(batches))
-    open_: deque[tuple[torch.Tensor | None, Any]] = deque()  # input and output of micro-batches without backward yet
+    waiting: deque[tuple[torch.Tensor | None, Any]] = deque()  # input and output of micro-batches without backward yet
     found = []
 
-    def run_forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+    def forward_one(i: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
         batch = batches[i] if hidden is None else dataclasses.replace(batches[i], hidden=hidden.requires_grad_())
         output = forward(engine, batch) if stage.is_last else engine(batch)
-        open_.append((hidden, output))
+        waiting.append((hidden, output))
         return None if stage.is_last else output.detach()
 
-    def run_backward(i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        hidden, output = open_.popleft()
+    def backward_one(i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        hidden, output = waiting.popleft()
         if i > 0:
             engine.step()  # of the micro-batch before
         engine.set_gradient_accumulation_boundary(i == number - 1)
@@ -151,18 +151,18 @@ def forward_and_backward(
         return None if hidden is None else hidden.grad
 
     for i in range(ahead):
-        neighbours.exchange(after=run_forward(i, neighbours.exchange(wants_before=_shape(batches[i], stage))[0]))
+        neighbours.exchange(after=forward_one(i, neighbours.exchange(wants_before=_shape(batches[i], stage))[0]))
     received = None
     if ahead < number:
         received, _ = neighbours.exchange(wants_before=_shape(batches[ahead], stage))
     for i in range(number - ahead):
-        output = run_forward(i + ahead, received)
+        output = forward_one(i + ahead, received)
         _, gradient = neighbours.exchange(after=output, wants_after=_shape(batches[i], stage))
         coming = None if i + ahead + 1 == number else _shape(batches[i + ahead + 1], stage)
-        received, _ = neighbours.exchange(before=run_backward(i, gradient), wants_before=coming)
+        received, _ = neighbours.exchange(before=backward_one(i, gradient), wants_before=coming)
     for i in range(number - ahead, number):
         _, gradient = neighbours.exchange(wants_after=_shape(batches[i], stage))
-        neighbours.exchange(before=run_backward(i, gradient))
+        neighbours.exchange(before=backward_one(i, gradient))
     return found
 
 
