@@ -73,7 +73,7 @@ def full(request, tmp_path_factory) -> Runs:
 def samples(runs: Runs) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """The processor's inputs of every record, and labels of its own mask of answers."""
     processor = ready_models.open_processor(runs.base, runs.family)
-    marked = ready_models.INTERNVL_MARKED if runs.family == "internvl" else ready_models.SMOLVLM_MARKED
+    marked = ready_models.MARKED[runs.family]
     space = processor.tokenizer.convert_tokens_to_ids("Ġ")
     found = []
     for record in json.loads(Path(runs.given["data_path"]).read_text()):
@@ -90,7 +90,7 @@ def samples(runs: Runs) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
             return_tensors="pt",
         )  # fmt: skip
         learned = torch.as_tensor(inputs.pop("assistant_masks"))[0].bool()
-        if runs.family != "internvl":  # the space behind "Assistant:" is the answer's
+        if runs.family in ("smolvlm", "idefics3"):  # the space behind "Assistant:" is the answer's
             behind = torch.cat([learned[1:], torch.tensor([False])])
             learned = learned | (behind & (inputs["input_ids"][0] == space))
         found.append((dict(inputs), inputs["input_ids"][0].masked_fill(~learned, -100)))
