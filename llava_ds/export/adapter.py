@@ -18,6 +18,7 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import Deadline, layer_by_layer
 from llava_ds.export.llava_folder import llava_config
 from llava_ds.export.output_folder import planned_entries
+from llava_ds.export.ready_folder import write_image_sizes
 from llava_ds.export.reload_check import check_room, compare_logits
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.export.tensors import Entry, write_value_head
@@ -130,6 +131,7 @@ def _write_ready_adapter(
     _write_config(export, outer, output_dir, _saved_modules(ready.family, whole) or None)
     written = {lora.to_peft(names.from_part(name)): tensor for name, tensor in kept.items()}
     write_tensors(output_dir / lora.ADAPTER_FILES[0], written)
+    write_image_sizes(export, output_dir)
 
 
 def _saved_modules(family: ReadyFamily, names: list[str]) -> list[str]:

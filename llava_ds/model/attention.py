@@ -396,7 +396,7 @@ def register() -> str:
 
 
 def register_for_towers() -> str:
-    """Register the attention of towers that take images in any shape, and return its name. transformers refuses the
-    name for a model that is to be built, and takes it for one that is there (set_attn_implementation)."""
+    """Register the attention of towers that take images in any shape, and return its name, for the configuration of a
+    tower that is built: transformers' constructors refuse it."""
     AttentionInterface.register(TOWER_NAME, tower_attention)
     return TOWER_NAME

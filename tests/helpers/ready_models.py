@@ -234,6 +234,7 @@ def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
     vision = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.2}
     text = {**text, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rope}
+    text["bos_token_id"] = None
     if family == "qwen2_vl":
         vision |= {"embed_dim": 16, "hidden_size": text["hidden_size"], "mlp_ratio": 2}
     else:
@@ -241,7 +242,7 @@ def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
     if family == "qwen2_5_vl":  # a window of 2 x 2 cells
         vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
     if family == "qwen3_vl":
-        vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
+        vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1], "depth": 3}
         text |= {"head_dim": 16, "num_hidden_layers": 3}
         rope["mrope_interleaved"] = True
     tied = text.pop("tie_word_embeddings", False)

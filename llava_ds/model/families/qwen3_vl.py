@@ -72,8 +72,8 @@ def _shrink(config: PreTrainedConfig) -> None:
     shrink(config)
     vision, text = config.vision_config, config.text_config
     vision.out_hidden_size = text.hidden_size
-    vision.deepstack_visual_indexes = list(range(len(vision.deepstack_visual_indexes)))[: vision.depth]
-    text.num_hidden_layers = 1 + len(vision.deepstack_visual_indexes)
+    vision.deepstack_visual_indexes = list(range(len(vision.deepstack_visual_indexes)))
+    vision.depth = text.num_hidden_layers = 1 + len(vision.deepstack_visual_indexes)
 
 
 FAMILY = ReadyFamily(

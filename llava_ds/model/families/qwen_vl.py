@@ -94,7 +94,8 @@ def cell_tiles(
 def build_tower(kind: type[PreTrainedModel], config: PreTrainedConfig) -> nn.Module:
     """The tower without its connector, in torch's default dtype, with this package's attention."""
     tower = kind._from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
-    tower.set_attn_implementation(attention.register_for_towers())
+    # transformers' own setter looks for such a name on the hub.
+    tower.config._attn_implementation = attention.register_for_towers()
     tower.merger = SideBySide(config.spatial_merge_size**2)
     # As a matrix: its patches don't overlap, and the convolution of three dimensions is slow (pytorch#166122).
     tower.patch_embed.proj.forward = types.MethodType(_project_patches, tower.patch_embed.proj)
