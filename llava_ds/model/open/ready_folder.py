@@ -30,6 +30,7 @@ class ReadyNames:
     """Names of a ready model's tensors, from a part's name to transformers' in memory, and from any to the part's."""
 
     def __init__(self, ready: ReadyModel, text_config: PreTrainedConfig) -> None:
+        register_text_models()
         family = ready.family
         self._prefixes = {
             **{f"{path}.": ("projector", f"{CONNECTOR}{inner}") for path, inner in family.connector.items()},
