@@ -275,7 +275,7 @@ def _spread(num_frames: int, count: int) -> list[int]:
 
 
 class ImageText(NamedTuple):
-    """What a ready model's processor writes in an image's place, and the features that each image token in it is for."""
+    """What a ready model's processor writes in an image's place, and the features for each image token in it."""
 
     text: str
     features: int

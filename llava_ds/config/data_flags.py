@@ -74,8 +74,8 @@ class DataArguments:
     )
     min_pixels: Count | None = _images(
         None,
-        "For ready models whose images keep their size (Qwen-VL): scale an image up to at least so many pixels. Absent: "
-        "as the model's image processor says.",
+        "For ready models whose images keep their size (Qwen-VL): scale an image up to at least so many pixels. "
+        "Absent: as the model's image processor says.",
     )
     max_pixels: Count | None = _images(
         None, "The same: scale an image down to at most so many pixels, which bounds its number of tokens."

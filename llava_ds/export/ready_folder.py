@@ -7,7 +7,14 @@ from pathlib import Path
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, renamed
-from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, check_folder, read_json, read_json_if_there
+from llava_ds.files.model_files import (
+    JSON_FILES,
+    OTHER_FILES,
+    TEMPLATES_FOLDER,
+    check_folder,
+    read_json,
+    read_json_if_there,
+)
 from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
 from llava_ds.model.open.weights import tensor_names
 from llava_ds.tilings import CellTiling
@@ -37,7 +44,8 @@ def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
         images = content if name.startswith("pre") else content.get("image_processor")
         if isinstance(images, dict) and images:
             images["size"] = {"shortest_edge": tiling.least, "longest_edge": tiling.most}
-            images |= {key: n for key, n in (("min_pixels", tiling.least), ("max_pixels", tiling.most)) if key in images}
+            earlier = {"min_pixels": tiling.least, "max_pixels": tiling.most}  # names, which win over size
+            images |= {key: value for key, value in earlier.items() if key in images}
             (output_dir / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

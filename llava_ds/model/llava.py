@@ -165,8 +165,10 @@ def merge_features(
     placed = table.index_select(0, batch.feature_index)  # (F, D)
     if newline is not None:
         placed = newline(placed, len(batch.image_positions))  # (M, D)
-    first, *deeper = placed.to(embeds.dtype).split(embeds.shape[-1], 1)
-    return embeds.index_copy(1, batch.image_positions, first[None]), deeper
+    placed, deeper, width = placed.to(embeds.dtype), [], embeds.shape[-1]
+    if placed.shape[1] > width:
+        placed, *deeper = placed.split(width, 1)
+    return embeds.index_copy(1, batch.image_positions, placed[None]), deeper
 
 
 def _by_source(row_losses: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:

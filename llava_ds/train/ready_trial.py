@@ -170,9 +170,7 @@ def _random_image(size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
-def _processor_pixels(
-    path: str, pictures: Sequence[Image.Image], images: ReadyImageOptions
-) -> torch.Tensor | None:
+def _processor_pixels(path: str, pictures: Sequence[Image.Image], images: ReadyImageOptions) -> torch.Tensor | None:
     """(N, 3, S, S) of the folder's image processor, or its patches (P, numbers in a patch); None without images."""
     if not pictures:
         return None

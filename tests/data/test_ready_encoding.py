@@ -7,9 +7,9 @@ import pytest
 import ready_models
 import torch
 from PIL import Image
-from transformers import AutoConfig
 from ready_models import FAMILIES, open_processor, write_ready
 from toys import encoding_options
+from transformers import AutoConfig
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, IMAGE_TOKEN_INDEX, DataError

@@ -1,8 +1,6 @@
 # N cells of all images, M image positions, C width of the tower, D width of the language model, K features of a cell
 """Qwen3-VL, dense: features of the tower's earlier layers are added behind the first layers of the language model."""
 
-from functools import partial
-
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -20,7 +18,7 @@ MERGERS = ("merger", "deepstack_merger_list")
 
 
 class DeepTrunk(Qwen3VLTextModel):
-    """Qwen3-VL's layers, which take positions (M,) in the place of transformers' mask: that one waits for the device."""
+    """Qwen3-VL's layers, with positions (M,) in the place of transformers' mask, for which the host would wait."""
 
     def _deepstack_process(
         self, hidden_states: torch.Tensor, visual_pos_masks: torch.Tensor, visual_embeds: torch.Tensor

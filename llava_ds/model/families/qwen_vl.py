@@ -1,4 +1,4 @@
-# N cells of all images, of M x M patches each, T frames of a patch, C width of the tower, D width of the language model,
+# N cells of all images, of M x M patches each, T frames of a patch, C width of the tower, D of the language model,
 # K features of a cell: the first for its place in the sequence, the others for layers behind it
 """What Qwen2-VL, Qwen2.5-VL and Qwen3-VL share: images at their own size through a tower that sees whole images.
 
@@ -7,6 +7,7 @@ connector in it; here a module that lays a cell's patches side by side is in its
 """
 
 import types
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ class CausalTrunk(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_attention_backend = _supports_sdpa = _supports_flash_attn = True
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
