@@ -184,10 +184,11 @@ def _cells_of(plan: TowerPlan | ReadyVision) -> CellTiling | None:
 
 
 def _projector_flops(projector: nn.Module, plan: TowerPlan | ReadyVision, trains_tower: bool, trains: bool) -> float:
-    """FLOPs of one tile. Only a tower that trains needs the gradient of its features."""
-    matrices = [m.weight.numel() for m in projector.modules() if isinstance(m, MATRICES)]
+    """FLOPs of one tile. Only a tower or a norm that trains needs the gradient of what the first matrix is given."""
+    matrices = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
+    first = matrices[0] if matrices and next(projector.parameters()) is matrices[0] else None
     per_feature = sum(
-        weights * _times(trains_tower or (trains and index > 0), trains) for index, weights in enumerate(matrices)
+        weight.numel() * _times(trains_tower or (trains and weight is not first), trains) for weight in matrices
     )
     return per_feature * plan.images.num_tokens
 

@@ -48,17 +48,19 @@ class ReadyFamily:
     """A family of models of transformers' AutoModelForImageTextToText.
 
     name: for messages; model_types: of config.json; vision, trunk: parts of transformers' class, by name; connector:
-    the same of the modules that make up the connector, and the beginning of their names in it;
-    tiles: from the whole configuration, the image processor's settings, the whole processor's, and the tokenizer, or
-    raise ValueError that says why such a model can't be trained; build_connector: from the whole configuration;
+    the same of the modules that make up the connector, and the beginning of their names in it; tiles: from the whole
+    configuration, the image processor's settings, the whole processor's, and the tokenizer, or raise ValueError that
+    says why such a model can't be trained; build_connector: from the whole configuration;
     features: (N, 3, S, S) normalised pixels, and Batch.tower_inputs, through the vision model to what connect takes;
     connect: those through the connector to (N, P, D), or (N, P, K * D) where K - 1 further features are added behind
     the language model's first layers; patch_embedding: the vision model's first layer; processed: normalised pixels in
     the form that the family's image processor gives them; outer_inputs: the whole configuration, these pixels, the
-    cells of their images, and (B, T) bool, True at features, to the arguments of transformers' forward; resample: Pillow's number of the filter, where its
-    files don't say it; build_tower: from the vision model's configuration; text_models: classes of language models
-    that transformers has no causal language model for; is_flat: True if config.json may hold the language model's
-    settings among its own; shrink, tower_widths: as these functions do.
+    cells of their images, and (B, T) bool, True at features, to the arguments of transformers' forward; resample:
+    Pillow's number of the filter, where its files don't say it.
+
+    build_tower: from the vision model's configuration; text_models: classes of language models that transformers has
+    no causal language model for; is_flat: True if config.json may hold the language model's settings among its own;
+    shrink, tower_widths: as these functions do.
     """
 
     name: str
