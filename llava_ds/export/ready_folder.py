@@ -15,8 +15,10 @@ from llava_ds.files.model_files import (
     read_json,
     read_json_if_there,
 )
+from llava_ds.model.families.qwen_vl import pixel_bounds
 from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
 from llava_ds.model.open.weights import tensor_names
+from llava_ds.model.vision import read_processor
 from llava_ds.tilings import CellTiling
 
 NOT_COPIED = ("config.json", "adapter_config.json")  # which are written, or belong to an adapter
@@ -35,9 +37,11 @@ def ready_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 
 
 def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
-    """Write the image processor's files with --min_pixels and --max_pixels, where these are not its own."""
+    """Write the image processor's files with --min_pixels and --max_pixels, where the source's say others."""
     tiling, source = export.image_options.tiling, source_folder(export)
-    if not isinstance(tiling, CellTiling) or tiling == export.model.tower.tiles.tiling:
+    if not isinstance(tiling, CellTiling):
+        return
+    if (tiling.least, tiling.most) == pixel_bounds(read_processor(source, str(source))):
         return
     for name in ("preprocessor_config.json", "processor_config.json"):
         content = read_json_if_there(source / name, str(source))

@@ -79,9 +79,7 @@ def cell_tiles(
         expect(images, **{name: mine})
     if vision.in_channels != 3:
         raise ValueError(f"its vision_config says in_channels {vision.in_channels}, expected 3")
-    size = {**PIXELS, **(images.get("size") if isinstance(images.get("size"), dict) else {})}
-    least = setting(images, "min_pixels", setting(size, "shortest_edge", PIXELS["shortest_edge"]))
-    most = setting(images, "max_pixels", setting(size, "longest_edge", PIXELS["longest_edge"]))
+    least, most = pixel_bounds(images)
     side, patches = vision.patch_size * vision.spatial_merge_size, vision.spatial_merge_size**2
     if not 1 <= least <= most or most < side**2:
         raise ValueError(f"its image processor makes images of {least} to {most} pixels, with cells of {side} a side")
@@ -90,6 +88,13 @@ def cell_tiles(
         raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {token}")
     tiling = CellTiling(side, vision.spatial_merge_size, least, most, token, window, table)
     return TileSpec(tiling, patches, patches, 1, windowed_layers)
+
+
+def pixel_bounds(images: dict) -> tuple[int, int]:
+    """Fewest and most pixels of an image by its processor's settings. Raises ValueError for others."""
+    size = {**PIXELS, **(images.get("size") if isinstance(images.get("size"), dict) else {})}
+    least = setting(images, "min_pixels", setting(size, "shortest_edge", PIXELS["shortest_edge"]))
+    return least, setting(images, "max_pixels", setting(size, "longest_edge", PIXELS["longest_edge"]))
 
 
 def build_tower(kind: type[PreTrainedModel], config: PreTrainedConfig) -> nn.Module:
