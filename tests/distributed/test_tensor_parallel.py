@@ -10,6 +10,7 @@ from sharing import (
     OFFLOAD,
     STEPS,
     TOLERANCE,
+    TORN,
     TRAINED_TOWER,
     check_same,
     relative_difference,
@@ -22,7 +23,6 @@ TP = {"tensor_parallel_size": 2}
 PACKED = {"tokens_per_micro_batch": 400}
 CLIPPED = {"max_grad_norm": 0.05}
 IN_JSON = {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
-TORN = {"eval_fraction": 0.2, "sample_steps": STEPS}
 FAMILIES = ("qwen2", "qwen3", "gemma2")  # biases; norms of heads; soft caps, and ends that are tied
 
 # Name of a run: ranks, ZeRO stage and flags. Those of one rank are what the others are compared with.
