@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 STEPS, BATCH, RATE, TOLERANCE = 5, 8, 0.1, 1e-6
 LONG = 3000  # tokens of one sample, at least
-# With torn images. At a rate of 0.1 this loss falls so steeply that one rank alone, with other micro-batches, is 1.6e-6 away
-# from itself after five steps; at 0.02 every layout stays within 2e-7.
+# With torn images. At a rate of 0.1 this loss falls so steeply that one rank alone, with other micro-batches, is 1.6e-6
+# away from itself after five steps; at 0.02 every layout stays within 2e-7.
 TORN = {"eval_fraction": 0.2, "sample_steps": STEPS, "learning_rate": 0.02, "mm_projector_lr": 0.02}
 TRAINED_TOWER = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
 # More of the DeepSpeed JSON, in the place of a stage.
