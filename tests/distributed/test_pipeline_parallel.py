@@ -165,6 +165,7 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
         assert (weight - staged[name]).abs().max() <= 1e-5, name
 
 
+@pytest.mark.full
 def test_what_does_not_go_is_refused(runs):
     """The reasons are in tests/engine/ds_config/test_parallel.py."""
     folder = runs["plain"].parent

