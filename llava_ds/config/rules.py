@@ -244,6 +244,24 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
         yield f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too"
 
 
+def best_evaluation(args: Arguments) -> Iterator[str]:
+    data, training = args.data, args.training
+    wanted = {
+        "--load_best_model_at_end True": training.load_best_model_at_end,
+        f"--early_stopping_patience {training.early_stopping_patience}": training.early_stopping_patience is not None,
+        f"--metric_for_best_model {training.metric_for_best_model}": training.metric_for_best_model is not None,
+    }
+    given = [flag for flag, is_set in wanted.items() if is_set]
+    if given and not (data.eval_fraction or data.eval_data_path is not None):
+        yield f"{given[0]} needs eval samples: give --eval_data_path or --eval_fraction, too"
+    if training.load_best_model_at_end and (training.save_strategy == "no" or training.save_only_model):
+        flag = "--save_only_model True" if training.save_only_model else "--save_strategy no"
+        yield f"--load_best_model_at_end True goes back to a checkpoint, and {flag} saves none to go back to"
+    for name in ("greater_is_better", "early_stopping_threshold"):
+        if name in args.given and not given:
+            yield f"--{name} has no effect without --load_best_model_at_end or --early_stopping_patience: leave it out"
+
+
 def checkpoints(args: Arguments) -> Iterator[str]:
     training = args.training
     if training.on_loss_spike == "rewind" and training.save_strategy == "no":
@@ -442,6 +460,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     steps_and_layout,
     installed_trackers,
     eval_and_sample_steps,
+    best_evaluation,
     checkpoints,
     trainable_parts,
     upcycling,

@@ -24,15 +24,20 @@ class EvalLoss(NamedTuple):
 
 class Evals:
     """Writes and prints eval losses and sample answers, on rank 0. A resumed run drops those after its checkpoint, as
-    in metrics.jsonl."""
+    in metrics.jsonl.
+
+    losses: the rows of evals.jsonl so far, on rank 0; on the others none.
+    """
 
     def __init__(self, output_dir: Path, resume_step: int, ranks: Ranks, trackers: Trackers) -> None:
         self.trackers, self.is_first = trackers, ranks.is_first
+        self.losses: list[dict] = []
         if self.is_first:
             paths = output_dir / EVALS, output_dir / SAMPLES
             kept = [[row for row in rows_of(path) if row["step"] <= resume_step] for path in paths]
             self.evals, self.samples = map(RowLog, paths, kept)
             self._steps = {row["step"] for rows in kept for row in rows}
+            self.losses += kept[0]
 
     def has(self, step: int) -> bool:
         """True if an earlier start evaluated after this step. For rank 0."""
@@ -45,7 +50,8 @@ class Evals:
         loss, tokens, samples, by_source, metrics = found
         row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken}
         several = {"source_losses": by_source} if by_source else {}
-        self.evals.write([{**row, **metrics, **several, "seconds": round(seconds, 3)}])
+        self.losses.append({**row, **metrics, **several, "seconds": round(seconds, 3)})
+        self.evals.write(self.losses[-1:])
         curves = {f"eval/loss/{name}": mean for name, mean in by_source.items()}
         curves |= {f"eval/{name}": mean for name, mean in metrics.items()}
         self.trackers.log({"eval/loss": loss, **curves}, step)

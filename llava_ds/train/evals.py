@@ -25,10 +25,12 @@ from llava_ds.engine.pipeline import from_last, run_forward
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh, sum_over
-from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
 from llava_ds.runtime.waiting import queuing, waiting
+from llava_ds.tracking.best_rule import best_rule
 from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.trackers import Trackers
+from llava_ds.train.best import Best
 from llava_ds.train.objectives.objective import MicroLoss, Objective
 from llava_ds.train.plan import Plan
 
@@ -199,6 +201,8 @@ class Evaluation:
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self._log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
+        rule = best_rule(args.as_dict())
+        self.best = None if rule is None else Best(rule, plan.output_dir, self._log.losses)
         tokenizer, template, questions = plan.model.tokenizer, args.model.version, plan.evals.questions
         length = args.data.model_max_length
         self._decoding = Decoding(tokenizer, template, plan.images, training.sample_max_new_tokens, length)
@@ -220,8 +224,15 @@ class Evaluation:
         due = any(self.is_due(at, at == self._num_steps) for at in (step, step + 1))
         return self._last_s if due else 0.0
 
-    def run(self, step: int, last: bool) -> None:
-        """Do what is due. All ranks call it together."""
+    def is_over(self) -> bool:
+        """True if the evaluations so far end the run (--early_stopping_patience). All ranks call it together."""
+        why = None if self.best is None else broadcast_from_first(self._ranks, self.best.why_over)
+        print_first(*filter(None, [why]))
+        return why is not None
+
+    def run(self, step: int, last: bool) -> bool:
+        """Do what is due. Returns whether the run ends with this step, as it does where `last` is true. All ranks call
+        it together."""
         began = time.perf_counter()
         if self._measures(step, last):
             found = eval_loss(
@@ -229,6 +240,7 @@ class Evaluation:
             )
             broken, seconds = len(self._eval_set) - found.samples, time.perf_counter() - began
             self._log.add_loss(step, found, broken=broken, seconds=seconds)
+            last = self.is_over() or last
         if self._asks(step, last):
             started = time.perf_counter()
             decoded = answers(self._engine, self._prompts, self._decoding, self._ranks)
@@ -236,6 +248,7 @@ class Evaluation:
             rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, decoded)]
             self._log.add_answers(step, rows, seconds=time.perf_counter() - started)
         self._last_s = time.perf_counter() - began
+        return last
 
     def _measures(self, step: int, last: bool) -> bool:
         return self._eval_set is not None and (last or _is_multiple(step, self._eval_steps))
