@@ -7,7 +7,9 @@ Nothing here draws random numbers or leaves anything in the engine: the steps af
 import dataclasses
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +25,7 @@ from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.pipeline import from_last, run_forward
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.llava import LlavaModel
 from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
@@ -188,16 +191,41 @@ def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:
     return dataclasses.replace(sample, input_ids=ids, labels=torch.full_like(ids, IGNORE_INDEX))
 
 
+class Tasks(Protocol):
+    """Benchmarks whose questions a model is asked while it trains."""
+
+    def scores(self, precision: torch.autocast) -> dict[str, float]:
+        """The score of each by its name, on rank 0; on the others nothing. All ranks call it together.
+
+        precision: the engine's own.
+        """
+
+
+# Makes Tasks of the model. All ranks call it together, before the engine is started, which changes the model's modules.
+Asks = Callable[[LlavaModel], Tasks]
+
+
 class Evaluation:
     """Measures the eval loss and asks sample questions when that is due, and logs both (evals.jsonl, samples.jsonl)."""
 
-    def __init__(self, engine, plan: Plan, objective: Objective, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        engine,
+        plan: Plan,
+        objective: Objective,
+        tasks: Tasks | None,
+        trackers: Trackers,
+        ranks: Ranks,
+        mesh: Mesh,
+    ) -> None:
         """All ranks call it together."""
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._sample_steps = steps_between(training.sample_steps, num_steps)
         self._engine, self._ranks, self._mesh, self._packing = engine, ranks, mesh, plan.steps.packing
-        self._objective = objective
+        self._objective, self._tasks = objective, tasks
+        autocast = plan.resolved.config.get("torch_autocast", {}).get("enabled", False)
+        self._precision = torch.autocast(ranks.device.type, plan.resolved.compute_dtype, enabled=autocast)
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self._log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
@@ -235,11 +263,7 @@ class Evaluation:
         it together."""
         began = time.perf_counter()
         if self._measures(step, last):
-            found = eval_loss(
-                self._engine, self._eval_set, self._packing, self._num_workers, self._objective, self._mesh
-            )
-            broken, seconds = len(self._eval_set) - found.samples, time.perf_counter() - began
-            self._log.add_loss(step, found, broken=broken, seconds=seconds)
+            self._measure(step)
             last = self.is_over() or last
         if self._asks(step, last):
             started = time.perf_counter()
@@ -250,8 +274,23 @@ class Evaluation:
         self._last_s = time.perf_counter() - began
         return last
 
+    def _measure(self, step: int) -> None:
+        """The eval loss, and the scores of tasks."""
+        began, loss, scores = time.perf_counter(), None, {}
+        if self._eval_set is not None:
+            loss = eval_loss(
+                self._engine, self._eval_set, self._packing, self._num_workers, self._objective, self._mesh
+            )
+        measured = time.perf_counter()
+        if self._tasks is not None:
+            scores = self._tasks.scores(self._precision)
+        broken = 0 if loss is None else len(self._eval_set) - loss.samples
+        seconds = measured - began, time.perf_counter() - measured
+        self._log.add(step, loss, scores, broken=broken, seconds=seconds)
+
     def _measures(self, step: int, last: bool) -> bool:
-        return self._eval_set is not None and (last or _is_multiple(step, self._eval_steps))
+        has_any = self._eval_set is not None or self._tasks is not None
+        return has_any and (last or _is_multiple(step, self._eval_steps))
 
     def _asks(self, step: int, last: bool) -> bool:
         every = self._sample_steps

@@ -45,7 +45,7 @@ from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
 from llava_ds.train.best import spared
-from llava_ds.train.evals import Evaluation
+from llava_ds.train.evals import Asks, Evaluation, Tasks
 from llava_ds.train.objectives.dpo import DPO, PairLoss
 from llava_ds.train.objectives.grpo import GRPO, PolicyLoss
 from llava_ds.train.objectives.objective import Objective
@@ -95,9 +95,10 @@ class Session:
         return training.save_strategy != "no" and (last or step % training.save_steps == 0)
 
 
-def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Session:
+def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: Asks | None = None) -> Session:
     """Build model and engine, restore the checkpoint, and try the largest micro-batch. All ranks call it together.
 
+    asks: makes of the model what asks --eval_tasks; None without them.
     Raises ConfigError where the export can't be written, a group of parameters is not trained as it was meant, or the
     largest micro-batch runs out of memory.
     """
@@ -105,7 +106,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
-    model, engine, checkpointed, rollouts = _build_engine(plan, started)
+    model, engine, checkpointed, rollouts, tasks = _build_engine(plan, started, asks)
     objective = _objective(plan, mesh)
     if training.objective == "dpo" and objective.loss.has_reference:
         _add_reference(plan, engine, ranks, mesh)
@@ -116,7 +117,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
     _warm_up(plan, model, engine, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    evaluation = Evaluation(engine, plan, objective, trackers, ranks, mesh)
+    evaluation = Evaluation(engine, plan, objective, tasks, trackers, ranks, mesh)
     if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
         objective = Routed(objective, routers_of(model.language_model), training.router_aux_loss_coef)
     saver = _saver(plan, engine, evaluation, ranks)
@@ -215,9 +216,11 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
         print_first(broadcast_from_first(ranks, partial(try_export, plan.export, output_dir)))
 
 
-def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None]:
+def _build_engine(
+    plan: Plan, started: Start, asks: Asks | None
+) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None, Tasks | None]:
     """Build the model and the engine over it. Returns them, the parts whose layers may be checkpointed, and what draws
-    answers where that is the objective."""
+    answers where that is the objective, and what asks --eval_tasks."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
     model = build_model(plan.model, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
@@ -229,6 +232,7 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
     rollouts = Rollouts(model, plan, ranks, mesh) if draws else None
+    tasks = None if asks is None else asks(model)
     if plan.critic is not None:  # after what draws was made, which has no part in it
         add_critic(model, plan.critic, resolved, args, ranks)
     models = [model, model.critic] if has_critic(model) else [model]
@@ -248,7 +252,7 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     num_updates = plan.steps.num_steps * (args.training.num_iterations if draws else 1)
     engine = start_engine(model, groups, resolved, num_updates, mesh)
     check_engine(engine, resolved, mesh)
-    return model, engine, checkpointed, rollouts
+    return model, engine, checkpointed, rollouts, tasks
 
 
 def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: MemoryWatch, started: Start) -> None:
