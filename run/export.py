@@ -62,7 +62,7 @@ def main() -> None:
     _check_is_not_read(output_dir, source, export)
     with staged(output_dir) as stage:
         if form == "adapter":
-            write_restored_adapter(export, restored.trained, restored.entries, stage)
+            write_restored_adapter(export, restored.trained, restored.lora_start, restored.base, stage)
         else:
             write_folder(export, entries, stage)
         if restored is not None:

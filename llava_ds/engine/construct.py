@@ -14,6 +14,7 @@ from llava_ds.model import lora, quantize
 from llava_ds.model.flops import flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
+from llava_ds.model.open.merged_adapters import adapter_file
 from llava_ds.model.open.weights import WeightFiles, unused_tensors
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
 from llava_ds.model.stages import is_last, keep_stage, stage_of
@@ -29,11 +30,12 @@ def build_model(
     seed: int,
     ranks: Ranks,
     mesh: Mesh = ALONE,
+    lora_start: dict[str, torch.Tensor] | None = None,
 ) -> LlavaModel:
     """Build the model with its weights on this rank's device; on the CPU if deepspeed.initialize will cut matrices.
 
     Under ZeRO-3 parameters are partitioned from the start, but LoRA's in deepspeed.initialize. mesh: over which the
-    engine will train the model.
+    engine will train the model; lora_start: as add_lora takes it.
     """
     with return_freed_memory():
         model = _construct(plan, args, ds_config, dtype, ranks, mesh)
@@ -41,11 +43,13 @@ def build_model(
         for name, part in model.named_children():
             _fill(name, part, plan, args, seed, ranks, elsewhere.get(name, {}))
         if args.lora_enable:
-            lora.add_lora(model.language_model, args, seed)
+            lora.add_lora(model, plan.lora, args, seed, lora_start)
+            if ds_config["zero_optimization"].get("stage") == 3 and args.use_dora:
+                _gather_as_one(model)
         if args.lora_weight_path is not None:
-            llm, file = model.language_model, lora.adapter_file(args.lora_weight_path)
-            trained = {name: p for name, p in llm.named_parameters() if p.requires_grad}
-            load_weights(trained, WeightFiles(file, lora.names_from_peft(llm)), ranks, "--lora_weight_path")
+            file = adapter_file(args.lora_weight_path)
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad and plan.lora.holds(name)}
+            load_weights(trained, WeightFiles(file, lora.names_from_peft(model)), ranks, "--lora_weight_path")
     if ranks.is_first:
         print_first(*unused_tensors(plan.sources))
     return model
@@ -82,6 +86,16 @@ def _construct(
         quantize.quantize_layers(model.language_model, names, args, dtype)
         quantize.move_unpacked(model, ranks.device)
     return model
+
+
+def _gather_as_one(model: LlavaModel) -> None:
+    """Let ZeRO-3 gather a layer with DoRA, which reads the weight beside it, with all of its parameters, where it is in
+    no layer that is gathered as one."""
+    leaves = tuple(layer_classes(model))
+    inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules()}
+    for _, layer in lora.lora_layers(model):
+        if id(layer) not in inside:
+            deepspeed.utils.set_z3_leaf_module(layer, True)
 
 
 def _elsewhere(model: LlavaModel) -> dict[str, dict[str, tuple[int, ...]]]:

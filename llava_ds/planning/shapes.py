@@ -9,7 +9,7 @@ from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llava_ds.config.arguments import Arguments, trained_parts
+from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.expert_parallel import expert_group
@@ -19,7 +19,7 @@ from llava_ds.model.families.language import is_mixture, is_upcycled, mlp_width
 from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
-from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
+from llava_ds.model.lora import ADAPTER, add_lora, check_lora, linear_names, lora_layers, lora_layout
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import read_parts
 from llava_ds.model.probe import check_language_model
@@ -258,7 +258,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
         if args.model.lora_enable:
             check_lora(args.model)
             names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
-            add_lora(model.language_model, args.model, seed=0)
+            _add_lora(model, text, tower, args)
         if args.training.objective == "ppo":
             _add_critic(model, text, tower, args)
     packed = names if args.model.bits < 16 else set()
@@ -325,7 +325,7 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
         trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
         is_llamas=is_llamas,
         tied=_is_tied(language_model),
-        lora_rank=args.model.lora_r * len(layers) // num_layers,
+        lora_rank=sum(layer.r[ADAPTER] for layer in layers) // num_layers,
         lora_dropped=inputs // num_layers if args.model.lora_dropout else 0,
         routed=is_mixture(text) or is_upcycled(text),
         expert_rows=_expert_rows(text),
@@ -341,7 +341,7 @@ def _tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Argume
         image_size=tower.images.size,
         projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
         num_parameters=_numel(model.vision_tower.parameters()),
-        trained="vision_tower" in trained_parts(args.model),
+        trained="vision_tower" in trained_parts(args.model) | lora_parts(args.model),
         shuffled=tower.tiles.patches // tower.tiles.features if isinstance(tower, ReadyVision) else 1,
     )
 
@@ -350,8 +350,13 @@ def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan | Re
     """Add a critic as large as the actor, which it is unless another model is named."""
     model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
     if args.model.lora_enable:
-        add_lora(model.critic.language_model, args.model, seed=0)
+        _add_lora(model.critic, text, tower, args)
     choose_trainable(model.critic, args)
+
+
+def _add_lora(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Arguments) -> None:
+    ready = tower.ready if isinstance(tower, ReadyVision) else None
+    add_lora(model, lora_layout(model, args.model, ready, text), args.model, seed=0)
 
 
 def _saving_width(text: PreTrainedConfig) -> int:

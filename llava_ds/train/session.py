@@ -9,12 +9,14 @@ import deepspeed
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
 from llava_ds.checkpoint.training_state import restore
+from llava_ds.config.arguments import changes_base
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.activation_budget import choose_checkpointed_layers
 from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
 from llava_ds.engine.averages import take_averages
+from llava_ds.engine.checkpoint_files import read_lora_start
 from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.critic import add_critic
@@ -191,7 +193,9 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     answers where that is the objective."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
-    model = build_model(plan.model, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
+    point = plan.resume.point.path
+    start = read_lora_start(point) if point is not None and changes_base(args.model) else None
+    model = build_model(plan.model, args.model, resolved.config, resolved.dtype, seed, ranks, mesh, start)
     print_first(attention_report(text_config, ranks.device, resolved.compute_dtype), plan.model.last_layer_note())
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))

@@ -17,7 +17,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.model.llava import assemble
-from llava_ds.model.lora import add_lora
+from llava_ds.model.lora import add_lora, lora_layout
 from llava_ds.model.output_loss import CHUNK_LOGITS, linear_cross_entropy
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import MicroBatch, activation_bytes, loss_bytes, saved_bytes
@@ -234,7 +234,7 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
     finally:
         torch.set_default_dtype(before)
     if args.model.lora_enable:
-        add_lora(model.language_model, args.model, seed=0)
+        add_lora(model, lora_layout(model, args.model, None, TEXT), args.model, seed=0)
     choose_trainable(model, args)
     model.train()
     storages: dict[int, torch.UntypedStorage] = {}
