@@ -44,12 +44,14 @@ def build_model(
             _fill(name, part, plan, args, seed, ranks, elsewhere.get(name, {}))
         if args.lora_enable:
             lora.add_lora(model, plan.lora, args, seed, lora_start)
-            if ds_config["zero_optimization"].get("stage") == 3 and args.use_dora:
-                _gather_as_one(model)
         if args.lora_weight_path is not None:
             file = adapter_file(args.lora_weight_path)
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad and plan.lora.holds(name)}
             load_weights(trained, WeightFiles(file, lora.names_from_peft(model)), ranks, "--lora_weight_path")
+    if ds_config["zero_optimization"].get("stage") == 3:
+        if args.use_dora:
+            _gather_as_one(model)
+        _let_inputs_have_gradients(model)
     if ranks.is_first:
         print_first(*unused_tensors(plan.sources))
     return model
@@ -96,6 +98,26 @@ def _gather_as_one(model: LlavaModel) -> None:
     for _, layer in lora.lora_layers(model):
         if id(layer) not in inside:
             deepspeed.utils.set_z3_leaf_module(layer, True)
+
+
+def _let_inputs_have_gradients(model: LlavaModel) -> None:
+    """Let what comes into a layer that is gathered as one have a gradient, if the layer trains, whatever comes before.
+
+    DeepSpeed 0.19.8 reduces its gradients in a backward hook of torch's, which without gradients of inputs runs before
+    they are there: as with LoRA behind frozen embeddings and a frozen projector.
+    """
+    for module in model.modules():
+        if deepspeed.utils.z3_leaf_module(module):
+            module.register_forward_pre_hook(_with_gradient)
+
+
+def _with_gradient(module: torch.nn.Module, inputs: tuple) -> tuple | None:
+    first = inputs[0] if inputs else None
+    if not torch.is_grad_enabled() or not isinstance(first, torch.Tensor) or first.requires_grad:
+        return None
+    if not any(p.requires_grad for p in module.parameters()):
+        return None
+    return (first.detach().requires_grad_(), *inputs[1:])
 
 
 def _elsewhere(model: LlavaModel) -> dict[str, dict[str, tuple[int, ...]]]:
