@@ -170,7 +170,7 @@ def compare_reloaded_adapter(
     check_room(num_bytes(planned_entries(export), logits.dtype) * export.args.bits // 16)
     reloaded = _fresh_language_model(export, logits.dtype)
     eyes = _fresh_eyes(output_dir, export, logits.dtype)
-    for name, outer in eyes.adapted.items():
+    for name, outer in eyes.modules_in_files.items():
         attach(reloaded, outer, eyes.get_submodule(name))
     with warnings.catch_warnings():
         # peft 0.21 asks a model for is_gradient_checkpointing, which transformers 5.23 calls by another name.
@@ -198,18 +198,25 @@ def built_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _FreshEyes(nn.Module):
-    """Tower and projector as a run began with them. adapted: modules with adapters, by their names in peft's files."""
+    """Tower and projector as a run began with them. adapted: modules with adapters, by their names in peft's files;
+    modules_in_files: these, and all that have parameters of their own."""
 
     def __init__(self, export: ExportPlan) -> None:
         super().__init__()
         layout, tower = export.model.lora, export.model.tower
         names = [target.name for target in layout.targets] + list(layout.saved)
         self.adapted = {n: layout.of_module(n) for n in names if not n.startswith(formats.LANGUAGE_MODEL)}
+        self.modules_in_files: dict[str, str] = {}
         if self.adapted:
             mean, std = (torch.tensor(values) for values in (tower.images.mean, tower.images.std))
             self.vision_tower = tower.build(mean, std)
             self.projector = tower.build_projector(export.args, export.model.hidden_size)
             self.newline = Newline(export.model.hidden_size) if "unpad" in export.args.mm_patch_merge_type else None
+            for part in (formats.TOWER, formats.PROJECTOR):
+                inner = self.get_submodule(part.rstrip("."))
+                own = [name for name, module in inner.named_modules() if name and list(module.parameters(False))]
+                self.modules_in_files |= {part + name: layout.of_module(part + name) for name in own}
+            self.modules_in_files |= self.adapted
 
     def embed(self, embedding: nn.Module, batch: Batch) -> torch.Tensor:
         """As LlavaModel's."""

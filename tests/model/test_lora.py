@@ -155,7 +155,8 @@ def built(base: dict[str, str], **more: object):
     args = lora_args(**base, **more)
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
-    model.vision_tower.requires_grad_(False)
+    if "vision" not in args.lora_modules:
+        model.vision_tower.requires_grad_(False)
     return model, plan, args
 
 
@@ -205,6 +206,82 @@ def test_the_check_of_an_adapter_takes_the_first_positions_and_looks_for_room(ba
     monkeypatch.setattr(reload_check.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**5))
     with pytest.raises(NotCompared, match=r"GB don't fit into the 0\.0 GB of free memory"):
         compare_reloaded_adapter(folder, export, batch, embeds, logits)
+
+
+# On any part, and peft's variants. tests/distributed/test_lora_variants.py trains them.
+EVERY = {"lora_modules": "language,vision,projector", "mm_projector_type": "linear"}
+VARIANTS = {
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa_niter_4", "use_rslora": True, "lora_rank_pattern": '{"q_proj": 2}'},
+    "olora": {"init_lora_weights": "olora", "use_dora": True},
+    "chosen": {
+        "lora_target_modules": r".*\.(q_proj|fc1|mm_projector)", "lora_alpha_pattern": '{"layers.1.*q_proj": 32}',
+        "modules_to_save": "norm,encoder.layers.0.layer_norm1", "lora_bias": "all",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_on_every_part_is_opened_by_peft_and_merged_to_the_same(base, batch, tmp_path, variant):
+    model, plan, args = built(base, **EVERY, **VARIANTS[variant])
+    args_of_plain = ModelArguments(**base, mm_projector_type="linear")
+    plain = build_model(plan, args_of_plain, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
+    start = logits_of(model, batch)
+    assert (start - logits_of(plain, batch)).abs().max() < 1e-4  # whatever a variant begins with
+    train_a_little(model)
+    logits = logits_of(model, batch)
+    assert (logits - start).abs().max() > 0.1
+    export = export_plan(model, plan, args, toys.image_options())
+    folder = written(model, plan, args, tmp_path / "out")
+    assert compare_reloaded_adapter(folder, export, batch, model.embed(batch), logits) < 2e-5
+    tensors = load_file(folder / "adapter_model.safetensors")
+    changed = next(name for name in tensors if "vision_tower" in name and "lora_B" in name)
+    save_file({**tensors, changed: tensors[changed] * 2}, folder / "adapter_model.safetensors")
+    with pytest.raises(RuntimeError, match="peft computes other logits"):
+        compare_reloaded_adapter(folder, export, batch, model.embed(batch), logits)
+    plain.load_state_dict(merged_tensors(model, plan, args), strict=False)
+    assert (logits_of(plain, batch) - logits).abs().max() < 2e-5 * logits.abs().max()
+
+
+def test_a_model_that_lora_took_parts_of_starts_again_from_them(base, batch):
+    """What a resumed run does: not a second decomposition, which another machine computes otherwise."""
+    model, plan, args = built(base, **EVERY, init_lora_weights="pissa")
+    other = dict(model.lora_start)
+    a, b = (next(name for name in other if f"lora_{half}" in name) for half in "AB")
+    other[a], other[b] = -other[a], -other[b]
+    again = build_model(
+        plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS, lora_start=other
+    )  # fmt: skip
+    again.vision_tower.eval()
+    assert again.lora_start.keys() == other.keys()
+    assert all(torch.equal(again.lora_start[name], other[name]) for name in other)
+    layer = a.split(".lora_")[0]
+    assert torch.equal(again.get_parameter(f"{layer}.lora_A.default.weight"), other[a])
+    assert torch.equal(*(m.get_parameter(f"{layer}.base_layer.weight") for m in (model, again)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lora_target_modules": "q_prj"}, r"q_prj is the end of no layer's name: layers are called .*q_proj"),
+        ({"lora_target_modules": "q.*"}, r"q\.\* matches no layer's whole name"),
+        ({"lora_target_modules": "fc1"}, "no layer of language gets LoRA: leave it out, or name some of its linear"),
+        ({"lora_rank_pattern": '{"fc1": 2}', "lora_modules": "language"}, "fc1 is the name of no layer"),
+        ({"modules_to_save": "nor"}, "--modules_to_save: nor is the end of no module's name"),
+        ({"init_lora_weights": "olora", "lora_r": 17}, "a matrix of rank 16, and LoRA's rank is 17: give less by"),
+        ({"modules_to_save": "up_proj", "bits": 4}, "--modules_to_save up_proj can't be used with --bits 4"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused_before_anything_is_built(base, flags, message):
+    args = lora_args(**{**base, "lora_modules": "language,vision", **flags})
+    with pytest.raises(ConfigError, match=message):
+        plan_model(args, 512)
+
+
+def test_a_tied_embedding_is_not_saved_apart():
+    model = language_model("qwen2")
+    with pytest.raises(ConfigError, match="embed_tokens shares its weight with the model's other end"):
+        toys.add_lora(model, lora_args(modules_to_save="embed_tokens"), seed=1)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -283,7 +360,7 @@ def merged_tensors(model: nn.Module, plan: ModelPlan, args: ModelArguments) -> d
     """The model with LoRA merged, as from a checkpoint, which holds what trains."""
     trained = [entry for entry, p in zip(entries_of(model), model.parameters()) if p.requires_grad]
     base = [e for part, _ in model.named_children() for e in read_entries(part, part_weights(part, plan, args, 42))]
-    merged = merged_entries(trained, base, args, plan.lora)
+    merged = merged_entries(trained, base, args, plan.lora, model.lora_start)
     tensors = {entry.name: entry.read() for entry in merged}
     assert all(tensors[entry.name].shape == entry.shape for entry in merged)
     return tensors
@@ -421,7 +498,9 @@ def test_an_adapter_of_other_layers_or_without_weights_is_refused(base, adapter,
     shutil.copytree(adapter[0], folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     save_file({k: v for k, v in tensors.items() if "mlp" not in k}, folder / "adapter_model.safetensors")
-    with pytest.raises(DataError, match=r"--lora_weight_path .* 12 tensors missing, the first are language_model.model.layers.0.mlp"):
+    with pytest.raises(
+        DataError, match=r" 12 tensors missing, the first are language_model.model.layers.0.mlp"
+    ):
         built(base, lora_bias="all", lora_weight_path=str(folder))
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"there is no adapter_model\.safetensors or adapter_model.bin in it"):
