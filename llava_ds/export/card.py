@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from llava_ds.config.arguments import Arguments, trained_parts
+from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
 from llava_ds.constants import DataError
 from llava_ds.files.model_files import own_file
 from llava_ds.files.reading import read_bytes
@@ -82,7 +82,7 @@ def write_card(
         f"{base} with {tower}, trained with llava_ds on {data}.",
         "",
         *_numbers(run_dir, record, step),
-        f"- trained: {', '.join(sorted(trained_parts(model)))}",
+        f"- trained: {', '.join(sorted(trained_parts(model) | lora_parts(model)))}",
         "",
         "| flag | value |",
         "| --- | --- |",
@@ -148,9 +148,14 @@ def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
         ("held_out_loss", "- loss on eval samples: {:.4f}"),
     )
     epochs = f", {numbers['epoch']:.2f} epochs" if "epoch" in numbers else ""
+    best = []
+    if run.best is not None:
+        rule, row = run.best
+        best = [f"- best {rule.metric}: {rule.value(row):.4f}, at step {row['step']:,}"]
     return [
         f"- optimizer steps: {numbers['steps']:,} of {record['num_steps']:,}{epochs}",
         *(form.format(numbers[name]) for name, form in shown if name in numbers),
+        *best,
     ]
 
 

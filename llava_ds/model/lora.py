@@ -243,8 +243,8 @@ def _saved_modules(model: nn.Module, args: ModelArguments, layout: LoraLayout) -
                 )
     if args.bits < 16 and any(isinstance(m, nn.Linear) for n in saved for m in model.get_submodule(n).modules()):
         raise ConfigError(
-            f"--modules_to_save {args.modules_to_save} can't be used with --bits {args.bits}, whose packed weights can't "
-            "train: leave one of them out"
+            f"--modules_to_save {args.modules_to_save} can't be used with --bits {args.bits}, whose packed weights "
+            "can't train: leave one of them out"
         )
     return tuple(dict.fromkeys(saved))
 

@@ -98,7 +98,8 @@ class TextShape:
     saves as much for backward as the experts of a token; routed: True for such; expert_rows: how often a token is sent
     to an expert in all layers of an upcycled model; is_llamas: whether its layers have
     Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together, lora_dropped: the widths of the
-    inputs that it drops parts of; tied: whether the output layer is the embedding.
+    inputs that it drops parts of; lora_scaled: with DoRA the widths of its outputs, each of which it saves twice, and
+    lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding.
     """
 
     hidden: int
@@ -113,6 +114,8 @@ class TextShape:
     tied: bool
     lora_rank: int = 0
     lora_dropped: int = 0
+    lora_scaled: int = 0
+    lora_read: int = 0
     routed: bool = False
     expert_rows: int = 0
 
@@ -327,6 +330,8 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
         tied=_is_tied(language_model),
         lora_rank=sum(layer.r[ADAPTER] for layer in layers) // num_layers,
         lora_dropped=inputs // num_layers if args.model.lora_dropout else 0,
+        lora_scaled=sum(layer.out_features for layer in layers) // num_layers if args.model.use_dora else 0,
+        lora_read=max((layer.base_layer.weight.numel() for layer in layers), default=0) if args.model.use_dora else 0,
         routed=is_mixture(text) or is_upcycled(text),
         expert_rows=_expert_rows(text),
     )
