@@ -30,12 +30,11 @@ def build_model(
     seed: int,
     ranks: Ranks,
     mesh: Mesh = ALONE,
-    lora_start: dict[str, torch.Tensor] | None = None,
 ) -> LlavaModel:
     """Build the model with its weights on this rank's device; on the CPU if deepspeed.initialize will cut matrices.
 
     Under ZeRO-3 parameters are partitioned from the start, but LoRA's in deepspeed.initialize. mesh: over which the
-    engine will train the model; lora_start: as add_lora takes it.
+    engine will train the model.
     """
     with return_freed_memory():
         model = _construct(plan, args, ds_config, dtype, ranks, mesh)
@@ -43,7 +42,7 @@ def build_model(
         for name, part in model.named_children():
             _fill(name, part, plan, args, seed, ranks, elsewhere.get(name, {}))
         if args.lora_enable:
-            lora.add_lora(model, plan.lora, args, seed, lora_start)
+            lora.add_lora(model, plan.lora, args, seed)
         if args.lora_weight_path is not None:
             file = adapter_file(args.lora_weight_path)
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad and plan.lora.holds(name)}

@@ -107,13 +107,15 @@ class LoraLayout:
     """What of a model gets LoRA, and what trains in full beside it.
 
     saved: names of the modules of --modules_to_save in the model; rename: a parameter's name there to its name in the
-    class that peft opens an adapter over.
+    class that peft opens an adapter over; start: of a run that is resumed, LoRA's matrices as they began, if that was
+    as parts of the weights.
     """
 
     targets: tuple[Target, ...]
     saved: tuple[str, ...]
     rename: Callable[[str], str]
     parts: frozenset[str]
+    start: dict[str, torch.Tensor] | None = None
 
     def holds(self, name: str) -> bool:
         """True if a trained parameter of this name is in the adapter's file: of a part with LoRA, or saved."""
@@ -281,15 +283,13 @@ def peft_config(args: ModelArguments, targets: list[str], rank: int, alpha: floa
     )
 
 
-def add_lora(
-    model: nn.Module, layout: LoraLayout, args: ModelArguments, seed: int, start: dict[str, torch.Tensor] | None = None
-) -> None:
+def add_lora(model: nn.Module, layout: LoraLayout, args: ModelArguments, seed: int) -> None:
     """Put LoRA beside the layout's layers, in the model's precision, and freeze all else of the parts with LoRA.
 
     A is drawn by the seed alone, and B zero, or both are parts of the weight beside them, which loses them
-    (--init_lora_weights). Those are kept in model.lora_start, by name, on the CPU; start: of a run that is resumed.
-    Outside of zero.Init, in which B would not be zero: under ZeRO-3, deepspeed.initialize partitions LoRA, and one
-    weight at a time is gathered where a variant depends on it.
+    (--init_lora_weights). Those are kept in model.lora_start, by name, on the CPU. Outside of zero.Init, in which B
+    would not be zero: under ZeRO-3, deepspeed.initialize partitions LoRA, and one weight at a time is gathered where a
+    variant depends on it.
     """
     dtype = model.language_model.get_input_embeddings().weight.dtype
     model.lora, model.lora_start = layout, {}
@@ -298,8 +298,8 @@ def add_lora(
         for target in layout.targets:
             linear = model.get_submodule(target.name)
             with _gathered(linear.weight, args):
-                added = _with_lora(linear, target, args, dtype, start)
-                if changes_base(args):
+                added = _with_lora(linear, target, args, dtype, layout.start)
+                if changes_base(args) and not linear.weight.is_meta:
                     halves = {half: added.get_parameter(half.removeprefix(".")) for half in (A, B)}
                     model.lora_start |= {
                         target.name + half: p.detach().to("cpu", copy=True) for half, p in halves.items()

@@ -1,7 +1,7 @@
 """A run while it trains: its model, its engine, and what watches over them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import deepspeed
@@ -225,9 +225,10 @@ def _build_engine(
     answers where that is the objective, and what asks --eval_tasks."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
-    point = plan.resume.point.path
-    start = read_lora_start(point) if point is not None and changes_base(args.model) else None
-    model = build_model(plan.model, args.model, resolved.config, resolved.dtype, seed, ranks, mesh, start)
+    model_plan, point = plan.model, plan.resume.point.path
+    if point is not None and changes_base(args.model):
+        model_plan = replace(model_plan, lora=replace(model_plan.lora, start=read_lora_start(point)))
+    model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     print_first(attention_report(text_config, ranks.device, resolved.compute_dtype), plan.model.last_layer_note())
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))

@@ -249,9 +249,8 @@ def test_a_model_that_lora_took_parts_of_starts_again_from_them(base, batch):
     other = dict(model.lora_start)
     a, b = (next(name for name in other if f"lora_{half}" in name) for half in "AB")
     other[a], other[b] = -other[a], -other[b]
-    again = build_model(
-        plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS, lora_start=other
-    )  # fmt: skip
+    resumed = replace(plan, lora=replace(plan.lora, start=other))
+    again = build_model(resumed, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
     again.vision_tower.eval()
     assert again.lora_start.keys() == other.keys()
     assert all(torch.equal(again.lora_start[name], other[name]) for name in other)

@@ -273,21 +273,7 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
     base = read_folder(base_path)
     config = _read_config(path) if (Path(path) / "config.json").is_file() else {}
     is_llava = is_llava_type(config.get("model_type")) and "text_config" not in config
-    renames: dict[str, Callable[[str], str | None]]
-    if is_llava or base.projector is None or base.vision_config is None:
-        from_llava = partial(formats.language_model_from_llava, trunk=trunk_name(base.text_config))
-        renames = {
-            "language_model": from_llava,
-            "projector": formats.projector_from_llava,
-            "vision_tower": formats.tower_from_llava,
-        }
-    else:
-        renames = {
-            "language_model": base.language_model.rename,
-            "projector": base.projector.rename,
-            "vision_tower": base.vision_tower.rename,
-        }
-    renames["newline"] = formats.newline_from_llava
+    renames = _renames_of_adapter(base, is_llava)
     beside = Path(path) / NON_LORA
     if is_there(beside):
         own_file(beside)
@@ -322,6 +308,26 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
         tower_changes=(merges_tower,),
         **sources,
     )
+
+
+def _renames_of_adapter(base: ModelFolder, is_llava: bool) -> dict[str, Callable[[str], str | None]]:
+    """For each part, a function from names in an adapter's files, without peft's prefix, to the part's."""
+    renames: dict[str, Callable[[str], str | None]]
+    if is_llava or base.projector is None or base.vision_config is None:
+        from_llava = partial(formats.language_model_from_llava, trunk=trunk_name(base.text_config))
+        renames = {
+            "language_model": from_llava,
+            "projector": formats.projector_from_llava,
+            "vision_tower": formats.tower_from_llava,
+        }
+    else:
+        renames = {
+            "language_model": base.language_model.rename,
+            "projector": base.projector.rename,
+            "vision_tower": base.vision_tower.rename,
+        }
+    renames["newline"] = formats.newline_from_llava
+    return renames
 
 
 def without_prefix(rename: Callable[[str], str | None]) -> Callable[[str], str | None]:
