@@ -27,6 +27,7 @@ KINDS = {
     },
     "rank-stabilised, with biases": {"use_rslora": True, "bias": "lora_only"},
     "whole modules saved": {"modules_to_save": ["lm_head"]},
+    "with lengths of rows": {"use_dora": True, "rank_pattern": {"q_proj": 2}},
 }  # fmt: skip
 
 
