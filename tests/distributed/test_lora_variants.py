@@ -310,3 +310,35 @@ def test_a_broken_off_run_goes_on_to_the_same_weights(tmp_path):
         assert losses(one)[saved:] == losses(other)
         ours, theirs = (load_file(each / "adapter_model.safetensors") for each in (one, other))
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.full
+def test_what_trains_behind_frozen_layers_trains_alike_at_every_stage(tmp_path):
+    """LoRA and last layers behind all that is frozen, where what comes into a layer has no gradient of its own."""
+    runs, todo = Runs(tmp_path, "language"), []
+    without = ("lora_enable", "lora_r", "lora_alpha", "lora_dropout", "lora_modules")
+    last = {
+        "freeze_backbone": True, "freeze_mm_mlp_adapter": True, "unfreeze_topk_llm": 1, "unfreeze_topk_vision": 1,
+    }  # fmt: skip
+    for stage in (0, 3):
+        todo.append(runs.flags("plain", stage, freeze_mm_mlp_adapter=True))
+        flags = runs.flags("plain", stage, f"last-{stage}", **last)
+        todo.append({name: value for name, value in flags.items() if name not in without})
+    run_many(2, tmp_path / "launch", todo, timeout_s=900)
+    for name in ("plain", "last"):
+        one, other = (losses(tmp_path / f"{name}-{stage}") for stage in (0, 3))
+        assert np.abs(np.subtract(one, other)).max() < 1e-5 and one[-1] < one[0] - 0.01
+    base = {
+        f"language_model.{name}": tensor
+        for name, tensor in load_file(tmp_path / "base" / "llama" / "model.safetensors").items()
+    } | {
+        f"vision_tower.vision_model.{name.removeprefix('vision_model.')}": tensor
+        for name, tensor in load_file(tmp_path / "base" / "clip" / "model.safetensors").items()
+    }
+    for stage in (0, 3):
+        after = load_file(tmp_path / f"last-{stage}" / "model.safetensors")
+        changed = {n for n, t in after.items() if n in base and not torch.equal(t[: len(base[n])], base[n])}
+        trained = ("language_model.model.layers.1.", "vision_tower.vision_model.encoder.layers.1.")
+        ends = ("language_model.lm_head.weight",)  # which --freeze_backbone leaves training
+        assert all(name.startswith(trained + ends) for name in changed)
+        assert all(any(name.startswith(each) for name in changed) for each in trained + ends)
