@@ -75,6 +75,7 @@ class Saver:
         self.trainer = {"identity": dataclasses.asdict(resume.identity), "weights": resume.weights}
         self.limit, self.background = training.save_total_limit, training.async_save
         self.last_good = resume.point.path
+        self.lora_start: dict[str, torch.Tensor] = {}  # LlavaModel's, set by the session
         self.num_failed, self.failure = 0, ""  # in a row, and what the last one was
         self._save: _Save | None = None
         self._reduction: tuple[torch.distributed.Work, torch.Tensor] | None = None
@@ -135,8 +136,8 @@ class Saver:
             writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
             # For the zero_to_fp32.py that DeepSpeed copies beside it.
             writer.save_text(ENGINE, scratch / "latest")
-            if start := getattr(self.engine.module, "lora_start", None):
-                writer.save(start, scratch / LORA_START)
+            if self.lora_start:
+                writer.save(self.lora_start, scratch / LORA_START)
         writer.start()
         self._save = _Save(step, scratch, writer, keeps_all, time.perf_counter() - started)
 

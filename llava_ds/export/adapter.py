@@ -21,11 +21,13 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import Deadline, layer_by_layer
 from llava_ds.export.llava_folder import llava_config
 from llava_ds.export.output_folder import planned_entries
+from llava_ds.export.ready_folder import write_image_sizes
 from llava_ds.export.reload_check import check_room, compare_logits
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.export.tensors import Entry, write_value_head
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model import lora, quantize
+from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.llava import LlavaModel, merge_features
 from llava_ds.model.loading import load_weights
 from llava_ds.model.open import names as formats
@@ -116,10 +118,11 @@ def write_adapter(
     tensors = lora.over_unchanged_weights(adapters, start)
     saved = [layout.of_module(module) for module in layout.saved]
     if ready is not None:
-        places = {"projector": ready.family.connector, "vision_tower": ready.family.vision}
-        whole = {part: place for part, place in places.items() if part in trained_parts(export.args)}
-        tensors |= {name: tensor for name, tensor in beside.items() if name.startswith(tuple(whole))}
-        saved += whole.values()
+        parts = tuple(part for part in ("projector", "vision_tower") if part in trained_parts(export.args))
+        whole = {name: tensor for name, tensor in beside.items() if parts and name.startswith(parts)}
+        tensors |= whole
+        saved += _saved_modules(ready.family, [layout.rename(name) for name in whole])
+        write_image_sizes(export, output_dir)
     written = {lora.to_peft(layout.rename(name)): tensor.contiguous() for name, tensor in tensors.items()}
     write_tensors(output_dir / lora.ADAPTER_FILES[0], written)
     _write_config(export, saved, doubles=bool(start), output_dir=output_dir)
@@ -151,6 +154,21 @@ def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_di
     if doubles:
         written["init_lora_weights"] = True  # peft would take a part of the weights again
     (output_dir / lora.ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _saved_modules(family: ReadyFamily, names: list[str]) -> list[str]:
+    """The modules of these tensors, as few as there are: connectors and the tower, or the tower's parts where it has a
+    connector in it. peft takes no list of modules, but each of them."""
+    found = {}
+    for name in names:
+        place = next((path for path in family.connector if name.startswith(f"{path}.")), family.vision)
+        parts = name.removeprefix(f"{place}.").split(".")
+        if parts[0].isdigit():  # of a list of connectors
+            place = f"{place}.{parts[0]}"
+        elif place == family.vision and any(path.startswith(f"{place}.") for path in family.connector):
+            place = f"{place}.{'.'.join(parts[: 2 if parts[1].isdigit() else 1])}"
+        found[place] = None
+    return list(found)
 
 
 @torch.no_grad()

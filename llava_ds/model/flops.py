@@ -28,6 +28,7 @@ from llava_ds.model.ready import ReadyVision
 from llava_ds.model.stages import layers_of_stages
 from llava_ds.model.upcycling import expert_of
 from llava_ds.model.vision import TowerPlan
+from llava_ds.tilings import CellTiling
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
 SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the part of them that is supervised
@@ -36,7 +37,8 @@ SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the
 @dataclass(frozen=True)
 class ModelFlops:
     """FLOPs, forward and backward, of a token in all layers of the language model, of a pair of tokens in its
-    attention, of a tile in tower and projector, and of a supervised position in the output layer.
+    attention, of a tile in tower and projector, and of a supervised position in the output layer. per_tile_pair: of two
+    tiles of one image in the attention of a tower that takes whole images.
 
     forward_per_token and forward_per_pair: of the first two the forward's part, which checkpointed layers compute
     once more. Nobody counts that as useful."""
@@ -47,10 +49,13 @@ class ModelFlops:
     per_target: float
     forward_per_token: float = 0.0
     forward_per_pair: float = 0.0
+    per_tile_pair: float = 0.0
 
-    def of(self, tokens: float, pairs: float, tiles: float, targets: float) -> float:
-        """FLOPs of so many of each: of a step, or of a sample. pairs: the sum of L (L + 1) / 2 over samples."""
-        return self.per_token * tokens + self.per_pair * pairs + self.per_tile * tiles + self.per_target * targets
+    def of(self, tokens: float, pairs: float, tiles: float, targets: float, tile_pairs: float = 0.0) -> float:
+        """FLOPs of so many of each: of a step, or of a sample. pairs: the sum of L (L + 1) / 2 over samples;
+        tile_pairs: as Counts has them."""
+        images = self.per_tile * tiles + self.per_tile_pair * tile_pairs
+        return self.per_token * tokens + self.per_pair * pairs + images + self.per_target * targets
 
     def of_rank(self, tp: int) -> "ModelFlops":
         """What one of tp ranks computes that share the matrices of the language model's layers."""
@@ -60,7 +65,8 @@ class ModelFlops:
     def of_stage(self, layers: float, is_first: bool, is_last: bool) -> "ModelFlops":
         """What a stage of a pipeline computes. layers: the share of them that it has."""
         shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
-        ends = {"per_tile": self.per_tile * is_first, "per_target": self.per_target * is_last}
+        ends = {name: getattr(self, name) * is_first for name in ("per_tile", "per_tile_pair")}
+        ends |= {"per_target": self.per_target * is_last}
         return replace(self, **{name: getattr(self, name) * layers for name in shared}, **ends)
 
     def layers_of_stages(self, num_layers: int, num_image_tokens: int, pp: int) -> list[int]:
@@ -118,6 +124,7 @@ def flops_of_model(
         per_target=output.weight.numel() * _times(reaches_layers > 0, trains_output),
         forward_per_token=2 * (layers + own),
         forward_per_pair=forward_per_pair,
+        per_tile_pair=_tile_pair_flops(tower, passes_tower),
     )
 
 
@@ -166,15 +173,35 @@ def _tower_flops(tower: nn.Module, plan: TowerPlan | ReadyVision, passes: float,
     """FLOPs of one tile, at every scale of S2. The patch embedding passes no gradient on, and trains with all layers.
 
     passes, trains: the share of the layers that gradients flow through, and that train.
+
+    Of a tower that takes whole images the layers with windows, full ones, and none of the others' attention.
     """
     positions, embedding = plan.num_positions, plan.patch_embedding(tower)
     layers = _dense_weights(tower, but=embedding)
+    cells = _cells_of(plan)
+    pairs = plan.num_layers * positions**2
+    if cells is not None:
+        pairs = positions**2 * plan.tiles.windowed_layers * (cells.window or 0) ** 2
     once = (
         plan.num_patches * embedding.weight.numel() * _times(0, trains == 1)
         + positions * layers * _times(passes, trains)
-        + 4 * plan.num_layers * plan.config.hidden_size * positions**2 * (1 + 2 * passes)
+        + 4 * pairs * plan.layer_width * (1 + 2 * passes)
     )
     return once * _tiles_of(plan)
+
+
+def _tile_pair_flops(plan: TowerPlan | ReadyVision, passes: float) -> float:
+    """FLOPs of two cells of an image, one of which sees the other, in the layers without windows."""
+    if _cells_of(plan) is None:
+        return 0.0
+    layers = plan.num_layers - plan.tiles.windowed_layers
+    return 4 * layers * plan.layer_width * plan.num_positions**2 * (1 + 2 * passes)
+
+
+def _cells_of(plan: TowerPlan | ReadyVision) -> CellTiling | None:
+    """The cells of a tower that takes whole images; None for others."""
+    tiling = plan.tiles.tiling if isinstance(plan, ReadyVision) else None
+    return tiling if isinstance(tiling, CellTiling) else None
 
 
 def _projector_flops(
@@ -184,14 +211,15 @@ def _projector_flops(
     parts: frozenset[str],
     adapted: frozenset[str],
 ) -> float:
-    """FLOPs of one tile. Only a tower that trains needs the gradient of its features.
+    """FLOPs of one tile. Only a tower or a norm that trains needs the gradient of what the first matrix is given.
 
     parts, adapted: those that train, and that have LoRA.
     """
     trains, changes = "projector" in parts, "projector" in parts | adapted
-    matrices = [m.weight.numel() for m in projector.modules() if isinstance(m, MATRICES)]
+    matrices = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
+    first = matrices[0] if matrices and next(projector.parameters()) is matrices[0] else None
     per_feature = sum(
-        weights * _times(trains_tower or (changes and index > 0), trains) for index, weights in enumerate(matrices)
+        weight.numel() * _times(trains_tower or (changes and weight is not first), trains) for weight in matrices
     )
     return per_feature * plan.images.num_tokens
 

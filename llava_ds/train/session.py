@@ -314,4 +314,6 @@ def _saver(plan: Plan, engine, evaluation: Evaluation, ranks: Ranks) -> Saver:
     training, model_writer = plan.args.training, None
     if training.save_only_model:
         model_writer = ModelWriter(plan.export.form, partial(write_model, engine, plan.export, ranks))
-    return Saver(engine, training, plan.resume, ranks, model_writer, spared(evaluation.best))
+    saver = Saver(engine, training, plan.resume, ranks, model_writer, spared(evaluation.best))
+    saver.lora_start = engine.module.lora_start
+    return saver
