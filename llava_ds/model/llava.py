@@ -45,6 +45,7 @@ class LlavaModel(nn.Module):
         self._short_last_layer = False
         self.sequence_group: torch.distributed.ProcessGroup | None = None  # set by share_tokens
         self.stage: Stage | None = None  # set by keep_stage
+        self.lora_start: dict[str, torch.Tensor] = {}  # set by add_lora
         output_loss.add_loss(language_model.get_output_embeddings())
 
     def shorten_last_layer(self) -> None:
