@@ -36,8 +36,8 @@ def make_server(app, line: str, on_exit: Callable[[], None] = lambda: None, endi
 
         def handle_exit(self, sig: int, frame: object) -> None:
             # uvicorn's own raises the signal once more at the end, which would end the process in the middle of ours.
-            on_exit()
             self.force_exit, self.should_exit = self.should_exit, True
+            on_exit()
 
     options = {"log_level": "warning", "server_header": False, "timeout_graceful_shutdown": ending_s}
     return Server(uvicorn.Config(app, **options))
