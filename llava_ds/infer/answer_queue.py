@@ -11,6 +11,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.infer.chat import Conversation
 from llava_ds.infer.generate import Reply, Sampling
 
+IDLE_S = 3600.0
 # Answers a conversation, calling on_text with each piece and stopped() after each token: chat.ask with its model.
 Generate = Callable[[Conversation, Sampling, Callable[[str], None], Callable[[], bool]], Reply]
 
@@ -55,13 +56,18 @@ class AnswerQueue:
 
     A failure that is no error of the question is printed and the next one is answered, except with ends_on_failure,
     for ranks that would not be in step any more: then all further jobs end as after close(), `failure` holds the
-    exception, and on_failure is called.
+    exception, and on_failure is called. on_idle: called by the thread after every IDLE_S without a job.
     """
 
     def __init__(
-        self, generate: Generate, ends_on_failure: bool = False, on_failure: Callable[[], None] = lambda: None
+        self,
+        generate: Generate,
+        ends_on_failure: bool = False,
+        on_failure: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self._generate, self._ends_on_failure, self._on_failure = generate, ends_on_failure, on_failure
+        self._on_idle = on_idle
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
         self._thread.start()
@@ -80,7 +86,7 @@ class AnswerQueue:
         self._thread.join()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             try:
                 last = self._answer(job)
             except (DataError, ConfigError) as error:
@@ -93,6 +99,13 @@ class AnswerQueue:
                     self._on_failure()
             job.release()
             job.deliver(last)
+
+    def _next(self) -> Job | None:
+        while True:
+            try:
+                return self._jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                self._on_idle()
 
     def _answer(self, job: Job) -> Ended | Exception:
         if self.closing or job.cancelled:

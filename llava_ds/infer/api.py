@@ -19,7 +19,7 @@ from pathlib import Path
 
 from llava_ds.constants import ConfigError
 from llava_ds.infer.answer_queue import AnswerQueue, Ended, Job
-from llava_ds.infer.chat import ask, print_note, speed_line
+from llava_ds.infer.chat import ask, keep_waiting, print_note, speed_line
 from llava_ds.infer.chat_completions import (
     LAST_EVENT,
     Completion,
@@ -85,7 +85,7 @@ def serve_api(loaded: LoadedModel, name: str, sampling: Sampling, port: int, lim
 
     shares = loaded.ranks is not None and loaded.ranks.world_size > 1
     with tempfile.TemporaryDirectory(prefix="llava_ds-serve-") as uploads, listening(port) as listener:
-        answers = AnswerQueue(generate, shares, end)
+        answers = AnswerQueue(generate, shares, end, lambda: keep_waiting(loaded))
         app = build_app(Service(answers, name, sampling, key, limits, Path(uploads)))
         line = f"http://{ADDRESS}:{listener.getsockname()[1]}/v1 serves {name}, key {key if is_new else KEY_VARIABLE}"
         server = make_server(app, line, end, ENDING_S)

@@ -6,6 +6,7 @@ import http.client
 import io
 import itertools
 import json
+import queue
 import random
 import re
 import signal
@@ -16,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import psutil
@@ -28,6 +30,7 @@ from malformed import malformed
 from PIL import Image
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.infer import answer_queue, chat
 from llava_ds.infer.answer_queue import AnswerQueue, Job, Question, StoppedText
 from llava_ds.infer.api import KEY_VARIABLE, Limits, api_key
 from llava_ds.infer.chat import Conversation, ask, read_media
@@ -305,6 +308,28 @@ def test_ranks_out_of_step_end_the_server():
     assert [type(item).__name__ for item in delivered] == ["RuntimeError", "Closing"] and answers.failure is delivered[
         0
     ]
+
+
+def test_other_ranks_do_not_give_up_on_an_idle_server(monkeypatch):
+    monkeypatch.setattr(answer_queue, "IDLE_S", 0.01)
+    words, asked = queue.SimpleQueue(), []
+    monkeypatch.setattr(chat, "_share", lambda ranks, request: words.get() if request is None else words.put(request))
+    monkeypatch.setattr(chat, "stream", lambda loaded, *request: asked.append(request))
+    other = threading.Thread(target=chat.answer_for_rank_0, args=[SimpleNamespace(ranks=None)])
+    other.start()
+    idle = threading.Semaphore(0)
+
+    def on_idle() -> None:
+        chat.keep_waiting(SimpleNamespace(ranks=None))
+        idle.release()
+
+    answers = AnswerQueue(echo, on_idle=on_idle)
+    assert idle.acquire(timeout=30) and idle.acquire(timeout=30)
+    answers.close()
+    words.put(("prompt", "sampling"))
+    words.put(None)
+    other.join(30)
+    assert not other.is_alive() and asked == [("prompt", "sampling")]
 
 
 def test_text_ends_before_a_stop_sequence():
