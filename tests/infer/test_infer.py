@@ -187,9 +187,12 @@ def test_the_processor_of_todays_llama_tokenizer_gives_the_ids_of_training(tmp_p
     export(model, plan, args, square(plan), tmp_path)
     loaded = load_model(tmp_path)
     picture = load_image(read_samples(*toys.write_data(tmp_path / "data", "i").values())[0].media[0].refs[0].path)
-    inputs = AutoProcessor.from_pretrained(tmp_path)(
-        text=render_prompt(list(messages), "v1"), images=picture, return_tensors="pt"
-    )
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    roles = ("user", "assistant", "user")
+    chat = [{"role": role, "content": message.text} for role, message in zip(roles, messages)]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True)
+    assert text == "<s> " + render_prompt(list(messages), "v1")
+    inputs = processor(text=text, images=picture, return_tensors="pt")
     image_token = loaded.model.config.image_token_id
     assert inputs["input_ids"][0].tolist() == [image_token if token == -200 else token for token in trained]
 
