@@ -20,6 +20,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -44,6 +45,7 @@ from llava_ds.tiny.default import heldout_data
 ROOT = Path(__file__).parents[2]
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 START_S = 600  # for a server to listen
+SHOWN_CHARS = 2000  # of the output of one that does not
 BATCH_SIZE = 48  # run/evaluate.py's
 PACKAGES = ("transformers", "torch", "pillow", "fastapi", "uvicorn", "openai")
 
@@ -127,13 +129,16 @@ def by_pipeline(model_path: str, questions: list[Question], max_new_tokens: int)
     from transformers import pipeline
 
     pipe = pipeline("image-text-to-text", model=model_path, dtype="auto")
-    options = {"max_new_tokens": max_new_tokens, "return_full_text": False, "generate_kwargs": {"do_sample": False}}
+    options = {
+        "return_full_text": False,
+        "generate_kwargs": {"do_sample": False, "max_new_tokens": max_new_tokens},
+    }
     found = [pipe(text=as_chat(question, loaded_image), **options) for question in questions]
     return [one[0]["generated_text"].strip() for one in found]
 
 
-def by_processor(model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
-    """Write the chat template's text, give it to the processor, and generate."""
+def by_processor(model_path: str, questions: list[Question], max_new_tokens: int, **options: object) -> list[str]:
+    """Write the chat template's text, give it to the processor, and generate. options: of the processor."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="auto").eval()
@@ -143,7 +148,9 @@ def by_processor(model_path: str, questions: list[Question], max_new_tokens: int
         chat = as_chat(question, loaded_image)
         text = processor.apply_chat_template(chat, add_generation_prompt=True)
         images = [part["image"] for turn in chat for part in turn["content"] if part["type"] == "image"]
-        inputs = processor(text=text, images=images or None, return_tensors="pt").to(model.device, model.dtype)
+        inputs = processor(text=text, images=images or None, return_tensors="pt", **options).to(
+            model.device, model.dtype
+        )
         tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         new = tokens[0, inputs["input_ids"].shape[1] :]
         answers.append(processor.decode(new, skip_special_tokens=True).strip())
@@ -191,24 +198,27 @@ def by_client(
 
 @contextlib.contextmanager
 def running(command: list[str], port: int, variables: dict[str, str]) -> Iterator[None]:
-    """Start a server, wait until /health answers, and end it. Raises ConfigError where it does not listen."""
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    server = subprocess.Popen(command, env={**os.environ, **variables}, **quiet)
-    try:
-        end = time.monotonic() + START_S
-        while not _is_healthy(port):
-            if server.poll() is not None or time.monotonic() > end:
-                problem = f"does not listen (exit code {server.poll()}): its output says why"
-                raise ConfigError(f"{' '.join(command)} {problem}")
-            time.sleep(0.2)
-        yield
-    finally:
-        server.send_signal(signal.SIGINT)
+    """Start a server, wait until /health answers, and end it. Raises ConfigError with the end of its output."""
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
         try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+            end = time.monotonic() + START_S
+            while not _is_healthy(port):
+                if server.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    said = log.read().decode(errors="replace")[-SHOWN_CHARS:]
+                    raise ConfigError(f"{' '.join(command)} does not listen (exit code {server.poll()}):\n{said}")
+                time.sleep(0.2)
+            yield
+        finally:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
 
 
 def _is_healthy(port: int) -> bool:
@@ -222,6 +232,7 @@ def _is_healthy(port: int) -> bool:
 PATHS: dict[str, Asking] = {
     "pipeline": by_pipeline,
     "template, then processor": by_processor,
+    "the same, no special tokens": lambda *given: by_processor(*given, add_special_tokens=False),  # as vLLM
     "transformers serve": by_transformers_serve,
     "run/chat.py --serve": by_chat_serve,
     "the same, streamed": lambda *given: by_chat_serve(*given, streams=True),
