@@ -44,5 +44,5 @@ def test_every_path_gives_the_answers(folder, tmp_path, monkeypatch, capsys):
 def test_a_path_with_another_prompt_is_named(folder, monkeypatch):
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("ASSISTANT:", "ASSISTANT: I"))
-    with pytest.raises(ConfigError, match="the answers of template, then processor are not run/evaluate.py's"):
+    with pytest.raises(ConfigError, match="the answers of template, then processor are not"):
         check(monkeypatch, folder, "--only", "template, then processor")
